@@ -94,7 +94,7 @@ bench-filters: $(DEV_STAMP) ## Measure what the filters of subscriptions cost pe
 	@$(BIN)/python -m benchmarks.filters $(BENCH_ARGS)
 
 kill-trial: $(DEV_STAMP) ## Kill a loaded broker 20 times and check every acknowledged message
-	@$(BIN)/python -m benchmarks.kill_trial
+	@$(BIN)/python -m trials.kill_trial
 
 conformance: $(DEV_STAMP) ## Run the Java and Go clients against a broker; skips what Maven or Go cannot fetch
 	@$(BIN)/python -m conformance.run
@@ -103,31 +103,31 @@ compare: $(DEV_STAMP) ## Ask Apache Kafka and Millstream the same odd questions 
 	@$(BIN)/python -m conformance.compare
 
 fuzz: $(DEV_STAMP) ## Throw broken frames, requests, data folders and records at the broker, a minute each
-	@$(BIN)/python -m benchmarks.fuzz_run $(FUZZ_ARGS)
+	@$(BIN)/python -m trials.fuzz_run $(FUZZ_ARGS)
 
 chaos: $(DEV_STAMP) ## Kill workers and strike nodes while subscriptions deliver, and check every message (20 minutes)
-	@$(BIN)/python -m benchmarks.chaos_subscriptions $(CHAOS_ARGS)
+	@$(BIN)/python -m trials.chaos_subscriptions $(CHAOS_ARGS)
 
 chaos-http: $(DEV_STAMP) ## Kill nodes of a cluster while messages are published, leased and settled over HTTP through any of them (4 minutes)
-	@$(BIN)/python -m benchmarks.chaos_http $(CHAOS_ARGS)
+	@$(BIN)/python -m trials.chaos_http $(CHAOS_ARGS)
 
 chaos-cluster: $(DEV_STAMP) ## Let 200 faults happen to a loaded cluster of real processes, and check every message (half an hour)
-	@$(BIN)/python -m benchmarks.chaos_cluster $(CHAOS_ARGS)
+	@$(BIN)/python -m trials.chaos_cluster $(CHAOS_ARGS)
 
 chaos-overload: $(DEV_STAMP) ## Flood a broker, and send it batches that hold far more than they are, beside a client that must not notice (8 minutes)
-	@$(BIN)/python -m benchmarks.chaos_overload $(CHAOS_ARGS)
+	@$(BIN)/python -m trials.chaos_overload $(CHAOS_ARGS)
 
 chaos-push: $(DEV_STAMP) ## Kill nodes, push processes and the endpoint while messages are pushed, and check every message (4 minutes)
-	@$(BIN)/python -m benchmarks.chaos_push $(CHAOS_ARGS)
+	@$(BIN)/python -m trials.chaos_push $(CHAOS_ARGS)
 
 chaos-transactions: $(DEV_STAMP) ## Kill programs and brokers 100 times while they work in transactions, and check every effect (20 minutes)
-	@$(BIN)/python -m benchmarks.chaos_transactions $(CHAOS_ARGS)
+	@$(BIN)/python -m trials.chaos_transactions $(CHAOS_ARGS)
 
 soak: $(DEV_STAMP) ## An hour of mixed load with kills; says whether memory, file handles and latency stayed flat
-	@$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
+	@$(BIN)/python -m trials.soak $(SOAK_ARGS)
 
 simulate: $(DEV_STAMP) ## Simulate replication and transactions from thousands of seeds; tells every seed that breaks a rule
-	@$(BIN)/python -m benchmarks.simulate $(SIMULATE_ARGS)
+	@$(BIN)/python -m trials.simulate $(SIMULATE_ARGS)
 
 docs: $(DEV_STAMP) ## Regenerate docs/configuration.md and docs/protocol.md from the code
 	@$(BIN)/python -m millstream.cli.main config-reference > docs/configuration.md

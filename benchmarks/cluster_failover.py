@@ -12,14 +12,14 @@ from typing import Self
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.admin.cluster_status import cluster_status
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.local_etcd import LocalEtcd
-from millstream.model.errors import MillstreamError
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server_group import ServerGroup
-from millstream.testing.trial_clients import Load, Notes, Place
+from millstream.client.admin.cluster_status import cluster_status
+from millstream.core.errors import MillstreamError
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server_group import ServerGroup
+from millstream_testing.trial_clients import Load, Notes, Place
 
 TOPIC = "failover"
 PARTITIONS = 6

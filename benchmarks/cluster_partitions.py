@@ -16,10 +16,10 @@ from confluent_kafka.cimpl import NewTopic
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.local_etcd import LocalEtcd
-from millstream.model.errors import MillstreamError
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server_group import ServerGroup
-from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
+from millstream.core.errors import MillstreamError
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server_group import ServerGroup
 
 NODES = 3
 TOPICS = 10

@@ -20,7 +20,7 @@ from benchmarks.target import Target
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 ONE, THREE = "one node", "three nodes"
 REPLICATION = 3

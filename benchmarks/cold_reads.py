@@ -21,13 +21,13 @@ from uuid import UUID
 
 from benchmarks.machine import facts
 
-from millstream.log.files import DiskFiles
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, encode_batch
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import SystemClock
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 MEGABYTES, ROUNDS = 128, 7
 READ_BYTES = 1024 * 1024

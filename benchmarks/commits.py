@@ -23,7 +23,7 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 TOPIC: Final = "load"
 PARTITIONS: Final = 32

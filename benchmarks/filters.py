@@ -26,19 +26,19 @@ from typing import Any
 import msgspec
 from benchmarks.machine import facts
 
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.records.columns import Columns
-from millstream.records.decoder import decode_columns
-from millstream.records.record import NewRecord, encode_batch
-from millstream.subscriptions.filter.batch import ColumnBatch
-from millstream.subscriptions.filter.code import Source
-from millstream.subscriptions.filter.evaluation import used_by
-from millstream.subscriptions.filter.filter import Filter, compile_filter
-from millstream.subscriptions.filter.node import Column, Header, Kind, Payload
-from millstream.subscriptions.filter.uses import Uses
-from millstream.subscriptions.filter.worker import FilterWorker
-from millstream.subscriptions.sieve import QueueSieve, Sieve
+from millstream.broker.subscriptions.filter_worker import FilterWorker
+from millstream.broker.subscriptions.sieve import QueueSieve, Sieve
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.filter.batch import ColumnBatch
+from millstream.protocol.filter.code import Source
+from millstream.protocol.filter.evaluation import used_by
+from millstream.protocol.filter.filter import Filter, compile_filter
+from millstream.protocol.filter.node import Column, Header, Kind, Payload
+from millstream.protocol.filter.uses import Uses
+from millstream.protocol.records.columns import Columns
+from millstream.protocol.records.decoder import decode_columns
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 MESSAGES, ROUNDS = 8000, 15
 QUEUES, QUEUED, QUEUE_BATCH = (1, 9, 30), 100_000, 1000

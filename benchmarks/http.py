@@ -27,7 +27,7 @@ import uvloop
 from benchmarks.http_load import post, run_load
 from benchmarks.machine import facts
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 REQUESTS, ROUNDS = 20_000, 5
 BODY = json.dumps({"order_id": 1, "total": 1500, "customer": "c-7", "note": "x" * 40}).encode()
@@ -84,7 +84,7 @@ def cases() -> list[Case]:
 def gateway_of(server: Server) -> int:
     """The process of a server's gateway."""
     for child in psutil.Process(server.pid).children():
-        if "millstream.http.gateway" in " ".join(child.cmdline()):
+        if "millstream.gateway.process" in " ".join(child.cmdline()):
             return int(child.pid)
     raise RuntimeError("the server has no gateway")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvloop
 
-from millstream.http.gateway import Server
+from millstream.gateway.process import Server
 
 ANSWER = (
     b'{"id":"907cde2f-d0af-4597-806a-f7fc4ae106be/0/1234567","topic":"orders","partition":0,"offset":1234567,'

@@ -18,12 +18,12 @@ from typing import Final
 
 import uvloop
 
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.codec import request_head
-from millstream.wire.fetching import FetchLimits, write_fetch
-from millstream.wire.producing import write_produce
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import request_head
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.fetching import FetchLimits, write_fetch
+from millstream.protocol.wire.producing import write_produce
 
 PRODUCE, FETCH, METADATA, HEARTBEAT, VERSIONS, SHARE_FETCH, HTTP, CONNECT, SLOW_READER = (
     "produce",

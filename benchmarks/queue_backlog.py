@@ -21,10 +21,8 @@ from benchmarks.processes import resident_of_tree
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.model.verb import Verb
-from millstream.testing.server import Server
-from millstream.wire.client import Client
-from millstream.wire.subscription_messages import (
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscription_messages import (
     RECEIVE_KEY,
     SETTLE_KEY,
     LeasedRange,
@@ -35,7 +33,9 @@ from millstream.wire.subscription_messages import (
     SettledRange,
     SettleRequest,
 )
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
 
 SHORT, MIDDLE, LONG = 10_000, 60_000, 1_000_000
 SIZE_BYTES: Final = 100

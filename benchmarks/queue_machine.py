@@ -16,12 +16,12 @@ from uuid import UUID
 
 import numpy as np
 
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.subscription import QueueKey, SubscriptionSettings
-from millstream.model.verb import Verb
-from millstream.subscriptions.lease import Settle
-from millstream.subscriptions.queue import Queue
-from millstream.subscriptions.snapshot import read_snapshot, write_snapshot
+from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.queue import Queue
+from millstream.broker.subscriptions.snapshot import read_snapshot, write_snapshot
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.subscription import QueueKey, SubscriptionSettings
+from millstream.core.verb import Verb
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(0))
 RUNS = 5

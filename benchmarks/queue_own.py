@@ -17,11 +17,8 @@ import msgspec
 import uvloop
 from benchmarks.queue_load import Publishers, Run, arguments
 
-from millstream.model.verb import Verb
-from millstream.records.batch import check_crc, iterate_whole_headers
-from millstream.records.raw_record import records_section
-from millstream.wire.client import Client
-from millstream.wire.subscription_messages import (
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscription_messages import (
     RECEIVE_KEY,
     SETTLE_KEY,
     PartitionMessages,
@@ -32,7 +29,10 @@ from millstream.wire.subscription_messages import (
     SettledRange,
     SettleRequest,
 )
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.batch import check_crc, iterate_whole_headers
+from millstream.protocol.records.raw_record import records_section
+from millstream.protocol.wire.client import Client
 
 _WAIT_MS: Final = 1000
 _BYTES_MAX: Final = 4 * 1024 * 1024

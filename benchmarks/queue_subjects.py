@@ -31,7 +31,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 import millstream
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 SHARE, OWN = "millstream share", "millstream own"
 NATS, QUORUM, CLASSIC, REDIS = "nats", "rabbitmq quorum", "rabbitmq classic", "redis"

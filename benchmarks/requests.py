@@ -11,7 +11,7 @@ from benchmarks.percentiles import percentile
 from benchmarks.processes import Meter
 from benchmarks.target import Numbers, Target
 
-from millstream.records.record import NewRecord, encode_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 ONE_BY_ONE, IN_FLIGHT = "one at a time", "100 in flight"
 WINDOW = 100

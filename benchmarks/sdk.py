@@ -34,7 +34,7 @@ from confluent_kafka.cimpl import NewTopic
 from rich.console import Console
 from rich.table import Table
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 OUT: Final = Path("build/bench/sdk.md")
 OURS: Final = "millstream"

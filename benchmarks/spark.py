@@ -37,7 +37,7 @@ from pyspark.sql.streaming.query import StreamingQuery
 from rich.console import Console
 
 from millstream.spark.session import session
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 OUT: Final = Path("build/bench/spark.md")
 LOADS: Final = (Load(10_000_000, 100), Load(1_000_000, 1024))

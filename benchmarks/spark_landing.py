@@ -32,11 +32,11 @@ from confluent_kafka.cimpl import NewTopic
 from pyspark.sql import DataFrame, SparkSession
 from rich.console import Console
 
-from millstream.lake.task_writer import GROUP_BYTES
-from millstream.model.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.job import JobContext
-from millstream.pipelines.land import LandJob
-from millstream.testing.server import Server
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.lake.task_writer import GROUP_BYTES
+from millstream_testing.server import Server
 
 OUT: Final = Path("build/bench/landing.md")
 LOADS: Final = (Load(5_000_000, 100), Load(1_000_000, 1024))

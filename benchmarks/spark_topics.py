@@ -31,11 +31,11 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from rich.console import Console
 
-from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.pipelines.job import Job, JobContext
-from millstream.pipelines.jobs import JOBS
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.pipelines.jobs.job import Job, JobContext
+from millstream.pipelines.jobs.jobs import JOBS
 from millstream.spark.session import session
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 OUT: Final = Path("build/bench/spark-topics.md")
 MESSAGES: Final = 1_000_000

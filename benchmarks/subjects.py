@@ -24,7 +24,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 import millstream
-from millstream.testing.server import Server, ServerFailed
+from millstream_testing.server import Server, ServerFailed
 
 STARTED = "start and rest"
 _ADMIN_S_MAX = 30.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from millstream.testing.server import Server, ServerFailed
+from millstream_testing.server import Server, ServerFailed
 
 Numbers = dict[str, float]
 """What was measured, by name; the unit is part of the name."""

@@ -31,7 +31,7 @@ from benchmarks.verdict import LEVEL_MIN
 from benchmarks.verdict import Target as Goal
 from rich.console import Console
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 PLAIN, EACH_100_MS, EACH_SECOND = "idempotent", "transactions of 100 ms", "transactions of 1 s"
 COMMITS_S: Final[dict[str, float | None]] = {PLAIN: None, EACH_100_MS: 0.1, EACH_SECOND: 1.0}

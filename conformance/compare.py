@@ -35,7 +35,7 @@ from conformance.questions import (
 )
 from conformance.questions.asking import lay_fixtures
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 # What differs between any two brokers, and the text beside error codes.
 _IGNORED = frozenset(

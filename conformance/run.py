@@ -28,7 +28,7 @@ from conformance.go_client import GoClient
 from conformance.java_client import JavaClient, JavaFrameworks
 from conformance.served import ask_served, describe_served
 
-from millstream.testing.server import Server, ServerFailed
+from millstream_testing.server import Server, ServerFailed
 
 CLIENTS: tuple[Client, ...] = (
     JavaClient("4.4.0"),

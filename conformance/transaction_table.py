@@ -28,14 +28,14 @@ from benchmarks.peers.unavailable import PeerUnavailable
 from conformance.question import Broker
 from conformance.questions.asking import Key, batch, lay_fixtures, new_topic, produced
 
+from millstream.broker.kafka.local_markers import PartitionMarkers
+from millstream.broker.transactions import coordinator, shard, transaction
+from millstream.broker.transactions.transaction import EPOCH_MAX
+from millstream.core.errors import NotLeader
+from millstream.core.marker import Marker
+from millstream.core.topic import TopicPartition
 from millstream.embedded import EmbeddedBroker
-from millstream.kafka.local_markers import PartitionMarkers
-from millstream.model.errors import NotLeader
-from millstream.model.marker import Marker
-from millstream.model.topic import TopicPartition
-from millstream.testing.link_relay import LinkRelay, RelayThread
-from millstream.transactions import coordinator, shard, transaction
-from millstream.transactions.transaction import EPOCH_MAX
+from millstream_testing.link_relay import LinkRelay, RelayThread
 
 RECORDED: Final = Path(__file__).with_name("transaction_answers.json")
 MARKER_CLIENT: Final = "broker-1-txn-marker-sender"

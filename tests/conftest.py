@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import hypothesis
 import pytest
 
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server import Server
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

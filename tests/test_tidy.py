@@ -16,7 +16,7 @@ import millstream
 from millstream.cli.app import ORDER
 from millstream.cli.config_reference import reference
 from millstream.cli.protocol_reference import protocol_page
-from millstream.model import errors
+from millstream.core import errors
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "millstream"
@@ -155,7 +155,9 @@ def test_the_commands_are_pinned() -> None:
     assert " ".join(ORDER) == commands
 
 
-@pytest.mark.parametrize("path", sorted((SOURCE / "kafka" / "apis").glob("[!_]*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((SOURCE / "broker" / "kafka" / "apis").glob("[!_]*.py")), ids=lambda path: path.stem
+)
 def test_every_api_opens_with_its_versions(path: Path) -> None:
     docstring = ast.get_docstring(parsed(path)) or ""
     assert re.match(r"\w+ \(key \d+\), version", docstring), (
@@ -221,7 +223,7 @@ def test_links_between_pages_lead_somewhere() -> None:
 
 
 def test_paths_named_in_the_docs_exist() -> None:
-    path_name = re.compile(r"`((?:src|tests|docs|benchmarks)/[\w./-]+|(?:\w+/)+\w+\.py)`")
+    path_name = re.compile(r"`((?:src|tests|trials|docs|benchmarks)/[\w./-]+|(?:\w+/)+\w+\.py)`")
     missing = [
         f"{short(page)}: {name}"
         for page in (path for path in tracked() if path.suffix == ".md")

@@ -17,7 +17,7 @@ from benchmarks.peers.pipe import MARK, Connection, PeerFailed, Session, measure
 from benchmarks.subject import Measured
 from benchmarks.subjects import Millstream
 
-from millstream.records.record import NewRecord, encode_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 _PRODUCE, _PRODUCE_VERSION = 0, 7
 _FETCH, _FETCH_VERSION = 1, 11

@@ -38,7 +38,7 @@ from pathlib import Path
 import psutil
 from benchmarks.peers.unavailable import PeerUnavailable
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 PARTITIONS = 4
 READY_S_MAX = 50.0

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import psutil
 
-from millstream.testing.server import Server, ServerFailed
+from millstream_testing.server import Server, ServerFailed
 
 READY_S_MAX = 50.0
 

@@ -10,7 +10,7 @@ from uuid import UUID
 
 from conformance.question import Broker, Values
 
-from millstream.records.record import NewRecord, encode_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 TOPIC: Final = "fixture"
 """Two partitions, ten records in the first of them, none in the second; no question changes it."""

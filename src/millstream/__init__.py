@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from millstream.client.sync_connection import connect_sync as connect_sync
     from millstream.client.tracing import correlated as correlated
     from millstream.client.tracing import correlation_id as correlation_id
+    from millstream.core.errors import MillstreamError as MillstreamError
+    from millstream.core.errors import PublishFailed as PublishFailed
     from millstream.embedded import open as open
     from millstream.embedded import open_sync as open_sync
-    from millstream.model.errors import MillstreamError as MillstreamError
-    from millstream.model.errors import PublishFailed as PublishFailed
     from millstream.sandbox import Sandbox as Sandbox
 
 __version__ = "0.1.0"
@@ -37,9 +37,9 @@ _PLACES = {
     "IdempotentHandler": "client.idempotent_handler",
     "Message": "client.message",
     "MessageStream": "client.message_stream",
-    "MillstreamError": "model.errors",
+    "MillstreamError": "core.errors",
     "NewMessage": "client.payload",
-    "PublishFailed": "model.errors",
+    "PublishFailed": "core.errors",
     "Receipt": "client.receipt",
     "Reject": "client.outcome",
     "RetryLater": "client.outcome",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import socket
 
-from millstream.broker import ChildProcesses, RunningNode
-from millstream.config import Config
-from millstream.http.child import HttpChild
-from millstream.http.push.child import PushChild
-from millstream.pipelines.child import PipelineChild, driver_options, why_it_runs_none
+from millstream.broker.node import ChildProcesses, RunningNode
+from millstream.core.config import Config
+from millstream.gateway.child import HttpChild
+from millstream.gateway.push.child import PushChild
+from millstream.pipelines.runtime.child import PipelineChild, driver_options, why_it_runs_none
 
 
 def _gateway(listening: socket.socket, kafka_address: str, config: Config) -> HttpChild:

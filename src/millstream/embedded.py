@@ -27,8 +27,8 @@ from typing import Literal, TypedDict, Unpack
 from millstream.client.at_exit import end_before_exit
 from millstream.client.connection import Connection, connect
 from millstream.client.sync_connection import SyncConnection, opened
-from millstream.config import Config
-from millstream.model.errors import BrokerUnreachable, InvalidSetting
+from millstream.core.config import Config
+from millstream.core.errors import BrokerUnreachable, InvalidSetting
 
 _logger = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class EmbeddedBroker:
             self._ended.set_result(None)
 
     async def _serve(self) -> None:
-        from millstream.broker import Broker
+        from millstream.broker.node import Broker
         from millstream.child_processes import CHILD_PROCESSES
 
         stopping = self._stopping = asyncio.Event()

@@ -30,19 +30,19 @@ from typing import Any
 import psutil
 from pyspark import TaskContext
 
-from millstream.lake import compaction
-from millstream.lake.active_files import ActiveFile
-from millstream.lake.delta_log import DeltaLog
-from millstream.lake.rewriting import Look, Rewrite
-from millstream.model.errors import MillstreamError
-from millstream.model.pipeline import Pipeline, PipelineKind
-from millstream.pipelines import land
-from millstream.pipelines.job import JobContext
-from millstream.pipelines.land import LandJob
-from millstream.pipelines.landing.file_tasks import FileTasks
-from millstream.pipelines.landing.manifest import Report
-from millstream.pipelines.landing.plan import Stretch
-from millstream.pipelines.landing.task import LandTasks
+from millstream.core.errors import MillstreamError
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.land import job as land
+from millstream.pipelines.jobs.land.file_tasks import FileTasks
+from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.jobs.land.task import LandTasks
+from millstream.pipelines.lake import compaction
+from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.delta_log import DeltaLog
+from millstream.pipelines.lake.rewriting import Look, Rewrite
 from millstream.spark.session import session
 
 

@@ -27,14 +27,14 @@ from typing import Any
 import pyarrow as pa
 from pyspark import TaskContext
 
-import millstream.pipelines.output_rows as output_rows
-import millstream.pipelines.routing.task as task
-import millstream.spark.attempt as attempt
-from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.pipelines.job import JobContext
-from millstream.pipelines.jobs import JOBS
+import millstream.pipelines.jobs.route.task as task
+import millstream.pipelines.jobs.transform.output_rows as output_rows
+import millstream.pipelines.source.attempt as attempt
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.jobs import JOBS
+from millstream.protocol.private.transactions import Transactions
 from millstream.spark.session import session
-from millstream.wire.transactions import Transactions
 
 SLOW_S = 7200.0
 

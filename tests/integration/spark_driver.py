@@ -25,10 +25,10 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamWriter, WriterCommitMessage
 from pyspark.sql.types import StructType
 
-from millstream.spark.options import write_options
+from millstream.pipelines.source.options import write_options
+from millstream.pipelines.source.source import MillstreamSource
+from millstream.pipelines.source.writer import TopicStreamWriter
 from millstream.spark.session import session
-from millstream.spark.source import MillstreamSource
-from millstream.spark.writer import TopicStreamWriter
 
 SLOW_S = 600.0
 STRUCK_TASK = 1

@@ -20,7 +20,7 @@ from kafka.admin import KafkaAdminClient
 from kafka.admin import NewTopic as KafkaPythonNewTopic
 from kafka.errors import TopicAlreadyExistsError, UnknownTopicOrPartitionError
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

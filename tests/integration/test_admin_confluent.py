@@ -28,7 +28,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

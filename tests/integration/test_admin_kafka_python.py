@@ -23,7 +23,7 @@ from kafka.admin import (
     ResourceType,
 )
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 
 @pytest.fixture(scope="module")

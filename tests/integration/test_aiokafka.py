@@ -11,7 +11,7 @@ import pytest
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
 from aiokafka.errors import MessageSizeTooLargeError
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

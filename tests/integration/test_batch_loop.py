@@ -13,14 +13,14 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from millstream.model.errors import MillstreamError, OffsetOutOfRange, ProducerFenced
-from millstream.model.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings, TransformSettings
-from millstream.pipelines.batch_loop import BatchLoop, Plan, stream_of
-from millstream.pipelines.group_offsets import commit_plainly, stable_offsets
-from millstream.pipelines.job import GroupMember, JobContext
-from millstream.pipelines.stream_loop import StreamLoop
-from millstream.spark.parts import Batch
-from millstream.testing.server import Server
+from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProducerFenced
+from millstream.core.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings, TransformSettings
+from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan, stream_of
+from millstream.pipelines.jobs.group_offsets import commit_plainly, stable_offsets
+from millstream.pipelines.jobs.job import GroupMember, JobContext
+from millstream.pipelines.jobs.transform.stream_loop import StreamLoop
+from millstream.pipelines.source.parts import Batch
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

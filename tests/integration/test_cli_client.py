@@ -11,8 +11,8 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from millstream import __version__
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

@@ -20,7 +20,7 @@ import pytest
 
 from millstream.cli import cluster_up
 from millstream.cli.local_process import LocalServerFailed
-from millstream.testing.command import CommandLine
+from millstream_testing.command import CommandLine
 
 READY_S_MAX = 90
 STOP_S_MAX = 60

@@ -14,15 +14,15 @@ from kio.schema.delete_records.v2.request import DeleteRecordsPartition, DeleteR
 from kio.schema.types import TopicName
 from kio.static.primitive import i32, i32Timedelta, i64
 
-from millstream.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
-from millstream.admin.topics import delete_topic
-from millstream.model.errors import PolicyViolation
-from millstream.model.subscription import ATTEMPTS, EARLIEST, LEASE, START
-from millstream.model.verb import Verb
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
-from millstream.wire.client import Client
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.client.admin.dead_letter import HELD_MAX, LEASE_MS, DeadLetterDesk
+from millstream.client.admin.topics import delete_topic
+from millstream.core.errors import PolicyViolation
+from millstream.core.subscription import ATTEMPTS, EARLIEST, LEASE, START
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 LETTERS = 20
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import millstream
-from millstream.testing.command import CommandLine, call_command
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine, call_command
+from millstream_testing.server import Server
 
 StartServer = Callable[..., Server]
 

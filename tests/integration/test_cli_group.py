@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import pytest
 from confluent_kafka import Consumer
 
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 PATIENCE_S = 60.0
 

@@ -7,8 +7,8 @@ import json
 import pytest
 from confluent_kafka import Producer
 
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

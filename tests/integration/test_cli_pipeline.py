@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import crc32c
 import pytest
 
-from millstream.records.batch import COMPRESSION_GZIP
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.child_process import child_process
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.protocol.records.batch import COMPRESSION_GZIP
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.child_process import child_process
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 CHECKED_FROM = 21
 """Where the part of a batch begins that its checksum covers, with the attributes in front."""

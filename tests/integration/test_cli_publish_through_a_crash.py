@@ -5,9 +5,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from millstream.testing.child_process import child_process
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.child_process import child_process
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 StartServer = Callable[..., Server]
 LINES = 30_000

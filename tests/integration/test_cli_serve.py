@@ -20,9 +20,9 @@ from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
 from kio.static.primitive import i8
 
 from millstream import __version__
-from millstream.testing.command import CommandLine, call_command, run_command
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.protocol.wire.client import Client
+from millstream_testing.command import CommandLine, call_command, run_command
+from millstream_testing.server import Server
 
 StartServer = Callable[..., Server]
 FREE = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
@@ -38,7 +38,7 @@ def eventually(what: Callable[[], bool]) -> None:
 
 
 def gateways(server: Server) -> list[psutil.Process]:
-    return [child for child in psutil.Process(server.pid).children() if "millstream.http.gateway" in child.cmdline()]
+    return [child for child in psutil.Process(server.pid).children() if "millstream.gateway.process" in child.cmdline()]
 
 
 def get(server: Server, path: str) -> httpx.Response:

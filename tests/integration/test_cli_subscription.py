@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from confluent_kafka import Producer
 
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

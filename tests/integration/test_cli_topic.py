@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 
 @pytest.fixture(scope="module")

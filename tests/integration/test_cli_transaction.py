@@ -13,14 +13,14 @@ import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from kio.schema.errors import ErrorCode
 
-from millstream.model.errors import InvalidTransactionState, ProducerFenced
-from millstream.model.ids import PartitionIndex
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
-from millstream.wire.client import Client
-from millstream.wire.fetching import READ_COMMITTED
-from millstream.wire.transactions import TransactionalProducer, Transactions
+from millstream.core.errors import InvalidTransactionState, ProducerFenced
+from millstream.core.ids import PartitionIndex
+from millstream.protocol.private.transactions import TransactionalProducer, Transactions
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.fetching import READ_COMMITTED
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from confluent_kafka import Producer
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 POLLS = 40
 SOON_S = 60.0

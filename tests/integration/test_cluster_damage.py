@@ -14,12 +14,12 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.log.frame import FRAME_BYTES, Frame, read_frame
-from millstream.testing.command import CommandLine
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server import Server
-from millstream.testing.server_group import ServerGroup
+from millstream.broker.log.frame import FRAME_BYTES, Frame, read_frame
+from millstream_testing.command import CommandLine
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
+from millstream_testing.server_group import ServerGroup
 
 WAIT_S = 90.0
 TOPIC = "harmed"

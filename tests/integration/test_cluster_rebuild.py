@@ -12,11 +12,11 @@ from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartit
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.command import call_command
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server import ServerFailed
-from millstream.testing.server_group import ServerGroup
+from millstream_testing.command import call_command
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import ServerFailed
+from millstream_testing.server_group import ServerGroup
 
 WAIT_S = 60.0
 TOPIC = "orders"

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from millstream.cli.held_port import HeldPort
-from millstream.testing.command import CommandLine, Outcome, run_command
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server import Server
-from millstream.testing.server_group import ServerGroup
+from millstream_testing.command import CommandLine, Outcome, run_command
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
+from millstream_testing.server_group import ServerGroup
 
 WAIT_S = 60.0
 NOBODY = "127.0.0.1:1"

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.testing.cluster_faults import KINDS
-from millstream.testing.cluster_network import RelayNetwork
-from millstream.testing.cluster_trial import ClusterTrial, Plan
+from millstream_testing.cluster_faults import KINDS
+from millstream_testing.cluster_network import RelayNetwork
+from millstream_testing.cluster_trial import ClusterTrial, Plan
 
 CHEAP = ("kill", "pause", "cut", "cut-from-etcd", "cut-from-all", "clock", "stop")
 

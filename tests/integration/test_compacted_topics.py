@@ -13,7 +13,7 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
 import millstream
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 TOPIC = "prices"

@@ -18,7 +18,7 @@ from confluent_kafka import (
     TopicPartition,
 )
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

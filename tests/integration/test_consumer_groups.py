@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, Message, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 PARTITIONS = 4
 WAIT_S = 60.0

@@ -16,8 +16,8 @@ from confluent_kafka import Consumer, KafkaException, Message, Producer, TopicPa
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 PARTITIONS = 4
 WAIT_S = 60.0

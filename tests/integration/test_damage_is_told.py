@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from millstream.testing.command import CommandLine, call_command
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine, call_command
+from millstream_testing.server import Server
 
 StartServer = Callable[..., Server]
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import confluent_kafka
 
-from millstream.log.frame import FRAME_BYTES, Frame, read_frame
-from millstream.model.subscription import FILTER, ORDERED, START
-from millstream.model.verb import Verb
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
-from millstream.wire.client import Client
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.broker.log.frame import FRAME_BYTES, Frame, read_frame
+from millstream.core.subscription import FILTER, ORDERED, START
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 TOPIC = "harmed"
 BATCHES = 120

@@ -1,6 +1,6 @@
 """The samples of README.md and of every page under docs/ are run as they are written, against a real node.
 
-`millstream.testing.page` says how a fence tells that a sample is not run, and why, or how it is used.
+`millstream_testing.page` says how a fence tells that a sample is not run, and why, or how it is used.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ import pytest
 
 import millstream
 from millstream.cli.held_port import HeldPort
-from millstream.lake.columns import QUARANTINE, RAW, extended
-from millstream.lake.opening import open_table
-from millstream.subscriptions.filter.filter import compile_filter
-from millstream.testing.command import TIMEOUT_VARIABLE, call_command
-from millstream.testing.lake_rows import TOPIC, land, rows, write
-from millstream.testing.page import Sample, samples_of
-from millstream.testing.server import Server
+from millstream.pipelines.lake.columns import QUARANTINE, RAW, extended
+from millstream.pipelines.lake.opening import open_table
+from millstream.protocol.filter.filter import compile_filter
+from millstream_testing.command import TIMEOUT_VARIABLE, call_command
+from millstream_testing.lake_rows import TOPIC, land, rows, write
+from millstream_testing.page import Sample, samples_of
+from millstream_testing.server import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -11,9 +11,9 @@ from confluent_kafka import Consumer, KafkaError, Message, Producer, TopicPartit
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.etcd_group import EtcdGroup
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server_group import ServerGroup
+from millstream_testing.etcd_group import EtcdGroup
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server_group import ServerGroup
 
 WAIT_S = 60.0
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.model.errors import ProtocolViolation
-from millstream.wire import codec
+from millstream.core.errors import ProtocolViolation
+from millstream.protocol.messages import codec
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"fuzz_framing": 60, "fuzz_requests": 4, "fuzz_recovery": 150}
@@ -17,7 +17,7 @@ EXAMPLES = {"fuzz_framing": 60, "fuzz_requests": 4, "fuzz_recovery": 150}
 
 @pytest.mark.parametrize("name", sorted(EXAMPLES))
 def test_a_short_run_finds_nothing(name: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{name}", "--seed", "suite", "--examples", str(EXAMPLES[name])]
+    command = [sys.executable, "-m", f"trials.{name}", "--seed", "suite", "--examples", str(EXAMPLES[name])]
     outcome = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
 
-from millstream.records.batch import COMPRESSION_GZIP
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.server import Server
+from millstream.protocol.records.batch import COMPRESSION_GZIP
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 PRODUCE, FETCH, LIST_OFFSETS, METADATA, API_VERSIONS = 0, 1, 2, 3, 18

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from confluent_kafka import Producer
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 API_VERSIONS, PRODUCE, METADATA = 18, 0, 3
@@ -121,7 +121,7 @@ def receive(peer: socket.socket, count: int) -> bytes:
 
 
 def test_a_batch_with_a_wrong_checksum_is_refused(server: Server, topic: str, peer: socket.socket) -> None:
-    from millstream.records.record import NewRecord, encode_batch
+    from millstream.protocol.records.record import NewRecord, encode_batch
 
     still_works(server, topic)
     batch = encode_batch([NewRecord(key=None, value=b"x", timestamp_ms=1)])

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 import millstream
-from millstream.testing.server import Server
-from millstream.wire.codec import request_head
-from millstream.wire.subscription_messages import RECEIVE_KEY, Receive
+from millstream.protocol.messages.codec import request_head
+from millstream.protocol.private.subscription_messages import RECEIVE_KEY, Receive
+from millstream_testing.server import Server
 
 HANG_S = 60
 SHORT_S, LONG_S = 1.0, 3600.0

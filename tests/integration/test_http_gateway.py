@@ -21,10 +21,10 @@ from urllib.parse import quote
 import httpx
 import pytest
 
-from millstream.records.batch import COMPRESSION_ZSTD
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.protocol.records.batch import COMPRESSION_ZSTD
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
 
 PATIENCE_S = 60.0
 MIB = 1024 * 1024
@@ -500,7 +500,7 @@ def test_a_broker_that_is_busy_for_a_while_is_healthy(start_server: Callable[...
 def gateway_peak_bytes(server: Server) -> int:
     """The most memory that the gateway's process has had."""
     for pid in Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split():
-        if b"millstream.http.gateway" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"millstream.gateway.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
             (peak,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
             return int(peak) * 1024
     raise AssertionError("no gateway runs")

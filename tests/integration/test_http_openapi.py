@@ -13,9 +13,9 @@ from schemathesis.checks import (
     status_code_conformance,
 )
 
-from millstream.http.openapi import openapi_document
-from millstream.http.table import ROUTES
-from millstream.testing.server import Server
+from millstream.gateway.api.openapi import openapi_document
+from millstream.gateway.api.table import ROUTES
+from millstream_testing.server import Server
 
 EXAMPLES = 4
 PATIENCE_S = 60.0

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 pytestmark = pytest.mark.skipif(shutil.which("kcat") is None, reason="kcat is not installed on this machine")
 

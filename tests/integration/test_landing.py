@@ -23,16 +23,16 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 from pyarrow import parquet
 
-from millstream.model.errors import InvalidSetting, UnknownTopic
-from millstream.model.pipeline import Pipeline, PipelineKind
-from millstream.pipelines import land
-from millstream.pipelines.job import JobContext, Step
-from millstream.pipelines.land import LandJob
-from millstream.pipelines.landing.manifest import Report
-from millstream.pipelines.landing.plan import Stretch
-from millstream.pipelines.landing.task import LandTasks
-from millstream.testing.page import samples_of
-from millstream.testing.server import Server
+from millstream.core.errors import InvalidSetting, UnknownTopic
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.land import job as land
+from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.jobs.land.task import LandTasks
+from millstream_testing.page import samples_of
+from millstream_testing.server import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -27,8 +27,8 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.server import Server
-from millstream.testing.spark_cluster import WAIT_S, ProcessFailed, environment, running, wait_until
+from millstream_testing.server import Server
+from millstream_testing.spark_cluster import WAIT_S, ProcessFailed, environment, running, wait_until
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
 

@@ -19,8 +19,8 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.server import Server
-from millstream.testing.spark_cluster import WAIT_S, environment, running, spark_cluster
+from millstream_testing.server import Server
+from millstream_testing.spark_cluster import WAIT_S, environment, running, spark_cluster
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(3600)]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from benchmarks.chaos_overload import GROWTH_BYTES_MAX, Chaos, flood
 from benchmarks.overload_flood import CONNECT, FETCH, METADATA, PRODUCE
 from benchmarks.processes import resident_of
+from trials.chaos_overload import GROWTH_BYTES_MAX, Chaos, flood
 
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 CONNECTIONS, SECONDS, SETTLE_S = 50, 1.0, 0.5
 KINDS = (PRODUCE, FETCH, METADATA, CONNECT)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 
-from millstream.testing.command import CommandLine
-from millstream.testing.driver_processes import children, until
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.driver_processes import children, until
+from millstream_testing.server import Server
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
 
@@ -44,7 +44,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_a_driver_whose_broker_dies_while_spark_starts_ends_with_its_java(server: Server, topic: str) -> None:
     millstream = CommandLine(server.kafka)
     assert millstream("topic", "create", topic, "--land").code == 0
-    (driver,) = until(lambda: children(server.pid, "millstream.pipelines.driver"))
+    (driver,) = until(lambda: children(server.pid, "millstream.pipelines.runtime.driver"))
     java = until(lambda: java_of(driver))
     # From here on Spark never comes up.
     os.kill(java, signal.SIGSTOP)
@@ -69,7 +69,7 @@ def test_a_driver_whose_java_hangs_is_replaced_and_nobody_is_blamed(server: Serv
 
     publish(server, topic, 10)
     until(lambda: landed(10))
-    (driver,) = children(server.pid, "millstream.pipelines.driver")
+    (driver,) = children(server.pid, "millstream.pipelines.runtime.driver")
     os.kill(until(lambda: java_of(driver)), signal.SIGSTOP)
     publish(server, topic, 10)
     # Also one that is told to end waits for nobody.

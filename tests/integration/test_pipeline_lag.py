@@ -14,16 +14,16 @@ import httpx
 import pytest
 from confluent_kafka import Producer
 
-from millstream.admin.backlog import Backlogs, reader_of
-from millstream.admin.groups import commit_offsets
-from millstream.admin.topics import find_topic
-from millstream.model.ids import NodeId, PartitionIndex
-from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.model.topic import TopicPartition
-from millstream.testing.command import CommandLine
-from millstream.testing.pipeline_script import landing
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.client.admin.backlog import Backlogs, reader_of
+from millstream.client.admin.groups import commit_offsets
+from millstream.client.admin.topics import find_topic
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire.client import Client
+from millstream_testing.command import CommandLine
+from millstream_testing.pipeline_script import landing
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 WAIT_S = 300.0
 

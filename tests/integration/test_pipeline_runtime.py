@@ -15,18 +15,18 @@ import pytest
 from confluent_kafka import Producer
 from deltalake import DeltaTable
 
-from millstream.testing.child_process import child_process
-from millstream.testing.command import CommandLine
-from millstream.testing.committed_messages import committed_messages
-from millstream.testing.driver_processes import children, until
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server import Server
-from millstream.testing.server_group import ServerGroup
-from millstream.testing.spark_cluster import spark_cluster
+from millstream_testing.child_process import child_process
+from millstream_testing.command import CommandLine
+from millstream_testing.committed_messages import committed_messages
+from millstream_testing.driver_processes import children, until
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
+from millstream_testing.server_group import ServerGroup
+from millstream_testing.spark_cluster import spark_cluster
 
 WAIT_S = 600.0
-DRIVER = "millstream.pipelines.driver"
+DRIVER = "millstream.pipelines.runtime.driver"
 WORKER = "127.0.0.2"
 EXECUTOR = "CoarseGrainedExecutorBackend"
 # The first steps on Spark take long on a slow machine.

@@ -18,17 +18,17 @@ from typing import Any
 import httpx
 import pytest
 
-from millstream.model.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
-from millstream.records.record import Headers, NewRecord, decode_records, encode_batch
-from millstream.testing.command import CommandLine
-from millstream.testing.page import samples_of
-from millstream.testing.push_trial import PROCESS, push_processes
-from millstream.testing.server import Server
-from millstream.testing.webhook import Reply, Request, Webhook
-from millstream.wire.client import Client
-from millstream.wire.delivery_state import delivery_state
-from millstream.wire.publish_once import publish_once
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.core.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
+from millstream.protocol.private.delivery_state import delivery_state
+from millstream.protocol.private.publish_once import publish_once
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import Headers, NewRecord, decode_records, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.command import CommandLine
+from millstream_testing.page import samples_of
+from millstream_testing.push_trial import PROCESS, push_processes
+from millstream_testing.server import Server
+from millstream_testing.webhook import Reply, Request, Webhook
 
 SECRET = "a secret of the test, long enough".replace(" ", "-")
 URL, SECRET_NAME, HEADERS = "millstream.push.url", "millstream.push.secret", "millstream.push.headers"

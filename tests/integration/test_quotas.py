@@ -12,8 +12,8 @@ from aiokafka import AIOKafkaConsumer
 from confluent_kafka import Consumer, Producer, TopicPartition
 from kafka import KafkaProducer
 
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
 
 NODE_STATUS_KEY = 32000
 GATEWAY = "millstream-gateway"

@@ -18,10 +18,10 @@ from confluent_kafka.cimpl import NewTopic
 from kafka.admin import KafkaAdminClient
 from kafka.structs import TopicPartition
 
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.replica_bytes import differing_replicas
-from millstream.testing.server_group import ServerGroup
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.replica_bytes import differing_replicas
+from millstream_testing.server_group import ServerGroup
 
 WAIT_S = 60.0
 BEFORE = [[1, 2, 3], [2, 1, 3]]

@@ -10,7 +10,7 @@ from confluent_kafka.admin import AdminClient
 
 import millstream
 from millstream.client.receipt_book import read_book
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 
 async def test_a_book_tells_what_the_log_has_lost(start_server: Callable[..., Server], tmp_path: Path) -> None:

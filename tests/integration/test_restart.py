@@ -21,9 +21,9 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.testing.finding import Kind
-from millstream.testing.kill_trial import KillTrial, Plan
-from millstream.testing.server import Server, ServerFailed
+from millstream_testing.finding import Kind
+from millstream_testing.kill_trial import KillTrial, Plan
+from millstream_testing.server import Server, ServerFailed
 
 WAIT_S = 60.0
 QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}

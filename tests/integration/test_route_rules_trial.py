@@ -21,14 +21,14 @@ import psutil
 import pytest
 from confluent_kafka.admin import AdminClient
 
-from millstream.admin.pipelines import PipelineClient
-from millstream.model.errors import MillstreamError
-from millstream.model.pipeline import PipelineKind, Rule
-from millstream.testing.committed_messages import Committed, committed_records
-from millstream.testing.moved_messages import Place, Source
-from millstream.testing.server import Server
-from millstream.wire.client import Client
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.client.admin.pipelines import PipelineClient
+from millstream.core.errors import MillstreamError
+from millstream.core.pipeline import PipelineKind, Rule
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
+from millstream_testing.committed_messages import Committed, committed_records
+from millstream_testing.moved_messages import Place, Source
+from millstream_testing.server import Server
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
 
@@ -40,7 +40,7 @@ PORTION = 40
 LOOK_S = 0.2
 WAIT_S = 1800.0
 KILLS = ("driver", "java", "server")
-DRIVER = "millstream.pipelines.driver"
+DRIVER = "millstream.pipelines.runtime.driver"
 Document = dict[str, Any]
 T = TypeVar("T")
 

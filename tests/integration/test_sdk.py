@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import millstream
-from millstream.admin.topics import create_topic, delete_topic, grow_topic
 from millstream.client import publisher as publisher_module
 from millstream.client import subscriber as subscriber_module
-from millstream.model.errors import (
+from millstream.client.admin.topics import create_topic, delete_topic, grow_topic
+from millstream.core.errors import (
     InvalidRecordState,
     InvalidRequest,
     InvalidSubscription,
@@ -22,9 +22,9 @@ from millstream.model.errors import (
     UnknownGroup,
     UnknownTopic,
 )
-from millstream.model.subscription import LEASE
-from millstream.testing.server import Server
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.core.subscription import LEASE
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream_testing.server import Server
 
 HANG_S = 60
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 import millstream
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 HANG_S = 60
 COUNT = 4

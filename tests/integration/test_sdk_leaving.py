@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import millstream
-from millstream.testing.server import Server
+from millstream_testing.server import Server
 
 
 async def test_leaving_again_and_again_uses_up_no_message(server: Server, topic: str) -> None:

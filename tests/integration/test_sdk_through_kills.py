@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import millstream
-from millstream.records.record import decode_records
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.protocol.records.record import decode_records
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
 
 TASKS = 20
 EACH = 40

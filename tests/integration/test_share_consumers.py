@@ -37,14 +37,14 @@ from kio.schema.describe_share_group_offsets.v1.request import (
 from kio.schema.types import GroupId, TopicName
 from kio.static.primitive import i32
 
-from millstream.model.subscription import ATTEMPTS, DELIVERY, EXACTLY_ONCE, LEASE, START
-from millstream.testing.child_process import child_process
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server import Server
-from millstream.testing.server_group import ServerGroup
-from millstream.wire.client import Client
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.core.subscription import ATTEMPTS, DELIVERY, EXACTLY_ONCE, LEASE, START
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
+from millstream_testing.child_process import child_process
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
+from millstream_testing.server_group import ServerGroup
 
 WAIT_S = 60.0
 ACCEPT = 1

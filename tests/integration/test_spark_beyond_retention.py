@@ -13,12 +13,12 @@ from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.admin.pipelines import PipelineClient
-from millstream.model.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.job import JobContext
-from millstream.pipelines.land import LandJob
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.client.admin.pipelines import PipelineClient
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.land.job import LandJob
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

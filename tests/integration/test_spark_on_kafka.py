@@ -10,9 +10,9 @@ import pytest
 from benchmarks.peers import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
 
-from millstream.admin.groups import committed_offsets
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.client.admin.groups import committed_offsets
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

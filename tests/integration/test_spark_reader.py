@@ -13,13 +13,13 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows
 
-from millstream.model.errors import FilterError, LostData
-from millstream.spark.options import read_options
-from millstream.spark.shape import default_schema, shape_of
-from millstream.spark.source import MillstreamSource
-from millstream.spark.stream_reader import TopicStreamReader
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
+from millstream.core.errors import FilterError, LostData
+from millstream.pipelines.source.options import read_options
+from millstream.pipelines.source.shape import default_schema, shape_of
+from millstream.pipelines.source.source import MillstreamSource
+from millstream.pipelines.source.stream_reader import TopicStreamReader
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 MakeReader = Callable[..., TopicStreamReader]

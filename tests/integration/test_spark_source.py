@@ -16,14 +16,14 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions, NewTopic
 
-from millstream.admin.groups import committed_offsets
-from millstream.model.errors import ProducerFenced
+from millstream.client.admin.groups import committed_offsets
+from millstream.core.errors import ProducerFenced
+from millstream.pipelines.source.java import use_fitting_java
+from millstream.pipelines.source.options import write_options
+from millstream.pipelines.source.writer import TopicWriter
+from millstream.protocol.wire.client import Client
 from millstream.spark.bulk import records
-from millstream.spark.java import use_fitting_java
-from millstream.spark.options import write_options
-from millstream.spark.writer import TopicWriter
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream_testing.server import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

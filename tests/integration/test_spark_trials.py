@@ -16,10 +16,10 @@ from confluent_kafka import Consumer, KafkaError, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
-from millstream.testing.server import Server
-from millstream.testing.spark_cluster import WAIT_S, environment, kill, running, spark_cluster, wait_until
-from millstream.wire.client import Client
+from millstream.client.admin.transactions import ONGOING, PREPARED, list_transactions
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
+from millstream_testing.spark_cluster import WAIT_S, environment, kill, running, spark_cluster, wait_until
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
 

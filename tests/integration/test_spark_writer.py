@@ -15,22 +15,22 @@ from confluent_kafka.cimpl import NewTopic
 from pyspark import TaskContext
 from pyspark.sql.types import StringType, StructField, StructType
 
-from millstream.admin.transactions import ONGOING, PREPARED, list_transactions
-from millstream.model.errors import BrokerUnreachable, ProducerFenced, UnknownTopic
-from millstream.model.ids import NodeId
-from millstream.spark import link as links
-from millstream.spark import target
-from millstream.spark.link import Link, link_to
-from millstream.spark.options import WriteOptions, write_options
-from millstream.spark.parts import Batch, Part
-from millstream.spark.producer import RowProducer
-from millstream.spark.source import MillstreamSource
-from millstream.spark.writer import TopicStreamWriter, TopicWriter
-from millstream.testing.server import Server
-from millstream.wire import channel
-from millstream.wire.client import Client
-from millstream.wire.pool import Pool
-from millstream.wire.transactions import Transactions
+from millstream.client.admin.transactions import ONGOING, PREPARED, list_transactions
+from millstream.core.errors import BrokerUnreachable, ProducerFenced, UnknownTopic
+from millstream.core.ids import NodeId
+from millstream.pipelines.source import link as links
+from millstream.pipelines.source import target
+from millstream.pipelines.source.link import Link, link_to
+from millstream.pipelines.source.options import WriteOptions, write_options
+from millstream.pipelines.source.parts import Batch, Part
+from millstream.pipelines.source.producer import RowProducer
+from millstream.pipelines.source.source import MillstreamSource
+from millstream.pipelines.source.writer import TopicStreamWriter, TopicWriter
+from millstream.protocol.private.transactions import Transactions
+from millstream.protocol.wire import channel
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.pool import Pool
+from millstream_testing.server import Server
 
 WAIT_S = 60.0
 ROWS = pa.RecordBatch.from_pydict({"value": ["one", "two", "three"]})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable
 
-from millstream.testing.server import Server
-from millstream.wire import codec
+from millstream.protocol.messages import codec
+from millstream_testing.server import Server
 
 StartServer = Callable[..., Server]
 

@@ -25,9 +25,9 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.spark.java import use_fitting_java
-from millstream.testing.committed_messages import committed_messages
-from millstream.testing.server import Server
+from millstream.pipelines.source.java import use_fitting_java
+from millstream_testing.committed_messages import committed_messages
+from millstream_testing.server import Server
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
 

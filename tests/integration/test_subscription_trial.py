@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from millstream.testing.cluster_network import RelayNetwork
-from millstream.testing.planted_serve import BUGS, planted
-from millstream.testing.subscription_trial import SETTINGS, Outcome, Plan, SubscriptionTrial
-from millstream.testing.trial_cluster import TrialCluster
-from millstream.testing.trial_solo import TrialSolo
+from millstream_testing.cluster_network import RelayNetwork
+from millstream_testing.planted_serve import BUGS, planted
+from millstream_testing.subscription_trial import SETTINGS, Outcome, Plan, SubscriptionTrial
+from millstream_testing.trial_cluster import TrialCluster
+from millstream_testing.trial_solo import TrialSolo
 
 
 def short(seed: int, **more: object) -> Plan:

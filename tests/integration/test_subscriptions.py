@@ -12,14 +12,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from millstream.admin.topics import delete_topic, grow_topic
-from millstream.model.errors import (
+from millstream.client.admin.topics import delete_topic, grow_topic
+from millstream.core.errors import (
     InvalidRecordState,
     InvalidRequest,
     SubscriptionExists,
     UnknownGroup,
 )
-from millstream.model.subscription import (
+from millstream.core.subscription import (
     ATTEMPTS,
     BACKOFF_MIN,
     DEAD_LETTER_TOPIC,
@@ -31,12 +31,12 @@ from millstream.model.subscription import (
     PAUSED,
     START,
 )
-from millstream.model.verb import Verb
-from millstream.records.record import Headers, NewRecord, Record, decode_records, encode_batch
-from millstream.testing.command import CommandLine
-from millstream.testing.server import Server
-from millstream.wire.client import Client
-from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.protocol.records.record import Headers, NewRecord, Record, decode_records, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.command import CommandLine
+from millstream_testing.server import Server
 
 WAIT_MS = 60_000
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from millstream.testing.committed_messages import committed_records
-from millstream.testing.moved_messages import Place, Source, faults_of, make_topic
-from millstream.testing.server import Server
-from millstream.testing.spark_cluster import WAIT_S, environment, kill, running, wait_until
+from millstream_testing.committed_messages import committed_records
+from millstream_testing.moved_messages import Place, Source, faults_of, make_topic
+from millstream_testing.server import Server
+from millstream_testing.spark_cluster import WAIT_S, environment, kill, running, wait_until
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(7200)]
 

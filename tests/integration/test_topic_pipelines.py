@@ -15,20 +15,20 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from pyspark.sql.types import StructType
 
-from millstream.admin.groups import committed_offsets
-from millstream.model.errors import FilterError, InvalidSetting, UnknownGroup, UnknownTopic
-from millstream.model.payload_columns import ColumnType, PayloadColumn, parse_columns
-from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.model.select_statement import read_select
-from millstream.pipelines.dry_run import dry_run
-from millstream.pipelines.job import JobContext
-from millstream.pipelines.route import RouteJob
-from millstream.pipelines.statement import read_statement
-from millstream.pipelines.transform import TransformJob
-from millstream.testing.committed_messages import Committed, committed_records
-from millstream.testing.server import Server
-from millstream.wire.client import Client
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.client.admin.groups import committed_offsets
+from millstream.core.errors import FilterError, InvalidSetting, UnknownGroup, UnknownTopic
+from millstream.core.payload_columns import ColumnType, PayloadColumn, parse_columns
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.core.select_statement import read_select
+from millstream.pipelines.jobs.dry_run import dry_run
+from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.route.job import RouteJob
+from millstream.pipelines.jobs.transform.job import TransformJob
+from millstream.pipelines.jobs.transform.statement import read_statement
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
+from millstream_testing.committed_messages import Committed, committed_records
+from millstream_testing.server import Server
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -102,7 +102,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     import pyarrow.parquet as pq
     from deltalake import DeltaTable, write_deltalake
 
-    monkeypatch.setattr("millstream.pipelines.lake_view.LOOK_S", 0.0)
+    monkeypatch.setattr("millstream.pipelines.jobs.transform.lake_view.LOOK_S", 0.0)
     table = str(shop.folder / "customers")
     shop.publish(shop.orders, orders(0, 1))
     sql = "SELECT o.id, c.discount FROM orders o JOIN customers c ON o.customer.tier = c.tier"
@@ -118,7 +118,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     assert job.step().rows == 3
     assert sorted((row["id"], row["discount"]) for row in shop.read()) == [(1, 10), (2, 10)]
     # From here on it is too large to be handed over by the driver.
-    monkeypatch.setattr("millstream.pipelines.lake_rows.HANDED_BYTES_MAX", 0)
+    monkeypatch.setattr("millstream.pipelines.jobs.lake_rows.HANDED_BYTES_MAX", 0)
     write_deltalake(table, pa.table({"tier": ["silver"], "discount": [5]}), mode="append")
     shop.publish(shop.orders, orders(6, 1))
     assert job.step().rows == 1

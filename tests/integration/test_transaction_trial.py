@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from millstream.testing.cluster_network import RelayNetwork
-from millstream.testing.transaction_trial import SETTINGS, Plan, TransactionTrial
-from millstream.testing.trial_clients import TrialFailed
-from millstream.testing.trial_cluster import TrialCluster
-from millstream.testing.trial_solo import TrialSolo
+from millstream_testing.cluster_network import RelayNetwork
+from millstream_testing.transaction_trial import SETTINGS, Plan, TransactionTrial
+from millstream_testing.trial_clients import TrialFailed
+from millstream_testing.trial_cluster import TrialCluster
+from millstream_testing.trial_solo import TrialSolo
 
 
 def run(trial: TransactionTrial, plan: Plan, lines: list[str]) -> None:

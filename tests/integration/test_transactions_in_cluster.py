@@ -13,10 +13,10 @@ from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.coordination.placement import partition_for
-from millstream.testing.etcd_server import EtcdServer
-from millstream.testing.postgres_server import PostgresServer
-from millstream.testing.server_group import ServerGroup
+from millstream.broker.coordination.placement import partition_for
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server_group import ServerGroup
 
 WAIT_S = 60.0
 HANGS_S = 20.0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.config import Config
+from millstream.core.config import Config
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 ASSIGNED = re.compile(r"^ *(MILLSTREAM_\w+)(?:: *|=)(\S+)$", re.MULTILINE)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.config import Config
-from millstream.model.subscription import DEAD_LETTER_TOPIC, SubscriptionSettings, settings_of_new
-from millstream.model.topic import TopicSettings
+from millstream.core.config import Config
+from millstream.core.subscription import DEAD_LETTER_TOPIC, SubscriptionSettings, settings_of_new
+from millstream.core.topic import TopicSettings
 
 PAGE = (Path(__file__).parents[2] / "docs" / "defaults.md").read_text(encoding="utf-8")
 

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from millstream import __version__
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.output import OutputClosed
-from millstream.model.errors import MillstreamError
+from millstream.core.errors import MillstreamError
 
 PROGRAM = "millstream"
 TRACEBACK_VARIABLE = "MILLSTREAM_TRACEBACK"

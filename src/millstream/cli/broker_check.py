@@ -9,17 +9,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from millstream import __version__
-from millstream.admin.damage import LostOffsets, lost_of, node_status
-from millstream.admin.topics import min_in_sync
 from millstream.cli.connection import CLIENT_ID
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, ok, problem, warning
 from millstream.cli.output import counted
 from millstream.cli.pipeline_check import check_pipelines
-from millstream.model.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
-from millstream.wire.client import Client
-from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
-from millstream.wire.lean_kio import import_lean_kio
+from millstream.client.admin.damage import LostOffsets, lost_of, node_status
+from millstream.client.admin.topics import min_in_sync
+from millstream.core.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
+from millstream.protocol.messages.lean_kio import import_lean_kio
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
 
 CLOCK_SKEW_MS_MAX = 5_000
 SLOW_ANSWER_S = 1.0

@@ -12,8 +12,8 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import counted, one_line, print_json, print_line, print_note, print_table, sized
 
 if TYPE_CHECKING:
-    from millstream.admin.clients import Clients, ConnectedClient
-    from millstream.wire.client import Client
+    from millstream.client.admin.clients import Clients, ConnectedClient
+    from millstream.protocol.wire.client import Client
 
 DEFAULT_INTERVAL_S = 1.0
 
@@ -40,7 +40,7 @@ def list_(
     """List live producers and consumers: address, client id, software, and bytes per second."""
 
     async def question(asking: Client) -> Clients:
-        from millstream.admin.clients import list_clients
+        from millstream.client.admin.clients import list_clients
 
         return await list_clients(asking, interval_s=interval)
 

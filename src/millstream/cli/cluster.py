@@ -21,9 +21,9 @@ from millstream.cli.options import (
 from millstream.cli.output import counted, print_json, print_line, print_note, print_table
 
 if TYPE_CHECKING:
-    from millstream.admin.cluster_status import ClusterStatus
     from millstream.cli.cluster_rebuild import Outcome
     from millstream.cli.cluster_up import LocalCluster
+    from millstream.client.admin.cluster_status import ClusterStatus
 
 NODES_MAX = 32
 ROWS_MAX = 50
@@ -156,7 +156,7 @@ def status(
 
     Exits with 0 when every node answers and every replica is in sync, and with 1 otherwise.
     """
-    from millstream.admin.cluster_status import cluster_status
+    from millstream.client.admin.cluster_status import cluster_status
 
     found = ask(brokers, timeout, cluster_status)
     if as_json:
@@ -268,7 +268,7 @@ def rebuild(
     partition, the best log decides, and the other replicas fetch what they lack once the nodes are started again.
     """
     from millstream.cli.cluster_rebuild import rebuild as rebuild_etcd
-    from millstream.config import Config
+    from millstream.core.config import Config
 
     given = {"etcd": etcd, "catalog": catalog, "cluster": cluster}
     settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from millstream.catalog.catalog import Catalog
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.etcd_address import EtcdAddress
+from millstream.broker.cluster.etcd_store import EtcdStore
+from millstream.broker.cluster.inventory import Inventory, take_inventory
+from millstream.broker.cluster.last_run import boot_id_of_machine
+from millstream.broker.cluster.rebuild import Rebuilt, check_unknown, work_out, write
+from millstream.broker.log.files import DiskFiles
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.output import counted
-from millstream.cluster.etcd_address import EtcdAddress
-from millstream.cluster.etcd_store import EtcdStore
-from millstream.cluster.inventory import Inventory, take_inventory
-from millstream.cluster.last_run import boot_id_of_machine
-from millstream.cluster.rebuild import Rebuilt, check_unknown, work_out, write
-from millstream.config import Config
-from millstream.log.files import DiskFiles
-from millstream.model.clock import SystemClock
-from millstream.model.errors import ClusterMismatch, CorruptState, InvalidSetting
-from millstream.model.ids import NodeId
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import ClusterMismatch, CorruptState, InvalidSetting
+from millstream.core.ids import NodeId
 
 _NAMED_MAX = 10
 

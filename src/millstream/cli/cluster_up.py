@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from millstream.broker.log.folder import make_private
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.local_etcd import LocalEtcd, etcd_warning, find_etcd
 from millstream.cli.local_postgres import LocalPostgres, find_postgres
 from millstream.cli.local_process import LocalProcess, is_free
 from millstream.cli.output import print_note
-from millstream.config import ENVIRONMENT_PREFIX
-from millstream.log.folder import make_private
-from millstream.model.errors import DataFolderInUse, MillstreamError
+from millstream.core.config import ENVIRONMENT_PREFIX
+from millstream.core.errors import DataFolderInUse, MillstreamError
 
 READY_S_MAX = 90.0
 STOP_S_MAX = 60.0
@@ -210,12 +210,12 @@ class LocalCluster:
 
 def sessions(etcd: str, cluster: str) -> dict[int, str]:
     """The nodes that etcd knows as running, with their addresses; none if it gives no answer."""
-    from millstream.cluster import keys
-    from millstream.cluster.etcd_address import EtcdAddress
-    from millstream.cluster.etcd_store import EtcdStore
-    from millstream.cluster.told import Registered
-    from millstream.model.clock import SystemClock
-    from millstream.model.ids import NodeId
+    from millstream.broker.cluster import keys
+    from millstream.broker.cluster.etcd_address import EtcdAddress
+    from millstream.broker.cluster.etcd_store import EtcdStore
+    from millstream.broker.cluster.told import Registered
+    from millstream.core.clock import SystemClock
+    from millstream.core.ids import NodeId
 
     async def read() -> dict[int, str]:
         store = EtcdStore(EtcdAddress.parse(etcd), cluster, SystemClock(), request_s_max=1.0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from millstream.cli.output import print_bytes
-from millstream.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
-from millstream.model.missing_setting import MISSING
-from millstream.model.pipeline import SETTINGS, PipelineSettings
-from millstream.model.setting import Setting, settings_of
-from millstream.model.subscription import SubscriptionSettings
-from millstream.model.topic import TopicSettings
+from millstream.core.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
+from millstream.core.missing_setting import MISSING
+from millstream.core.pipeline import SETTINGS, PipelineSettings
+from millstream.core.setting import Setting, settings_of
+from millstream.core.subscription import SubscriptionSettings
+from millstream.core.topic import TopicSettings
 
 _HEAD = f"""# Configuration
 

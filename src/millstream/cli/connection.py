@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import typer
 
 from millstream.cli.options import DEFAULT_BROKERS
-from millstream.model.errors import MillstreamError
+from millstream.core.errors import MillstreamError
 
 if TYPE_CHECKING:
-    from millstream.wire.client import Client
+    from millstream.protocol.wire.client import Client
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -35,8 +35,8 @@ def ask_through(
 
 
 async def _ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
-    from millstream.wire.client import Client
-    from millstream.wire.lean_kio import import_lean_kio
+    from millstream.protocol.messages.lean_kio import import_lean_kio
+    from millstream.protocol.wire.client import Client
 
     import_lean_kio()
     async with Client.connect(brokers, client_id=CLIENT_ID, timeout_s=timeout_s) as client:
@@ -56,8 +56,8 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
     """The subscriptions whose names begin so, for the shell."""
 
     async def names(client: Client) -> Iterable[str]:
-        from millstream.model.subscription import OWN_PREFIX
-        from millstream.wire.subscriptions import SubscriptionClient
+        from millstream.core.subscription import OWN_PREFIX
+        from millstream.protocol.private.subscriptions import SubscriptionClient
 
         known = [told["name"] for told in await SubscriptionClient(client).describe()]
         return [name for name in known if not name.startswith(OWN_PREFIX)]

@@ -16,7 +16,7 @@ from typing import Self
 
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.held_port import HeldPort
-from millstream.config import ENVIRONMENT_PREFIX
+from millstream.core.config import ENVIRONMENT_PREFIX
 
 READY_S_MAX = 30.0
 STOP_S_MAX = 30.0

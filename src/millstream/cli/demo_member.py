@@ -6,14 +6,14 @@ import asyncio
 from datetime import timedelta
 from typing import Any
 
-from millstream.admin.groups import assigned_partitions, committed_offsets
-from millstream.model.ids import NodeId, Offset
-from millstream.model.topic import TopicPartition
-from millstream.records.record import Record, decode_records
-from millstream.wire.client import Client
-from millstream.wire.fetching import FetchLimits
-from millstream.wire.primitives import Writer
-from millstream.wire.refusal import refusal
+from millstream.client.admin.groups import assigned_partitions, committed_offsets
+from millstream.core.ids import NodeId, Offset
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.primitives import Writer
+from millstream.protocol.records.record import Record, decode_records
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.fetching import FetchLimits
+from millstream.protocol.wire.refusal import refusal
 
 PROTOCOL_TYPE = "consumer"
 STRATEGY = "range"

@@ -11,24 +11,24 @@ from contextlib import AsyncExitStack
 from itertools import count
 from typing import Any
 
-from millstream.admin.dead_letter import DeadLetterDesk, headers_of
-from millstream.admin.groups import describe_group, progress_of
-from millstream.admin.letter_pass import Outcome, revive_through, work_through
-from millstream.admin.tailer import Message as Stored
-from millstream.admin.tailer import Tailer
-from millstream.admin.topics import create_topic, find_topic
 from millstream.cli.demo_account import Account
 from millstream.cli.demo_broker import DemoBroker
 from millstream.cli.demo_member import DemoMember
 from millstream.cli.demo_shop import SECRET, Billing, Progress, Shipping, Webhook
 from millstream.cli.demo_table import OrdersTable
+from millstream.client.admin.dead_letter import DeadLetterDesk, headers_of
+from millstream.client.admin.groups import describe_group, progress_of
+from millstream.client.admin.letter_pass import Outcome, revive_through, work_through
+from millstream.client.admin.tailer import Message as Stored
+from millstream.client.admin.tailer import Tailer
+from millstream.client.admin.topics import create_topic, find_topic
 from millstream.client.connection import Connection, connect
 from millstream.client.payload import NewMessage
 from millstream.client.receipt import Receipt
-from millstream.model.push import SECRET as PUSH_SECRET
-from millstream.model.push import URL as PUSH_URL
-from millstream.wire.client import Client
-from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.core.push import SECRET as PUSH_SECRET
+from millstream.core.push import URL as PUSH_URL
+from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.protocol.wire.client import Client
 
 TOPIC, DEAD = "orders", "orders-dead"
 GROUP = "analysis"

@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from millstream.admin.pipelines import PipelineClient
 from millstream.cli.exit_code import CommandFailed
-from millstream.model.pipeline import PipelineKind
+from millstream.client.admin.pipelines import PipelineClient
+from millstream.core.pipeline import PipelineKind
 
 if TYPE_CHECKING:
     from millstream.cli.demo_account import Account
-    from millstream.wire.client import Client
+    from millstream.protocol.wire.client import Client
 
 PIPELINE: Final = "orders-table"
 EVERY_MS: Final = 1000

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
 from millstream.cli.connection import ask, complete_subscriptions
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
+from millstream.client.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
 
 if TYPE_CHECKING:
-    from millstream.admin.dead_letter import DeadLetterDesk, DeadLetterTopic
-    from millstream.wire.client import Client
-    from millstream.wire.subscriptions import LeasedMessage
+    from millstream.client.admin.dead_letter import DeadLetterDesk, DeadLetterTopic
+    from millstream.protocol.private.subscriptions import LeasedMessage
+    from millstream.protocol.wire.client import Client
 
 Work = Callable[["DeadLetterDesk", Outcome, Wanted | None], Awaitable[None]]
 
@@ -55,7 +55,7 @@ def list_(
     """List dead letter topics and how many letters are open."""
 
     async def question(client: Client) -> list[DeadLetterTopic]:
-        from millstream.admin.dead_letter import dead_letter_topics
+        from millstream.client.admin.dead_letter import dead_letter_topics
 
         return await dead_letter_topics(client)
 
@@ -183,8 +183,8 @@ def _work(name: str, filter_: str | None, work: Work, *, keep: bool, brokers: st
     outcome = Outcome()
 
     async def question(client: Client) -> None:
-        from millstream.admin.dead_letter import DeadLetterDesk, find_topic
-        from millstream.subscriptions.filter.matcher import matcher
+        from millstream.client.admin.dead_letter import DeadLetterDesk, find_topic
+        from millstream.protocol.filter.matcher import matcher
 
         wanted = None if filter_ is None else matcher(filter_)
         topic = await find_topic(client, name, patience_s=timeout)
@@ -238,9 +238,9 @@ def _tell(done: int) -> None:
 
 
 def _print(letter: LeasedMessage, *, as_json: bool) -> None:
-    from millstream.admin.dead_letter import headers_of
-    from millstream.admin.message_document import as_document
     from millstream.cli.message_text import local_time, readable_value
+    from millstream.client.admin.dead_letter import headers_of
+    from millstream.client.admin.message_document import as_document
 
     headers = headers_of(letter)
     if as_json:

@@ -12,7 +12,7 @@ import typer
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, TimeoutSeconds
 from millstream.cli.output import counted, print_json, print_line
-from millstream.config import Config
+from millstream.core.config import Config
 
 if TYPE_CHECKING:
     from millstream.cli.finding import Finding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 from errno import EADDRINUSE
 
-from millstream.model.errors import (
+from millstream.core.errors import (
     AddressTaken,
     BrokerUnreachable,
     CatalogDenied,

@@ -11,15 +11,15 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from millstream.broker.log.folder import CLEAN_STOP_NAME, FORMAT, FORMAT_NAME, LOCK_NAME, PARTITIONS_NAME
+from millstream.broker.log.ledger import LEDGER_NAME, last_states
+from millstream.broker.log.segment import base_offset_of
+from millstream.broker.log.state import LogState, decode_state
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, ok, problem, warning
 from millstream.cli.output import counted, sized
 from millstream.cli.progress import Progress
 from millstream.cli.segment_scan import ScannedSegment, scan_segment
-from millstream.log.folder import CLEAN_STOP_NAME, FORMAT, FORMAT_NAME, LOCK_NAME, PARTITIONS_NAME
-from millstream.log.ledger import LEDGER_NAME, last_states
-from millstream.log.segment import base_offset_of
-from millstream.log.state import LogState, decode_state
 
 CATALOG_NAME = "catalog.sqlite"
 

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.admin.group_document import group_document, total_lag
-from millstream.admin.position import HELP, parse_position
 from millstream.cli.connection import ask
 from millstream.cli.options import (
     DEFAULT_BROKERS,
@@ -21,11 +19,13 @@ from millstream.cli.options import (
     ask_person,
 )
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
+from millstream.client.admin.group_document import group_document, total_lag
+from millstream.client.admin.position import HELP, parse_position
 
 if TYPE_CHECKING:
-    from millstream.admin.groups import Group, Progress
-    from millstream.model.topic import TopicPartition
-    from millstream.wire.client import Client
+    from millstream.client.admin.groups import Group, Progress
+    from millstream.core.topic import TopicPartition
+    from millstream.protocol.wire.client import Client
 
 app = typer.Typer(help="List, describe, reset and delete consumer groups.", no_args_is_help=True)
 
@@ -41,8 +41,8 @@ def list_(
     """List all consumer groups with their lag."""
 
     async def question(client: Client) -> list[dict[str, Any]]:
-        from millstream.admin.group_document import group_summary
-        from millstream.admin.groups import list_groups
+        from millstream.client.admin.group_document import group_summary
+        from millstream.client.admin.groups import list_groups
 
         return list(await asyncio.gather(*(group_summary(client, *listed) for listed in await list_groups(client))))
 
@@ -66,7 +66,7 @@ def describe(
     """Show a group's members, offsets and lag."""
 
     async def question(client: Client) -> tuple[Group, list[Progress]]:
-        from millstream.admin.groups import describe_group, progress_of
+        from millstream.client.admin.groups import describe_group, progress_of
 
         group = await describe_group(client, name)
         return group, await progress_of(client, group)
@@ -106,8 +106,8 @@ def reset(
     position = parse_position(to)
 
     async def question(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
-        from millstream.admin.group_reset import plan_reset
-        from millstream.admin.groups import commit_offsets
+        from millstream.client.admin.group_reset import plan_reset
+        from millstream.client.admin.groups import commit_offsets
 
         moves = await plan_reset(client, name, topic, partition, position)
         if not dry_run:
@@ -140,7 +140,7 @@ def delete(
     ask_person(f"Delete group {name} and forget how far it has read?", unless=yes or as_json)
 
     async def question(client: Client) -> None:
-        from millstream.admin.groups import delete_group, describe_group
+        from millstream.client.admin.groups import delete_group, describe_group
 
         await describe_group(client, name)
         await delete_group(client, name)

@@ -11,9 +11,9 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
 
 if TYPE_CHECKING:
-    from millstream.admin.stored_message import StoredMessage
-    from millstream.wire.client import Client
-    from millstream.wire.cluster_metadata import TopicMetadata
+    from millstream.client.admin.stored_message import StoredMessage
+    from millstream.protocol.wire.client import Client
+    from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 app = typer.Typer(help="Look at single messages.", no_args_is_help=True)
 
@@ -38,8 +38,8 @@ def show(
         raise typer.BadParameter("give --raw or --json, not both")
 
     async def question(client: Client) -> tuple[TopicMetadata, StoredMessage]:
-        from millstream.admin.stored_message import find_message
-        from millstream.admin.topics import find_topic
+        from millstream.client.admin.stored_message import find_message
+        from millstream.client.admin.topics import find_topic
 
         found = await find_topic(client, topic)
         return found, await find_message(client, found, partition, offset)
@@ -54,7 +54,7 @@ def show(
 
 
 def _document(topic: TopicMetadata, partition: int, stored: StoredMessage) -> dict[str, Any]:
-    from millstream.admin.message_document import as_document
+    from millstream.client.admin.message_document import as_document
 
     return {
         **as_document(topic.name, topic.topic_id, partition, stored.record),
@@ -65,7 +65,7 @@ def _document(topic: TopicMetadata, partition: int, stored: StoredMessage) -> di
 
 def _print_message(topic: TopicMetadata, partition: int, stored: StoredMessage) -> None:
     from millstream.cli.message_text import local_time, readable, readable_value
-    from millstream.model.message_id import message_id
+    from millstream.core.message_id import message_id
 
     record = stored.record
     print_line(f"{topic.name}/{partition}@{record.offset}")

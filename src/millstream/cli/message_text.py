@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 
-from millstream.admin.message_document import moment_of
 from millstream.cli.output import one_line
-from millstream.records.record import Record
+from millstream.client.admin.message_document import moment_of
+from millstream.protocol.records.record import Record
 
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 

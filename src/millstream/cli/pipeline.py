@@ -35,10 +35,10 @@ from millstream.cli.output import (
 )
 from millstream.cli.pipeline_options import Name
 from millstream.cli.pipeline_question import ask_pipelines
-from millstream.pipelines.headline import headline
+from millstream.pipelines.jobs.headline import headline
 
 if TYPE_CHECKING:
-    from millstream.wire.client import Client
+    from millstream.protocol.wire.client import Client
 
 app = typer.Typer(
     help="Create, list, describe, update, start, stop, run and delete pipelines, which run on Spark.",
@@ -61,7 +61,7 @@ def list_(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """List all pipelines and how they do."""
-    from millstream.admin.pipelines import summary_of
+    from millstream.client.admin.pipelines import summary_of
 
     rows = [summary_of(told) for told in ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe())]
     if as_json:
@@ -158,8 +158,8 @@ def delete(
 
 
 async def _described(client: Client, name: str) -> dict[str, Any]:
-    from millstream.admin.landed_tables import tables_of
-    from millstream.admin.pipelines import PipelineClient
+    from millstream.client.admin.landed_tables import tables_of
+    from millstream.client.admin.pipelines import PipelineClient
 
     (told,) = await PipelineClient(client).describe([name])
     found = await tables_of(client, told)

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from millstream.admin.pipelines import PipelineClient
 from millstream.cli.finding import Finding, ok, warning
 from millstream.cli.output import counted
-from millstream.model.errors import MillstreamError
-from millstream.wire.client import Client
+from millstream.client.admin.pipelines import PipelineClient
+from millstream.core.errors import MillstreamError
+from millstream.protocol.wire.client import Client
 
 FAILING_S_MAX: Final = 300.0
 """Something outside that is away for so long is worth a look."""

@@ -36,8 +36,8 @@ from millstream.cli.pipeline_options import (
 )
 from millstream.cli.pipeline_question import ask_pipelines
 from millstream.cli.pipeline_rule import read_rules
-from millstream.model.errors import PipelineExists
-from millstream.model.pipeline import PipelineKind, check_pipeline, check_rules
+from millstream.core.errors import PipelineExists
+from millstream.core.pipeline import PipelineKind, check_pipeline, check_rules
 
 app = typer.Typer(
     help="Declare a pipeline that lands, transforms or routes; it is run from then on.", no_args_is_help=True

@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.output import counted, one_line, print_answer
 from millstream.cli.termination import ended_in_order
-from millstream.model.errors import MillstreamError
-from millstream.model.pipeline import Pipeline
+from millstream.core.errors import MillstreamError
+from millstream.core.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from millstream.pipelines.dry_run import DryRun
+    from millstream.pipelines.jobs.dry_run import DryRun
 
 
 def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
     """Start Spark, try the pipeline on the youngest messages, and tell what came out."""
-    from millstream.pipelines.dry_run import dry_run
-    from millstream.pipelines.job import JobContext
-    from millstream.pipelines.reason import reason_of
-    from millstream.pipelines.spark_session import open_session
+    from millstream.pipelines.jobs.dry_run import dry_run
+    from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.reason import reason_of
+    from millstream.pipelines.runtime.spark_session import open_session
 
     with ended_in_order(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
         spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))

@@ -11,7 +11,7 @@ import typer
 
 from millstream.cli.connection import complete_topics
 from millstream.cli.options import given_text, parse_assignments
-from millstream.model.pipeline import PipelineKind
+from millstream.core.pipeline import PipelineKind
 
 Name = Annotated[str, typer.Argument(help="The name of the pipeline.", show_default=False)]
 Topics = Annotated[

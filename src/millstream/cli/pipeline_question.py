@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 from millstream.cli.connection import ask_through
 
 if TYPE_CHECKING:
-    from millstream.admin.pipelines import PipelineClient
-    from millstream.wire.client import Client
+    from millstream.client.admin.pipelines import PipelineClient
+    from millstream.protocol.wire.client import Client
 
 T = TypeVar("T")
 
@@ -21,6 +21,6 @@ def ask_pipelines(brokers: str, timeout: float, question: Callable[[PipelineClie
 
 def _pipelines(client: Client) -> PipelineClient:
     # Imported when there is something to ask, so that help is told at once.
-    from millstream.admin.pipelines import PipelineClient
+    from millstream.client.admin.pipelines import PipelineClient
 
     return PipelineClient(client)

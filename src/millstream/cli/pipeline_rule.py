@@ -14,10 +14,10 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
 from millstream.cli.pipeline_options import Name
 from millstream.cli.pipeline_question import ask_pipelines
-from millstream.model.pipeline import PipelineKind, Rule, check_rules
+from millstream.core.pipeline import PipelineKind, Rule, check_rules
 
 if TYPE_CHECKING:
-    from millstream.wire.client import Client
+    from millstream.protocol.wire.client import Client
 
 app = typer.Typer(help="Put, load, list and delete the rules of a pipeline that routes.", no_args_is_help=True)
 
@@ -126,9 +126,9 @@ def delete(
 
 async def _passed(client: Client, name: str, topic: str) -> int:
     """How many messages of a topic a pipeline has behind it: they are not routed again."""
-    from millstream.admin.backlog import Backlogs, reader_of
-    from millstream.admin.pipelines import PipelineClient
-    from millstream.admin.topic_pipelines import pipeline_of
+    from millstream.client.admin.backlog import Backlogs, reader_of
+    from millstream.client.admin.pipelines import PipelineClient
+    from millstream.client.admin.topic_pipelines import pipeline_of
 
     found = (await client.metadata([topic])).topics.get(topic)
     (told,) = await PipelineClient(client).describe([name])
@@ -157,7 +157,7 @@ def read_rules(file: str) -> tuple[Rule, ...]:
     """The rules of a file, or of standard input."""
     import msgspec
 
-    from millstream.wire.pipeline_messages import ToldRule
+    from millstream.protocol.private.pipeline_messages import ToldRule
 
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
@@ -185,7 +185,7 @@ def _as_document(rule: Rule) -> dict[str, object]:
 def _rules_of(name: str, brokers: str, timeout: float) -> list[Rule]:
     import msgspec
 
-    from millstream.wire.pipeline_messages import ToldRule
+    from millstream.protocol.private.pipeline_messages import ToldRule
 
     (told,) = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe([name]))
     return [one.rule() for one in msgspec.convert(told["rules"], list[ToldRule])]

@@ -39,17 +39,17 @@ from millstream.cli.pipeline_options import (
 from millstream.cli.pipeline_rule import read_rules
 from millstream.cli.stages import Stages
 from millstream.cli.termination import ended_in_order
-from millstream.model.errors import GroupNotEmpty, InvalidPipeline, MillstreamError, UnknownTopic
-from millstream.model.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
+from millstream.core.errors import GroupNotEmpty, InvalidPipeline, MillstreamError, UnknownTopic
+from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from millstream.admin.places import Places
-    from millstream.pipelines.by_hand import RunByHand
-    from millstream.pipelines.claim import Claim
-    from millstream.pipelines.tally import Tally
-    from millstream.wire.client import Client
+    from millstream.client.admin.places import Places
+    from millstream.pipelines.runtime.by_hand import RunByHand
+    from millstream.pipelines.runtime.claim import Claim
+    from millstream.pipelines.runtime.tally import Tally
+    from millstream.protocol.wire.client import Client
 
 What = Annotated[
     str,
@@ -178,7 +178,7 @@ def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Ru
 
 
 def _refuse_without_spark() -> None:
-    from millstream.pipelines.installed import what_is_missing
+    from millstream.pipelines.jobs.installed import what_is_missing
 
     missing = what_is_missing()
     if missing:
@@ -190,9 +190,9 @@ async def _look_up(client: Client, name: str, pipeline: Pipeline | None, brokers
 
     Raise `UnknownTopic` when there is nothing that it could read: Spark takes long to start.
     """
-    from millstream.admin.pipelines import PipelineClient
-    from millstream.admin.places import places_of
-    from millstream.admin.topic_pipelines import pipeline_of
+    from millstream.client.admin.pipelines import PipelineClient
+    from millstream.client.admin.places import places_of
+    from millstream.client.admin.topic_pipelines import pipeline_of
 
     places = await places_of(client)
     if pipeline is None:
@@ -241,9 +241,9 @@ class _ByHand:
 
     def run(self, master: str, memory: str, *, once: bool, as_json: bool) -> None:
         """Claim it, start Spark, and do steps; tell what was done, also when it was interrupted."""
-        from millstream.pipelines.by_hand import HandWatch
-        from millstream.pipelines.claim import SESSION_S, Claim
-        from millstream.spark.link import Link
+        from millstream.pipelines.runtime.by_hand import HandWatch
+        from millstream.pipelines.runtime.claim import SESSION_S, Claim
+        from millstream.pipelines.source.link import Link
 
         link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
         claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, when_lost=self._stopping.set)
@@ -266,7 +266,7 @@ class _ByHand:
             raise GroupNotEmpty(f"pipeline {self._pipeline.name!r} is not run: {occupied}") from None
 
     def _start(self, master: str, memory: str, *, log: str) -> SparkSession:
-        from millstream.pipelines.spark_session import open_session
+        from millstream.pipelines.runtime.spark_session import open_session
 
         self._stages.tell("starting Spark …")
         spark = open_session(master, memory=memory, settings={}, log=log)
@@ -274,8 +274,8 @@ class _ByHand:
         return spark
 
     def _running(self, claim: Claim, spark: SparkSession) -> RunByHand:
-        from millstream.pipelines.by_hand import RunByHand
-        from millstream.pipelines.job import JobContext
+        from millstream.pipelines.jobs.job import JobContext
+        from millstream.pipelines.runtime.by_hand import RunByHand
 
         name = self._pipeline.name
         # Both belong to this thread; by the pool it is seen whether tasks get on.
@@ -298,8 +298,8 @@ class _ByHand:
         )
 
     def _drive(self, running: RunByHand, *, once: bool, as_json: bool) -> None:
-        from millstream.pipelines.reason import reason_of
-        from millstream.pipelines.runner import Stalled
+        from millstream.pipelines.jobs.reason import reason_of
+        from millstream.pipelines.runtime.runner import Stalled
 
         try:
             running.run(once=once)
@@ -315,7 +315,7 @@ class _ByHand:
 
     def _leave(self, claim: Claim, scratch: str, reason: str) -> None:
         """End the process, although its first thread hangs, and leave nothing behind; called by the one who watches."""
-        from millstream.pipelines.scratch import remove_scratch
+        from millstream.pipelines.runtime.scratch import remove_scratch
 
         print_note(f"millstream: {self._stalled(reason)}")
         claim.leave()

@@ -144,8 +144,8 @@ def protocol_reference() -> None:
 
 def protocol_page() -> str:
     """The whole page."""
-    from millstream.kafka.feature import features_of
-    from millstream.model.quota import MISSING
+    from millstream.broker.kafka.feature import features_of
+    from millstream.core.quota import MISSING
 
     entries = sorted(api_entries())
     public = [entry for entry in entries if entry.key < _PRIVATE_KEY_MIN]
@@ -160,8 +160,8 @@ def protocol_page() -> str:
 
 
 def api_entries() -> Iterator[ApiEntry]:
-    """Every API of `kafka/apis/`, as its module declares it."""
-    package = importlib.import_module("millstream.kafka.apis")
+    """Every API of `broker/kafka/apis/`, as its module declares it."""
+    package = importlib.import_module("millstream.broker.kafka.apis")
     for module in pkgutil.iter_modules(package.__path__):
         api = api_of(importlib.import_module(f"{package.__name__}.{module.name}"))
         summary = " ".join(_docstring(api).split("\n\n")[0].split())

@@ -19,7 +19,7 @@ from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import as_json_text, counted, print_line, print_note
 from millstream.cli.progress import Progress
-from millstream.model.errors import (
+from millstream.core.errors import (
     BatchTooLarge,
     CoordinatorUnavailable,
     MillstreamError,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from millstream.cli.input_lines import LineGroup
     from millstream.client.publisher import Publisher
     from millstream.client.receipt import Receipt
-    from millstream.records.record import NewRecord
-    from millstream.wire.client import Client
+    from millstream.protocol.records.record import NewRecord
+    from millstream.protocol.wire.client import Client
 
 _PASSING = (CoordinatorUnavailable, NotLeader, RequestTimedOut)
 """What the nodes of a cluster can say more of."""
@@ -182,7 +182,7 @@ async def _publish(client: Client, order: _Order) -> int:
 
 async def _explained(client: Client, order: _Order, error: MillstreamError) -> MillstreamError:
     """What the cluster says of why it cannot be published to now, if it can be asked."""
-    from millstream.admin.explanation import explain
+    from millstream.client.admin.explanation import explain
 
     with suppress(MillstreamError):
         return await explain(client, f"cannot publish to {order.topic!r} now, {error}")
@@ -236,7 +236,7 @@ async def _publish_group(publisher: Publisher, order: _Order, lines: list[bytes]
 
 def _records(order: _Order, lines: list[bytes], first: int) -> list[NewRecord]:
     from millstream.client.payload import DELIVER_AT, due_ms
-    from millstream.records.record import NewRecord
+    from millstream.protocol.records.record import NewRecord
 
     now_ms = time.time_ns() // 1_000_000
     headers = order.headers

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from millstream.cli.output import one_line
-from millstream.model.errors import MillstreamError
-from millstream.model.push import URL
+from millstream.core.errors import MillstreamError
+from millstream.core.push import URL
 
 if TYPE_CHECKING:
-    from millstream.model.ids import NodeId
-    from millstream.wire.client import Client
+    from millstream.core.ids import NodeId
+    from millstream.protocol.wire.client import Client
 
 _NODE_RESOURCE = 4
 _SETTING = "push-private-addresses"
@@ -24,7 +24,7 @@ _LOOPBACK = "localhost"
 
 def private_host(url: str) -> str | None:
     """The host of a URL that is written as a private address; None for others, and for names, which nodes look up."""
-    from millstream.http.push.address import is_public
+    from millstream.gateway.push.address import is_public
 
     try:
         host = (urlsplit(url).hostname or "").rstrip(".")

@@ -10,7 +10,7 @@ import typer
 
 from millstream.cli.options import given_text, parse_assignments
 from millstream.cli.output import one_line, print_line, print_table
-from millstream.model.push import HEADERS, SECRET, URL
+from millstream.core.push import HEADERS, SECRET, URL
 
 PushUrl = Annotated[
     str | None,

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from millstream.log.files import DiskFiles
-from millstream.log.scan import Bad, Scan, Window
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.scan import Bad, Scan, Window
 
 
 @dataclass(slots=True)

@@ -20,11 +20,11 @@ from millstream import __version__
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import AsJson
 from millstream.cli.output import print_json, print_line
-from millstream.config import Config, parse_address
-from millstream.model.setting import Setting
+from millstream.core.config import Config, parse_address
+from millstream.core.setting import Setting
 
 if TYPE_CHECKING:
-    from millstream.broker import Broker
+    from millstream.broker.node import Broker
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def serve(**given: Any) -> None:
     """Start a node."""
     import uvloop
 
-    from millstream.model.log_line import set_up_logging
+    from millstream.core.log_line import set_up_logging
 
     file, as_json = given.pop(_FILE), given.pop(_JSON)
     names = {attribute: name for name, (attribute, _) in Config.declared().items()}
@@ -101,7 +101,7 @@ def serve(**given: Any) -> None:
 
 
 async def _serve(config: Config, *, as_json: bool) -> None:
-    from millstream.broker import Broker
+    from millstream.broker.node import Broker
     from millstream.child_processes import CHILD_PROCESSES
 
     told = _Told()
@@ -159,7 +159,7 @@ class _Told:
 
 
 def _announce(broker: Broker, config: Config, *, as_json: bool) -> None:
-    from millstream.cluster.membership import is_any_address
+    from millstream.broker.cluster.membership import is_any_address
 
     if as_json:
         print_json({"kafka": broker.kafka_address, "http": broker.http_address})

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
-from millstream.admin.position import HELP
-from millstream.admin.subscriptions import differences, place_of, start_of, summary_of
 from millstream.cli.connection import ask, ask_through, complete_subscriptions, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import (
@@ -41,11 +39,13 @@ from millstream.cli.output import (
 )
 from millstream.cli.push_address import push_note
 from millstream.cli.push_options import PushHeaders, PushSecret, PushUrl, print_push, push_overrides
-from millstream.model.errors import InvalidSetting, SubscriptionExists
-from millstream.model.push import HEADERS as PUSH_HEADERS
-from millstream.model.push import SECRET as PUSH_SECRET
-from millstream.model.push import URL as PUSH_URL
-from millstream.model.subscription import (
+from millstream.client.admin.position import HELP
+from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of
+from millstream.core.errors import InvalidSetting, SubscriptionExists
+from millstream.core.push import HEADERS as PUSH_HEADERS
+from millstream.core.push import SECRET as PUSH_SECRET
+from millstream.core.push import URL as PUSH_URL
+from millstream.core.subscription import (
     ATTEMPTS,
     BACKOFF_MAX,
     BACKOFF_MIN,
@@ -63,11 +63,11 @@ from millstream.model.subscription import (
     SubscriptionSettings,
     shown,
 )
-from millstream.model.verb import Verb
+from millstream.core.verb import Verb
 
 if TYPE_CHECKING:
-    from millstream.wire.client import Client
-    from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+    from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
+    from millstream.protocol.wire.client import Client
 
 _FLAGS: Final = {
     FILTER: "--filter",
@@ -204,7 +204,7 @@ def create(
     overrides.update({START: start_of(start), **parse_assignments(settings or [], flag="--set")})
 
     async def question(client: Client) -> tuple[bool, dict[str, Any], list[str], str | None]:
-        from millstream.wire.subscriptions import SubscriptionClient
+        from millstream.protocol.private.subscriptions import SubscriptionClient
 
         subscriptions = SubscriptionClient(client)
         known = (await client.metadata(topic)).topics
@@ -329,7 +329,7 @@ def update(
         raise typer.BadParameter("there is nothing to change; see --help for what can be")
 
     async def question(client: Client) -> str | None:
-        from millstream.wire.subscriptions import SubscriptionClient
+        from millstream.protocol.private.subscriptions import SubscriptionClient
 
         await SubscriptionClient(client).alter(name, changes, topics=topic)
         return await push_note(client, changes)
@@ -466,8 +466,8 @@ def _pulled(count: int, verb: Verb | None, *, is_leased: bool) -> str:
 
 
 def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
-    from millstream.admin.message_document import as_document
     from millstream.cli.message_text import as_text
+    from millstream.client.admin.message_document import as_document
 
     for message in messages:
         if as_json:
@@ -483,7 +483,7 @@ def _ask(brokers: str, timeout: float, question: Callable[[SubscriptionClient], 
 
 def _subscriptions(client: Client) -> SubscriptionClient:
     # Imported when there is something to ask, so that help is told at once.
-    from millstream.wire.subscriptions import SubscriptionClient
+    from millstream.protocol.private.subscriptions import SubscriptionClient
 
     return SubscriptionClient(client)
 

@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.admin.position import HELP, Kind, Position, parse_position
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Partitions, TimeoutSeconds
 from millstream.cli.output import as_json_text, print_bytes, print_note
-from millstream.model.errors import UnknownTopic
+from millstream.client.admin.position import HELP, Kind, Position, parse_position
+from millstream.core.errors import UnknownTopic
 
 if TYPE_CHECKING:
-    from millstream.admin.tailer import Message, Tailer
-    from millstream.wire.client import Client
-    from millstream.wire.cluster_metadata import TopicMetadata
+    from millstream.client.admin.tailer import Message, Tailer
+    from millstream.protocol.wire.client import Client
+    from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 LAST_DEFAULT = 10
 LAST_MAX = 100_000
@@ -87,8 +87,8 @@ def tail(
     begin = None if position is None else parse_position(position)
 
     async def question(client: Client) -> None:
-        from millstream.admin.tailer import Tailer
-        from millstream.admin.topics import find_topic, offset_bounds, offsets_at
+        from millstream.client.admin.tailer import Tailer
+        from millstream.client.admin.topics import find_topic, offset_bounds, offsets_at
 
         found = await find_topic(client, topic)
         partitions = _chosen(found, partition)
@@ -169,8 +169,8 @@ def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
 
 
 def _shower(topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
-    from millstream.admin.message_document import as_document
     from millstream.cli.message_text import as_text
+    from millstream.client.admin.message_document import as_document
 
     if raw:
         return lambda message: (message.record.value or b"") + b"\n"

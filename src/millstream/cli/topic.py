@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from millstream.admin.topic_document import CARD, describe_topic, replication_of
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.options import (
     DEFAULT_BROKERS,
@@ -19,13 +18,14 @@ from millstream.cli.options import (
     parse_assignments,
 )
 from millstream.cli.output import counted, print_json, print_line, print_noted, print_table
-from millstream.model.errors import TopicExists
-from millstream.model.pipeline import LAND_PREFIX
-from millstream.model.topic import CONTRACT, DESCRIPTION, OWNER
+from millstream.client.admin.topic_document import CARD, describe_topic, replication_of
+from millstream.core.errors import TopicExists
+from millstream.core.pipeline import LAND_PREFIX
+from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
-    from millstream.wire.client import Client
-    from millstream.wire.cluster_metadata import TopicMetadata
+    from millstream.protocol.wire.client import Client
+    from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 BROKER_DECIDES = -1
 _LIST_ADVICE = "millstream topic list shows those that do"
@@ -96,8 +96,8 @@ def create(
     overrides.update({key: text for key, text in _card(owner, description, contract).items() if text})
 
     async def question(client: Client) -> tuple[bool, TopicMetadata, list[str]]:
-        from millstream.admin.topic_notes import notes_on_new
-        from millstream.admin.topics import create_topic, find_topic
+        from millstream.client.admin.topic_notes import notes_on_new
+        from millstream.client.admin.topics import create_topic, find_topic
 
         created = True
         await _land(client, name, wanted=land, validate_only=True)
@@ -204,8 +204,8 @@ def alter(
         raise typer.BadParameter("nothing to change; give --set, --unset, --partitions or what is said about the topic")
 
     async def question(client: Client) -> list[str]:
-        from millstream.admin.topic_notes import notes_on_change
-        from millstream.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
+        from millstream.client.admin.topic_notes import notes_on_change
+        from millstream.client.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
 
         topic = await find_topic(client, name, advice=_LIST_ADVICE)
         # The broker takes names back that it does not know, as Kafka does; whoever mistypes one should hear of it.
@@ -233,17 +233,17 @@ def delete(
     """Delete a topic and every message in it. A person at a terminal is asked first, a script is not."""
 
     async def look(client: Client) -> list[str]:
-        from millstream.admin.dead_letter import check_no_open_letters
-        from millstream.admin.topic_notes import notes_on_deletion
-        from millstream.admin.topics import find_topic
+        from millstream.client.admin.dead_letter import check_no_open_letters
+        from millstream.client.admin.topic_notes import notes_on_deletion
+        from millstream.client.admin.topics import find_topic
 
         if not force:
             await check_no_open_letters(client, name)
         return await notes_on_deletion(client, await find_topic(client, name, advice=_LIST_ADVICE))
 
     async def question(client: Client) -> None:
-        from millstream.admin.dead_letter import close_letters_of
-        from millstream.admin.topics import delete_topic
+        from millstream.client.admin.dead_letter import close_letters_of
+        from millstream.client.admin.topics import delete_topic
 
         if force:
             await close_letters_of(client, name)
@@ -258,7 +258,7 @@ def delete(
 async def _land(client: Client, name: str, *, wanted: bool, validate_only: bool = False) -> None:
     """Declare that a topic is landed, or only see whether it can be, before there is one."""
     if wanted:
-        from millstream.admin.pipelines import land_topic
+        from millstream.client.admin.pipelines import land_topic
 
         await land_topic(client, name, validate_only=validate_only)
 
@@ -299,7 +299,7 @@ def _row(one: dict[str, Any]) -> list[Any]:
 
 
 def _print_damage(described: dict[str, Any]) -> None:
-    from millstream.admin.damage import LostOffsets
+    from millstream.client.admin.damage import LostOffsets
 
     lost = [
         LostOffsets(described["topic"], one["partition"], each["first"], each["next"])

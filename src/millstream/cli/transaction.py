@@ -19,12 +19,12 @@ from millstream.cli.options import (
     ask_person,
 )
 from millstream.cli.output import one_line, print_answer, print_json, print_line, print_table
-from millstream.model.ids import PartitionIndex
-from millstream.model.topic import TopicPartition
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
 
 if TYPE_CHECKING:
-    from millstream.admin.transactions import DescribedTransaction, ListedTransaction, OpenTransaction
-    from millstream.wire.client import Client
+    from millstream.client.admin.transactions import DescribedTransaction, ListedTransaction, OpenTransaction
+    from millstream.protocol.wire.client import Client
 
 app = typer.Typer(help="List, describe and abort transactions.", no_args_is_help=True)
 
@@ -57,7 +57,7 @@ def list_(
         return
 
     async def question(client: Client) -> list[ListedTransaction]:
-        from millstream.admin.transactions import list_transactions
+        from millstream.client.admin.transactions import list_transactions
 
         longer_than_ms = -1 if longer_than is None else int(longer_than * 1000)
         return await list_transactions(client, states=state or (), longer_than_ms=longer_than_ms)
@@ -84,7 +84,7 @@ def describe(
     """Show one transactional id: its producer, its state, and the partitions that its transaction holds."""
 
     async def question(client: Client) -> DescribedTransaction:
-        from millstream.admin.transactions import describe_transaction
+        from millstream.client.admin.transactions import describe_transaction
 
         return await describe_transaction(client, transactional_id)
 
@@ -145,7 +145,7 @@ def abort(
 
 
 def _how_long(found: DescribedTransaction) -> str:
-    from millstream.admin.transactions import ONGOING, OPEN_STATES, PREPARED
+    from millstream.client.admin.transactions import ONGOING, OPEN_STATES, PREPARED
 
     begun = f"begun {max(0.0, time.time() - found.started_ms / 1000):.0f} s ago"
     if found.state == ONGOING:
@@ -157,7 +157,7 @@ def _how_long(found: DescribedTransaction) -> str:
 
 def _list_hanging(*, as_json: bool, brokers: str, timeout: float) -> None:
     async def question(client: Client) -> list[OpenTransaction]:
-        from millstream.admin.transactions import hanging_transactions
+        from millstream.client.admin.transactions import hanging_transactions
 
         return await hanging_transactions(client)
 
@@ -173,7 +173,7 @@ def _list_hanging(*, as_json: bool, brokers: str, timeout: float) -> None:
 
 def _abort_known(transactional_id: str, *, as_json: bool, brokers: str, timeout: float) -> None:
     async def question(client: Client) -> str:
-        from millstream.admin.transactions import abort_transaction
+        from millstream.client.admin.transactions import abort_transaction
 
         return await abort_transaction(client, transactional_id)
 
@@ -189,7 +189,7 @@ def _abort_hanging(
     where: TopicPartition, producer_id: int, *, force: bool, as_json: bool, brokers: str, timeout: float
 ) -> None:
     async def question(client: Client) -> OpenTransaction:
-        from millstream.admin.transactions import abort_on_partition
+        from millstream.client.admin.transactions import abort_on_partition
 
         return await abort_on_partition(client, where, producer_id, force=force)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from millstream.model.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest
 
 
 def check_whole(name: str, value: object, least: int = 0, told: type[InvalidRequest] = InvalidRequest) -> None:

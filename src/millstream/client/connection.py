@@ -34,12 +34,12 @@ from millstream.client.receipt_book import ReceiptBook
 from millstream.client.receiver import Receiver
 from millstream.client.source import Source
 from millstream.client.subscriber import DRAIN_S, Handler, Subscriber
-from millstream.model.errors import InvalidRequest, InvalidSubscription, InvalidTopicName, PublishFailed, UnknownTopic
-from millstream.model.topic import check_topic_name
-from millstream.records.record import Headers, NewRecord
-from millstream.wire.client import Client
-from millstream.wire.delivery_state import MessageDelivery
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.core.errors import InvalidRequest, InvalidSubscription, InvalidTopicName, PublishFailed, UnknownTopic
+from millstream.core.topic import check_topic_name
+from millstream.protocol.private.delivery_state import MessageDelivery
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import Headers, NewRecord
+from millstream.protocol.wire.client import Client
 
 _logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any, Final, TypedDict
 
-from millstream.admin.subscriptions import differences, start_of
+from millstream.client.admin.subscriptions import differences, start_of
 from millstream.client.arguments import check_number, check_pair, check_text, check_truth, check_whole
-from millstream.model.errors import InvalidRequest, InvalidSubscription, SubscriptionExists
-from millstream.model.subscription import (
+from millstream.core.errors import InvalidRequest, InvalidSubscription, SubscriptionExists
+from millstream.core.subscription import (
     AT_TIME,
     ATTEMPTS,
     BACKOFF_MAX,
@@ -25,7 +25,7 @@ from millstream.model.subscription import (
     START,
     SubscriptionSettings,
 )
-from millstream.wire.subscriptions import SubscriptionClient
+from millstream.protocol.private.subscriptions import SubscriptionClient
 
 Start = str | datetime | timedelta
 Seconds = float

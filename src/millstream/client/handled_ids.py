@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from sqlalchemy.exc import SQLAlchemyError
 
 from millstream.client.handled_table import Answer, HandledTable, Operation, Verb, key_of
-from millstream.model.clock import Clock
-from millstream.model.errors import MillstreamError
+from millstream.core.clock import Clock
+from millstream.core.errors import MillstreamError
 
 _logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
-from millstream.model.errors import Conflict, InvalidRequest
+from millstream.core.errors import Conflict, InvalidRequest
 
 NAME_MAX = 100
 """Characters of a handler's name."""

@@ -11,7 +11,7 @@ from math import inf
 from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
-from millstream.model.ids import NodeId
+from millstream.core.ids import NodeId
 
 if TYPE_CHECKING:
     from millstream.client.message import Message

@@ -28,8 +28,8 @@ from sqlalchemy.exc import IntegrityError
 
 from millstream.client.handled_ids import CLEAN_MS, HandledIds
 from millstream.client.handled_table import Answer, HandledTable, RowChanged, Verb, engine_of
-from millstream.model.clock import Clock, SystemClock
-from millstream.model.errors import Conflict
+from millstream.core.clock import Clock, SystemClock
+from millstream.core.errors import Conflict
 
 _logger = logging.getLogger(__name__)
 

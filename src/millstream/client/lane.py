@@ -14,14 +14,14 @@ from uuid import UUID
 
 from millstream.client.outgoing_batch import OutgoingBatch
 from millstream.client.partition_queue import IN_FLIGHT_MAX, PartitionQueue
-from millstream.model.errors import MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
-from millstream.model.ids import NO_OFFSET, NodeId, Offset
-from millstream.wire import producing
-from millstream.wire.channel import Channel
-from millstream.wire.pool import Pool
-from millstream.wire.primitives import Buffer
-from millstream.wire.producing import Produced
-from millstream.wire.refusal import TRANSIENT
+from millstream.core.errors import MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
+from millstream.core.ids import NO_OFFSET, NodeId, Offset
+from millstream.protocol.messages.primitives import Buffer
+from millstream.protocol.wire import producing
+from millstream.protocol.wire.channel import Channel
+from millstream.protocol.wire.pool import Pool
+from millstream.protocol.wire.producing import Produced
+from millstream.protocol.wire.refusal import TRANSIENT
 
 REQUEST_S_MAX: Final = 30.0
 _PATIENCE_S: Final = 5.0

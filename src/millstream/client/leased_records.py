@@ -10,11 +10,11 @@ from typing import Final
 
 from millstream.client.held import Held
 from millstream.client.message import Message
-from millstream.model.errors import CorruptBatch
-from millstream.records.aborted_batches import Aborted, AbortedBatches
-from millstream.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, check_crc, iterate_whole_headers
-from millstream.records.raw_record import records_section
-from millstream.wire.subscription_messages import LeasedRange
+from millstream.core.errors import CorruptBatch
+from millstream.protocol.private.subscription_messages import LeasedRange
+from millstream.protocol.records.aborted_batches import Aborted, AbortedBatches
+from millstream.protocol.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, check_crc, iterate_whole_headers
+from millstream.protocol.records.raw_record import records_section
 
 _VARINT_BYTES_MAX: Final = 10
 _NULL: Final = 0x01

@@ -16,14 +16,14 @@ from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
 from millstream.client.message import Message
 from millstream.client.settling import REPEATED
-from millstream.model.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic
-from millstream.model.ids import NodeId, Offset, PartitionIndex
-from millstream.model.side_by_side import until_one_ends
-from millstream.model.topic import TopicPartition
-from millstream.records.batch import iterate_whole_headers
-from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.wire.fetching import READ_COMMITTED, FetchAnswer, FetchLimits
-from millstream.wire.subscription_messages import LeasedRange
+from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic
+from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.side_by_side import until_one_ends
+from millstream.core.topic import TopicPartition
+from millstream.protocol.private.subscription_messages import LeasedRange
+from millstream.protocol.records.batch import iterate_whole_headers
+from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.fetching import READ_COMMITTED, FetchAnswer, FetchLimits
 
 _logger = logging.getLogger(__name__)
 

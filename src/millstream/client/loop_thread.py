@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from millstream.model.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest
 
 T = TypeVar("T")
 

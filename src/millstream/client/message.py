@@ -11,10 +11,10 @@ import msgspec
 from millstream.client.arguments import check_text
 from millstream.client.outcome import milliseconds
 from millstream.client.tracing import CORRELATION_ID, TRACEPARENT
-from millstream.model.errors import InvalidRecordState
-from millstream.model.message_id import message_id
-from millstream.model.verb import Verb
-from millstream.records.record import Headers, decode_headers
+from millstream.core.errors import InvalidRecordState
+from millstream.core.message_id import message_id
+from millstream.core.verb import Verb
+from millstream.protocol.records.record import Headers, decode_headers
 
 if TYPE_CHECKING:
     from millstream.client.held import Held

@@ -9,7 +9,7 @@ from typing import Self
 from millstream.client.arguments import check_whole
 from millstream.client.message import Message
 from millstream.client.source import Source
-from millstream.model.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest
 
 
 class MessageStream:

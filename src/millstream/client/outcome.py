@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from millstream.model.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest
 
 SECONDS_MAX: Final = 10 * 365 * 86400
 """Nothing is put off for longer."""

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from millstream.client.receipt import Receipt
-from millstream.model.errors import InvalidBatch, MillstreamError
-from millstream.records.batch import COMPRESSION_NONE, HEADER_BYTES, Buffer, read_header, seal_batch
-from millstream.records.compression import compress
-from millstream.records.record import Headers, decode_batch
+from millstream.core.errors import InvalidBatch, MillstreamError
+from millstream.protocol.records.batch import COMPRESSION_NONE, HEADER_BYTES, Buffer, read_header, seal_batch
+from millstream.protocol.records.compression import compress
+from millstream.protocol.records.record import Headers, decode_batch
 
 RECORDS_MAX: Final = 10_000
 _TABLE_SIZE: Final = 8192

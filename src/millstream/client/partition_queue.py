@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from millstream.client.outgoing_batch import RECORDS_MAX, OutgoingBatch
-from millstream.model.errors import (
+from millstream.core.errors import (
     BatchTooLarge,
     InvalidBatch,
     InvalidTimestamp,
@@ -25,9 +25,9 @@ from millstream.model.errors import (
     RequestTimedOut,
     UnknownProducer,
 )
-from millstream.records.record import Headers
-from millstream.wire.primitives import Buffer
-from millstream.wire.producing import Produced
+from millstream.protocol.messages.primitives import Buffer
+from millstream.protocol.records.record import Headers
+from millstream.protocol.wire.producing import Produced
 
 if TYPE_CHECKING:
     from millstream.client.lane import Lane

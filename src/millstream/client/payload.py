@@ -11,8 +11,8 @@ from typing import Any, Final, cast
 import msgspec
 
 from millstream.client.publisher import MESSAGE_ID
-from millstream.model.errors import InvalidRequest
-from millstream.records.record import Headers
+from millstream.core.errors import InvalidRequest
+from millstream.protocol.records.record import Headers
 
 CONTENT_TYPE: Final = "content-type"
 DELIVER_AT: Final = "deliver-at"

@@ -16,12 +16,12 @@ from time import monotonic
 from typing import Final
 
 from millstream.client.settling import REPEATED
-from millstream.model.errors import MillstreamError, ProtocolViolation
-from millstream.model.ids import NodeId
-from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.wire.leasing import Leased, LeaseRequests
-from millstream.wire.refusal import refusal
-from millstream.wire.subscription_messages import Receive
+from millstream.core.errors import MillstreamError, ProtocolViolation
+from millstream.core.ids import NodeId
+from millstream.protocol.private.leasing import Leased, LeaseRequests
+from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.refusal import refusal
 
 _logger = logging.getLogger(__name__)
 

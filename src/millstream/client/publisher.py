@@ -21,7 +21,7 @@ from millstream.client.outgoing_batch import Together
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
 from millstream.client.topic_route import TopicRoute
-from millstream.model.errors import (
+from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRequest,
     MillstreamError,
@@ -30,12 +30,12 @@ from millstream.model.errors import (
     RequestTimedOut,
     UnknownTopic,
 )
-from millstream.model.ids import NO_TIMESTAMP_MS, NodeId, PartitionIndex
-from millstream.records.record import Headers, NewRecord
-from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.wire.cluster_metadata import TopicMetadata
-from millstream.wire.primitives import Buffer
-from millstream.wire.refusal import TRANSIENT, refusal
+from millstream.core.ids import NO_TIMESTAMP_MS, NodeId, PartitionIndex
+from millstream.protocol.messages.primitives import Buffer
+from millstream.protocol.records.record import Headers, NewRecord
+from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.refusal import TRANSIENT, refusal
 
 _logger = logging.getLogger(__name__)
 

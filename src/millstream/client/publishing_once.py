@@ -8,11 +8,11 @@ import time
 from millstream.client.arguments import check_whole
 from millstream.client.publisher import MESSAGE_ID
 from millstream.client.receipt import Receipt
-from millstream.model.errors import InvalidRequest, UnknownTopic
-from millstream.records.record import NewRecord
-from millstream.wire.client import Client
-from millstream.wire.delivery_state import WAIT_MS_MAX, MessageDelivery, delivery_state
-from millstream.wire.publish_once import partition_of, publish_once
+from millstream.core.errors import InvalidRequest, UnknownTopic
+from millstream.protocol.private.delivery_state import WAIT_MS_MAX, MessageDelivery, delivery_state
+from millstream.protocol.private.publish_once import partition_of, publish_once
+from millstream.protocol.records.record import NewRecord
+from millstream.protocol.wire.client import Client
 
 
 async def publish_deduplicated(client: Client, topic: str, record: NewRecord, partition: int | None) -> Receipt:

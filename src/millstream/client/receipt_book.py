@@ -26,9 +26,9 @@ from typing import BinaryIO, Final, Self
 import msgspec
 
 from millstream.client.receipt import Receipt
-from millstream.model.errors import InvalidRequest, OffsetOutOfRange
-from millstream.records.record import Record, decode_records
-from millstream.wire.client import Client
+from millstream.core.errors import InvalidRequest, OffsetOutOfRange
+from millstream.protocol.records.record import Record, decode_records
+from millstream.protocol.wire.client import Client
 
 _logger = logging.getLogger(__name__)
 

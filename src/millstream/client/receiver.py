@@ -19,13 +19,13 @@ from millstream.client.leased_records import read_leased
 from millstream.client.message import Message
 from millstream.client.polls import Polls
 from millstream.client.settling import Awaited, Order, Settling
-from millstream.model.errors import InvalidRecordState, MillstreamError
-from millstream.model.ids import NodeId
-from millstream.model.subscription import AT_MOST_ONCE
-from millstream.model.verb import Verb
-from millstream.wire.client import Client
-from millstream.wire.leasing import Leased, fresh_until
-from millstream.wire.subscription_messages import LeasedRange, PartitionMessages
+from millstream.core.errors import InvalidRecordState, MillstreamError
+from millstream.core.ids import NodeId
+from millstream.core.subscription import AT_MOST_ONCE
+from millstream.core.verb import Verb
+from millstream.protocol.private.leasing import Leased, fresh_until
+from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages
+from millstream.protocol.wire.client import Client
 
 _logger = logging.getLogger(__name__)
 _is_settled = attrgetter("is_settled")

@@ -19,19 +19,19 @@ import msgspec
 from millstream.client.accepted_ranges import AcceptedRanges
 from millstream.client.held import Held
 from millstream.client.message import Message
-from millstream.model.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
-from millstream.model.ids import NodeId
-from millstream.model.verb import Verb
-from millstream.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.wire.delivery_state import delivery_state
-from millstream.wire.refusal import TRANSIENT, refusal
-from millstream.wire.subscription_messages import (
+from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
+from millstream.core.ids import NodeId
+from millstream.core.verb import Verb
+from millstream.protocol.private.delivery_state import delivery_state
+from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     PartitionSettles,
     SettleAnswer,
     SettledRange,
     SettleRequest,
 )
+from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.refusal import TRANSIENT, refusal
 
 _logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from millstream.client.message import Message
-from millstream.model.errors import MillstreamError
+from millstream.core.errors import MillstreamError
 
 
 class Settled(Protocol):

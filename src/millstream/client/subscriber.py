@@ -23,7 +23,7 @@ from millstream.client.arguments import check_number
 from millstream.client.message import Message
 from millstream.client.outcome import Reject, RetryLater, milliseconds
 from millstream.client.source import Source
-from millstream.model.verb import Verb
+from millstream.core.verb import Verb
 
 _logger = logging.getLogger(__name__)
 

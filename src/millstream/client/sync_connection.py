@@ -26,7 +26,7 @@ from millstream.client.facade import Facade, blocking, iterating, wrapping
 from millstream.client.loop_thread import LoopThread
 from millstream.client.message import Message
 from millstream.client.subscriber import Subscriber
-from millstream.records.record import Headers
+from millstream.protocol.records.record import Headers
 
 P = ParamSpec("P")
 

@@ -8,8 +8,8 @@ from typing import Final
 
 from millstream.client.arguments import check_whole
 from millstream.client.partition_queue import PartitionQueue
-from millstream.model.errors import UnknownTopic
-from millstream.model.partitioner import partition_for_key
+from millstream.core.errors import UnknownTopic
+from millstream.core.partitioner import partition_for_key
 
 _KEYS_MAX: Final = 10_000
 """Keys whose partition is kept in mind, since hashing one costs more than all the rest of a publish."""

@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from millstream.records.record import Headers
+from millstream.protocol.records.record import Headers
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from millstream.admin import backlog
-from millstream.admin.backlog import Backlogs, Reader, reader_of
-from millstream.admin.topic_pipelines import Reading
-from millstream.model.errors import CoordinatorUnavailable, MillstreamError, NotLeader
-from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.model.topic import TopicPartition
-from millstream.testing.pipeline_script import landing
-from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
-from millstream.wire.offset_listing import Listed, ListedOffset
+from millstream.client.admin import backlog
+from millstream.client.admin.backlog import Backlogs, Reader, reader_of
+from millstream.client.admin.topic_pipelines import Reading
+from millstream.core.errors import CoordinatorUnavailable, MillstreamError, NotLeader
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
+from millstream.protocol.wire.offset_listing import Listed, ListedOffset
+from millstream_testing.pipeline_script import landing
 
 EARLIEST, LATEST = -2, -1
 

@@ -7,12 +7,12 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.admin import transactions
-from millstream.admin.transactions import DescribedTransaction, ListedTransaction, OpenTransaction
-from millstream.model.errors import UnknownTransaction
-from millstream.model.ids import NodeId, PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.wire.client import Client
+from millstream.client.admin import transactions
+from millstream.client.admin.transactions import DescribedTransaction, ListedTransaction, OpenTransaction
+from millstream.core.errors import UnknownTransaction
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire.client import Client
 
 NODE = NodeId(1)
 FIRST, SECOND = (TopicPartition("t", PartitionIndex(index)) for index in range(2))

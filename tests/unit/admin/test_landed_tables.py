@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from millstream.admin import landed_tables
-from millstream.admin.landed_tables import tables_of
-from millstream.admin.places import Places
-from millstream.model.errors import BrokerUnreachable
+from millstream.client.admin import landed_tables
+from millstream.client.admin.landed_tables import tables_of
+from millstream.client.admin.places import Places
+from millstream.core.errors import BrokerUnreachable
 
 
 def told(kind: str = "land", node: int | None = 2, **overrides: str) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from datetime import UTC, datetime
 
 import pytest
 
-from millstream.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Kind, Position, parse_position
-from millstream.model.errors import InvalidRequest
+from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Kind, Position, parse_position
+from millstream.core.errors import InvalidRequest
 
 NOW_MS = 1_800_000_000_000
 

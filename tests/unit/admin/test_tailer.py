@@ -9,15 +9,15 @@ from uuid import UUID
 
 import pytest
 
-from millstream.admin import tailer as following
-from millstream.admin.tailer import Tailer
-from millstream.model.errors import BrokerUnreachable
-from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.client import Client
-from millstream.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
-from millstream.wire.fetching import FetchAnswer, FetchLimits
+from millstream.client.admin import tailer as following
+from millstream.client.admin.tailer import Tailer
+from millstream.core.errors import BrokerUnreachable
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
+from millstream.protocol.wire.fetching import FetchAnswer, FetchLimits
 
 ONE, TWO = NodeId(1), NodeId(2)
 HANG_S = 60.0

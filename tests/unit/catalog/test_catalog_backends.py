@@ -17,10 +17,10 @@ import psycopg
 import pytest
 from sqlalchemy import inspect
 
-from millstream.catalog import database
-from millstream.catalog.catalog import Catalog
-from millstream.catalog.tables import SCHEMA_VERSION, metadata
-from millstream.model.errors import (
+from millstream.broker.catalog import database
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.tables import SCHEMA_VERSION, metadata
+from millstream.core.errors import (
     CatalogDenied,
     CatalogUnavailable,
     ClusterMismatch,
@@ -32,11 +32,11 @@ from millstream.model.errors import (
     UnknownSubscription,
     UnknownTopic,
 )
-from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.model.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
-from millstream.model.subscription import Subscription
-from millstream.model.topic import Topic
-from millstream.testing.postgres_server import PostgresServer
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.core.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
+from millstream.core.subscription import Subscription
+from millstream.core.topic import Topic
+from millstream_testing.postgres_server import PostgresServer
 
 NODES = 6
 

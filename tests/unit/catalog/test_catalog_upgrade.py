@@ -9,11 +9,11 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Connection
 
-from millstream.catalog.catalog import Catalog
-from millstream.catalog.migrations import STEPS, migrate
-from millstream.catalog.tables import SCHEMA_VERSION, metadata
-from millstream.model.errors import DataFolderInvalid
-from millstream.model.quota import CLIENT_ID, DEFAULT, PRODUCER_BYTE_RATE, USER, QuotaEntity
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.migrations import STEPS, migrate
+from millstream.broker.catalog.tables import SCHEMA_VERSION, metadata
+from millstream.core.errors import DataFolderInvalid
+from millstream.core.quota import CLIENT_ID, DEFAULT, PRODUCER_BYTE_RATE, USER, QuotaEntity
 
 TOPIC_ID = UUID("6ac5c9c5-43b4-4fcd-bde8-572c50521f54")
 
@@ -73,7 +73,7 @@ def test_an_interrupted_upgrade_is_finished_by_the_next_start(old: Path, monkeyp
         migrate(connection, found)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("millstream.catalog.catalog.migrate", crash_after)
+    monkeypatch.setattr("millstream.broker.catalog.catalog.migrate", crash_after)
     with pytest.raises(KeyboardInterrupt):
         Catalog.open_folder(old)
     monkeypatch.undo()

@@ -9,10 +9,10 @@ from uuid import uuid4
 import pytest
 from sqlalchemy import event
 
-from millstream.catalog.catalog import Catalog
-from millstream.catalog.reserve import RESERVE_BYTES, Reserve
-from millstream.model.errors import StorageFailure
-from millstream.model.topic import Topic
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.catalog.reserve import RESERVE_BYTES, Reserve
+from millstream.core.errors import StorageFailure
+from millstream.core.topic import Topic
 
 
 def topic(name: str, note: str = "") -> Topic:

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 
 from millstream import __version__
-from millstream.admin.damage import LostOffsets
 from millstream.cli import broker_check
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Severity
-from millstream.wire.cluster_metadata import ClusterMetadata
+from millstream.client.admin.damage import LostOffsets
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 
 
 @pytest.fixture

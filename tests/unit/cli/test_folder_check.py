@@ -8,12 +8,12 @@ from uuid import uuid4
 
 import pytest
 
+from millstream.broker.log.folder import FORMAT
 from millstream.cli import folder_check
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.finding import Finding, Severity
 from millstream.cli.folder_check import check_folder
-from millstream.log.folder import FORMAT
-from millstream.records.record import NewRecord, encode_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 
 class Usage(NamedTuple):

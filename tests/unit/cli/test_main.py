@@ -11,9 +11,9 @@ import pytest
 from millstream import __version__
 from millstream.cli import app, topic
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
-from millstream.config import Config
-from millstream.model import errors
-from millstream.testing.command import call_command
+from millstream.core import errors
+from millstream.core.config import Config
+from millstream_testing.command import call_command
 
 SLOW_TO_IMPORT = ("kio", "sqlalchemy", "numba", "numpy", "pyarrow", "rich", "uvloop", "uvicorn", "starlette")
 

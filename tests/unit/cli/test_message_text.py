@@ -4,11 +4,11 @@ from uuid import UUID
 
 import pytest
 
-from millstream.admin.message_document import as_document
 from millstream.cli.message_text import as_text
-from millstream.model.ids import Offset
-from millstream.model.message_id import message_id
-from millstream.records.record import Headers, Record
+from millstream.client.admin.message_document import as_document
+from millstream.core.ids import Offset
+from millstream.core.message_id import message_id
+from millstream.protocol.records.record import Headers, Record
 
 TOPIC_ID = UUID(int=1)
 

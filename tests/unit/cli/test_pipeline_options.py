@@ -10,7 +10,7 @@ import typer
 from millstream.cli import pipeline
 from millstream.cli.pipeline_options import Flags
 from millstream.cli.pipeline_run import _refuse_changes
-from millstream.model.pipeline import PipelineKind, check_pipeline
+from millstream.core.pipeline import PipelineKind, check_pipeline
 
 LAND, TRANSFORM, ROUTE = PipelineKind.LAND, PipelineKind.TRANSFORM, PipelineKind.ROUTE
 DECLARED_ONLY = {"--stopped", "--if-not-exists"}

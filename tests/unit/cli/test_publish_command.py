@@ -6,11 +6,11 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.admin import explanation
 from millstream.cli import publish
 from millstream.client import publisher as publishing
-from millstream.model.errors import BrokerUnreachable, PublishFailed, RequestTimedOut, StorageFailure
-from millstream.wire.client import Client
+from millstream.client.admin import explanation
+from millstream.core.errors import BrokerUnreachable, PublishFailed, RequestTimedOut, StorageFailure
+from millstream.protocol.wire.client import Client
 
 
 class Publisher:

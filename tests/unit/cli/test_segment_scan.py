@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.cli.segment_scan import ScannedSegment, scan_segment
-from millstream.records.record import NewRecord, encode_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 
 def batches(*sizes: int, base_offset: int = 0) -> list[bytes]:

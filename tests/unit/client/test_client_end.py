@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from millstream.client.connection import Connection
-from millstream.model.errors import RequestTimedOut
+from millstream.core.errors import RequestTimedOut
 
 HANG_S = 60
 

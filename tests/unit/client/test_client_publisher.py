@@ -11,7 +11,7 @@ import pytest
 
 from millstream.client.publisher import Publisher
 from millstream.client.receipt import Receipt
-from millstream.model.errors import (
+from millstream.core.errors import (
     BatchTooLarge,
     InvalidRequest,
     NotStoredInTime,
@@ -20,11 +20,11 @@ from millstream.model.errors import (
     RequestTimedOut,
     UnknownTopic,
 )
-from millstream.model.partitioner import partition_for_key
-from millstream.records.record import NewRecord
-from millstream.testing.producer_ledger import ProducerLedger
-from millstream.testing.scripted_broker import METADATA
-from millstream.wire.client import Client
+from millstream.core.partitioner import partition_for_key
+from millstream.protocol.records.record import NewRecord
+from millstream.protocol.wire.client import Client
+from millstream_testing.producer_ledger import ProducerLedger
+from millstream_testing.scripted_broker import METADATA
 
 
 @pytest.fixture

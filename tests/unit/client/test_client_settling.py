@@ -14,17 +14,17 @@ import pytest
 from millstream.client.held import Held
 from millstream.client.message import Message
 from millstream.client.settling import Awaited, Order, Settling
-from millstream.model.errors import (
+from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRecordState,
     NotLeader,
     ProtocolViolation,
     RequestTimedOut,
 )
-from millstream.model.ids import NodeId
-from millstream.model.verb import Verb
-from millstream.wire.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer
-from millstream.wire.subscription_messages import SettleAnswer, SettledRange, SettleRequest
+from millstream.core.ids import NodeId
+from millstream.core.verb import Verb
+from millstream.protocol.private.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer
+from millstream.protocol.private.subscription_messages import SettleAnswer, SettledRange, SettleRequest
 
 HANG_S = 60
 INVALID_RECORD_STATE = 121

@@ -11,14 +11,14 @@ import pytest
 import millstream
 from millstream.cli.held_port import HeldPort
 from millstream.client.declaration import wanted_settings
-from millstream.model.errors import (
+from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRequest,
     InvalidSubscription,
     InvalidTopicName,
 )
-from millstream.model.subscription import BACKOFF_MIN
-from millstream.testing.producer_ledger import ProducerLedger
+from millstream.core.subscription import BACKOFF_MIN
+from millstream_testing.producer_ledger import ProducerLedger
 
 
 @pytest.mark.parametrize(

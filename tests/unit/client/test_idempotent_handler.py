@@ -16,9 +16,9 @@ from sqlalchemy import Connection, Engine, create_engine, text
 
 from millstream.client.handled_table import CLEANED_MAX, Answer, HandledTable, Operation, Row, Verb, decide, engine_of
 from millstream.client.idempotent_handler import IdempotentHandler, TransactionalHandler
-from millstream.model.errors import InvalidRequest
-from millstream.testing.clock import ManualClock
-from millstream.testing.postgres_server import PostgresServer
+from millstream.core.errors import InvalidRequest
+from millstream_testing.clock import ManualClock
+from millstream_testing.postgres_server import PostgresServer
 
 LEASE_S, LIVE_S = 30.0, 3600.0
 

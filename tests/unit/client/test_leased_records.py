@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
 from millstream.client.message import Message
-from millstream.model.errors import CorruptBatch
-from millstream.records.batch import HEADER_BYTES, read_header, seal_batch
-from millstream.records.raw_record import raw_records, rebuild_batch, records_section
-from millstream.records.record import LOG_APPEND_TIME, NewRecord, decode_records, encode_batch
-from millstream.wire.subscription_messages import LeasedRange
+from millstream.core.errors import CorruptBatch
+from millstream.protocol.private.subscription_messages import LeasedRange
+from millstream.protocol.records.batch import HEADER_BYTES, read_header, seal_batch
+from millstream.protocol.records.raw_record import raw_records, rebuild_batch, records_section
+from millstream.protocol.records.record import LOG_APPEND_TIME, NewRecord, decode_records, encode_batch
 
 OFFSET_MAX = 2**63 - 1
 

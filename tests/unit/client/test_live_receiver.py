@@ -11,11 +11,11 @@ import pytest
 
 from millstream.client.held import Held
 from millstream.client.live_receiver import LiveReceiver
-from millstream.model.errors import UnknownTopic
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.fetching import FetchAnswer
+from millstream.core.errors import UnknownTopic
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.fetching import FetchAnswer
 
 PLACE = TopicPartition("orders", PartitionIndex(0))
 

@@ -11,8 +11,8 @@ from contextvars import ContextVar
 import pytest
 
 from millstream.client.loop_thread import LoopThread
-from millstream.model.errors import InvalidRequest
-from millstream.testing.child_process import child_process
+from millstream.core.errors import InvalidRequest
+from millstream_testing.child_process import child_process
 
 wanted: ContextVar[str] = ContextVar("wanted", default="nothing")
 

@@ -14,7 +14,7 @@ from millstream.client.lane import Lane
 from millstream.client.outgoing_batch import OutgoingBatch
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
-from millstream.model.errors import (
+from millstream.core.errors import (
     BatchTooLarge,
     InvalidBatch,
     MillstreamError,
@@ -22,12 +22,12 @@ from millstream.model.errors import (
     RequestRefused,
     RequestTimedOut,
 )
-from millstream.model.ids import NodeId, Offset
-from millstream.records.record import decode_records
-from millstream.wire import codec
-from millstream.wire.channel import Channel
-from millstream.wire.pool import Pool
-from millstream.wire.producing import Produced
+from millstream.core.ids import NodeId, Offset
+from millstream.protocol.messages import codec
+from millstream.protocol.records.record import decode_records
+from millstream.protocol.wire.channel import Channel
+from millstream.protocol.wire.pool import Pool
+from millstream.protocol.wire.producing import Produced
 
 VERSION = 12
 IDENTITY = ProducerIdentity(7, 0)

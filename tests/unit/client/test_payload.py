@@ -15,10 +15,10 @@ from millstream.client.declaration import Wanted, wanted_settings
 from millstream.client.held import Held
 from millstream.client.leased_records import read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
-from millstream.model.errors import InvalidRequest, InvalidSetting, InvalidSubscription
-from millstream.model.message_id import message_id
-from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.subscription_messages import LeasedRange
+from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription
+from millstream.core.message_id import message_id
+from millstream.protocol.private.subscription_messages import LeasedRange
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 
 @dataclass

@@ -10,9 +10,9 @@ from kio.schema.errors import ErrorCode
 
 from millstream.client.publisher import Publisher
 from millstream.client.receipt import Receipt
-from millstream.model.errors import MillstreamError, PublishFailed
-from millstream.records.record import NewRecord
-from millstream.testing.producer_ledger import ProducerLedger
+from millstream.core.errors import MillstreamError, PublishFailed
+from millstream.protocol.records.record import NewRecord
+from millstream_testing.producer_ledger import ProducerLedger
 
 HANG_S = 60.0
 """Only ends a test that hangs."""

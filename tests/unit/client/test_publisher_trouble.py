@@ -9,7 +9,7 @@ import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.client.receipt import Receipt
-from millstream.model.errors import (
+from millstream.core.errors import (
     BrokerUnreachable,
     InvalidBatch,
     InvalidRequest,
@@ -21,13 +21,13 @@ from millstream.model.errors import (
     StorageFailure,
     UnknownTopic,
 )
-from millstream.model.ids import NodeId
-from millstream.records.record import NewRecord
-from millstream.testing.producer_ledger import ProducerLedger
-from millstream.testing.scripted_broker import METADATA
-from millstream.wire import codec
-from millstream.wire.codec import RequestHeader
-from millstream.wire.pool import Pool
+from millstream.core.ids import NodeId
+from millstream.protocol.messages import codec
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.records.record import NewRecord
+from millstream.protocol.wire.pool import Pool
+from millstream_testing.producer_ledger import ProducerLedger
+from millstream_testing.scripted_broker import METADATA
 
 HANG_S = 60.0
 """Only ends a test that hangs."""

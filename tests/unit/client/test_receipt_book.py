@@ -6,7 +6,7 @@ import pytest
 
 from millstream.client.receipt import Receipt
 from millstream.client.receipt_book import ReceiptBook, digest_of, read_book
-from millstream.model.errors import InvalidRequest
+from millstream.core.errors import InvalidRequest
 
 
 def receipt(offset: int) -> Receipt:

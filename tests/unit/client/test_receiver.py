@@ -22,12 +22,11 @@ from millstream.client.accepted_ranges import AcceptedRanges
 from millstream.client.held import Held
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
-from millstream.model.errors import BrokerUnreachable, InvalidRecordState
-from millstream.model.ids import NodeId
-from millstream.model.verb import Verb
-from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.leasing import Leased
-from millstream.wire.subscription_messages import (
+from millstream.core.errors import BrokerUnreachable, InvalidRecordState
+from millstream.core.ids import NodeId
+from millstream.core.verb import Verb
+from millstream.protocol.private.leasing import Leased
+from millstream.protocol.private.subscription_messages import (
     LeasedRange,
     PartitionMessages,
     ReceiveAnswer,
@@ -35,6 +34,7 @@ from millstream.wire.subscription_messages import (
     SettledRange,
     SettleRequest,
 )
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 HANG_S = 60
 INVALID_RECORD_STATE = 121

@@ -17,8 +17,8 @@ from millstream.client.idempotent_handler import IdempotentHandler
 from millstream.client.message import Message
 from millstream.client.outcome import Reject, RetryLater
 from millstream.client.subscriber import Handler, Subscriber
-from millstream.model.errors import InvalidRequest, MillstreamError
-from millstream.model.verb import Verb
+from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.verb import Verb
 
 HANG_S = 60
 

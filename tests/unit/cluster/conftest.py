@@ -8,12 +8,12 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from millstream.cluster.embedded_service import EmbeddedService
-from millstream.cluster.embedded_store import EmbeddedStore
-from millstream.cluster.etcd_address import EtcdAddress
-from millstream.cluster.etcd_store import EtcdStore
-from millstream.cluster.store import CoordinationStore
-from millstream.model.clock import SystemClock
+from millstream.broker.cluster.embedded_service import EmbeddedService
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.etcd_address import EtcdAddress
+from millstream.broker.cluster.etcd_store import EtcdStore
+from millstream.broker.cluster.store import CoordinationStore
+from millstream.core.clock import SystemClock
 
 OpenStore = Callable[[], CoordinationStore]
 

@@ -6,17 +6,17 @@ from uuid import UUID
 
 import pytest
 
-from millstream.cluster import keys
-from millstream.cluster.admission import admit
-from millstream.cluster.embedded_service import EmbeddedService
-from millstream.cluster.embedded_store import EmbeddedStore
-from millstream.cluster.membership import Node
-from millstream.cluster.store import Put
-from millstream.cluster.term import Term
-from millstream.cluster.told import Registered
-from millstream.model.ids import Epoch, NodeId, PartitionIndex
-from millstream.model.partition_state import PartitionState
-from millstream.testing.clock import ManualClock
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.admission import admit
+from millstream.broker.cluster.embedded_service import EmbeddedService
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.store import Put
+from millstream.broker.cluster.term import Term
+from millstream.broker.cluster.told import Registered
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState
+from millstream_testing.clock import ManualClock
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 KEY = keys.partition_key((UUID(int=1), PartitionIndex(0)))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from uuid import UUID
 
-from millstream.cluster.balance import Balance
-from millstream.cluster.keys import PartitionKey
-from millstream.model.ids import PartitionIndex
+from millstream.broker.cluster.balance import Balance
+from millstream.broker.cluster.keys import PartitionKey
+from millstream.core.ids import PartitionIndex
 
 AFTER_S = 30.0
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster import quotas as quotas_module
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.quotas import ClientQuotas
-from millstream.model.errors import InvalidRequest
-from millstream.model.quota import (
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster import quotas as quotas_module
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.core.errors import InvalidRequest
+from millstream.core.quota import (
     ANONYMOUS,
     CLIENT_ID,
     CONSUMER_BYTE_RATE,

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from millstream.cluster import keys
-from millstream.cluster.embedded_store import EmbeddedStore
-from millstream.cluster.store import Delete, Expect, Put
-from millstream.model.errors import (
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.store import Delete, Expect, Put
+from millstream.core.errors import (
     ClusterForgotten,
     ElectionNotNeeded,
     EligibleUnavailable,
@@ -22,11 +22,11 @@ from millstream.model.errors import (
     TopicExists,
     UnknownTopic,
 )
-from millstream.model.ids import NodeId, PartitionIndex
-from millstream.model.partition_state import PartitionState
-from millstream.model.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
-from millstream.model.topic import Topic
-from millstream.testing.node_group import GroupNode, NodeGroup
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState
+from millstream.core.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
+from millstream.core.topic import Topic
+from millstream_testing.node_group import GroupNode, NodeGroup
 
 ALL = (NodeId(1), NodeId(2), NodeId(3))
 

@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from millstream.model.errors import DamagedRange, NotLeader, RepairPending
-from millstream.model.ids import Epoch, NodeId, Offset
-from millstream.model.partition_state import PartitionState
-from millstream.model.topic import TopicSettings
-from millstream.records.record import NewRecord, encode_batch
-from millstream.replication.partition import Partition
-from millstream.testing.replica_group import ReplicaGroup, content
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import DamagedRange, NotLeader, RepairPending
+from millstream.core.ids import Epoch, NodeId, Offset
+from millstream.core.partition_state import PartitionState
+from millstream.core.topic import TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.replica_group import ReplicaGroup, content
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 FIRST = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(0), in_sync=(ONE, TWO, THREE))

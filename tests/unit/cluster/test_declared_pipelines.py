@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.pipelines import Pipelines
-from millstream.model.errors import (
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.core.errors import (
     InvalidPipeline,
     InvalidSetting,
     PipelineExists,
     UnknownPipeline,
 )
-from millstream.model.pipeline import PipelineKind, Rule
-from millstream.testing.clock import ManualClock
+from millstream.core.pipeline import PipelineKind, Rule
+from millstream_testing.clock import ManualClock
 
 LAND, ROUTE = PipelineKind.LAND, PipelineKind.ROUTE
 ORDERS = {"topics": "orders"}

@@ -9,17 +9,17 @@ from uuid import UUID
 
 import pytest
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.subscriptions import DELETION_KEPT_MS, Subscriptions
-from millstream.model.errors import (
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.subscriptions import DELETION_KEPT_MS, Subscriptions
+from millstream.core.errors import (
     CatalogUnavailable,
     InvalidRequest,
     InvalidSetting,
     SubscriptionExists,
     UnknownSubscription,
 )
-from millstream.model.subscription import (
+from millstream.core.subscription import (
     ATTEMPTS,
     DEAD_LETTER_TOPIC,
     FILTER,
@@ -30,7 +30,7 @@ from millstream.model.subscription import (
     settings_of_new,
     start_key,
 )
-from millstream.testing.clock import ManualClock
+from millstream_testing.clock import ManualClock
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.cluster.election import distrust, elect, enough, prefer, relieve
-from millstream.model.ids import Epoch, NodeId
-from millstream.model.partition_state import NO_LEADER, PartitionState
+from millstream.broker.cluster.election import distrust, elect, enough, prefer, relieve
+from millstream.core.ids import Epoch, NodeId
+from millstream.core.partition_state import NO_LEADER, PartitionState
 
 NODES = [NodeId(number) for number in range(1, 6)]
 

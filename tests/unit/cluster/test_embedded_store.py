@@ -9,11 +9,11 @@ from typing import TypeVar
 
 import pytest
 
-from millstream.cluster.embedded_service import EmbeddedService
-from millstream.cluster.embedded_store import EmbeddedStore
-from millstream.cluster.store import Event, Put
-from millstream.model.errors import StoreRefused, StoreUnavailable, WatchLost
-from millstream.testing.clock import ManualClock
+from millstream.broker.cluster.embedded_service import EmbeddedService
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.store import Event, Put
+from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
+from millstream_testing.clock import ManualClock
 
 T = TypeVar("T")
 

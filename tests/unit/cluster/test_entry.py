@@ -8,17 +8,17 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.cluster import entry
-from millstream.cluster.backoff import Backoff
-from millstream.cluster.declarations import Declarations
-from millstream.cluster.embedded_service import EmbeddedService
-from millstream.cluster.embedded_store import EmbeddedStore
-from millstream.cluster.entry import Claim, Entry
-from millstream.cluster.last_run import FolderOwner, LastRun
-from millstream.cluster.membership import Node
-from millstream.cluster.store import Put
-from millstream.cluster.told import Registered
-from millstream.model.errors import (
+from millstream.broker.cluster import entry
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.embedded_service import EmbeddedService
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.entry import Claim, Entry
+from millstream.broker.cluster.last_run import FolderOwner, LastRun
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.store import Put
+from millstream.broker.cluster.told import Registered
+from millstream.core.backoff import Backoff
+from millstream.core.errors import (
     CatalogDenied,
     CatalogUnavailable,
     ClusterForgotten,
@@ -28,9 +28,9 @@ from millstream.model.errors import (
     StoreRefused,
     StoreUnavailable,
 )
-from millstream.model.ids import NodeId
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.core.ids import NodeId
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 ME = NodeId(2)
 NOBODYS = FolderOwner()

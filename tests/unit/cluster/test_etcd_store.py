@@ -12,17 +12,17 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 from aetcd import rpc
 
+from millstream.broker.cluster import etcd_members, etcd_session
+from millstream.broker.cluster.etcd_address import EtcdAddress
+from millstream.broker.cluster.etcd_session import EtcdSession
+from millstream.broker.cluster.etcd_store import EtcdStore
+from millstream.broker.cluster.store import Event, Put
 from millstream.cli.held_port import HeldPort
-from millstream.cluster import etcd_members, etcd_session
-from millstream.cluster.etcd_address import EtcdAddress
-from millstream.cluster.etcd_session import EtcdSession
-from millstream.cluster.etcd_store import EtcdStore
-from millstream.cluster.store import Event, Put
-from millstream.model.clock import Clock, SystemClock
-from millstream.model.errors import StoreRefused, StoreUnavailable, WatchLost
-from millstream.testing.clock import ManualClock
-from millstream.testing.etcd_server import EncryptedEtcdServer, EtcdServer
-from millstream.testing.relay import Relay
+from millstream.core.clock import Clock, SystemClock
+from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
+from millstream_testing.clock import ManualClock
+from millstream_testing.etcd_server import EncryptedEtcdServer, EtcdServer
+from millstream_testing.relay import Relay
 
 WAIT_S = 60.0
 TTL_S = 60.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.cluster.last_run import LastRun
-from millstream.testing.files import MemoryFiles
+from millstream.broker.cluster.last_run import LastRun
+from millstream_testing.files import MemoryFiles
 
 FOLDER = "/data"
 

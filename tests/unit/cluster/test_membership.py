@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from millstream.cluster.membership import NO_CONTROLLER, Membership, Node
-from millstream.model.ids import NodeId
+from millstream.broker.cluster.membership import NO_CONTROLLER, Membership, Node
+from millstream.core.ids import NodeId
 
 ME = Node(node_id=NodeId(1), host="one", port=9092)
 OTHER = Node(node_id=NodeId(2), host="two", port=9092)

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from millstream.cluster import cluster_topics
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.errors import StorageFailure
-from millstream.model.ids import NodeId
-from millstream.testing.node_group import NodeGroup
+from millstream.broker.cluster import cluster_topics
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import StorageFailure
+from millstream.core.ids import NodeId
+from millstream_testing.node_group import NodeGroup
 
 
 @pytest.fixture

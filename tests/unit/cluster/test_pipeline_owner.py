@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from millstream.cluster import keys
-from millstream.cluster.pipeline_owner import ElectedOwner, SoleOwner
-from millstream.cluster.store import Put
-from millstream.testing.node_group import NodeGroup
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.pipeline_owner import ElectedOwner, SoleOwner
+from millstream.broker.cluster.store import Put
+from millstream_testing.node_group import NodeGroup
 
 
 def owners(candidates: dict[int, ElectedOwner]) -> list[int]:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.cluster.placement import Load, first_state, place
-from millstream.model.errors import InvalidReplication
-from millstream.model.ids import NodeId
-from millstream.model.partition_state import NO_LEADER
+from millstream.broker.cluster.placement import Load, first_state, place
+from millstream.core.errors import InvalidReplication
+from millstream.core.ids import NodeId
+from millstream.core.partition_state import NO_LEADER
 
 racks_of_clusters = st.lists(st.sampled_from([None, "a", "b", "c"]), min_size=1, max_size=8).map(
     lambda racks: {NodeId(number): rack for number, rack in enumerate(racks, 1)}

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.cluster import keys
-from millstream.cluster.embedded_store import EmbeddedStore
-from millstream.cluster.reassignment import Reassignment, finished, narrowed, widened
-from millstream.cluster.store import Expect, Put
-from millstream.model.errors import NoReassignment
-from millstream.model.ids import Epoch, NodeId, PartitionIndex
-from millstream.model.partition_state import PartitionState
-from millstream.model.topic import Topic
-from millstream.testing.node_group import NodeGroup
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.reassignment import Reassignment, finished, narrowed, widened
+from millstream.broker.cluster.store import Expect, Put
+from millstream.core.errors import NoReassignment
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState
+from millstream.core.topic import Topic
+from millstream_testing.node_group import NodeGroup
 
 NODES = [NodeId(number) for number in range(1, 7)]
 targets = st.lists(st.sampled_from(NODES), min_size=1, max_size=4, unique=True).map(tuple)

@@ -7,22 +7,22 @@ from uuid import UUID
 
 import pytest
 
-from millstream.cluster import keys, rebuild
-from millstream.cluster.election import elect
-from millstream.cluster.embedded_service import EmbeddedService
-from millstream.cluster.embedded_store import EmbeddedStore
-from millstream.cluster.inventory import Inventory, ReplicaFound, take_inventory
-from millstream.cluster.last_run import FolderOwner, LastRun
-from millstream.cluster.rebuild import EPOCHS_SKIPPED, NOT_WHOLE, state_of, work_out
-from millstream.cluster.store import Put
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.errors import ClusterMismatch, CorruptState, DataFolderInvalid
-from millstream.model.ids import Epoch, NodeId, PartitionIndex
-from millstream.model.partition_state import PartitionState
-from millstream.model.topic import Topic, TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.files import MemoryFiles
+from millstream.broker.cluster import keys, rebuild
+from millstream.broker.cluster.election import elect
+from millstream.broker.cluster.embedded_service import EmbeddedService
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.inventory import Inventory, ReplicaFound, take_inventory
+from millstream.broker.cluster.last_run import FolderOwner, LastRun
+from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED, NOT_WHOLE, state_of, work_out
+from millstream.broker.cluster.store import Put
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import SystemClock
+from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.files import MemoryFiles
 
 ORDERS = UUID(int=1)
 

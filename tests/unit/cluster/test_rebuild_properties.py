@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from millstream.cluster.inventory import ReplicaFound
-from millstream.cluster.rebuild import state_of
-from millstream.model.ids import NodeId
+from millstream.broker.cluster.inventory import ReplicaFound
+from millstream.broker.cluster.rebuild import state_of
+from millstream.core.ids import NodeId
 
 NODES = (1, 2, 3)
 

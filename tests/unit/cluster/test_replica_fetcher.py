@@ -13,19 +13,18 @@ from uuid import UUID
 
 import pytest
 
-from millstream.cluster import replica_fetcher
-from millstream.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
-from millstream.log.store import LogStore
-from millstream.model.errors import StorageFailure
-from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.model.partition_state import PartitionState, Versioned
-from millstream.model.topic import Topic, TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, encode_batch
-from millstream.replication.epochs import EpochEnd
-from millstream.replication.partition import Partition
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
-from millstream.wire.replica_fetching import ReplicaAnswer, ReplicaAnswers, ReplicaFetch
+from millstream.broker.cluster import replica_fetcher
+from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
+from millstream.broker.log.store import LogStore
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import StorageFailure
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.replica_fetching import ReplicaAnswer, ReplicaAnswers, ReplicaFetch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 ME, LEADER = NodeId(2), NodeId(1)
 UNKNOWN_TOPIC_ID = 100

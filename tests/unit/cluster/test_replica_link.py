@@ -8,20 +8,20 @@ from uuid import UUID
 
 import pytest
 
-from millstream.cluster import replica_link
-from millstream.cluster.membership import Node
-from millstream.cluster.replica_link import SMALL_ANSWERS_MAX, WireLink
-from millstream.model.errors import BrokerUnreachable
-from millstream.model.ids import NodeId, Offset, PartitionIndex
-from millstream.testing.scripted_broker import FETCH, ScriptedBroker
-from millstream.wire.codec import RequestHeader
-from millstream.wire.replica_fetching import (
+from millstream.broker.cluster import replica_link
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.replica_link import SMALL_ANSWERS_MAX, WireLink
+from millstream.core.errors import BrokerUnreachable
+from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.wire.replica_fetching import (
     VERSION,
     ReplicaAnswer,
     ReplicaAnswers,
     ReplicaFetch,
     write_replica_answers,
 )
+from millstream_testing.scripted_broker import FETCH, ScriptedBroker
 
 KEY = UUID(int=7), PartitionIndex(0)
 ASKED = ReplicaFetch(NodeId(2), 9, 100, 1 << 20, {})

@@ -8,14 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from millstream.model.errors import NotLeader
-from millstream.model.ids import Epoch, NodeId, Offset, ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.model.partition_state import PartitionState
-from millstream.model.topic import TopicSettings
-from millstream.records.record import NewRecord, encode_batch
-from millstream.replication.partition import ACKS_ALL, Partition
-from millstream.testing.replica_group import ReplicaGroup, content
+from millstream.broker.replication.partition import ACKS_ALL, Partition
+from millstream.core.errors import NotLeader
+from millstream.core.ids import Epoch, NodeId, Offset, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.partition_state import PartitionState
+from millstream.core.topic import TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.replica_group import ReplicaGroup, content
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 FIRST = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(0), in_sync=(ONE, TWO, THREE))

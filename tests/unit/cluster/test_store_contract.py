@@ -8,8 +8,8 @@ from contextlib import aclosing
 
 import pytest
 
-from millstream.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Event, Expect, Put
-from millstream.model.errors import StoreRefused
+from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Event, Expect, Put
+from millstream.core.errors import StoreRefused
 
 OpenStore = Callable[[], CoordinationStore]
 

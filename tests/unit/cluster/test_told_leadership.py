@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
 
-from millstream.cluster.cluster_topics import ClusterTopics
-from millstream.model.ids import NodeId, PartitionIndex
-from millstream.model.topic import Topic
+from millstream.broker.cluster.cluster_topics import ClusterTopics
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.topic import Topic
 
 
 def test_coordinators_are_told_of_a_role_that_their_partition_knows_already() -> None:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.producer_ids import ProducerIds
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.log.files import DiskFiles
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.errors import (
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import (
     DataFolderInvalid,
     InvalidPartitions,
     InvalidReplication,
@@ -28,7 +28,7 @@ from millstream.model.errors import (
     UnknownTopic,
     UnknownTopicId,
 )
-from millstream.records.record import NewRecord, encode_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 
 @asynccontextmanager

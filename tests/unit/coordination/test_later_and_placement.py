@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.coordination.later import Later
-from millstream.coordination.placement import java_hash, partition_for
-from millstream.model.errors import NotCoordinator
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.placement import java_hash, partition_for
+from millstream.core.errors import NotCoordinator
 
 
 def test_the_first_answer_counts() -> None:

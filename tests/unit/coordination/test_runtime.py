@@ -5,13 +5,13 @@ from collections.abc import Hashable
 
 import pytest
 
-from millstream.coordination.runtime import Runtime, StateTopic
-from millstream.coordination.state import Outcome, StateRecord
-from millstream.coordination.timers import Timers
-from millstream.model.errors import NotCoordinator, NotLeader
-from millstream.model.ids import PartitionIndex
-from millstream.testing.clock import ManualClock
-from millstream.testing.state_log import MemoryTopics
+from millstream.broker.coordination.runtime import Runtime, StateTopic
+from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.core.errors import NotCoordinator, NotLeader
+from millstream.core.ids import PartitionIndex
+from millstream_testing.clock import ManualClock
+from millstream_testing.state_log import MemoryTopics
 
 
 class Names:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Hashable
 
 import pytest
 
-from millstream.coordination.later import Later
-from millstream.coordination.shard import Shard
-from millstream.coordination.state import Confirmation, Outcome, StateRecord
-from millstream.coordination.timers import Timers
-from millstream.model.errors import (
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.shard import Shard
+from millstream.broker.coordination.state import Confirmation, Outcome, StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.core.errors import (
     BatchTooLarge,
     CoordinatorLoading,
     CoordinatorUnavailable,
@@ -21,8 +21,8 @@ from millstream.model.errors import (
     PartitionClosed,
     StorageFailure,
 )
-from millstream.testing.clock import ManualClock
-from millstream.testing.state_log import MemoryPartition
+from millstream_testing.clock import ManualClock
+from millstream_testing.state_log import MemoryPartition
 
 
 class Texts:
@@ -203,11 +203,11 @@ async def test_while_loading_clients_wait_a_moment_and_then_are_told_to_ask_agai
     shard = Shard("texts-0", partition, Texts, clock=ManualClock(), gate=gate)
     shard.open()
 
-    monkeypatch.setattr("millstream.coordination.shard.PATIENCE_S", 0.001)
+    monkeypatch.setattr("millstream.broker.coordination.shard.PATIENCE_S", 0.001)
     with pytest.raises(CoordinatorLoading):
         await shard.run(get(b"a"))
 
-    monkeypatch.setattr("millstream.coordination.shard.PATIENCE_S", 60.0)
+    monkeypatch.setattr("millstream.broker.coordination.shard.PATIENCE_S", 60.0)
     asking = asyncio.create_task(shard.run(get(b"a")))
     await asyncio.sleep(0)
     gate.release()

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.coordination.state import StateRecord
-from millstream.coordination.timers import Timers
-from millstream.testing.clock import ManualClock
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream_testing.clock import ManualClock
 
 
 class Fired:

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millstream.core.errors import DataFolderInUse, InvalidSetting
 from millstream.embedded import EmbeddedBroker
-from millstream.model.errors import DataFolderInUse, InvalidSetting
-from millstream.wire.client import Client
+from millstream.protocol.wire.client import Client
 
 SMALL = {"default-flush": "os", "offsets-partitions": 1, "journal-bytes": 1024 * 1024}
 

@@ -24,7 +24,7 @@ from millstream.client.message import Message
 from millstream.client.sync_connection import SyncConnection, SyncMessage
 from millstream.embedded import ConnectOptions, open, open_sync
 from millstream.sandbox import SETTINGS, Sandbox
-from millstream.testing.child_process import child_process
+from millstream_testing.child_process import child_process
 
 WAIT_S = 60.0
 

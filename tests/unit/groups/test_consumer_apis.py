@@ -13,23 +13,23 @@ import pytest
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32Timedelta
 
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.groups.coordinator import GroupCoordinator
-from millstream.kafka.api import Api
-from millstream.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
-from millstream.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
-from millstream.kafka.apis.delete_groups import DeleteGroups
-from millstream.kafka.apis.describe_groups import DescribeGroups
-from millstream.kafka.apis.list_groups import ListGroups
-from millstream.kafka.apis.offset_commit import OffsetCommit
-from millstream.kafka.apis.offset_fetch import OffsetFetch
-from millstream.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
-from millstream.model.clock import SystemClock
-from millstream.testing.asking import ask
-from millstream.testing.state_log import MemoryTopics
-from millstream.wire.codec import load_request_class
-from millstream.wire.shape import default_of
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import Api
+from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
+from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
+from millstream.broker.kafka.apis.delete_groups import DeleteGroups
+from millstream.broker.kafka.apis.describe_groups import DescribeGroups
+from millstream.broker.kafka.apis.list_groups import ListGroups
+from millstream.broker.kafka.apis.offset_commit import OffsetCommit
+from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
+from millstream.broker.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.protocol.messages.codec import load_request_class
+from millstream.protocol.messages.shape import default_of
+from millstream_testing.asking import ask
+from millstream_testing.state_log import MemoryTopics
 
 GROUP = "group"
 

@@ -6,13 +6,13 @@ from uuid import UUID
 
 import pytest
 
-from millstream.groups.consumer import records
-from millstream.groups.consumer.assignment import assignment_of
-from millstream.groups.consumer.member import MemberState, Position
-from millstream.groups.requests import CommitRequest, MemberRef, PartitionCommit
-from millstream.model.errors import IllegalGeneration, MillstreamError, StaleMemberEpoch
-from millstream.testing.consumer_trial import ClassicConsumer, ConsumerTrial, SimulatedConsumer
-from millstream.testing.group_trial import GROUP
+from millstream.broker.groups.consumer import records
+from millstream.broker.groups.consumer.assignment import assignment_of
+from millstream.broker.groups.consumer.member import MemberState, Position
+from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
+from millstream.core.errors import IllegalGeneration, MillstreamError, StaleMemberEpoch
+from millstream_testing.consumer_trial import ClassicConsumer, ConsumerTrial, SimulatedConsumer
+from millstream_testing.group_trial import GROUP
 
 ONE, TWO = UUID(int=1), UUID(int=2)
 

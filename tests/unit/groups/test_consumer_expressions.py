@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.groups.consumer import expression as module
-from millstream.groups.consumer.expression import Expressions
-from millstream.model.errors import InvalidExpression
-from millstream.testing.state_log import MemoryTopics
+from millstream.broker.groups.consumer import expression as module
+from millstream.broker.groups.consumer.expression import Expressions
+from millstream.core.errors import InvalidExpression
+from millstream_testing.state_log import MemoryTopics
 
 
 @pytest.fixture

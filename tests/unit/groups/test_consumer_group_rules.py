@@ -7,11 +7,11 @@ from itertools import combinations
 
 import pytest
 
-from millstream.groups.consumer.assignment import NOTHING, overlaps, size_of, union
-from millstream.groups.consumer.group import ConsumerGroupState
-from millstream.groups.consumer.member import MemberState
-from millstream.groups.consumer.requests import HeartbeatAnswer
-from millstream.model.errors import (
+from millstream.broker.groups.consumer.assignment import NOTHING, overlaps, size_of, union
+from millstream.broker.groups.consumer.group import ConsumerGroupState
+from millstream.broker.groups.consumer.member import MemberState
+from millstream.broker.groups.consumer.requests import HeartbeatAnswer
+from millstream.core.errors import (
     FencedMemberEpoch,
     GroupFull,
     GroupNotEmpty,
@@ -23,8 +23,8 @@ from millstream.model.errors import (
     UnknownMember,
     UnsupportedVersion,
 )
-from millstream.testing.consumer_trial import REBALANCE_MS, SESSION_MS, ConsumerTrial, SimulatedConsumer
-from millstream.testing.group_trial import GROUP
+from millstream_testing.consumer_trial import REBALANCE_MS, SESSION_MS, ConsumerTrial, SimulatedConsumer
+from millstream_testing.group_trial import GROUP
 
 
 @pytest.fixture

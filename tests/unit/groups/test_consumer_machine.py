@@ -16,19 +16,19 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from millstream.coordination.later import Later
-from millstream.coordination.loading import read_back
-from millstream.coordination.shard import Shard
-from millstream.coordination.timers import Timers
-from millstream.groups.consumer.assignment import NOTHING, Assignment, overlaps, partitions_in, size_of, union
-from millstream.groups.consumer.embedded import read_assignment_of, write_assignment
-from millstream.groups.consumer.group import ConsumerGroup, ConsumerGroupState
-from millstream.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
-from millstream.groups.consumer.migration import partitions_by_id
-from millstream.groups.consumer.requests import HeartbeatAnswer
-from millstream.groups.consumer.shard import ConsumerTopics
-from millstream.groups.group import Group
-from millstream.groups.requests import (
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.loading import read_back
+from millstream.broker.coordination.shard import Shard
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, overlaps, partitions_in, size_of, union
+from millstream.broker.groups.consumer.embedded import read_assignment_of, write_assignment
+from millstream.broker.groups.consumer.group import ConsumerGroup, ConsumerGroupState
+from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
+from millstream.broker.groups.consumer.migration import partitions_by_id
+from millstream.broker.groups.consumer.requests import HeartbeatAnswer
+from millstream.broker.groups.consumer.shard import ConsumerTopics
+from millstream.broker.groups.group import Group
+from millstream.broker.groups.requests import (
     CommitRequest,
     GroupLimits,
     Joined,
@@ -39,8 +39,8 @@ from millstream.groups.requests import (
     Synced,
     SyncRequest,
 )
-from millstream.groups.shard import GroupShard
-from millstream.model.errors import (
+from millstream.broker.groups.shard import GroupShard
+from millstream.core.errors import (
     BatchTooLarge,
     CoordinatorUnavailable,
     FencedMemberEpoch,
@@ -52,11 +52,11 @@ from millstream.model.errors import (
     UnknownMember,
     UnreleasedInstance,
 )
-from millstream.testing.clock import ManualClock
-from millstream.testing.consumer_clients import Newer, Older
-from millstream.testing.consumer_trial import classic_protocols
-from millstream.testing.group_trial import GROUP
-from millstream.testing.state_log import MemoryPartition, MemoryTopics
+from millstream_testing.clock import ManualClock
+from millstream_testing.consumer_clients import Newer, Older
+from millstream_testing.consumer_trial import classic_protocols
+from millstream_testing.group_trial import GROUP
+from millstream_testing.state_log import MemoryPartition, MemoryTopics
 
 T = TypeVar("T")
 

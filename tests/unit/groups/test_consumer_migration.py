@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.groups.consumer.assignment import NOTHING, Assignment, overlaps, size_of
-from millstream.groups.consumer.embedded import read_assignment_of
-from millstream.groups.consumer.member import AWAY_EPOCH
-from millstream.groups.group import GroupState
-from millstream.groups.requests import Leaver
-from millstream.model.errors import (
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, overlaps, size_of
+from millstream.broker.groups.consumer.embedded import read_assignment_of
+from millstream.broker.groups.consumer.member import AWAY_EPOCH
+from millstream.broker.groups.group import GroupState
+from millstream.broker.groups.requests import Leaver
+from millstream.core.errors import (
     FencedInstance,
     IllegalGeneration,
     InconsistentProtocol,
@@ -17,14 +17,14 @@ from millstream.model.errors import (
     UnknownGroup,
     UnknownMember,
 )
-from millstream.testing.consumer_trial import (
+from millstream_testing.consumer_trial import (
     REBALANCE_MS,
     ClassicConsumer,
     ConsumerTrial,
     SimulatedConsumer,
     classic_protocols,
 )
-from millstream.testing.group_trial import GROUP, SESSION_MS
+from millstream_testing.group_trial import GROUP, SESSION_MS
 
 
 @pytest.fixture

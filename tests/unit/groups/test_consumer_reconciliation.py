@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.groups.consumer.assignment import NOTHING, Assignment, assignment_of, is_within, overlaps, union
-from millstream.groups.consumer.member import MemberState, Position
-from millstream.groups.consumer.reconciliation import Goal, step
-from millstream.model.errors import FencedMemberEpoch
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, assignment_of, is_within, overlaps, union
+from millstream.broker.groups.consumer.member import MemberState, Position
+from millstream.broker.groups.consumer.reconciliation import Goal, step
+from millstream.core.errors import FencedMemberEpoch
 
 ONE, TWO = UUID(int=1), UUID(int=2)
 BOTH = frozenset({ONE, TWO})

@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kio.serial import entity_writer
 
-from millstream.coordination.state import StateRecord
-from millstream.groups.consumer import records
-from millstream.groups.consumer.assignment import assignment_of
-from millstream.groups.consumer.embedded import (
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.consumer import records
+from millstream.broker.groups.consumer.assignment import assignment_of
+from millstream.broker.groups.consumer.embedded import (
     EmbeddedSubscription,
     read_assignment_of,
     read_subscription_of,
     write_assignment,
 )
-from millstream.groups.consumer.fold import apply, record_of
-from millstream.groups.consumer.group import ConsumerGroup
-from millstream.groups.consumer.member import ClassicSide, MemberState, Position, Subscription
-from millstream.groups.consumer.records import ConsumerKey, Kind, Resolved
-from millstream.model.errors import ProtocolViolation
+from millstream.broker.groups.consumer.fold import apply, record_of
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.consumer.member import ClassicSide, MemberState, Position, Subscription
+from millstream.broker.groups.consumer.records import ConsumerKey, Kind, Resolved
+from millstream.core.errors import ProtocolViolation
 
 ONE, TWO = UUID(int=1), UUID(int=2)
 SUBSCRIPTION = Subscription(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.groups.consumer.assignment import size_of
-from millstream.groups.consumer.member import AWAY_EPOCH
-from millstream.groups.consumer.requests import HeartbeatAnswer
-from millstream.groups.requests import Leaver
-from millstream.model.errors import FencedInstance, FencedMemberEpoch, UnknownMember, UnreleasedInstance
-from millstream.testing.consumer_trial import SESSION_MS, ConsumerTrial, SimulatedConsumer
+from millstream.broker.groups.consumer.assignment import size_of
+from millstream.broker.groups.consumer.member import AWAY_EPOCH
+from millstream.broker.groups.consumer.requests import HeartbeatAnswer
+from millstream.broker.groups.requests import Leaver
+from millstream.core.errors import FencedInstance, FencedMemberEpoch, UnknownMember, UnreleasedInstance
+from millstream_testing.consumer_trial import SESSION_MS, ConsumerTrial, SimulatedConsumer
 
 
 @pytest.fixture

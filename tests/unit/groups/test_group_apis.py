@@ -13,28 +13,27 @@ import pytest
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32Timedelta
 
-from millstream.cluster.membership import Membership, Node
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.groups.coordinator import GroupCoordinator
-from millstream.kafka.api import Api, ClientInfo
-from millstream.kafka.apis.delete_groups import DeleteGroups
-from millstream.kafka.apis.describe_groups import DescribeGroups
-from millstream.kafka.apis.find_coordinator import FindCoordinator
-from millstream.kafka.apis.heartbeat import Heartbeat
-from millstream.kafka.apis.join_group import JoinGroup
-from millstream.kafka.apis.leave_group import LeaveGroup
-from millstream.kafka.apis.list_groups import ListGroups
-from millstream.kafka.apis.offset_commit import OffsetCommit
-from millstream.kafka.apis.offset_delete import OffsetDelete
-from millstream.kafka.apis.offset_fetch import OffsetFetch
-from millstream.kafka.apis.sync_group import SyncGroup
-from millstream.model.clock import SystemClock
-from millstream.model.ids import NodeId, ProducerId
-from millstream.model.topic import CONSUMER_OFFSETS, TRANSACTION_STATE
-from millstream.testing.state_log import MemoryTopics
-from millstream.transactions.coordinator import TransactionCoordinator
-from millstream.wire.codec import (
+from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.apis.delete_groups import DeleteGroups
+from millstream.broker.kafka.apis.describe_groups import DescribeGroups
+from millstream.broker.kafka.apis.find_coordinator import FindCoordinator
+from millstream.broker.kafka.apis.heartbeat import Heartbeat
+from millstream.broker.kafka.apis.join_group import JoinGroup
+from millstream.broker.kafka.apis.leave_group import LeaveGroup
+from millstream.broker.kafka.apis.list_groups import ListGroups
+from millstream.broker.kafka.apis.offset_commit import OffsetCommit
+from millstream.broker.kafka.apis.offset_delete import OffsetDelete
+from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
+from millstream.broker.kafka.apis.sync_group import SyncGroup
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.ids import NodeId, ProducerId
+from millstream.core.topic import CONSUMER_OFFSETS, TRANSACTION_STATE
+from millstream.protocol.messages.codec import (
     load_request_class,
     load_response_class,
     read_request,
@@ -42,7 +41,8 @@ from millstream.wire.codec import (
     write_entity,
     write_response,
 )
-from millstream.wire.shape import default_of
+from millstream.protocol.messages.shape import default_of
+from millstream_testing.state_log import MemoryTopics
 
 CLIENT = ClientInfo(connection_id=1, host="10.0.0.7", client_id="app")
 
@@ -290,7 +290,7 @@ async def test_heartbeat(broker: Broker, version: int) -> None:
 
 async def test_a_heartbeat_while_loading_is_well(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     await broker.committed("g", 1)
-    monkeypatch.setattr("millstream.coordination.shard.PATIENCE_S", 0.001)
+    monkeypatch.setattr("millstream.broker.coordination.shard.PATIENCE_S", 0.001)
     restarted = GroupCoordinator(broker.topics, Config(), SystemClock())
     await restarted._runtime._gate.acquire()
     await restarted.start()

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from millstream.config import Config
-from millstream.groups.consumer.requests import ConsumerHeartbeat
-from millstream.groups.coordinator import GroupCoordinator
-from millstream.groups.requests import (
+from millstream.broker.groups.consumer.requests import ConsumerHeartbeat
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.requests import (
     CommitRequest,
     Joined,
     JoinRequest,
@@ -21,9 +20,10 @@ from millstream.groups.requests import (
     PartitionCommit,
     SyncRequest,
 )
-from millstream.groups.share.requests import ShareHeartbeat
-from millstream.model.clock import SystemClock
-from millstream.model.errors import (
+from millstream.broker.groups.share.requests import ShareHeartbeat
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import (
     CoordinatorLoading,
     InvalidGroupId,
     InvalidSessionTimeout,
@@ -32,8 +32,8 @@ from millstream.model.errors import (
     StorageFailure,
     UnknownGroup,
 )
-from millstream.model.topic import CONSUMER_OFFSETS
-from millstream.testing.state_log import MemoryTopics
+from millstream.core.topic import CONSUMER_OFFSETS
+from millstream_testing.state_log import MemoryTopics
 
 CONFIG = Config(group_initial_delay_ms=1, group_session_min_ms=10)
 

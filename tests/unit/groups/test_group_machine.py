@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.coordination.later import Later
-from millstream.coordination.shard import Shard
-from millstream.coordination.timers import Timers
-from millstream.groups.group import Group, GroupState
-from millstream.groups.requests import (
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.shard import Shard
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.group import Group, GroupState
+from millstream.broker.groups.requests import (
     CommitAnswer,
     CommitRequest,
     GroupLimits,
@@ -31,8 +31,8 @@ from millstream.groups.requests import (
     Synced,
     SyncRequest,
 )
-from millstream.groups.shard import GroupShard
-from millstream.model.errors import (
+from millstream.broker.groups.shard import GroupShard
+from millstream.core.errors import (
     BatchTooLarge,
     CoordinatorUnavailable,
     GroupRejected,
@@ -42,8 +42,8 @@ from millstream.model.errors import (
     UnknownGroup,
     UnknownMember,
 )
-from millstream.testing.clock import ManualClock
-from millstream.testing.state_log import MemoryPartition
+from millstream_testing.clock import ManualClock
+from millstream_testing.state_log import MemoryPartition
 
 T = TypeVar("T")
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from millstream.coordination.later import Later
-from millstream.groups.group import GroupState
-from millstream.groups.records import read_group
-from millstream.groups.requests import Leaver
-from millstream.model.errors import (
+from millstream.broker.coordination.later import Later
+from millstream.broker.groups.group import GroupState
+from millstream.broker.groups.records import read_group
+from millstream.broker.groups.requests import Leaver
+from millstream.core.errors import (
     BatchTooLarge,
     IllegalGeneration,
     InconsistentProtocol,
@@ -19,7 +19,7 @@ from millstream.model.errors import (
     RebalanceInProgress,
     UnknownMember,
 )
-from millstream.testing.group_trial import INITIAL_DELAY_MS, REBALANCE_MS, SESSION_MS, GroupTrial
+from millstream_testing.group_trial import INITIAL_DELAY_MS, REBALANCE_MS, SESSION_MS, GroupTrial
 
 
 def refused(later: Later[Any], kind: type[MillstreamError]) -> None:

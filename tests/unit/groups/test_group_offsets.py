@@ -8,11 +8,11 @@ from uuid import uuid4
 
 import pytest
 
-from millstream.coordination.later import Later
-from millstream.groups.group import GroupState
-from millstream.groups.records import read_key
-from millstream.groups.requests import Leaver
-from millstream.model.errors import (
+from millstream.broker.coordination.later import Later
+from millstream.broker.groups.group import GroupState
+from millstream.broker.groups.records import read_key
+from millstream.broker.groups.requests import Leaver
+from millstream.core.errors import (
     GroupNotEmpty,
     IllegalGeneration,
     MetadataTooLarge,
@@ -22,7 +22,7 @@ from millstream.model.errors import (
     UnknownGroup,
     UnknownMember,
 )
-from millstream.testing.group_trial import GROUP, SESSION_MS, GroupTrial
+from millstream_testing.group_trial import GROUP, SESSION_MS, GroupTrial
 
 DAY_MS = 24 * 3600 * 1000
 ORDERS_ONLY = (("range", struct.pack(">hih", 0, 1, 6) + b"orders" + struct.pack(">i", 0)),)

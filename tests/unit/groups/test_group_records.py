@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.coordination.state import StateRecord
-from millstream.groups.records import (
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.records import (
     CommittedOffset,
     GroupKey,
     OffsetKey,
@@ -23,8 +23,8 @@ from millstream.groups.records import (
     read_key,
     read_offset,
 )
-from millstream.groups.subscription import subscribed_topics
-from millstream.model.errors import ProtocolViolation
+from millstream.broker.groups.subscription import subscribed_topics
+from millstream.core.errors import ProtocolViolation
 
 KEY = OffsetKey("g", "orders", 3)
 MEMBER = StoredMember(

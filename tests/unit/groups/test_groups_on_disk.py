@@ -7,23 +7,30 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.coordination.shard import Shard
-from millstream.coordination.state import StateRecord
-from millstream.coordination.timers import Timers
-from millstream.groups.coordinator import GroupCoordinator
-from millstream.groups.records import GroupKey, OffsetKey, read_group, read_key, read_offset
-from millstream.groups.requests import CommitRequest, GroupLimits, JoinRequest, MemberRef, PartitionCommit, SyncRequest
-from millstream.groups.shard import GroupShard
-from millstream.log.files import DiskFiles
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.ids import Offset
-from millstream.model.topic import CONSUMER_OFFSETS
-from millstream.records.record import Record, decode_records
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.coordination.shard import Shard
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.records import GroupKey, OffsetKey, read_group, read_key, read_offset
+from millstream.broker.groups.requests import (
+    CommitRequest,
+    GroupLimits,
+    JoinRequest,
+    MemberRef,
+    PartitionCommit,
+    SyncRequest,
+)
+from millstream.broker.groups.shard import GroupShard
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.ids import Offset
+from millstream.core.topic import CONSUMER_OFFSETS
+from millstream.protocol.records.record import Record, decode_records
 
 CONFIG = Config(group_initial_delay_ms=0, offsets_partitions=2)
 

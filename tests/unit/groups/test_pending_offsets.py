@@ -8,28 +8,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.config import Config
-from millstream.coordination.later import Later
-from millstream.coordination.state import StateRecord
-from millstream.coordination.timers import Timers
-from millstream.groups.coordinator import GroupCoordinator
-from millstream.groups.pending_offsets import MarkerKey, PendingOffsets, read_pending_key
-from millstream.groups.requests import CommitRequest, FetchedOffset, GroupLimits, MemberRef, PartitionCommit
-from millstream.groups.shard import GroupShard
-from millstream.groups.transactional import Guard, Producer
-from millstream.model.clock import SystemClock
-from millstream.model.errors import (
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.pending_offsets import MarkerKey, PendingOffsets, read_pending_key
+from millstream.broker.groups.requests import CommitRequest, FetchedOffset, GroupLimits, MemberRef, PartitionCommit
+from millstream.broker.groups.shard import GroupShard
+from millstream.broker.groups.transactional import Guard, Producer
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import (
     FencedProducer,
     IllegalGeneration,
     InvalidTransactionState,
     NotCoordinator,
     TransactionCoordinatorFenced,
 )
-from millstream.model.ids import ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.model.topic import TopicPartition
-from millstream.testing.clock import ManualClock
-from millstream.testing.state_log import MemoryTopics
+from millstream.core.ids import ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.topic import TopicPartition
+from millstream_testing.clock import ManualClock
+from millstream_testing.state_log import MemoryTopics
 
 GROUP = "g"
 TOPIC = "t"

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.coordination.later import Later
-from millstream.coordination.state import StateRecord
-from millstream.groups.consumer.requests import ConsumerHeartbeat
-from millstream.groups.share.group import ShareGroupState, ShareMember
-from millstream.groups.share.records import (
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.consumer.requests import ConsumerHeartbeat
+from millstream.broker.groups.share.group import ShareGroupState, ShareMember
+from millstream.broker.groups.share.records import (
     ShareKey,
     ShareKind,
     group_record,
@@ -23,8 +23,8 @@ from millstream.groups.share.records import (
     read_share_key,
     tombstone,
 )
-from millstream.groups.share.requests import ShareAnswer, ShareGroupDescription, ShareHeartbeat
-from millstream.model.errors import (
+from millstream.broker.groups.share.requests import ShareAnswer, ShareGroupDescription, ShareHeartbeat
+from millstream.core.errors import (
     FencedMemberEpoch,
     GroupFull,
     GroupNotEmpty,
@@ -35,8 +35,8 @@ from millstream.model.errors import (
     UnknownGroup,
     UnknownMember,
 )
-from millstream.testing.consumer_trial import ConsumerTrial, SimulatedConsumer
-from millstream.testing.group_trial import GROUP
+from millstream_testing.consumer_trial import ConsumerTrial, SimulatedConsumer
+from millstream_testing.group_trial import GROUP
 
 SESSION_MS = 45_000
 HEARTBEAT_MS = 5_000

@@ -10,19 +10,19 @@ import httpx
 import msgspec
 import pytest
 
-from millstream.http.api import Api
-from millstream.http.app import build_app
-from millstream.http.event_stream import event
-from millstream.http.parts import Parts
-from millstream.http.path_tree import PathTree
-from millstream.http.pressure import Pressure
-from millstream.http.problem import Refused
-from millstream.http.room import Room
-from millstream.http.route import Asked, Lane, Nothing, Route, Streamed
-from millstream.http.site import Site
-from millstream.http.table import ROUTES
-from millstream.model.errors import MillstreamError, NotLeader, UnknownTopic
-from millstream.testing.producer_ledger import ProducerLedger
+from millstream.core.errors import MillstreamError, NotLeader, UnknownTopic
+from millstream.gateway.api.dispatch import Api
+from millstream.gateway.api.event_stream import event
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.path_tree import PathTree
+from millstream.gateway.api.problem import Refused
+from millstream.gateway.api.route import Asked, Lane, Nothing, Route, Streamed
+from millstream.gateway.api.table import ROUTES
+from millstream.gateway.app import build_app
+from millstream.gateway.pressure import Pressure
+from millstream.gateway.room import Room
+from millstream.gateway.site import Site
+from millstream_testing.producer_ledger import ProducerLedger
 
 
 class Wanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from millstream import __version__
-from millstream.http.app import build_app
-from millstream.http.broker_status import STUCK_S, UNREADY_S, Health
-from millstream.model.errors import BrokerUnreachable
+from millstream.core.errors import BrokerUnreachable
+from millstream.gateway.app import build_app
+from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, Health
 
 STATUS: dict[str, Any] = {
     "node_id": 7,

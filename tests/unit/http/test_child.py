@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.http import broker_status, child, supervised_child
-from millstream.http.broker_status import QUESTION, BrokerLine
-from millstream.http.child import HttpChild
+from millstream.core import child_process as supervised_child
+from millstream.gateway import child
+from millstream.gateway.child import HttpChild
+from millstream.protocol.wire import node_status as broker_status
+from millstream.protocol.wire.node_status import QUESTION, BrokerLine
 
 STATUS = {"node_id": 7, "version": "0.1.0", "reasons": [], "warnings": []}
 

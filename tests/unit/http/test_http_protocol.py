@@ -12,14 +12,14 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from millstream.http import protocol as bounds
-from millstream.http import room as bodies
-from millstream.http.api import PIECE_BYTES, _send
-from millstream.http.pressure import Pressure
-from millstream.http.problem import Refused
-from millstream.http.protocol import Protocol
-from millstream.http.room import Room
-from millstream.http.route import Lane
+from millstream.gateway import protocol as bounds
+from millstream.gateway import room as bodies
+from millstream.gateway.api.dispatch import PIECE_BYTES, _send
+from millstream.gateway.api.problem import Refused
+from millstream.gateway.api.route import Lane
+from millstream.gateway.pressure import Pressure
+from millstream.gateway.protocol import Protocol
+from millstream.gateway.room import Room
 
 WAIT_S = 60.0
 LARGE = 32 * 1024 * 1024

@@ -7,15 +7,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from millstream.http import settling
-from millstream.http.lease_token import Lease
-from millstream.http.settling import Verdict, settle
-from millstream.model.errors import BrokerUnreachable, InvalidRecordState, MillstreamError, NotLeader
-from millstream.model.ids import NodeId
-from millstream.model.verb import Verb
-from millstream.wire.client import Client
-from millstream.wire.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
-from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
+from millstream.core.errors import BrokerUnreachable, InvalidRecordState, MillstreamError, NotLeader
+from millstream.core.ids import NodeId
+from millstream.core.verb import Verb
+from millstream.gateway.api import settling
+from millstream.gateway.api.lease_token import Lease
+from millstream.gateway.api.settling import Verdict, settle
+from millstream.protocol.private.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
+from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
+from millstream.protocol.wire.client import Client
 
 OK, NOT_LEADER, NOT_HELD = 0, 6, 121
 

@@ -9,14 +9,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from millstream.http import leasing as module
-from millstream.http.leasing import Leasing
-from millstream.http.unpacking import Unpacking
-from millstream.model.errors import BrokerUnreachable, NotFound, QuotaExceeded, RequestTimedOut
-from millstream.model.verb import Verb
-from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.client import Client
-from millstream.wire.subscription_messages import (
+from millstream.core.errors import BrokerUnreachable, NotFound, QuotaExceeded, RequestTimedOut
+from millstream.core.verb import Verb
+from millstream.gateway.api import leasing as module
+from millstream.gateway.api.leasing import Leasing
+from millstream.gateway.api.unpacking import Unpacking
+from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     LeasedRange,
     PartitionMessages,
@@ -25,6 +23,8 @@ from millstream.wire.subscription_messages import (
     SettleAnswer,
     SettleRequest,
 )
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
 
 HEADER = b"\0\0\0\0\0"
 NOT_FOUND = 69

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.http.cloud_event import from_headers, from_members, structured_decoder
-from millstream.http.lease_token import read_token, token_of
-from millstream.http.message import one_line, received
-from millstream.http.new_message import NewMessage, from_batch, from_request
-from millstream.http.problem import Refused
-from millstream.model.ids import NodeId, Offset
-from millstream.records.record import Record
-from millstream.wire.subscriptions import LeasedMessage
+from millstream.core.ids import NodeId, Offset
+from millstream.gateway.api.cloud_event import from_headers, from_members, structured_decoder
+from millstream.gateway.api.lease_token import read_token, token_of
+from millstream.gateway.api.message import one_line, received
+from millstream.gateway.api.new_message import NewMessage, from_batch, from_request
+from millstream.gateway.api.problem import Refused
+from millstream.protocol.private.subscriptions import LeasedMessage
+from millstream.protocol.records.record import Record
 
 TOPIC_ID = UUID(int=7)
 

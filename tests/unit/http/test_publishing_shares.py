@@ -10,16 +10,16 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from millstream.http.parts import Parts
-from millstream.http.pressure import Pressure
-from millstream.http.problem import Refused
-from millstream.http.room import Room
-from millstream.http.route import Asked, Lane
-from millstream.http.routes import publishing
-from millstream.http.routes.publishing import MESSAGES, PublishedBatch, PublishQuery, publish
-from millstream.model.errors import BatchTooLarge, NotLeader
-from millstream.records.record import NewRecord
-from millstream.wire.publish_once import Placed
+from millstream.core.errors import BatchTooLarge, NotLeader
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.problem import Refused
+from millstream.gateway.api.route import Asked, Lane
+from millstream.gateway.api.routes import publishing
+from millstream.gateway.api.routes.publishing import MESSAGES, PublishedBatch, PublishQuery, publish
+from millstream.gateway.pressure import Pressure
+from millstream.gateway.room import Room
+from millstream.protocol.private.publish_once import Placed
+from millstream.protocol.records.record import NewRecord
 
 PARTITIONS = 8
 

@@ -15,19 +15,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.http.push.address import SPECIAL_IPV4, SPECIAL_IPV6, Addresses, is_public
-from millstream.http.push.endpoint import DOWN_AFTER, REST_S_MAX, REST_S_MIN, Endpoint
-from millstream.http.push.event import Content, content_of
-from millstream.http.push.signature import signature
-from millstream.http.push.verdict import Answer, Verdict, retry_after
-from millstream.kafka.setting_view import share_group_settings
-from millstream.model.errors import InvalidSetting, PolicyViolation
-from millstream.model.ids import Offset
-from millstream.model.push import BINARY, RAW, STRUCTURED, check_push, headers_of, keys_of
-from millstream.model.setting import HIDDEN
-from millstream.model.subscription import Subscription, SubscriptionSettings, shown
-from millstream.records.record import Headers, Record
-from millstream.wire.subscriptions import LeasedMessage
+from millstream.broker.kafka.setting_view import share_group_settings
+from millstream.core.errors import InvalidSetting, PolicyViolation
+from millstream.core.ids import Offset
+from millstream.core.push import BINARY, RAW, STRUCTURED, check_push, headers_of, keys_of
+from millstream.core.setting import HIDDEN
+from millstream.core.subscription import Subscription, SubscriptionSettings, shown
+from millstream.gateway.push.address import SPECIAL_IPV4, SPECIAL_IPV6, Addresses, is_public
+from millstream.gateway.push.endpoint import DOWN_AFTER, REST_S_MAX, REST_S_MIN, Endpoint
+from millstream.gateway.push.event import Content, content_of
+from millstream.gateway.push.signature import signature
+from millstream.gateway.push.verdict import Answer, Verdict, retry_after
+from millstream.protocol.private.subscriptions import LeasedMessage
+from millstream.protocol.records.record import Headers, Record
 
 TOPIC_ID = UUID(int=7)
 

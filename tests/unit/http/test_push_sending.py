@@ -14,24 +14,24 @@ from uuid import UUID
 
 import pytest
 
-from millstream.http.push import endpoint as pace
-from millstream.http.push import pusher as pushing
-from millstream.http.push.address import Addresses
-from millstream.http.push.event import Content
-from millstream.http.push.push_subscription import PushSubscription, push_subscription
-from millstream.http.push.pusher import Pusher
-from millstream.http.push.sender import Sender, Target, trusted
-from millstream.http.push.settler import Settler
-from millstream.http.push.verdict import Answer
-from millstream.model.errors import BrokerUnreachable
-from millstream.model.ids import Offset
-from millstream.model.subscription import AT_MOST_ONCE, Subscription, SubscriptionSettings
-from millstream.model.verb import Verb
-from millstream.records.record import Record
-from millstream.testing.webhook import Reply, Request, Webhook
-from millstream.wire.leasing import fresh_until
-from millstream.wire.subscription_messages import Receive
-from millstream.wire.subscriptions import LeasedMessage
+from millstream.core.errors import BrokerUnreachable
+from millstream.core.ids import Offset
+from millstream.core.subscription import AT_MOST_ONCE, Subscription, SubscriptionSettings
+from millstream.core.verb import Verb
+from millstream.gateway.push import endpoint as pace
+from millstream.gateway.push import pusher as pushing
+from millstream.gateway.push.address import Addresses
+from millstream.gateway.push.event import Content
+from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
+from millstream.gateway.push.pusher import Pusher
+from millstream.gateway.push.sender import Sender, Target, trusted
+from millstream.gateway.push.settler import Settler
+from millstream.gateway.push.verdict import Answer
+from millstream.protocol.private.leasing import fresh_until
+from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.private.subscriptions import LeasedMessage
+from millstream.protocol.records.record import Record
+from millstream_testing.webhook import Reply, Request, Webhook
 
 KEY = b"0123456789abcdef"
 CONTENT = Content(b"m1", [(b"content-type", b"text/plain")], b"hello")

@@ -10,15 +10,15 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from millstream.http.push import settler as settling
-from millstream.http.push.settler import Settler
-from millstream.model.errors import BrokerUnreachable
-from millstream.model.ids import NodeId, Offset
-from millstream.model.verb import Verb
-from millstream.records.record import Record
-from millstream.wire.client import Client
-from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
-from millstream.wire.subscriptions import LeasedMessage
+from millstream.core.errors import BrokerUnreachable
+from millstream.core.ids import NodeId, Offset
+from millstream.core.verb import Verb
+from millstream.gateway.push import settler as settling
+from millstream.gateway.push.settler import Settler
+from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
+from millstream.protocol.private.subscriptions import LeasedMessage
+from millstream.protocol.records.record import Record
+from millstream.protocol.wire.client import Client
 
 OK, NOT_LEADER, NOT_HELD = 0, 6, 121
 LEADER = NodeId(2)

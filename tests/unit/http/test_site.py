@@ -5,9 +5,9 @@ from typing import Any
 import httpx
 import pytest
 
-from millstream.http.app import build_app
-from millstream.http.problem import Refused
-from millstream.http.site import Site
+from millstream.gateway.api.problem import Refused
+from millstream.gateway.app import build_app
+from millstream.gateway.site import Site
 
 BROWSER = {b"accept-language": b"en", b"user-agent": b"Mozilla/5.0"}
 

@@ -6,11 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from millstream.http import unpacking as bounds
-from millstream.http.unpacking import Span, Unpacked, Unpacking
-from millstream.model.errors import CorruptBatch
-from millstream.records import compression
-from millstream.records.batch import (
+from millstream.core.errors import CorruptBatch
+from millstream.gateway.api import unpacking as bounds
+from millstream.gateway.api.unpacking import Span, Unpacked, Unpacking
+from millstream.protocol.private.leasing import Leased
+from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
+from millstream.protocol.records import compression
+from millstream.protocol.records.batch import (
     COMPRESSION_GZIP,
     COMPRESSION_LZ4,
     COMPRESSION_NONE,
@@ -19,9 +21,7 @@ from millstream.records.batch import (
     BatchHeader,
     iterate_whole_headers,
 )
-from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.leasing import Leased
-from millstream.wire.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 CODECS = (COMPRESSION_NONE, COMPRESSION_GZIP, COMPRESSION_SNAPPY, COMPRESSION_LZ4, COMPRESSION_ZSTD)
 MIB = 1024 * 1024

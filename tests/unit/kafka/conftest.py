@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.group_settings import DeclaredGroups
-from millstream.cluster.membership import Membership, Node
-from millstream.cluster.quotas import ClientQuotas
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.log.files import DiskFiles
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.ids import NodeId
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.ids import NodeId
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.kafka.apis.create_acls import CreateAcls
-from millstream.kafka.apis.delete_acls import DeleteAcls
-from millstream.kafka.apis.describe_acls import DescribeAcls
-from millstream.testing.asking import ask_in
+from millstream.broker.kafka.apis.create_acls import CreateAcls
+from millstream.broker.kafka.apis.delete_acls import DeleteAcls
+from millstream.broker.kafka.apis.describe_acls import DescribeAcls
+from millstream_testing.asking import ask_in
 
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_acls.v3.request")
 CREATE: Any = importlib.import_module("kio.schema.create_acls.v3.request")

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.group_settings import DeclaredGroups
-from millstream.cluster.membership import Membership
-from millstream.cluster.topics import Topics
-from millstream.kafka.apis.alter_configs import AlterConfigs
-from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
-from millstream.kafka.apis.list_config_resources import ListConfigResources
-from millstream.testing.asking import ask, ask_in
-from millstream.wire.codec import load_request_class
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis.alter_configs import AlterConfigs
+from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
+from millstream.broker.kafka.apis.list_config_resources import ListConfigResources
+from millstream.protocol.messages.codec import load_request_class
+from millstream_testing.asking import ask, ask_in
 
 MESSAGES: Any = importlib.import_module("kio.schema.alter_configs.v2.request")
 LIST: Any = importlib.import_module("kio.schema.list_config_resources.v1.request")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.kafka.apis.api_versions import ApiVersions, ServedApi
-from millstream.testing.asking import ask, client_info
-from millstream.wire import codec
+from millstream.broker.kafka.apis.api_versions import ApiVersions, ServedApi
+from millstream.protocol.messages import codec
+from millstream_testing.asking import ask, client_info
 
 
 class Other:

@@ -8,12 +8,12 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis import client_list
-from millstream.kafka.apis.client_list import ClientList
-from millstream.net.connection import Connection
-from millstream.testing.asking import client_info
-from millstream.wire import codec
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis import client_list
+from millstream.broker.kafka.apis.client_list import ClientList
+from millstream.broker.net.connection import Connection
+from millstream.protocol.messages import codec
+from millstream_testing.asking import client_info
 
 
 def connection(number: int, *, last_activity: float = 90.0, **done: int) -> Connection:

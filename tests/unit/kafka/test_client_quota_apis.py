@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.quotas import ClientQuotas
-from millstream.kafka.apis.alter_client_quotas import AlterClientQuotas
-from millstream.kafka.apis.describe_client_quotas import ANY_NAME, EXACT, THE_DEFAULT, DescribeClientQuotas
-from millstream.model.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE
-from millstream.testing.asking import ask, ask_in
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.kafka.apis.alter_client_quotas import AlterClientQuotas
+from millstream.broker.kafka.apis.describe_client_quotas import ANY_NAME, EXACT, THE_DEFAULT, DescribeClientQuotas
+from millstream.core.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE
+from millstream_testing.asking import ask, ask_in
 
 ALTER: Any = importlib.import_module("kio.schema.alter_client_quotas.v1.request")
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_client_quotas.v1.request")

@@ -13,15 +13,15 @@ from kio.schema.metadata.v13 import request as metadata
 from kio.schema.types import BrokerId, TopicName
 from kio.static.primitive import i8, i32, i32Timedelta, i64
 
-from millstream.cluster.membership import Membership, Node
-from millstream.kafka.api import Api, ClientInfo
-from millstream.kafka.apis.describe_cluster import DescribeCluster
-from millstream.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
-from millstream.kafka.apis.elect_leaders import ElectLeaders
-from millstream.kafka.apis.list_offsets import ListOffsets
-from millstream.kafka.apis.metadata import Metadata
-from millstream.model.ids import NodeId
-from millstream.testing.node_group import GroupNode, NodeGroup
+from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.apis.describe_cluster import DescribeCluster
+from millstream.broker.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
+from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
+from millstream.broker.kafka.apis.list_offsets import ListOffsets
+from millstream.broker.kafka.apis.metadata import Metadata
+from millstream.core.ids import NodeId
+from millstream_testing.node_group import GroupNode, NodeGroup
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
 ORDERS = TopicName("orders")

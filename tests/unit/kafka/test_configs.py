@@ -8,14 +8,20 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.group_settings import DeclaredGroups
-from millstream.cluster.membership import Membership
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE, DescribeConfigs
-from millstream.kafka.apis.incremental_alter_configs import APPEND, DELETE, SET, SUBTRACT, IncrementalAlterConfigs
-from millstream.model.topic import TopicSettings
-from millstream.testing.asking import ask, ask_in
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE, DescribeConfigs
+from millstream.broker.kafka.apis.incremental_alter_configs import (
+    APPEND,
+    DELETE,
+    SET,
+    SUBTRACT,
+    IncrementalAlterConfigs,
+)
+from millstream.core.config import Config
+from millstream.core.topic import TopicSettings
+from millstream_testing.asking import ask, ask_in
 
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_configs.v4.request")
 ALTER: Any = importlib.import_module("kio.schema.incremental_alter_configs.v1.request")

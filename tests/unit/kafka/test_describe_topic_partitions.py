@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.membership import Membership
-from millstream.cluster.topics import Topics
-from millstream.kafka.apis import describe_topic_partitions
-from millstream.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
-from millstream.kafka.permission import TOPIC_OPERATIONS
-from millstream.testing.asking import ask
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis import describe_topic_partitions
+from millstream.broker.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
+from millstream.broker.kafka.permission import TOPIC_OPERATIONS
+from millstream_testing.asking import ask
 
 MESSAGES: Any = importlib.import_module("kio.schema.describe_topic_partitions.v0.request")
 

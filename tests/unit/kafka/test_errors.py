@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.kafka.errors import error_code, error_message
-from millstream.model import errors
-from millstream.wire.refusal import TRANSIENT, code_name, refusal
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.core import errors
+from millstream.protocol.wire.refusal import TRANSIENT, code_name, refusal
 
 # These never reach a client, so their codes do not matter.
 INTERNAL: set[type[errors.MillstreamError]] = {

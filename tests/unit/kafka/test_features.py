@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.kafka.apis.api_versions import ApiVersions, ServedApi
-from millstream.kafka.apis.update_features import UpdateFeatures
-from millstream.kafka.feature import CONSUMER_GROUP_HEARTBEAT_KEY, END_TXN_KEY, epoch_of, features_of
-from millstream.testing.asking import ask
-from millstream.wire import codec
+from millstream.broker.kafka.apis.api_versions import ApiVersions, ServedApi
+from millstream.broker.kafka.apis.update_features import UpdateFeatures
+from millstream.broker.kafka.feature import CONSUMER_GROUP_HEARTBEAT_KEY, END_TXN_KEY, epoch_of, features_of
+from millstream.protocol.messages import codec
+from millstream_testing.asking import ask
 
 REFUSED = ErrorCode.invalid_update_version
 NEWEST: Any = importlib.import_module("kio.schema.update_features.v2.request")

@@ -13,22 +13,20 @@ from uuid import UUID
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.kafka.follower_fetch import BYTES_MIN, FollowerFetch
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.errors import NotLeader, ProtocolViolation, UnknownTopicId
-from millstream.model.ids import NO_EPOCH, Epoch, NodeId, Offset, PartitionIndex
-from millstream.model.partition_state import PartitionState, Versioned
-from millstream.model.topic import Topic, TopicPartition, TopicSettings
-from millstream.net.budget import Budget
-from millstream.net.presence import Presence
-from millstream.records.batch import iterate_headers
-from millstream.records.record import NewRecord, encode_batch
-from millstream.replication.partition import ACKS_LEADER, Partition
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
-from millstream.wire.codec import RequestHeader
-from millstream.wire.replica_fetching import (
+from millstream.broker.kafka.follower_fetch import BYTES_MIN, FollowerFetch
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.presence import Presence
+from millstream.broker.replication.partition import ACKS_LEADER, Partition
+from millstream.core.errors import NotLeader, ProtocolViolation, UnknownTopicId
+from millstream.core.ids import NO_EPOCH, Epoch, NodeId, Offset, PartitionIndex
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.records.batch import iterate_headers
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.replica_fetching import (
     FETCH_KEY,
     VERSION,
     PartitionKey,
@@ -39,6 +37,8 @@ from millstream.wire.replica_fetching import (
     read_replica_answers,
     write_replica_fetch,
 )
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 ME, FOLLOWER, STRANGER = NodeId(1), NodeId(2), NodeId(8)
 TOPIC = Topic(name="orders", topic_id=UUID(int=5), partitions=4, replication=2, overrides={}, created_ms=0)

@@ -11,17 +11,17 @@ from uuid import UUID, uuid4
 import msgspec
 import pytest
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.pipelines import Pipelines
-from millstream.kafka.apis.pipeline_landed import PipelineLanded
-from millstream.kafka.landed_board import LandedBoard
-from millstream.model.errors import UnknownTopic
-from millstream.model.ids import PartitionIndex
-from millstream.model.pipeline import LandSettings, PipelineKind
-from millstream.model.topic import TopicPartition
-from millstream.testing.clock import ManualClock
-from millstream.wire.pipeline_messages import Landed, LandedTopic
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.kafka.apis.pipeline_landed import PipelineLanded
+from millstream.broker.landed_board import LandedBoard
+from millstream.core.errors import UnknownTopic
+from millstream.core.ids import PartitionIndex
+from millstream.core.pipeline import LandSettings, PipelineKind
+from millstream.core.topic import TopicPartition
+from millstream.protocol.private.pipeline_messages import Landed, LandedTopic
+from millstream_testing.clock import ManualClock
 
 PLACE = TopicPartition("orders", PartitionIndex(0))
 
@@ -151,6 +151,6 @@ async def test_pipelines_are_read_when_they_change_and_not_when_retention_asks(
     await desk.tell("one", 30)
     assert desk.floor() == 30
     monkeypatch.setattr(LandSettings, "from_strings", lambda _: pytest.fail("settings were read again"))
-    monkeypatch.setattr("millstream.model.pipeline.compile_expression", lambda _: pytest.fail("compiled again"))
+    monkeypatch.setattr("millstream.core.pipeline.compile_expression", lambda _: pytest.fail("compiled again"))
     desk.topics.version += 1
     assert desk.floor() == 30

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.topics import Topics
-from millstream.kafka.apis.list_offsets import (
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis.list_offsets import (
     EARLIEST,
     EARLIEST_LOCAL,
     EARLIEST_PENDING_UPLOAD,
@@ -19,10 +19,10 @@ from millstream.kafka.apis.list_offsets import (
     MAX_TIMESTAMP,
     ListOffsets,
 )
-from millstream.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
-from millstream.model.ids import Epoch
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.asking import ask, ask_in
+from millstream.broker.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
+from millstream.core.ids import Epoch
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.asking import ask, ask_in
 
 VERSIONS = range(1, 12)
 NEWEST: Any = importlib.import_module("kio.schema.list_offsets.v11.request")

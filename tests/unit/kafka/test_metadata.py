@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.membership import Membership
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.kafka.apis.metadata import Metadata
-from millstream.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
-from millstream.testing.asking import ask
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis.metadata import Metadata
+from millstream.broker.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
+from millstream.core.config import Config
+from millstream_testing.asking import ask
 
 VERSIONS = range(14)
 

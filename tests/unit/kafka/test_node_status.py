@@ -3,14 +3,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis.node_status import DAMAGE_MAX, READY, STOPPING, NodeState, NodeStatus
-from millstream.kafka.node_metrics import GroupMetrics, ProcessMetrics
-from millstream.model.ids import PartitionIndex
-from millstream.model.metric import Histogram, Metric, MetricSource, Sample, counter
-from millstream.model.topic import TopicPartition
-from millstream.testing.clock import ManualClock
-from millstream.wire.codec import read_request_header, request_head, response_body_at
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis.node_status import DAMAGE_MAX, READY, STOPPING, NodeState, NodeStatus
+from millstream.broker.kafka.node_metrics import GroupMetrics, ProcessMetrics
+from millstream.core.ids import PartitionIndex
+from millstream.core.metric import Histogram, Metric, MetricSource, Sample, counter
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import read_request_header, request_head, response_body_at
+from millstream_testing.clock import ManualClock
 
 
 class Numbers:

@@ -10,16 +10,16 @@ from typing import Any, cast
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.membership import Membership
-from millstream.cluster.topics import Topics
-from millstream.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
-from millstream.kafka.apis.alter_replica_log_dirs import AlterReplicaLogDirs
-from millstream.kafka.apis.describe_log_dirs import DescribeLogDirs
-from millstream.kafka.apis.describe_producers import DescribeProducers
-from millstream.kafka.apis.elect_leaders import ElectLeaders
-from millstream.kafka.apis.list_partition_reassignments import ListPartitionReassignments
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.asking import ask, ask_in
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
+from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogDirs
+from millstream.broker.kafka.apis.describe_log_dirs import DescribeLogDirs
+from millstream.broker.kafka.apis.describe_producers import DescribeProducers
+from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
+from millstream.broker.kafka.apis.list_partition_reassignments import ListPartitionReassignments
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.asking import ask, ask_in
 
 FOLDERS: Any = importlib.import_module("kio.schema.alter_replica_log_dirs.v2.request")
 LOG_DIRS: Any = importlib.import_module("kio.schema.describe_log_dirs.v5.request")

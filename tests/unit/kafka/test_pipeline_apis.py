@@ -12,24 +12,24 @@ from uuid import uuid4
 
 import pytest
 
-from millstream.admin.pipelines import PipelineClient, summary_of
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.pipelines import Pipelines
-from millstream.cluster.subscriptions import Subscriptions
-from millstream.cluster.topics import Topics
-from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis.pipeline_alter import PipelineAlter
-from millstream.kafka.apis.pipeline_create import PipelineCreate
-from millstream.kafka.apis.pipeline_delete import PipelineDelete
-from millstream.kafka.apis.pipeline_list import PipelineList
-from millstream.kafka.apis.rule_change import RuleChange
-from millstream.kafka.apis.subscription_create import NewSubscription, SubscriptionCreate
-from millstream.kafka.pipeline_board import STATES, PipelineBoard, PipelineReport
-from millstream.kafka.pipeline_notes import PipelineNotes
-from millstream.kafka.private import PrivateApi
-from millstream.kafka.subscription_service import SubscriptionService
-from millstream.model.errors import (
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis.pipeline_alter import PipelineAlter
+from millstream.broker.kafka.apis.pipeline_create import PipelineCreate
+from millstream.broker.kafka.apis.pipeline_delete import PipelineDelete
+from millstream.broker.kafka.apis.pipeline_list import PipelineList
+from millstream.broker.kafka.apis.rule_change import RuleChange
+from millstream.broker.kafka.apis.subscription_create import NewSubscription, SubscriptionCreate
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.pipeline_board import STATES, PipelineBoard, PipelineReport
+from millstream.broker.pipeline_notes import PipelineNotes
+from millstream.client.admin.pipelines import PipelineClient, summary_of
+from millstream.core.errors import (
     BrokerUnreachable,
     InvalidPipeline,
     InvalidRequest,
@@ -39,12 +39,12 @@ from millstream.model.errors import (
     PipelineExists,
     UnknownGroup,
 )
-from millstream.model.pipeline import PipelineKind, Rule
-from millstream.model.topic import Topic
-from millstream.testing.clock import ManualClock
-from millstream.wire.client import Client
-from millstream.wire.codec import RequestHeader, response_body_at
-from millstream.wire.pipeline_messages import ALTER_KEY, PipelineChanges
+from millstream.core.pipeline import PipelineKind, Rule
+from millstream.core.topic import Topic
+from millstream.protocol.messages.codec import RequestHeader, response_body_at
+from millstream.protocol.private.pipeline_messages import ALTER_KEY, PipelineChanges
+from millstream.protocol.wire.client import Client
+from millstream_testing.clock import ManualClock
 
 LARGE = Rule(name="large", topic="orders", targets=("large-orders", "audit"), condition="payload.total > 1000")
 ORDERS = {"topics": "orders"}

@@ -15,33 +15,33 @@ from uuid import UUID, uuid4
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.quotas import ClientQuotas
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis import produce as produce_api
-from millstream.kafka.apis.fetch import Fetch
-from millstream.kafka.apis.produce import Produce
-from millstream.kafka.quota_meter import QuotaMeter
-from millstream.log import admission, checked_append
-from millstream.log.admission import check_records
-from millstream.log.files import DiskFiles
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.errors import ProtocolViolation
-from millstream.model.ids import Offset
-from millstream.model.quota import PRODUCER_BYTE_RATE
-from millstream.net.budget import Budget
-from millstream.net.connection import Answer
-from millstream.net.promise import Promise
-from millstream.net.stream import Stream
-from millstream.records.batch import COMPRESSION_GZIP, COMPRESSION_ZSTD
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.replication.partition import Partition
-from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
-from millstream.wire.shape import reshape
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis import produce as produce_api
+from millstream.broker.kafka.apis.fetch import Fetch
+from millstream.broker.kafka.apis.produce import Produce
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.log import admission, checked_append
+from millstream.broker.log.admission import check_records
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.store import LogStore
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import Answer
+from millstream.broker.net.promise import Promise
+from millstream.broker.net.stream import Stream
+from millstream.broker.replication.partition import Partition
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import ProtocolViolation
+from millstream.core.ids import Offset
+from millstream.core.quota import PRODUCER_BYTE_RATE
+from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.protocol.messages.shape import reshape
+from millstream.protocol.records.batch import COMPRESSION_GZIP, COMPRESSION_ZSTD
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
 PRODUCE_VERSIONS = range(3, 14)

@@ -10,24 +10,24 @@ from uuid import UUID
 from kio.schema.errors import ErrorCode
 from kio.schema.produce.v9 import request as messages
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.quotas import ClientQuotas
-from millstream.cluster.topics import Topics
-from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis.produce import Produce
-from millstream.kafka.quota_meter import QuotaMeter
-from millstream.log.store import LogStore
-from millstream.model.ids import Epoch, NodeId, PartitionIndex
-from millstream.model.partition_state import PartitionState, Versioned
-from millstream.model.quota import PRODUCER_BYTE_RATE
-from millstream.model.topic import Topic, TopicPartition, TopicSettings
-from millstream.net.promise import Promise
-from millstream.records.record import NewRecord, encode_batch
-from millstream.replication.partition import Partition
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
-from millstream.wire.codec import read_request_header, read_response, write_request
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis.produce import Produce
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.log.store import LogStore
+from millstream.broker.net.promise import Promise
+from millstream.broker.replication.partition import Partition
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.quota import PRODUCER_BYTE_RATE
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.messages.codec import read_request_header, read_response, write_request
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 ME, OTHER = NodeId(1), NodeId(2)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=2, overrides={}, created_ms=0)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kio.schema.errors import ErrorCode
 
-from millstream.kafka.produce_layout import (
+from millstream.broker.kafka.produce_layout import (
     FIRST_WITH_TOPIC_IDS,
     Portion,
     Request,
@@ -22,10 +22,10 @@ from millstream.kafka.produce_layout import (
     write_any,
     write_one,
 )
-from millstream.log.log import AppendedRange
-from millstream.model.errors import ProtocolViolation
-from millstream.model.ids import Offset
-from millstream.wire.codec import (
+from millstream.broker.log.log import AppendedRange
+from millstream.core.errors import ProtocolViolation
+from millstream.core.ids import Offset
+from millstream.protocol.messages.codec import (
     RequestHeader,
     is_flexible,
     read_any_request_header,
@@ -33,7 +33,7 @@ from millstream.wire.codec import (
     read_response,
     request_head,
 )
-from millstream.wire.primitives import Writer
+from millstream.protocol.messages.primitives import Writer
 
 versions = st.integers(3, 13)
 names = st.text(min_size=1, max_size=200)

@@ -9,19 +9,19 @@ from typing import Any, cast
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.membership import Membership
-from millstream.config import Config
-from millstream.coordination.runtime import StateTopics
-from millstream.kafka.apis.describe_cluster import DescribeCluster
-from millstream.kafka.apis.init_producer_id import InitProducerId
-from millstream.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED
-from millstream.model.clock import SystemClock
-from millstream.model.errors import StorageFailure
-from millstream.model.ids import ProducerId
-from millstream.testing.asking import ask, ask_in
-from millstream.testing.state_log import MemoryTopics
-from millstream.transactions.coordinator import TransactionCoordinator
-from millstream.transactions.spare_ids import ProducerIds
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.coordination.runtime import StateTopics
+from millstream.broker.kafka.apis.describe_cluster import DescribeCluster
+from millstream.broker.kafka.apis.init_producer_id import InitProducerId
+from millstream.broker.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.spare_ids import ProducerIds
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import StorageFailure
+from millstream.core.ids import ProducerId
+from millstream_testing.asking import ask, ask_in
+from millstream_testing.state_log import MemoryTopics
 
 INIT: Any = importlib.import_module("kio.schema.init_producer_id.v5.request")
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_cluster.v2.request")

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.cluster.declarations import Declarations
-from millstream.cluster.quotas import ClientQuotas
-from millstream.cluster.topics import Topics
-from millstream.kafka.apis import publish_once as api
-from millstream.kafka.apis.publish_once import PublishOnce
-from millstream.kafka.quota_meter import QuotaMeter
-from millstream.model.errors import InvalidBatch, InvalidRequest, NotLeader, RequestTimedOut
-from millstream.model.ids import Epoch, NodeId
-from millstream.model.partition_state import PartitionState, Versioned
-from millstream.model.quota import PRODUCER_BYTE_RATE
-from millstream.model.topic import Topic
-from millstream.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.replication import published_ids
-from millstream.replication.partition import Partition
-from millstream.testing.queue_bench import Workbench
-from millstream.wire.publish_once import PublishOnceRequest, partition_of
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis import publish_once as api
+from millstream.broker.kafka.apis.publish_once import PublishOnce
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.replication import published_ids
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import InvalidBatch, InvalidRequest, NotLeader, RequestTimedOut
+from millstream.core.ids import Epoch, NodeId
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.quota import PRODUCER_BYTE_RATE
+from millstream.core.topic import Topic
+from millstream.protocol.private.publish_once import PublishOnceRequest, partition_of
+from millstream.protocol.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.queue_bench import Workbench
 
 WINDOW_MS = 120_000
 QUOTAS = ClientQuotas(cast("Declarations", None))

@@ -9,15 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.cluster.quotas import ClientQuotas
-from millstream.cluster.topics import Topics
-from millstream.kafka import quota_meter
-from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis.fetch import Fetch
-from millstream.kafka.apis.produce import Produce
-from millstream.kafka.apis.share_fetch import ShareFetch
-from millstream.kafka.quota_meter import THROTTLE_MS_MAX, WINDOW_S, Bucket, QuotaMeter, QuotaMeters
-from millstream.model.quota import (
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka import quota_meter
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis.fetch import Fetch
+from millstream.broker.kafka.apis.produce import Produce
+from millstream.broker.kafka.apis.share_fetch import ShareFetch
+from millstream.broker.kafka.quota_meter import THROTTLE_MS_MAX, WINDOW_S, Bucket, QuotaMeter, QuotaMeters
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.stream import Stream
+from millstream.core.quota import (
     ANONYMOUS,
     CLIENT_ID,
     CONSUMER_BYTE_RATE,
@@ -26,11 +28,9 @@ from millstream.model.quota import (
     USER,
     QuotaEntity,
 )
-from millstream.net.budget import Budget
-from millstream.net.stream import Stream
-from millstream.records.record import NewRecord, encode_batch
-from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
-from millstream.wire.shape import reshape
+from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.protocol.messages.shape import reshape
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 EACH_CLIENT = QuotaEntity(((CLIENT_ID, DEFAULT),))
 EVERYBODY = QuotaEntity(((USER, ANONYMOUS),))

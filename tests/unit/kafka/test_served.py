@@ -11,24 +11,24 @@ from pathlib import Path
 import kio.schema
 import pytest
 
-from millstream.broker import Broker
-from millstream.catalog.catalog import Catalog
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis.node_status import NodeState
+from millstream.broker.kafka.served import Parts, Served
+from millstream.broker.net.budget import Budget
+from millstream.broker.node import Broker
+from millstream.broker.subscriptions.expiry import Expiry
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.group_settings import DeclaredGroups
-from millstream.cluster.membership import Membership
-from millstream.cluster.pipelines import Pipelines
-from millstream.cluster.producer_ids import ProducerIds
-from millstream.cluster.quotas import ClientQuotas
-from millstream.cluster.subscriptions import Subscriptions
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.kafka.apis.node_status import NodeState
-from millstream.kafka.served import Parts, Served
-from millstream.model.clock import SystemClock
-from millstream.net.budget import Budget
-from millstream.subscriptions.expiry import Expiry
-from millstream.wire.codec import PRIVATE_KEY_MIN, load_request_class
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_class
 
 
 @pytest.fixture

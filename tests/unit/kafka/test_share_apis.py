@@ -14,31 +14,31 @@ import pytest
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32Timedelta
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.group_settings import DeclaredGroups
-from millstream.cluster.membership import Membership, Node
-from millstream.cluster.pipelines import Pipelines
-from millstream.cluster.producer_ids import ProducerIds
-from millstream.cluster.quotas import ClientQuotas
-from millstream.cluster.subscriptions import Subscriptions
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.kafka.api import Api, ClientInfo
-from millstream.kafka.apis.node_status import NodeState
-from millstream.kafka.served import Parts, Served
-from millstream.model.clock import SystemClock
-from millstream.model.errors import CoordinatorUnavailable, NotLeader
-from millstream.model.ids import Epoch, NodeId
-from millstream.model.partition_state import PartitionState
-from millstream.model.quota import CONSUMER_BYTE_RATE, QuotaEntity
-from millstream.model.subscription import ATTEMPTS, DELIVERY, LEASE, START
-from millstream.net.budget import Budget
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.replication.partition import ACKS_ALL
-from millstream.testing.asking import ask
-from millstream.wire.codec import load_request_class
-from millstream.wire.shape import default_of
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.apis.node_status import NodeState
+from millstream.broker.kafka.served import Parts, Served
+from millstream.broker.net.budget import Budget
+from millstream.broker.replication.partition import ACKS_ALL
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import CoordinatorUnavailable, NotLeader
+from millstream.core.ids import Epoch, NodeId
+from millstream.core.partition_state import PartitionState
+from millstream.core.quota import CONSUMER_BYTE_RATE, QuotaEntity
+from millstream.core.subscription import ATTEMPTS, DELIVERY, LEASE, START
+from millstream.protocol.messages.codec import load_request_class
+from millstream.protocol.messages.shape import default_of
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.asking import ask
 
 GROUP = "workers"
 TOPIC = "orders"

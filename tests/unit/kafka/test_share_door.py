@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kio.schema.errors import ErrorCode
 
-from millstream.kafka import share_session
-from millstream.kafka.share_door import GAP, OFFSETS_MAX, RENEW, check_member_id, verbs_of
-from millstream.kafka.share_session import ShareSession, ShareSessions
-from millstream.model.errors import InvalidRequest
-from millstream.model.ids import Offset
-from millstream.model.verb import Verb
-from millstream.net.presence import Presence
-from millstream.subscriptions.lease import Settle
+from millstream.broker.kafka import share_session
+from millstream.broker.kafka.share_door import GAP, OFFSETS_MAX, RENEW, check_member_id, verbs_of
+from millstream.broker.kafka.share_session import ShareSession, ShareSessions
+from millstream.broker.net.presence import Presence
+from millstream.broker.subscriptions.lease import Settle
+from millstream.core.errors import InvalidRequest
+from millstream.core.ids import Offset
+from millstream.core.verb import Verb
 
 ONE = ("group", "one")
 TWO = ("group", "two")

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.membership import Membership
-from millstream.cluster.topics import Topics
-from millstream.kafka.apis.create_partitions import CreatePartitions
-from millstream.kafka.apis.create_topics import CreateTopics
-from millstream.kafka.apis.delete_records import DeleteRecords
-from millstream.kafka.apis.delete_topics import DeleteTopics
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.asking import ask, ask_in
-from millstream.wire import codec
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.apis.create_partitions import CreatePartitions
+from millstream.broker.kafka.apis.create_topics import CreateTopics
+from millstream.broker.kafka.apis.delete_records import DeleteRecords
+from millstream.broker.kafka.apis.delete_topics import DeleteTopics
+from millstream.protocol.messages import codec
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.asking import ask, ask_in
 
 SECOND = timedelta(seconds=1)
 CREATE: Any = importlib.import_module("kio.schema.create_topics.v7.request")

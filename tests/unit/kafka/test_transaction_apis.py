@@ -13,36 +13,36 @@ import msgspec
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.groups.coordinator import GroupCoordinator
-from millstream.kafka.apis.abort_batch import AbortBatch
-from millstream.kafka.apis.abort_transaction import AbortTransaction
-from millstream.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
-from millstream.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
-from millstream.kafka.apis.complete_batch import CompleteBatch
-from millstream.kafka.apis.describe_transactions import DescribeTransactions
-from millstream.kafka.apis.end_txn import EndTxn
-from millstream.kafka.apis.init_producer_id import InitProducerId
-from millstream.kafka.apis.last_batch import LastBatch
-from millstream.kafka.apis.list_transactions import ListTransactions
-from millstream.kafka.apis.prepare_transaction import PrepareTransaction
-from millstream.kafka.apis.txn_offset_commit import TxnOffsetCommit
-from millstream.kafka.apis.write_txn_markers import WriteTxnMarkers
-from millstream.kafka.local_markers import PartitionMarkers
-from millstream.kafka.private import PrivateApi
-from millstream.model.clock import SystemClock
-from millstream.model.errors import FencedProducer, UnknownTopic
-from millstream.model.ids import NodeId, ProducerId
-from millstream.model.marker import Marker
-from millstream.testing.asking import ask, ask_in, client_info
-from millstream.testing.state_log import MemoryTopics
-from millstream.transactions.coordinator import TransactionCoordinator
-from millstream.transactions.gate import CoordinatorGate
-from millstream.transactions.marker_routes import MarkerRoutes
-from millstream.transactions.marker_sender import MarkerSender
-from millstream.transactions.peers import WirePeers
-from millstream.wire.codec import RequestHeader
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.apis.abort_batch import AbortBatch
+from millstream.broker.kafka.apis.abort_transaction import AbortTransaction
+from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
+from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
+from millstream.broker.kafka.apis.complete_batch import CompleteBatch
+from millstream.broker.kafka.apis.describe_transactions import DescribeTransactions
+from millstream.broker.kafka.apis.end_txn import EndTxn
+from millstream.broker.kafka.apis.init_producer_id import InitProducerId
+from millstream.broker.kafka.apis.last_batch import LastBatch
+from millstream.broker.kafka.apis.list_transactions import ListTransactions
+from millstream.broker.kafka.apis.prepare_transaction import PrepareTransaction
+from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
+from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
+from millstream.broker.kafka.local_markers import PartitionMarkers
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.gate import CoordinatorGate
+from millstream.broker.transactions.marker_routes import MarkerRoutes
+from millstream.broker.transactions.marker_sender import MarkerSender
+from millstream.broker.transactions.peers import WirePeers
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import FencedProducer, UnknownTopic
+from millstream.core.ids import NodeId, ProducerId
+from millstream.core.marker import Marker
+from millstream.protocol.messages.codec import RequestHeader
+from millstream_testing.asking import ask, ask_in, client_info
+from millstream_testing.state_log import MemoryTopics
 
 ID = "tx"
 
@@ -237,7 +237,7 @@ async def test_partitions_that_cannot_be_added(broker: Broker, version: int) -> 
 async def test_each_refusal_of_a_fenced_producer_leaves_a_line(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.kafka.fenced")
+    caplog.set_level(logging.INFO, "millstream.broker.kafka.fenced")
     begun = await broker.begin()
     who = begun.producer_id, begun.producer_epoch
     assert await broker.add_to(*who) is ErrorCode.none

@@ -14,22 +14,25 @@ from uuid import UUID
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.quotas import ClientQuotas
-from millstream.cluster.topics import Topics
-from millstream.config import Config
-from millstream.kafka import transaction_opening
-from millstream.kafka.api import ClientInfo
-from millstream.kafka.apis.describe_producers import DescribeProducers
-from millstream.kafka.apis.fetch import Fetch
-from millstream.kafka.apis.list_offsets import ListOffsets
-from millstream.kafka.apis.produce import Produce
-from millstream.kafka.quota_meter import QuotaMeter
-from millstream.log.files import DiskFiles
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.errors import (
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka import transaction_opening
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis.describe_producers import DescribeProducers
+from millstream.broker.kafka.apis.fetch import Fetch
+from millstream.broker.kafka.apis.list_offsets import ListOffsets
+from millstream.broker.kafka.apis.produce import Produce
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.store import LogStore
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.stream import Stream
+from millstream.broker.replication.partition import Partition
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import (
     ConcurrentTransactions,
     CoordinatorLoading,
     FencedProducer,
@@ -38,16 +41,13 @@ from millstream.model.errors import (
     TransactionAbortable,
     TransactionCoordinatorFenced,
 )
-from millstream.model.ids import Offset, ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.model.quota import PRODUCER_BYTE_RATE
-from millstream.model.topic import TopicPartition
-from millstream.net.budget import Budget
-from millstream.net.stream import Stream
-from millstream.records.record import NewRecord, encode_batch
-from millstream.replication.partition import Partition
-from millstream.wire.codec import load_request_class, read_request_header, read_response, write_request
-from millstream.wire.shape import reshape
+from millstream.core.ids import Offset, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.quota import PRODUCER_BYTE_RATE
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import load_request_class, read_request_header, read_response, write_request
+from millstream.protocol.messages.shape import reshape
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 CLIENT = ClientInfo(connection_id=1, host="127.0.0.1")
 PRODUCER = 70
@@ -353,7 +353,7 @@ async def test_batches_that_do_not_fit_their_transaction_are_refused(tmp_path: P
 async def test_markers_that_bump_the_epoch_fence_what_comes_late(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.kafka.fenced")
+    caplog.set_level(logging.INFO, "millstream.broker.kafka.fenced")
     async with broker_in(tmp_path) as broker:
         assert await broker.write(0) is ErrorCode.none
         await broker.end(epoch=1, coordinator=3, bumps=True)

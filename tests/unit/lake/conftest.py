@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.testing.object_store import ObjectStore, object_store
+from millstream_testing.object_store import ObjectStore, object_store
 
 
 @pytest.fixture(scope="session")

@@ -14,12 +14,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millstream.lake.columns import RAW, extended
-from millstream.lake.delta_table import DeltaTable
-from millstream.lake.storage import Storage
-from millstream.lake.written import Written, from_json, to_json
-from millstream.model.errors import ColumnMismatch, StalePlan
-from millstream.testing.lake_rows import (
+from millstream.core.errors import ColumnMismatch, StalePlan
+from millstream.pipelines.lake.columns import RAW, extended
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.written import Written, from_json, to_json
+from millstream_testing.lake_rows import (
     TOPIC,
     delta_rows,
     land,
@@ -211,7 +211,7 @@ def test_a_crash_before_the_quarantine_has_its_rows(storage: Storage, monkeypatc
     files = write(table, [rows(0, range(8))])
     bad = write_quarantine(table, 0, [8, 9])
     with monkeypatch.context() as patched:
-        patched.setattr("millstream.lake.delta_table._manifest", killed)
+        patched.setattr("millstream.pipelines.lake.delta_table._manifest", killed)
         with pytest.raises(Killed):
             table.commit(files, {(TOPIC, 0): (0, 10)}, schema=RAW, quarantined=bad)
     assert delta_rows(storage.beside("__quarantine")) == once(0, [])

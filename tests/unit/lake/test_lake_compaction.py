@@ -14,15 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millstream.lake import compaction
-from millstream.lake.active_files import ActiveFile
-from millstream.lake.columns import RAW, extended
-from millstream.lake.compaction import Compacted
-from millstream.lake.delta_log import DeltaLog
-from millstream.lake.delta_table import DeltaTable
-from millstream.lake.storage import Storage
-from millstream.lake.written import Written
-from millstream.testing.lake_rows import LANDED, TOPIC, delta_rows, land, once, rows, write, write_quarantine
+from millstream.pipelines.lake import compaction
+from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.columns import RAW, extended
+from millstream.pipelines.lake.compaction import Compacted
+from millstream.pipelines.lake.delta_log import DeltaLog
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.written import Written
+from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, land, once, rows, write, write_quarantine
 
 HOUR_OVER = LANDED + timedelta(hours=1)
 

@@ -16,14 +16,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from millstream.lake.columns import RAW
-from millstream.lake.delta_log import DeltaLog
-from millstream.lake.opening import open_table
-from millstream.lake.storage import Storage
-from millstream.lake.table import LakeTable
-from millstream.lake.written import Written
-from millstream.model.errors import StalePlan
-from millstream.testing.lake_rows import (
+from millstream.core.errors import StalePlan
+from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.delta_log import DeltaLog
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.written import Written
+from millstream_testing.lake_rows import (
     LANDED,
     TOPIC,
     delta_rows,

@@ -13,17 +13,17 @@ from pathlib import Path
 
 import pytest
 
-from millstream.lake.opening import open_table
-from millstream.lake.storage import Storage
-from millstream.testing.lake_lander import NUMBERS, is_bad
-from millstream.testing.lake_rows import TOPIC, delta_rows, files_rows, next_offset, once
-from millstream.testing.object_store import ObjectStore
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.storage import Storage
+from millstream_testing.lake_lander import NUMBERS, is_bad
+from millstream_testing.lake_rows import TOPIC, delta_rows, files_rows, next_offset, once
+from millstream_testing.object_store import ObjectStore
 
 LANDERS = 3
 
 
 def _started(url: str, format: str, end: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "millstream.testing.lake_lander", url, format, str(end)]
+    command = [sys.executable, "-m", "millstream_testing.lake_lander", url, format, str(end)]
     return subprocess.Popen(command, env={**os.environ, **environment})
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from millstream.lake.columns import RAW
-from millstream.lake.delta_log import DeltaLog
-from millstream.lake.delta_table import DeltaTable
-from millstream.lake.storage import Storage
-from millstream.model.lake_place import QUARANTINE_ENDING
-from millstream.testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
+from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.delta_log import DeltaLog
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.storage import Storage
+from millstream_testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
 
 
 def test_a_commit_that_came_in_between_hides_no_quarantined_files(

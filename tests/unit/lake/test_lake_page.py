@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from millstream.lake.columns import QUARANTINE, RAW
+from millstream.pipelines.lake.columns import QUARANTINE, RAW
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "lake.md").read_text(encoding="utf-8")
 

@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pytest
 
-from millstream.lake.columns import RAW, extended
-from millstream.lake.opening import open_table
-from millstream.testing.lake_rows import TOPIC, land, rows, write
+from millstream.pipelines.lake.columns import RAW, extended
+from millstream.pipelines.lake.opening import open_table
+from millstream_testing.lake_rows import TOPIC, land, rows, write
 
 WIDER = extended(RAW, pa.schema([("amount", pa.int64()), ("customer", pa.struct([("name", pa.string())]))]))
 DEEPER = extended(WIDER, pa.schema([("customer", pa.struct([("age", pa.int64())])), ("note", pa.string())]))

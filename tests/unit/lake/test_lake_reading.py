@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from millstream.lake.columns import RAW
-from millstream.lake.delta_log import DeltaLog
-from millstream.lake.opening import open_table
-from millstream.lake.storage import Storage
-from millstream.testing.lake_rows import TOPIC, land, next_offset, rows, write, write_quarantine
+from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.delta_log import DeltaLog
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.storage import Storage
+from millstream_testing.lake_rows import TOPIC, land, next_offset, rows, write, write_quarantine
 
 
 class Killed(BaseException):

@@ -10,14 +10,14 @@ import deltalake
 import pyarrow as pa
 import pytest
 
-from millstream.lake.columns import RAW
-from millstream.lake.delta_table import DeltaTable
-from millstream.lake.opening import open_table
-from millstream.lake.parquet_table import ParquetTable
-from millstream.lake.storage import Storage
-from millstream.model.errors import InvalidSetting
-from millstream.pipelines.landing.leftovers import Leftovers
-from millstream.testing.lake_rows import (
+from millstream.core.errors import InvalidSetting
+from millstream.pipelines.jobs.land.leftovers import Leftovers
+from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.parquet_table import ParquetTable
+from millstream.pipelines.lake.storage import Storage
+from millstream_testing.lake_rows import (
     TOPIC,
     delta_rows,
     files_rows,

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millstream.lake.columns import RAW, extended
-from millstream.lake.delta_table import DeltaTable
-from millstream.lake.storage import Storage
-from millstream.testing.lake_rows import TOPIC, land, rows, write
+from millstream.pipelines.lake.columns import RAW, extended
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.storage import Storage
+from millstream_testing.lake_rows import TOPIC, land, rows, write
 
 FIELDS = pa.schema(
     [

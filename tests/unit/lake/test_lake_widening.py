@@ -14,17 +14,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from millstream.lake.active_files import ActiveFile
-from millstream.lake.columns import RAW
-from millstream.lake.delta_log import DeltaLog
-from millstream.lake.delta_table import DeltaTable
-from millstream.lake.opening import open_table
-from millstream.lake.places import ELEMENT, Place
-from millstream.lake.rewriting import FileWork, Look, Rewrite, first_name, renamed
-from millstream.lake.storage import Storage
-from millstream.lake.table import LakeTable
-from millstream.model.errors import Conflict, StalePlan
-from millstream.testing.lake_rows import (
+from millstream.core.errors import Conflict, StalePlan
+from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.delta_log import DeltaLog
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.places import ELEMENT, Place
+from millstream.pipelines.lake.rewriting import FileWork, Look, Rewrite, first_name, renamed
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
+from millstream_testing.lake_rows import (
     LANDED,
     TOPIC,
     delta_rows,
@@ -156,7 +156,7 @@ def test_a_column_with_numbers_that_doubles_do_not_hold_stays(storage: Storage, 
 
 
 def test_what_files_do_not_tell_is_looked_at(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.lake.task_writer.has_group_bounds", lambda _kind: False)
+    monkeypatch.setattr("millstream.pipelines.lake.task_writer.has_group_bounds", lambda _kind: False)
     table = DeltaTable(storage)
     assert land(table, 0, [1, None, 2**53 + 1])
     assert str(2**53 + 1) in widen(table)[TOTAL]

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from millstream.lake.columns import RAW
-from millstream.lake.compaction import Compacted
-from millstream.lake.parquet_table import ParquetTable
-from millstream.lake.storage import Storage
-from millstream.testing.lake_rows import (
+from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.compaction import Compacted
+from millstream.pipelines.lake.parquet_table import ParquetTable
+from millstream.pipelines.lake.storage import Storage
+from millstream_testing.lake_rows import (
     LANDED,
     TOPIC,
     files_rows,

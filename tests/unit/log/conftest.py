@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.log.store import LogStore
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.store import LogStore
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 OpenStore = Callable[[], LogStore]
 

@@ -6,17 +6,17 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.log import Log
-from millstream.log.reader import VERIFIED_S
-from millstream.log.segment import FRESH_S
-from millstream.log.store import LogStore
-from millstream.log.stretch import BrokenSegment
-from millstream.model.errors import DamagedRange
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.reader import VERIFIED_S
+from millstream.broker.log.segment import FRESH_S
+from millstream.broker.log.store import LogStore
+from millstream.broker.log.stretch import BrokenSegment
+from millstream.core.errors import DamagedRange
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 SETTINGS = TopicSettings(segment_bytes=2000, index_interval_bytes=400)
 COUNT = 40

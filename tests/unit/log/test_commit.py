@@ -7,14 +7,14 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.commit import DIRECT_LOGS_MAX, JOURNAL_BYTES_MAX
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.errors import DamagedRange, StorageFailure
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.commit import DIRECT_LOGS_MAX, JOURNAL_BYTES_MAX
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import DamagedRange, StorageFailure
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.files import MemoryFiles
 
 OpenStore = Callable[[], LogStore]
 TOPIC_ID = UUID(int=5)

@@ -9,12 +9,12 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.log import AppendedRange, Log
-from millstream.log.store import LogStore
-from millstream.model.errors import BatchTooLarge, DamagedRange, InvalidBatch, InvalidTimestamp
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.batch import (
+from millstream.broker.log.log import AppendedRange, Log
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import BatchTooLarge, DamagedRange, InvalidBatch, InvalidTimestamp
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.batch import (
     COMPRESSION_GZIP,
     COMPRESSION_LZ4,
     COMPRESSION_NONE,
@@ -24,9 +24,9 @@ from millstream.records.batch import (
     BatchHeader,
     iterate_headers,
 )
-from millstream.records.record import NewRecord, Record, decode_records, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 TOPIC_ID = UUID(int=9)
 SETTINGS = TopicSettings(

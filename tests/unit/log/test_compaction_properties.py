@@ -17,15 +17,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.errors import DamagedRange
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import FLUSH_ALWAYS, FLUSH_OS, TopicPartition, TopicSettings
-from millstream.records.batch import iterate_headers
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import DamagedRange
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import FLUSH_ALWAYS, FLUSH_OS, TopicPartition, TopicSettings
+from millstream.protocol.records.batch import iterate_headers
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 TOPIC_ID = UUID(int=11)
 LOGS = 6

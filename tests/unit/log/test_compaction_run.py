@@ -10,16 +10,16 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from millstream.log.cleaner import CleaningCancelled, DamagedSource, Pass, Source
-from millstream.log.cleaner_worker import ChildWorker, InlineWorker
-from millstream.log.files import DiskFiles
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.batch import iterate_headers
-from millstream.records.record import NewRecord, Record, decode_records, encode_batch
-from millstream.testing.clock import ManualClock
+from millstream.broker.log.cleaner import CleaningCancelled, DamagedSource, Pass, Source
+from millstream.broker.log.cleaner_worker import ChildWorker, InlineWorker
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.batch import iterate_headers
+from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
+from millstream_testing.clock import ManualClock
 
 SETTINGS = TopicSettings(
     cleanup_policy="compact", segment_bytes=20_000, min_cleanable_dirty_ratio=0.0, segment_ms=3_600_000

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from millstream.log.epochs import EpochHistory
+from millstream.broker.log.epochs import EpochHistory
 
 
 def test_where_an_epoch_ended() -> None:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.log.files import DiskFiles, Files, write_fully
-from millstream.log.handles import OpenFiles
-from millstream.model.errors import DataFolderInUse
-from millstream.testing.files import SECTOR_BYTES, MemoryFiles
+from millstream.broker.log.files import DiskFiles, Files, write_fully
+from millstream.broker.log.handles import OpenFiles
+from millstream.core.errors import DataFolderInUse
+from millstream_testing.files import SECTOR_BYTES, MemoryFiles
 
 
 @pytest.fixture(params=["disk", "memory"])

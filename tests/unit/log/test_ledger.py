@@ -4,10 +4,10 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log import ledger as ledger_module
-from millstream.log.ledger import Ledger, LogKey
-from millstream.model.ids import PartitionIndex
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log import ledger as ledger_module
+from millstream.broker.log.ledger import Ledger, LogKey
+from millstream.core.ids import PartitionIndex
+from millstream_testing.files import MemoryFiles
 
 PATH = "/data/checkpoints"
 

@@ -6,10 +6,10 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.log import Log
-from millstream.log.retention import held_bytes
-from millstream.log.store import LogStore
-from millstream.model.errors import (
+from millstream.broker.log.log import Log
+from millstream.broker.log.retention import held_bytes
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import (
     BatchTooLarge,
     CorruptBatch,
     FencedLeaderEpoch,
@@ -19,12 +19,12 @@ from millstream.model.errors import (
     PartitionClosed,
     StorageFailure,
 )
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.batch import iterate_headers, read_header
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.batch import iterate_headers, read_header
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 TOPIC_ID = UUID(int=3)
 EPOCH = Epoch(0)

@@ -8,16 +8,16 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.log import Log
-from millstream.log.mend import Mend, fit_batches
-from millstream.log.store import LogStore
-from millstream.model.errors import CorruptBatch, MillstreamError
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.raw_record import empty_batch
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.mend import Mend, fit_batches
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import CorruptBatch, MillstreamError
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.raw_record import empty_batch
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 PARTITION = TopicPartition("orders", PartitionIndex(0))
 SETTINGS = TopicSettings(segment_bytes=2000, index_interval_bytes=400)

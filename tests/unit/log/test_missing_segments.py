@@ -7,14 +7,14 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.log import Log
-from millstream.log.segment import segment_path
-from millstream.log.store import LogStore
-from millstream.model.errors import DamagedRange
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.segment import segment_path
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import DamagedRange
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.files import MemoryFiles
 
 OpenStore = Callable[[], LogStore]
 

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.log.producers import Producers
-from millstream.model.errors import (
+from millstream.broker.log.producers import Producers
+from millstream.core.errors import (
     FencedProducer,
     InvalidTransactionState,
     OutOfOrderSequence,
     TransactionCoordinatorFenced,
     UnknownLeaderEpoch,
 )
-from millstream.model.ids import ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.records.batch import BatchHeader, read_header
-from millstream.records.control import encode_marker
-from millstream.records.record import NewRecord, encode_batch
+from millstream.core.ids import ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.protocol.records.batch import BatchHeader, read_header
+from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 HOUR_MS = 3_600_000
 SEVEN = 7

@@ -13,16 +13,16 @@ from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.log import log as log_module
-from millstream.log.log import Log
-from millstream.log.plain_append import append_plain
-from millstream.log.store import LogStore
-from millstream.model.errors import MillstreamError
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log import log as log_module
+from millstream.broker.log.log import Log
+from millstream.broker.log.plain_append import append_plain
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 SETTINGS = (
     TopicSettings(segment_bytes=700, index_interval_bytes=100),

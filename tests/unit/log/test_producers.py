@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.log.producers import BATCHES_REMEMBERED, Producers
-from millstream.model.errors import FencedProducer, OutOfOrderSequence
-from millstream.records.batch import BatchHeader, read_header
-from millstream.records.record import NewRecord, encode_batch
+from millstream.broker.log.producers import BATCHES_REMEMBERED, Producers
+from millstream.core.errors import FencedProducer, OutOfOrderSequence
+from millstream.protocol.records.batch import BatchHeader, read_header
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 HOUR_MS = 3_600_000
 LAST_SEQUENCE = 2**31 - 1

@@ -8,17 +8,17 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log import recovery_told
-from millstream.log import store as store_module
-from millstream.log.contents import RecoveryReport
-from millstream.log.files import DiskFiles
-from millstream.log.log import Log
-from millstream.log.recovery_told import RecoveryTold
-from millstream.log.store import LogStore
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log import recovery_told
+from millstream.broker.log import store as store_module
+from millstream.broker.log.contents import RecoveryReport
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.recovery_told import RecoveryTold
+from millstream.broker.log.store import LogStore
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.files import MemoryFiles
 
 OpenStore = Callable[[], LogStore]
 TOPIC_ID = UUID(int=1)
@@ -113,7 +113,7 @@ def test_a_new_log_among_them_is_made_durable_like_any_other(open_store: OpenSto
 def test_logs_that_are_new_are_not_told_as_recovered(
     open_store: OpenStore, files: MemoryFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.log.recovery_told")
+    caplog.set_level(logging.INFO, "millstream.broker.log.recovery_told")
     store = open_store()
     filled_later = [TopicPartition("new", PartitionIndex(number)) for number in range(5)]
     for where in filled_later:
@@ -130,7 +130,7 @@ def test_one_line_sums_up(open_store: OpenStore, files: MemoryFiles, caplog: pyt
     filled(open_store)
     files.kill()
     store = open_store()
-    caplog.set_level(logging.INFO, "millstream.log.recovery_told")
+    caplog.set_level(logging.INFO, "millstream.broker.log.recovery_told")
     caplog.clear()
     open_logs(store)
     assert caplog.messages == []
@@ -156,7 +156,7 @@ def test_a_listener_is_told_how_far_it_is() -> None:
 
 
 def test_the_first_few_are_named_and_a_long_recovery_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "millstream.log.recovery_told")
+    caplog.set_level(logging.INFO, "millstream.broker.log.recovery_told")
     told = RecoveryTold()
     for number in range(30):
         told.note(report(number, cut=1), left=40 - number, now=number * recovery_told.PROGRESS_S / 10)

@@ -11,17 +11,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from millstream.log.compaction import cleanable_segments
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.errors import CorruptBatch, PartitionClosed, StorageFailure
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import FLUSH_OS, TopicPartition, TopicSettings
-from millstream.records.batch import iterate_headers
-from millstream.records.raw_record import empty_batch
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.compaction import cleanable_segments
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.errors import CorruptBatch, PartitionClosed, StorageFailure
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import FLUSH_OS, TopicPartition, TopicSettings
+from millstream.protocol.records.batch import iterate_headers
+from millstream.protocol.records.raw_record import empty_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 TOPIC_ID = UUID(int=9)
 WHERE = TopicPartition("orders", PartitionIndex(0))

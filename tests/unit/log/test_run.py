@@ -10,17 +10,17 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log import store as store_module
-from millstream.log.files import DiskFiles
-from millstream.log.log import Log
-from millstream.log.retention import delete_expired
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.errors import StorageFailure
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import FLUSH_INTERVAL, FLUSH_OS, TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log import store as store_module
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.retention import delete_expired
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import SystemClock
+from millstream.core.errors import StorageFailure
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import FLUSH_INTERVAL, FLUSH_OS, TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.files import MemoryFiles
 
 OpenStore = Callable[[], LogStore]
 TOPIC_ID = UUID(int=6)

@@ -13,18 +13,18 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from millstream.log.checkpoint import Checkpoints
-from millstream.log.commit import Commit
-from millstream.log.compaction import Job
-from millstream.log.files import DiskFiles
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.errors import DamagedRange, DataFolderInUse, DataFolderInvalid, OutOfOrderSequence, StorageFailure
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.checkpoint import Checkpoints
+from millstream.broker.log.commit import Commit
+from millstream.broker.log.compaction import Job
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import SystemClock
+from millstream.core.errors import DamagedRange, DataFolderInUse, DataFolderInvalid, OutOfOrderSequence, StorageFailure
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.files import MemoryFiles
 
 OpenStore = Callable[[], LogStore]
 TOPIC_ID = UUID(int=4)
@@ -250,11 +250,11 @@ def test_a_process_that_is_killed_keeps_what_it_acknowledged(tmp_path: Path, par
 import json, os, signal
 from pathlib import Path
 from uuid import UUID
-from millstream.log.files import DiskFiles
-from millstream.log.store import LogStore
-from millstream.model.clock import SystemClock
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, encode_batch
+from millstream.broker.log.files import DiskFiles
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import SystemClock
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
 store = LogStore.open(Path({str(tmp_path)!r}), files=DiskFiles(), clock=SystemClock(), journal_bytes=1_000_000,
                       producer_expiry_ms=10**9)
 logs = [store.open_log(UUID({str(topic_id)!r}), TopicPartition("t", p), TopicSettings()) for p in range({partitions})]

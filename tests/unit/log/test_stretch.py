@@ -6,16 +6,16 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.handles import OpenFiles
-from millstream.log.log import Log
-from millstream.log.segment import Segment
-from millstream.log.store import LogStore
-from millstream.log.stretch import BrokenSegment, Stretch
-from millstream.model.errors import DamagedRange, StorageFailure
-from millstream.model.ids import Epoch, PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.handles import OpenFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.segment import Segment
+from millstream.broker.log.store import LogStore
+from millstream.broker.log.stretch import BrokenSegment, Stretch
+from millstream.core.errors import DamagedRange, StorageFailure
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.files import MemoryFiles
 
 TOPIC_ID = UUID(int=5)
 EPOCH = Epoch(0)

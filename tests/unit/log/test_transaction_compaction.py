@@ -8,16 +8,16 @@ from uuid import UUID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.records.batch import DELETE_HORIZON_FLAG, BatchHeader, iterate_headers
-from millstream.records.control import encode_marker
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.batch import DELETE_HORIZON_FLAG, BatchHeader, iterate_headers
+from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 SETTINGS = TopicSettings(
     cleanup_policy="compact",

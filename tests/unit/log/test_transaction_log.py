@@ -9,15 +9,15 @@ from uuid import UUID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.model.topic import FLUSH_OS, TopicPartition, TopicSettings
-from millstream.records.control import encode_marker
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.topic import FLUSH_OS, TopicPartition, TopicSettings
+from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 TOPIC_ID = UUID(int=9)
 WHERE = TopicPartition("orders", PartitionIndex(0))

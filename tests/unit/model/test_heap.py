@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millstream.model import heap
+from millstream.core import heap
 
 
 def test_memory_is_given_back_as_often_as_asked() -> None:

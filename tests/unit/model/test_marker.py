@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from millstream.model.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
-from millstream.model.ids import ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
+from millstream.core.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
+from millstream.core.ids import ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
 
 NOTHING = -1
 HUGE = 2**31 - 1

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.metric import Histogram, Sample, counter, gauge
+from millstream.core.metric import Histogram, Sample, counter, gauge
 
 
 def test_a_histogram_counts_what_is_at_most_each_bound() -> None:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.config import Config
-from millstream.model.errors import InvalidSetting
+from millstream.core.config import Config
+from millstream.core.errors import InvalidSetting
 
 
 def test_the_environment_sets_and_what_it_misspells_is_refused() -> None:

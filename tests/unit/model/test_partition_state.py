@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.errors import CorruptState
-from millstream.model.ids import Epoch, NodeId
-from millstream.model.partition_state import NO_LEADER, PartitionState, sole
+from millstream.core.errors import CorruptState
+from millstream.core.ids import Epoch, NodeId
+from millstream.core.partition_state import NO_LEADER, PartitionState, sole
 
 NODES = st.lists(st.integers(0, 2**31 - 1).map(NodeId), min_size=1, max_size=5, unique=True)
 

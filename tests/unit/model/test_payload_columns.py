@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import InvalidSetting
-from millstream.model.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
+from millstream.core.errors import InvalidSetting
+from millstream.core.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
 
 LONG, STRING = ColumnType("bigint"), ColumnType("string")
 

@@ -7,8 +7,8 @@ from uuid import UUID
 
 import pytest
 
-from millstream.model.errors import InvalidPipeline, InvalidRequest, InvalidSetting, InvalidTopicName
-from millstream.model.pipeline import (
+from millstream.core.errors import InvalidPipeline, InvalidRequest, InvalidSetting, InvalidTopicName
+from millstream.core.pipeline import (
     CONDITION_LENGTH_MAX,
     RULES_MAX,
     Pipeline,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.errors import InvalidRequest
-from millstream.model.quota import (
+from millstream.core.errors import InvalidRequest
+from millstream.core.quota import (
     ANONYMOUS,
     CLIENT_ID,
     CONSUMER_BYTE_RATE,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import InvalidSetting
-from millstream.model.select_statement import read_select
+from millstream.core.errors import InvalidSetting
+from millstream.core.select_statement import read_select
 
 READS = {
     "SELECT * FROM a": "a",

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from millstream.model.side_by_side import side_by_side, until_one_ends
+from millstream.core.side_by_side import side_by_side, until_one_ends
 
 
 async def _given(value: int) -> int:

@@ -6,8 +6,8 @@ from uuid import UUID
 
 import pytest
 
-from millstream.model.errors import InvalidRequest, InvalidSetting, InvalidSubscription, InvalidTopicName
-from millstream.model.subscription import (
+from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription, InvalidTopicName
+from millstream.core.subscription import (
     ATTEMPTS,
     BACKOFF_MAX,
     BACKOFF_MIN,
@@ -24,7 +24,7 @@ from millstream.model.subscription import (
     dead_letter_topic_for,
     settings_of_new,
 )
-from millstream.model.topic import check_topic_name
+from millstream.core.topic import check_topic_name
 
 HOUR_MS = 3600 * 1000
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.model.errors import InvalidSetting
-from millstream.model.missing_setting import MISSING
-from millstream.model.topic import CONTRACT, DESCRIPTION, DESCRIPTION_LENGTH_MAX, OWNER, TopicSettings
+from millstream.core.errors import InvalidSetting
+from millstream.core.missing_setting import MISSING
+from millstream.core.topic import CONTRACT, DESCRIPTION, DESCRIPTION_LENGTH_MAX, OWNER, TopicSettings
 
 KAFKA_HAS = frozenset(
     (

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import AddressTaken, ProtocolViolation
-from millstream.model.metric import Histogram
-from millstream.net.budget import Budget
-from millstream.net.connection import Answer, Connection, ConnectionLimits
-from millstream.net.frame_buffers import BUFFER_BYTES
-from millstream.net.listener import Listener, bind
-from millstream.net.promise import Promise
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.frame_buffers import BUFFER_BYTES
+from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.promise import Promise
+from millstream.core.errors import AddressTaken, ProtocolViolation
+from millstream.core.metric import Histogram
 
 LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024, stall_s=60)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from millstream.net.budget import Budget
-from millstream.net.connection import Answer, Connection, ConnectionLimits
-from millstream.net.hangups import Hangups
-from millstream.net.listener import Listener, bind
-from millstream.net.presence import Presence
-from millstream.net.promise import Buffers, Promise
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.hangups import Hangups
+from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.presence import Presence
+from millstream.broker.net.promise import Buffers, Promise
 
 LIMITS = ConnectionLimits(frame_bytes_max=1000)
 

@@ -7,9 +7,9 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from millstream.net.budget import Budget
-from millstream.net.connection import Answer, Connection, ConnectionLimits
-from millstream.net.listener import Listener, bind
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.listener import Listener, bind
 
 FOR_EVER_S = 3600.0
 A_MOMENT_S = 0.01

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.errors import StorageFailure
-from millstream.net.budget import Budget
-from millstream.net.connection import Answer, Connection, ConnectionLimits
-from millstream.net.listener import Listener, bind
-from millstream.net.outgoing import PIECE_BYTES, Outgoing
-from millstream.net.stream import Piece, Stored, Stream
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
+from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.outgoing import PIECE_BYTES, Outgoing
+from millstream.broker.net.stream import Piece, Stored, Stream
+from millstream.core.errors import StorageFailure
 
 MEGABYTE = 1 << 20
 LIMITS = ConnectionLimits(frame_bytes_max=1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from millstream.net.presence import Presence
+from millstream.broker.net.presence import Presence
 
 
 def test_farewells_are_said_once_and_not_to_what_has_ended_before() -> None:

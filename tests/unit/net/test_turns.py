@@ -8,11 +8,11 @@ from collections import Counter
 
 import pytest
 
-from millstream.net.budget import Budget
-from millstream.net.connection import SCRATCH_BYTES, Answer, Connection, ConnectionLimits
-from millstream.net.half_frame import FRAME_COST_BYTES
-from millstream.net.listener import Listener, bind
-from millstream.net.turns import (
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import SCRATCH_BYTES, Answer, Connection, ConnectionLimits
+from millstream.broker.net.half_frame import FRAME_COST_BYTES
+from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.turns import (
     LIGHT_BURST_S,
     PROMISE_COST_BYTES,
     QUANTUM_S,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.pipelines.headline import LENGTH_MAX, headline
+from millstream.pipelines.jobs.headline import LENGTH_MAX, headline
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.lake.places import narrower
-from millstream.pipelines.landing.decoding import Decoder
-from millstream.pipelines.landing.given_fields import given_fields, laid_over
-from millstream.pipelines.landing.inference import grown, type_of
-from millstream.pipelines.landing.layout import column_of, field_of, payload_fields, table_schema
+from millstream.pipelines.jobs.land.decoding import Decoder
+from millstream.pipelines.jobs.land.given_fields import given_fields, laid_over
+from millstream.pipelines.jobs.land.inference import grown, type_of
+from millstream.pipelines.jobs.land.layout import column_of, field_of, payload_fields, table_schema
+from millstream.pipelines.lake.places import narrower
 
 FIELDS = pa.schema(
     [

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, cast
 import pyarrow as pa
 import pytest
 
-from millstream.lake.delta_table import DeltaTable
-from millstream.lake.storage import Storage
-from millstream.pipelines.job import JobContext
-from millstream.pipelines.land import LandJob
-from millstream.pipelines.landing.manifest import Report
-from millstream.pipelines.landing.plan import Span
-from millstream.pipelines.landing.sources import Source
-from millstream.pipelines.landing.topic_batch import TopicBatch
-from millstream.testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
-from millstream.testing.pipeline_script import landing
+from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.land.job import LandJob
+from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.plan import Span
+from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.topic_batch import TopicBatch
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.storage import Storage
+from millstream_testing.lake_rows import TOPIC, delta_rows, once, rows, write, write_quarantine
+from millstream_testing.pipeline_script import landing
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -17,17 +17,17 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.lake.opening import open_table
-from millstream.lake.table import LakeTable
-from millstream.model.lake_place import QUARANTINE_ENDING
-from millstream.pipelines.land import ROUNDS_MAX
-from millstream.pipelines.landing.document import Misfit, parsed, value_for
-from millstream.pipelines.landing.layout import column_of, payload_fields
-from millstream.pipelines.landing.plan import spans
-from millstream.pipelines.landing.sources import Source
-from millstream.pipelines.landing.task import _Landing
-from millstream.pipelines.landing.topic_batch import TopicBatch
-from millstream.testing.lake_rows import in_this_process
+from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.pipelines.jobs.land.document import Misfit, parsed, value_for
+from millstream.pipelines.jobs.land.job import ROUNDS_MAX
+from millstream.pipelines.jobs.land.layout import column_of, payload_fields
+from millstream.pipelines.jobs.land.plan import spans
+from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.task import _Landing
+from millstream.pipelines.jobs.land.topic_batch import TopicBatch
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.table import LakeTable
+from millstream_testing.lake_rows import in_this_process
 
 TOPIC_ID = "3f2b8c1e-0000-4000-8000-000000000001"
 NOW = datetime(2026, 11, 15, 21, 30, tzinfo=UTC)

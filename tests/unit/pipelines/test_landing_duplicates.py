@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.lake.table import LakeTable
-from millstream.lake.written import Written
-from millstream.pipelines.landing import duplicates
-from millstream.pipelines.landing.duplicates import RecentIds, ids_of, keep_bounded, repeated
-from millstream.pipelines.landing.manifest import Report, from_rows, to_arrow
+from millstream.pipelines.jobs.land import duplicates
+from millstream.pipelines.jobs.land.duplicates import RecentIds, ids_of, keep_bounded, repeated
+from millstream.pipelines.jobs.land.manifest import Report, from_rows, to_arrow
+from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.lake.written import Written
 
 NOW = datetime(2026, 11, 15, 12, 30, tzinfo=UTC)
 HEADERS = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.lake.active_files import ActiveFile
-from millstream.pipelines.landing.file_tasks import FileTasks, shares_of
-from millstream.pipelines.landing.plan import FILE_BYTES
+from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
+from millstream.pipelines.jobs.land.plan import FILE_BYTES
+from millstream.pipelines.lake.active_files import ActiveFile
 
 
 def file(name: str, size: int = 1) -> ActiveFile:

@@ -11,12 +11,12 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from millstream.lake.columns import QUARANTINE, RAW
-from millstream.lake.storage import Storage
-from millstream.lake.task_writer import TaskWriter
-from millstream.pipelines.landing import task
-from millstream.pipelines.landing.plan import Stretch
-from millstream.pipelines.landing.task import LandTasks, Work
+from millstream.pipelines.jobs.land import task
+from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.jobs.land.task import LandTasks, Work
+from millstream.pipelines.lake.columns import QUARANTINE, RAW
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.task_writer import TaskWriter
 
 WHOLE = 1_000_000
 

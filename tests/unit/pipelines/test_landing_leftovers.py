@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from millstream.lake.columns import RAW
-from millstream.lake.delta_table import DeltaTable
-from millstream.lake.storage import Storage
-from millstream.lake.task_writer import TaskWriter
-from millstream.pipelines.landing import leftovers as leftovers_module
-from millstream.pipelines.landing.leftovers import KEPT_S, LOOKS, PAUSE_S, SWEEP_S, Leftovers
-from millstream.testing.lake_rows import LANDED, TOPIC, delta_rows, once, rows
+from millstream.pipelines.jobs.land import leftovers as leftovers_module
+from millstream.pipelines.jobs.land.leftovers import KEPT_S, LOOKS, PAUSE_S, SWEEP_S, Leftovers
+from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.task_writer import TaskWriter
+from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, once, rows
 
 FAILED = "0123456789abcdef"
 

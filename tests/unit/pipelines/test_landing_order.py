@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from millstream.lake.columns import QUARANTINE, RAW
-from millstream.lake.storage import Storage
-from millstream.lake.task_writer import TaskWriter
-from millstream.pipelines.landing.task import Work, _Landing
+from millstream.pipelines.jobs.land.task import Work, _Landing
+from millstream.pipelines.lake.columns import QUARANTINE, RAW
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.task_writer import TaskWriter
 
 PAYLOADS = [
     {"id": 1, "buyer": {"name": "Bob", "age": 30}},

@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.pipelines.landing.plan import FILE_BYTES, TASK_BYTES_MIN, Span, Stretch, spans, stretches, tasks
-from millstream.pipelines.landing.sources import Source
+from millstream.pipelines.jobs.land.plan import FILE_BYTES, TASK_BYTES_MIN, Span, Stretch, spans, stretches, tasks
+from millstream.pipelines.jobs.land.sources import Source
 
 
 @settings(max_examples=100, deadline=None)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pyarrow as pa
 import pytest
 
-from millstream.model.errors import LostData
-from millstream.pipelines.landing.manifest import COLUMNS, Report, from_rows, to_arrow
-from millstream.pipelines.landing.plan import Stretch
-from millstream.pipelines.landing.reading import Reading
+from millstream.core.errors import LostData
+from millstream.pipelines.jobs.land.manifest import COLUMNS, Report, from_rows, to_arrow
+from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.jobs.land.reading import Reading
 
 
 class Log:

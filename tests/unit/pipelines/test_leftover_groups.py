@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from millstream.admin.groups import describe_group
-from millstream.model.errors import UnknownGroup
-from millstream.model.pipeline import GROUP_PREFIX
-from millstream.pipelines.claim import Claim
-from millstream.pipelines.driver_messages import DRIVER_CLIENT
-from millstream.pipelines.leftover_groups import LeftoverGroups
-from millstream.spark.link import Link
-from millstream.testing.server import Server
-from millstream.wire.client import Client
+from millstream.client.admin.groups import describe_group
+from millstream.core.errors import UnknownGroup
+from millstream.core.pipeline import GROUP_PREFIX
+from millstream.pipelines.runtime.claim import Claim
+from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT
+from millstream.pipelines.runtime.leftover_groups import LeftoverGroups
+from millstream.pipelines.source.link import Link
+from millstream.protocol.wire.client import Client
+from millstream_testing.server import Server
 
 HANG_S = 60.0
 

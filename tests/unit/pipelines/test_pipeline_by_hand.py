@@ -7,16 +7,16 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.admin.places import places_in
 from millstream.cli.pipeline_run import _undeclared
-from millstream.model.errors import GroupNotEmpty, InvalidPipeline, InvalidSetting
-from millstream.model.pipeline import PipelineKind, Rule
-from millstream.pipelines import by_hand as by_hand_module
-from millstream.pipelines.by_hand import HandWatch, RunByHand
-from millstream.pipelines.job import JobContext, Step
-from millstream.pipelines.runner import Stalled
-from millstream.pipelines.spark_activity import Activity
-from millstream.testing.pipeline_script import FreeClaim, Script, landing
+from millstream.client.admin.places import places_in
+from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidSetting
+from millstream.core.pipeline import PipelineKind, Rule
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.runtime import by_hand as by_hand_module
+from millstream.pipelines.runtime.by_hand import HandWatch, RunByHand
+from millstream.pipelines.runtime.runner import Stalled
+from millstream.pipelines.runtime.spark_activity import Activity
+from millstream_testing.pipeline_script import FreeClaim, Script, landing
 
 
 def by_hand(script: Script, claim: FreeClaim, stopping: threading.Event | None = None) -> RunByHand:

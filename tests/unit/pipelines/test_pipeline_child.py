@@ -15,22 +15,22 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.pipeline_owner import SoleOwner
-from millstream.cluster.pipelines import Pipelines
-from millstream.config import Config
-from millstream.kafka.pipeline_board import PipelineBoard, PipelineReport
-from millstream.model.clock import SystemClock
-from millstream.model.errors import CatalogUnavailable, InvalidSetting
-from millstream.model.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.child import PipelineChild, driver_options, why_it_runs_none
-from millstream.pipelines.driver_messages import Said
-from millstream.pipelines.roll import Roll
-from millstream.pipelines.spark_session import DIED
-from millstream.testing.pipeline_script import HANG_S, landing
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.pipeline_owner import SoleOwner
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.pipeline_board import PipelineBoard, PipelineReport
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import CatalogUnavailable, InvalidSetting
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.runtime.child import PipelineChild, driver_options, why_it_runs_none
+from millstream.pipelines.runtime.driver_messages import Said
+from millstream.pipelines.runtime.roll import Roll
+from millstream.pipelines.runtime.spark_session import DIED
+from millstream_testing.pipeline_script import HANG_S, landing
 
-DRIVER = "millstream.testing.scripted_driver"
+DRIVER = "millstream_testing.scripted_driver"
 
 
 class Owner(SoleOwner):
@@ -216,7 +216,7 @@ async def test_a_node_that_is_not_the_owner_runs_nothing(tmp_path: Path) -> None
 
 
 async def test_what_is_missing_is_told_until_it_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.pipelines.child.LOOK_S", 0.01)
+    monkeypatch.setattr("millstream.pipelines.runtime.child.LOOK_S", 0.01)
     async with scene_in(tmp_path) as scene:
         scene.missing = "pipelines run on Spark; install it"
         await scene.declare("a", "orders")
@@ -228,7 +228,7 @@ async def test_what_is_missing_is_told_until_it_is_there(tmp_path: Path, monkeyp
 
 
 async def test_a_catalog_that_is_away_keeps_nobody_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("millstream.pipelines.child.PARK_PAUSE_S", 0.01)
+    monkeypatch.setattr("millstream.pipelines.runtime.child.PARK_PAUSE_S", 0.01)
     async with scene_in(tmp_path) as scene:
         park, calls = scene.declared.park, 0
 
@@ -352,7 +352,7 @@ def test_a_node_says_where_its_driver_works() -> None:
 
 
 def test_a_broker_imports_nothing_of_spark() -> None:
-    program = "import sys, millstream.broker; print(*sys.modules)"
+    program = "import sys, millstream.broker.node; print(*sys.modules)"
     imported = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout.split()

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.admin.groups import describe_group
-from millstream.admin.pipelines import PipelineClient
-from millstream.model.errors import GroupNotEmpty, InvalidGroupId, UnknownGroup
-from millstream.pipelines import claim as claim_module
-from millstream.pipelines.claim import DRIVER_INSTANCE, Claim
-from millstream.spark.link import Link
-from millstream.testing.server import Server
+from millstream.client.admin.groups import describe_group
+from millstream.client.admin.pipelines import PipelineClient
+from millstream.core.errors import GroupNotEmpty, InvalidGroupId, UnknownGroup
+from millstream.pipelines.runtime import claim as claim_module
+from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
+from millstream.pipelines.source.link import Link
+from millstream_testing.server import Server
 
 HANG_S = 60.0
 

@@ -13,14 +13,14 @@ from typing import IO
 import msgspec
 import pytest
 
-from millstream.kafka.pipeline_board import PipelineReport
-from millstream.model.errors import InvalidRequest
-from millstream.model.pipeline import Pipeline, PipelineKind, Rule
-from millstream.pipelines.driver import Driver, Ears, Voice, run
-from millstream.pipelines.driver_messages import Options, Said, Told, Wanted
-from millstream.pipelines.job import Job, JobContext, Step
-from millstream.pipelines.turns import Turns
-from millstream.testing.pipeline_script import HANG_S, FreeClaim, Script, landing
+from millstream.broker.pipeline_board import PipelineReport
+from millstream.core.errors import InvalidRequest
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+from millstream.pipelines.jobs.job import Job, JobContext, Step
+from millstream.pipelines.runtime.driver import Driver, Ears, Voice, run
+from millstream.pipelines.runtime.driver_messages import Options, Said, Told, Wanted
+from millstream.pipelines.runtime.turns import Turns
+from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
 
 OPTIONS = Options(
     kafka="127.0.0.1:1",
@@ -197,7 +197,7 @@ def test_a_broker_that_is_gone_while_spark_starts_ends_the_driver(monkeypatch: p
         assert is_gone.wait(HANG_S)
         raise InvalidRequest("the test is over")
 
-    monkeypatch.setattr("millstream.pipelines.spark_session.open_session", start)
+    monkeypatch.setattr("millstream.pipelines.runtime.spark_session.open_session", start)
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as heard, os.fdopen(writer, "wb") as broker:
         driving = threading.Thread(target=_drive, args=(heard, is_gone.set))

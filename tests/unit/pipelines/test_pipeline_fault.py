@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from millstream.model.errors import (
+from millstream.core.errors import (
     BrokerUnreachable,
     ColumnMismatch,
     InvalidSetting,
@@ -18,8 +18,8 @@ from millstream.model.errors import (
     RequestTimedOut,
     StorageFailure,
 )
-from millstream.pipelines.fault import Fault, Marked, fault_of, kind_in
-from millstream.pipelines.reason import reason_of
+from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.runtime.fault import Fault, Marked, fault_of, kind_in
 
 
 class AnalysisException(Exception):
@@ -53,7 +53,7 @@ def in_task(error: str) -> RuntimeError:
         StorageFailure("the disk is full"),
         Py4JNetworkError("Answer from Java side is empty"),
         in_task("OSError: [Errno 28] No space left on device"),
-        in_task("millstream.model.errors.BrokerUnreachable: nobody answers"),
+        in_task("millstream.core.errors.BrokerUnreachable: nobody answers"),
         RuntimeError("Failed to commit: Generic S3 error: error sending request"),
         RuntimeError("Job aborted: ExecutorLostFailure (executor 1 exited)"),
         RuntimeError("java.io.IOException: No space left on device"),
@@ -70,7 +70,7 @@ def test_what_is_away_comes_back(error: Exception) -> None:
         LostData([("orders", 0, 1, 5)]),
         ColumnMismatch("a column has another type"),
         AnalysisException("[UNRESOLVED_COLUMN] a column `Connection refused` cannot be resolved"),
-        in_task("millstream.model.errors.InvalidSetting: no such column"),
+        in_task("millstream.core.errors.InvalidSetting: no such column"),
     ],
 )
 def test_what_is_declared_stays_as_it_is(error: Exception) -> None:

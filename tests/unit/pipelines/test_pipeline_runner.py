@@ -10,12 +10,12 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.model.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequest, UnknownTopic
-from millstream.pipelines.job import JobContext, Step
-from millstream.pipelines.reason import reason_of
-from millstream.pipelines.runner import FAILURES_MAX, Runner, Surroundings
-from millstream.pipelines.tally import WINDOW_S, Tally
-from millstream.testing.pipeline_script import HANG_S, FreeClaim, Script, landing
+from millstream.core.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequest, UnknownTopic
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.runtime.runner import FAILURES_MAX, Runner, Surroundings
+from millstream.pipelines.runtime.tally import WINDOW_S, Tally
+from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
 
 NO_SPARK = cast("Any", None)
 

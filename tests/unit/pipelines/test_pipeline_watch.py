@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from millstream.pipelines.progress import Progress
-from millstream.pipelines.spark_activity import Activity
-from millstream.pipelines.watch import Watch
+from millstream.pipelines.runtime.progress import Progress
+from millstream.pipelines.runtime.spark_activity import Activity
+from millstream.pipelines.runtime.watch import Watch
 
 LOOK_S = 5.0
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millstream.model.errors import LostData
-from millstream.pipelines.reason import reason_of
+from millstream.core.errors import LostData
+from millstream.pipelines.jobs.reason import reason_of
 
 
 def test_the_owner_of_a_pipeline_is_told_what_to_set_for_lost_messages() -> None:

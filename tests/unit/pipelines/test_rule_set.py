@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import FilterError
-from millstream.model.ids import Offset
-from millstream.pipelines.routing.rule_set import RuleSet, Way, rule_set
-from millstream.records.record import Record
-from millstream.subscriptions.filter.batch import RecordBatch
-from millstream.subscriptions.filter.filter import compile_filter
-from millstream.subscriptions.filter.uses import Uses
+from millstream.core.errors import FilterError
+from millstream.core.ids import Offset
+from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
+from millstream.protocol.filter.batch import RecordBatch
+from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.filter.uses import Uses
+from millstream.protocol.records.record import Record
 
 VALUES: list[Any] = [
     "eu",

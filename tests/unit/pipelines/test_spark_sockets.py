@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millstream.pipelines import scratch, spark_session
+from millstream.pipelines.runtime import scratch, spark_session
 
 
 def test_sockets_on_this_machine_are_in_a_folder_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.model.errors import IllegalGeneration, MillstreamError, ProducerFenced
-from millstream.model.ids import ProducerId
-from millstream.pipelines import stream_writing
-from millstream.pipelines.batch_loop import BatchLoop
-from millstream.pipelines.stream_checkpoint import Ends, StreamCheckpoint
-from millstream.pipelines.stream_writing import StreamWriting
-from millstream.spark.options import WriteOptions
-from millstream.spark.parts import Batch, Part
-from millstream.wire.transactions import TransactionalProducer
+from millstream.core.errors import IllegalGeneration, MillstreamError, ProducerFenced
+from millstream.core.ids import ProducerId
+from millstream.pipelines.jobs.batch_loop import BatchLoop
+from millstream.pipelines.jobs.transform import stream_writing
+from millstream.pipelines.jobs.transform.stream_checkpoint import Ends, StreamCheckpoint
+from millstream.pipelines.jobs.transform.stream_writing import StreamWriting
+from millstream.pipelines.source.options import WriteOptions
+from millstream.pipelines.source.parts import Batch, Part
+from millstream.protocol.private.transactions import TransactionalProducer
 
 ENDS: Ends = {"orders": {0: 7}}
 OFFSETS = TransactionalProducer("offsets", ProducerId(1), 0)

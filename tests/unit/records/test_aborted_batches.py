@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.ids import ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.records.arrow import decode_arrow
-from millstream.records.batch import place_batch, read_header
-from millstream.records.control import encode_marker
-from millstream.records.decoder import decode_columns
-from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.core.ids import ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.protocol.records.arrow import decode_arrow
+from millstream.protocol.records.batch import place_batch, read_header
+from millstream.protocol.records.control import encode_marker
+from millstream.protocol.records.decoder import decode_columns
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 
 Step = tuple[int, bool | None, int]
 STEPS = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([None, None, True, False]), st.integers(1, 3)))

@@ -22,7 +22,7 @@ from kio.records.schema import Record as KioRecord
 from kio.records.writers import write_batch
 from kio.static.primitive import i8, i16, i32, i64
 
-from millstream.records.batch import (
+from millstream.protocol.records.batch import (
     COMPRESSION_GZIP,
     COMPRESSION_NONE,
     COMPRESSION_ZSTD,
@@ -30,10 +30,10 @@ from millstream.records.batch import (
     read_header,
     stamp_append_time,
 )
-from millstream.records.columns import BinaryColumn, Columns, HeaderColumn
-from millstream.records.decoder import decode_columns
-from millstream.records.encoder import encode_columns
-from millstream.records.record import LOG_APPEND_TIME, NewRecord, Record, decode_records, encode_batch
+from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderColumn
+from millstream.protocol.records.decoder import decode_columns
+from millstream.protocol.records.encoder import encode_columns
+from millstream.protocol.records.record import LOG_APPEND_TIME, NewRecord, Record, decode_records, encode_batch
 
 with warnings.catch_warnings():
     # kafka-python reads its schemas in a way that Python 3.11 wants to be rid of.

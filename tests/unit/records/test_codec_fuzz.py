@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 def test_any_bytes_give_records_or_a_clear_error() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("NUMBA_")}
     found = subprocess.run(
-        [sys.executable, "-m", "benchmarks.fuzz_codec", "--seed", "suite", "--examples", "1200", "--seconds", "60"],
+        [sys.executable, "-m", "trials.fuzz_codec", "--seed", "suite", "--examples", "1200", "--seconds", "60"],
         cwd=ROOT,
         env=environment,
         capture_output=True,

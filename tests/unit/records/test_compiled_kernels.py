@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millstream.records.kernels.compiled import compiled
+from millstream.protocol.records.kernels.compiled import compiled
 
 
 def test_a_kernel_is_compiled_where_nothing_can_be_kept() -> None:

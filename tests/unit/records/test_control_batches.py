@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import CorruptBatch
-from millstream.model.ids import ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.records.batch import CONTROL_FLAG, TRANSACTIONAL_FLAG, check_crc, read_header
-from millstream.records.control import encode_marker, read_marker
-from millstream.records.record import NewRecord, decode_records, encode_batch
+from millstream.core.errors import CorruptBatch
+from millstream.core.ids import ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.protocol.records.batch import CONTROL_FLAG, TRANSACTIONAL_FLAG, check_crc, read_header
+from millstream.protocol.records.control import encode_marker, read_marker
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 
 
 @settings(deadline=None)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.errors import CorruptBatch
-from millstream.records.batch import DELETE_HORIZON_FLAG, check_crc, read_header
-from millstream.records.raw_record import (
+from millstream.core.errors import CorruptBatch
+from millstream.protocol.records.batch import DELETE_HORIZON_FLAG, check_crc, read_header
+from millstream.protocol.records.raw_record import (
     can_shift,
     empty_batch,
     find_without_key,
@@ -19,7 +19,7 @@ from millstream.records.raw_record import (
     rebuild_batch,
     records_section,
 )
-from millstream.records.record import NewRecord, decode_batch, encode_batch
+from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 
 KEYS = st.none() | st.binary(max_size=200)
 HEADERS = st.lists(st.tuples(st.text(max_size=5), st.none() | st.binary(max_size=5)), max_size=3).map(tuple)

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from millstream.model.errors import CorruptBatch, InvalidBatch, UnsupportedCompression
-from millstream.records.batch import (
+from millstream.core.errors import CorruptBatch, InvalidBatch, UnsupportedCompression
+from millstream.protocol.records.batch import (
     HEADER_BYTES,
     check_crc,
     iterate_headers,
@@ -17,7 +17,7 @@ from millstream.records.batch import (
     seal_batch,
     stamp_append_time,
 )
-from millstream.records.record import NewRecord, encode_batch
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 
 def a_batch(base_offset: int = 0) -> bytearray:

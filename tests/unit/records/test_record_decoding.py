@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from crc32c import crc32c
 
-from millstream.model.errors import BatchRejected, CorruptBatch, InvalidBatch, UnsupportedCompression
-from millstream.records import kernels
-from millstream.records.batch import HEADER_BYTES
-from millstream.records.compression import compress
-from millstream.records.decoder import FIELDS, Batches, decode_columns, find_batches
-from millstream.records.record import HEADERS_MAX, NewRecord, decode_records, encode_batch
+from millstream.core.errors import BatchRejected, CorruptBatch, InvalidBatch, UnsupportedCompression
+from millstream.protocol.records import kernels
+from millstream.protocol.records.batch import HEADER_BYTES
+from millstream.protocol.records.compression import compress
+from millstream.protocol.records.decoder import FIELDS, Batches, decode_columns, find_batches
+from millstream.protocol.records.record import HEADERS_MAX, NewRecord, decode_records, encode_batch
 
 Read = Callable[[bytes], object]
 BOTH: list[Read] = [lambda data: list(decode_records(data)), lambda data: list(decode_columns(data))]
@@ -266,18 +266,17 @@ def test_records_that_cannot_be_written() -> None:
 
 
 def test_the_plain_codec_stays_light() -> None:
-    code = (
-        "import sys, millstream.records.record; print([m for m in ('numpy', 'numba', 'pyarrow') if m in sys.modules])"
-    )
+    code = "import sys, millstream.protocol.records.record; print({'numpy', 'numba', 'pyarrow'} & {*sys.modules})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    assert found.stdout.strip() == "set()"
 
 
 def test_kernels_stand_alone() -> None:
     """Numba's cache sees a change only in the file of the kernel itself: no kernel may use code of another file."""
     # What marks a kernel is not compiled into it, and neither are types.
     types = {"Bytes", "Int16s", "Int32s", "Int64s", "Row", "Table"}
-    allowed = {"millstream.records.layout": types, "millstream.records.kernels.compiled": {"compiled"}}
+    records = "millstream.protocol.records"
+    allowed = {f"{records}.layout": types, f"{records}.kernels.compiled": {"compiled"}}
     for path in Path(kernels.__path__[0]).glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("millstream"):

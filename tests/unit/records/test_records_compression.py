@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import BatchTooLarge, CorruptBatch, UnsupportedCompression
-from millstream.records import compression
-from millstream.records.batch import COMPRESSION_GZIP, COMPRESSION_LZ4, COMPRESSION_SNAPPY, COMPRESSION_ZSTD
-from millstream.records.compression import check_declared_size, compress, decompress
+from millstream.core.errors import BatchTooLarge, CorruptBatch, UnsupportedCompression
+from millstream.protocol.records import compression
+from millstream.protocol.records.batch import COMPRESSION_GZIP, COMPRESSION_LZ4, COMPRESSION_SNAPPY, COMPRESSION_ZSTD
+from millstream.protocol.records.compression import check_declared_size, compress, decompress
 
 ARROW_NAMES = {COMPRESSION_GZIP: "gzip", COMPRESSION_SNAPPY: "snappy", COMPRESSION_LZ4: "lz4", COMPRESSION_ZSTD: "zstd"}
 CODECS = sorted(ARROW_NAMES)

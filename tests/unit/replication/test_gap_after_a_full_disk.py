@@ -7,14 +7,14 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.store import LogStore
-from millstream.model.errors import OutOfOrderSequence, StorageFailure
-from millstream.model.ids import PartitionIndex
-from millstream.model.topic import Topic, TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, encode_batch
-from millstream.replication.partition import Partition
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.store import LogStore
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import OutOfOrderSequence, StorageFailure
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=1, overrides={}, created_ms=0)
 

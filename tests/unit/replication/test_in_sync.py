@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.model.ids import Epoch, NodeId, Offset
-from millstream.model.partition_state import PartitionState, Versioned
-from millstream.replication.in_sync import UNKNOWN_POSITION, InSync, InSyncChange
+from millstream.broker.replication.in_sync import UNKNOWN_POSITION, InSync, InSyncChange
+from millstream.core.ids import Epoch, NodeId, Offset
+from millstream.core.partition_state import PartitionState, Versioned
 
 A, B, C = NodeId(1), NodeId(2), NodeId(3)
 LAG_S = 10.0

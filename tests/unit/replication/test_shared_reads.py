@@ -8,13 +8,13 @@ from uuid import UUID
 
 import pytest
 
-from millstream.log.log import Log
-from millstream.log.store import LogStore
-from millstream.model.ids import PartitionIndex
-from millstream.model.topic import TopicPartition, TopicSettings
-from millstream.replication.shared_reads import SharedReads
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
+from millstream.broker.replication.shared_reads import SharedReads
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition, TopicSettings
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 
 @pytest.fixture

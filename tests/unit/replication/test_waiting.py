@@ -5,16 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import UUID
 
-from millstream.log.store import LogStore
-from millstream.model.errors import MillstreamError, NotLeader
-from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.model.partition_state import PartitionState, Versioned
-from millstream.model.topic import Topic, TopicPartition, TopicSettings
-from millstream.records.record import NewRecord, encode_batch
-from millstream.replication.acknowledgement import DROP_MIN, Waiting
-from millstream.replication.partition import ACKS_ALL, Partition
-from millstream.testing.clock import ManualClock
-from millstream.testing.files import MemoryFiles
+from millstream.broker.log.store import LogStore
+from millstream.broker.replication.acknowledgement import DROP_MIN, Waiting
+from millstream.broker.replication.partition import ACKS_ALL, Partition
+from millstream.core.errors import MillstreamError, NotLeader
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
 
 ME, OTHER = NodeId(1), NodeId(2)
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=2, overrides={}, created_ms=0)

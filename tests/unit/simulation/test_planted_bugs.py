@@ -10,20 +10,19 @@ from unittest import mock
 
 import pytest
 
-from millstream.cluster.in_sync_writer import InSyncWriter
-from millstream.cluster.keys import partition_key
-from millstream.cluster.last_run import LastRun
-from millstream.cluster.store import Put
-from millstream.cluster.term import Proposal, Term
-from millstream.log.log import Log
-from millstream.model.errors import StoreUnavailable
-from millstream.model.ids import NodeId, Offset
-from millstream.model.partition_state import PartitionState
-from millstream.replication import partition as partition_module
-from millstream.replication.epochs import EpochEnd
-from millstream.replication.in_sync import InSync, MayJoin
-from millstream.replication.partition import Partition
-from millstream.testing.simulation.world import simulate
+from millstream.broker.cluster.in_sync_writer import InSyncWriter
+from millstream.broker.cluster.keys import partition_key
+from millstream.broker.cluster.last_run import LastRun
+from millstream.broker.cluster.store import Put
+from millstream.broker.cluster.term import Proposal, Term
+from millstream.broker.log.log import Log
+from millstream.broker.replication import partition as partition_module
+from millstream.broker.replication.in_sync import InSync, MayJoin
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import StoreUnavailable
+from millstream.core.ids import EpochEnd, NodeId, Offset
+from millstream.core.partition_state import PartitionState
+from millstream_testing.simulation.world import simulate
 
 SEEDS_MAX = 80
 

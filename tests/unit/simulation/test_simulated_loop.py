@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from millstream.testing.simulation.loop import Deadlock, Runaway, SimulatedLoop
-from millstream.testing.simulation.process import current_process
+from millstream_testing.simulation.loop import Deadlock, Runaway, SimulatedLoop
+from millstream_testing.simulation.process import current_process
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import TypeVar
 
 import pytest
 
-from millstream.cluster.store import Expect, Put
-from millstream.model.errors import StoreUnavailable
-from millstream.testing.simulation.clock import SimulatedClock
-from millstream.testing.simulation.loop import SimulatedLoop
-from millstream.testing.simulation.network import LinkDown, Network, NobodyThere
-from millstream.testing.simulation.process import Process
-from millstream.testing.simulation.store import STORE, ObservedService, SimulatedStore
+from millstream.broker.cluster.store import Expect, Put
+from millstream.core.errors import StoreUnavailable
+from millstream_testing.simulation.clock import SimulatedClock
+from millstream_testing.simulation.loop import SimulatedLoop
+from millstream_testing.simulation.network import LinkDown, Network, NobodyThere
+from millstream_testing.simulation.process import Process
+from millstream_testing.simulation.store import STORE, ObservedService, SimulatedStore
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from millstream.testing.simulation.world import simulate
+from millstream_testing.simulation.world import simulate
 
 SEEDS = range(1000, 1020)
 
@@ -24,7 +24,7 @@ def test_the_rules_hold_and_all_is_well_in_the_end(seed: int) -> None:
 
 
 def test_a_seed_goes_the_same_way_in_every_process() -> None:
-    code = "from millstream.testing.simulation.world import simulate; print(simulate(1001, tracing=True).digest)"
+    code = "from millstream_testing.simulation.world import simulate; print(simulate(1001, tracing=True).digest)"
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
     told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout

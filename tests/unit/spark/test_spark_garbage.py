@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from millstream.spark import garbage
+from millstream.pipelines.source import garbage
 
 
 @pytest.fixture

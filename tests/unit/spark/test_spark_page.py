@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.spark import options
-from millstream.spark.options import ReadOptions, WriteOptions, read_options, write_options
-from millstream.spark.shape import TYPES
+from millstream.pipelines.source import options
+from millstream.pipelines.source.options import ReadOptions, WriteOptions, read_options, write_options
+from millstream.pipelines.source.shape import TYPES
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "spark.md"
 OWN_NAME = {"path"}

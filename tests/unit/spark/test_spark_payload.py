@@ -7,8 +7,8 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.spark.payload import parse_payloads
-from millstream.spark.shape import Column
+from millstream.pipelines.source.payload import parse_payloads
+from millstream.pipelines.source.shape import Column
 
 COLUMNS = [
     Column("id", pa.int64(), is_payload=True),

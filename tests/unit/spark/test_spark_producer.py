@@ -10,16 +10,16 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from millstream.model.errors import InvalidBatch, MillstreamError
-from millstream.model.ids import Offset, ProducerId
-from millstream.model.partitioner import murmur2
-from millstream.records.batch import read_header
-from millstream.records.record import Record, decode_records
-from millstream.spark.link import Link
-from millstream.spark.options import WriteOptions
-from millstream.spark.producer import RowProducer
-from millstream.wire.producing import Produced
-from millstream.wire.transactions import TransactionalProducer
+from millstream.core.errors import InvalidBatch, MillstreamError
+from millstream.core.ids import Offset, ProducerId
+from millstream.core.partitioner import murmur2
+from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.options import WriteOptions
+from millstream.pipelines.source.producer import RowProducer
+from millstream.protocol.private.transactions import TransactionalProducer
+from millstream.protocol.records.batch import read_header
+from millstream.protocol.records.record import Record, decode_records
+from millstream.protocol.wire.producing import Produced
 
 PARTITIONS = 3
 IDENTITY = TransactionalProducer("spark/q/0/0/a", ProducerId(7), 0)

@@ -5,7 +5,7 @@ from itertools import groupby, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.spark.ranges import Range, admitted, ranges_between, split
+from millstream.pipelines.source.ranges import Range, admitted, ranges_between, split
 
 bounds = st.tuples(st.integers(0, 10**12), st.integers(0, 10**6)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 partitions = st.dictionaries(st.tuples(st.sampled_from("abc"), st.integers(0, 20)), bounds, max_size=12)

@@ -8,7 +8,12 @@ from random import Random
 import crc32c
 import pytest
 
-from millstream.model.errors import (
+from millstream.broker.subscriptions.dead_letters import DeadLetters
+from millstream.broker.subscriptions.delivery import Delivery
+from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.letter_box import LetterBox
+from millstream.core.errors import (
     BatchTooLarge,
     MillstreamError,
     NotLeader,
@@ -16,17 +21,12 @@ from millstream.model.errors import (
     StorageFailure,
     UnknownTopic,
 )
-from millstream.model.ids import Offset, ProducerId
-from millstream.model.subscription import READ_UNCOMMITTED, SubscriptionSettings
-from millstream.model.verb import Verb
-from millstream.records.batch import COMPRESSION_GZIP, read_header
-from millstream.records.record import NewRecord, Record, decode_records, encode_batch
-from millstream.subscriptions.dead_letters import DeadLetters
-from millstream.subscriptions.delivery import Delivery
-from millstream.subscriptions.delta import DeltaKind
-from millstream.subscriptions.lease import Settle
-from millstream.subscriptions.letter_box import LetterBox
-from millstream.testing.queue_bench import Workbench, turns, wanted
+from millstream.core.ids import Offset, ProducerId
+from millstream.core.subscription import READ_UNCOMMITTED, SubscriptionSettings
+from millstream.core.verb import Verb
+from millstream.protocol.records.batch import COMPRESSION_GZIP, read_header
+from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
+from millstream_testing.queue_bench import Workbench, turns, wanted
 
 WAIT_S = 60.0
 DEAD = "dead"

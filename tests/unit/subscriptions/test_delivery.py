@@ -9,7 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from millstream.model.errors import (
+from millstream.broker.net.budget import Budget
+from millstream.broker.subscriptions import delivery as driver
+from millstream.broker.subscriptions.delivery import LEASES_S, Delivery
+from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.look import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
+from millstream.broker.subscriptions.look_ahead import Stretch, open_here
+from millstream.broker.subscriptions.receiving import Given, receive
+from millstream.broker.subscriptions.sieve import QueueSieve
+from millstream.core.errors import (
     CoordinatorUnavailable,
     DamagedRange,
     FencedLeaderEpoch,
@@ -18,28 +26,20 @@ from millstream.model.errors import (
     PartitionClosed,
     StorageFailure,
 )
-from millstream.model.ids import Offset
-from millstream.model.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings
-from millstream.model.verb import Verb
-from millstream.net.budget import Budget
-from millstream.records import compression
-from millstream.records.batch import (
+from millstream.core.ids import Offset
+from millstream.core.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings
+from millstream.core.verb import Verb
+from millstream.protocol.filter.filter import Filter, compile_filter
+from millstream.protocol.records import compression
+from millstream.protocol.records.batch import (
     COMPRESSION_GZIP,
     COMPRESSION_LZ4,
     COMPRESSION_SNAPPY,
     COMPRESSION_ZSTD,
     Buffer,
 )
-from millstream.records.record import NewRecord, decode_records, encode_batch
-from millstream.subscriptions import delivery as driver
-from millstream.subscriptions.delivery import LEASES_S, Delivery
-from millstream.subscriptions.filter.filter import Filter, compile_filter
-from millstream.subscriptions.lease import Settle
-from millstream.subscriptions.look import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
-from millstream.subscriptions.look_ahead import Stretch, open_here
-from millstream.subscriptions.receiving import Given, receive
-from millstream.subscriptions.sieve import QueueSieve
-from millstream.testing.queue_bench import Workbench, offsets, turns, wanted
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0
 PLENTY = Budget(1 << 30)
@@ -450,7 +450,7 @@ async def test_a_seek_voids_leases_and_delivers_again(bench: Workbench) -> None:
 
 
 async def test_what_the_disk_has_lost_holds_up_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millstream.subscriptions import look_ahead
+    from millstream.broker.subscriptions import look_ahead
 
     for value in "abcd":
         bench.publish(value)

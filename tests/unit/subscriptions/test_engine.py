@@ -11,9 +11,18 @@ from uuid import UUID
 
 import pytest
 
-from millstream.cluster.subscriptions import Subscriptions
-from millstream.cluster.topics import Topics
-from millstream.model.errors import (
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.net.budget import Budget
+from millstream.broker.replication.partition import Partition
+from millstream.broker.subscriptions import engine as opening
+from millstream.broker.subscriptions.engine import Engine, Surroundings
+from millstream.broker.subscriptions.filter_worker import FilterWorker
+from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.letter_box import LetterBox
+from millstream.broker.subscriptions.receiving import receive
+from millstream.broker.subscriptions.sieve import Sieve
+from millstream.core.errors import (
     CoordinatorUnavailable,
     InvalidRecordState,
     NotLeader,
@@ -21,20 +30,11 @@ from millstream.model.errors import (
     StorageFailure,
     UnknownSubscription,
 )
-from millstream.model.ids import Offset, PartitionIndex, ProducerId
-from millstream.model.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, start_key
-from millstream.model.topic import Topic
-from millstream.model.verb import Verb
-from millstream.net.budget import Budget
-from millstream.replication.partition import Partition
-from millstream.subscriptions import engine as opening
-from millstream.subscriptions.engine import Engine, Surroundings
-from millstream.subscriptions.filter.worker import FilterWorker
-from millstream.subscriptions.lease import Settle
-from millstream.subscriptions.letter_box import LetterBox
-from millstream.subscriptions.receiving import receive
-from millstream.subscriptions.sieve import Sieve
-from millstream.testing.queue_bench import TOPIC, Workbench, offsets, turns, wanted
+from millstream.core.ids import Offset, PartitionIndex, ProducerId
+from millstream.core.subscription import FILTER, ORDERED, QueueKey, Subscription, SubscriptionSettings, start_key
+from millstream.core.topic import Topic
+from millstream.core.verb import Verb
+from millstream_testing.queue_bench import TOPIC, Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0
 SHARE = Subscription(name="share", subscription_id=UUID(int=1), topics=(), overrides={}, created_ms=0)

@@ -9,14 +9,14 @@ from uuid import UUID
 
 import pytest
 
-from millstream.catalog.catalog import Catalog
-from millstream.cluster.declarations import CatalogDeclarations
-from millstream.cluster.subscriptions import Subscriptions
-from millstream.model.errors import UnknownSubscription
-from millstream.model.subscription import EXPIRES
-from millstream.subscriptions import expiry as expiry_module
-from millstream.subscriptions.expiry import Expiry
-from millstream.testing.clock import ManualClock
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.subscriptions import expiry as expiry_module
+from millstream.broker.subscriptions.expiry import Expiry
+from millstream.core.errors import UnknownSubscription
+from millstream.core.subscription import EXPIRES
+from millstream_testing.clock import ManualClock
 
 LIFE_MS = 80_000
 

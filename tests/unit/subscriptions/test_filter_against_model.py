@@ -8,13 +8,13 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.ids import Offset
-from millstream.records.decoder import decode_columns
-from millstream.records.record import NewRecord, Record, encode_batch
-from millstream.subscriptions.filter.batch import ColumnBatch, RecordBatch
-from millstream.subscriptions.filter.filter import Filter, compile_filter
-from millstream.testing import filter_model as model
-from millstream.testing.filter_model import Row, Term, literal_text
+from millstream.core.ids import Offset
+from millstream.protocol.filter.batch import ColumnBatch, RecordBatch
+from millstream.protocol.filter.filter import Filter, compile_filter
+from millstream.protocol.records.decoder import decode_columns
+from millstream.protocol.records.record import NewRecord, Record, encode_batch
+from millstream_testing import filter_model as model
+from millstream_testing.filter_model import Row, Term, literal_text
 
 TEXTS = st.sampled_from(
     ["", "a", "ab", "b%a", "5", " 7 ", "5.5", "-3", "true", "no", "1e3", "é_", "x\\y", "it's", "9" * 25]

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import FilterError
-from millstream.model.ids import Offset
-from millstream.records.record import Record
-from millstream.subscriptions.filter.batch import RecordBatch
-from millstream.subscriptions.filter.filter import compile_filter
-from millstream.subscriptions.filter.node import COALESCE, COLUMNS, FUNCTIONS
-from millstream.subscriptions.filter.parser import DEPTH_MAX, TEXT_BYTES_MAX
-from millstream.subscriptions.filter.translation import NODES_MAX, STEPS_MAX
+from millstream.core.errors import FilterError
+from millstream.core.ids import Offset
+from millstream.protocol.filter.batch import RecordBatch
+from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.filter.node import COALESCE, COLUMNS, FUNCTIONS
+from millstream.protocol.filter.parser import DEPTH_MAX, TEXT_BYTES_MAX
+from millstream.protocol.filter.translation import NODES_MAX, STEPS_MAX
+from millstream.protocol.records.record import Record
 
 DOCS = Path(__file__).parents[3] / "docs" / "filters.md"
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.ids import NO_TIMESTAMP_MS, Offset
-from millstream.records.record import Record
-from millstream.subscriptions.filter.batch import RecordBatch
-from millstream.subscriptions.filter.filter import compile_filter
-from millstream.subscriptions.filter.payload import DEPTH_MAX
+from millstream.core.ids import NO_TIMESTAMP_MS, Offset
+from millstream.protocol.filter.batch import RecordBatch
+from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.filter.payload import DEPTH_MAX
+from millstream.protocol.records.record import Record
 
 ORDER = (
     b'{"total": 1500, "f": 1.5, "s": "15", "b": true, "n": null, "big": 123456789012345678901234567890,'

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from millstream.subscriptions.filter.like_pattern import FLOATING_MAX, InvalidPattern, compile_like
-from millstream.testing import filter_model as model
+from millstream.protocol.filter.like_pattern import FLOATING_MAX, InvalidPattern, compile_like
+from millstream_testing import filter_model as model
 
 
 @settings(max_examples=500, deadline=None)

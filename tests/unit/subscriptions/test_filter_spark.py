@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from millstream.model.ids import Offset
-from millstream.records.record import Record
-from millstream.subscriptions.filter.batch import RecordBatch
-from millstream.subscriptions.filter.filter import compile_filter
+from millstream.core.ids import Offset
+from millstream.protocol.filter.batch import RecordBatch
+from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.records.record import Record
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

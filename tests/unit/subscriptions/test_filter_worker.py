@@ -10,16 +10,16 @@ from collections.abc import AsyncIterator
 import psutil
 import pytest
 
-from millstream.model.errors import CorruptBatch, FilterUnavailable
-from millstream.records.batch import COMPRESSION_ZSTD, read_header
-from millstream.records.raw_record import raw_records, rebuild_batch, records_section
-from millstream.records.record import NewRecord, encode_batch
-from millstream.subscriptions import look as look_module
-from millstream.subscriptions.filter import worker as worker_module
-from millstream.subscriptions.filter.evaluation import OFFSET_MAX, Messages, evaluate
-from millstream.subscriptions.filter.filter import compile_filter
-from millstream.subscriptions.filter.worker import INLINE_BYTES_MAX, INLINE_MESSAGES_MAX, FilterWorker
-from millstream.subscriptions.look import LIGHT_RECORDS_MAX, Opened, TooHeavy, open_batch
+from millstream.broker.subscriptions import filter_worker as worker_module
+from millstream.broker.subscriptions import look as look_module
+from millstream.broker.subscriptions.filter_worker import INLINE_BYTES_MAX, INLINE_MESSAGES_MAX, FilterWorker
+from millstream.broker.subscriptions.look import LIGHT_RECORDS_MAX, Opened, TooHeavy, open_batch
+from millstream.core.errors import CorruptBatch, FilterUnavailable
+from millstream.protocol.filter.evaluation import OFFSET_MAX, Messages, evaluate
+from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.records.batch import COMPRESSION_ZSTD, read_header
+from millstream.protocol.records.raw_record import raw_records, rebuild_batch, records_section
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 FILTERS = [
     compile_filter("payload.total > 2"),

@@ -8,19 +8,19 @@ from uuid import UUID
 import numpy as np
 import pytest
 
-from millstream.model.errors import CorruptState, InvalidRecordState
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
-from millstream.model.verb import Verb
-from millstream.subscriptions.clock_step import CLOCK_STEP_MS
-from millstream.subscriptions.delta import DeltaKind
-from millstream.subscriptions.frame import read_frame
-from millstream.subscriptions.image import Image
-from millstream.subscriptions.lease import Lease, Settle
-from millstream.subscriptions.message_state import AVAILABLE, DONE, LEASED, PARKED
-from millstream.subscriptions.queue import REASON_LENGTH_MAX, REASONS_MAX, Queue
-from millstream.subscriptions.rejected import LETTER_BYTES, Revival
-from millstream.subscriptions.snapshot import write_snapshot
+from millstream.broker.subscriptions.clock_step import CLOCK_STEP_MS
+from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.broker.subscriptions.frame import read_frame
+from millstream.broker.subscriptions.image import Image
+from millstream.broker.subscriptions.lease import Lease, Settle
+from millstream.broker.subscriptions.message_state import AVAILABLE, DONE, LEASED, PARKED
+from millstream.broker.subscriptions.queue import REASON_LENGTH_MAX, REASONS_MAX, Queue
+from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
+from millstream.broker.subscriptions.snapshot import write_snapshot
+from millstream.core.errors import CorruptState, InvalidRecordState
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.core.verb import Verb
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
 NOW_MS = 1_000_000

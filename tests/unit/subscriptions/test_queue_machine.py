@@ -18,9 +18,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.model.errors import InvalidRecordState, PolicyViolation
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.subscription import (
+from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.broker.subscriptions.image import Image
+from millstream.broker.subscriptions.lease import Lease, Settle
+from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
+from millstream.broker.subscriptions.queue import Queue
+from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
+from millstream.broker.subscriptions.snapshot import write_snapshot
+from millstream.core.errors import InvalidRecordState, PolicyViolation
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.subscription import (
     AT_LEAST_ONCE,
     AT_MOST_ONCE,
     EXACTLY_ONCE,
@@ -28,14 +35,7 @@ from millstream.model.subscription import (
     QueueKey,
     SubscriptionSettings,
 )
-from millstream.model.verb import Verb
-from millstream.subscriptions.delta import DeltaKind
-from millstream.subscriptions.image import Image
-from millstream.subscriptions.lease import Lease, Settle
-from millstream.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
-from millstream.subscriptions.queue import Queue
-from millstream.subscriptions.rejected import LETTER_BYTES, Revival
-from millstream.subscriptions.snapshot import write_snapshot
+from millstream.core.verb import Verb
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
 WORKERS = ("share/a", "share/b", "http/c")

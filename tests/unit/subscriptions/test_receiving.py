@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from millstream.model.errors import NotLeader
-from millstream.model.subscription import EXACTLY_ONCE
-from millstream.net.budget import Budget
-from millstream.subscriptions import receiving
-from millstream.subscriptions.receiving import Given, receive
-from millstream.testing.queue_bench import Workbench, offsets, turns, wanted
+from millstream.broker.net.budget import Budget
+from millstream.broker.subscriptions import receiving
+from millstream.broker.subscriptions.receiving import Given, receive
+from millstream.core.errors import NotLeader
+from millstream.core.subscription import EXACTLY_ONCE
+from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0
 PLENTY = Budget(1 << 30)

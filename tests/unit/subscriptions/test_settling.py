@@ -7,12 +7,12 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
-from millstream.model.verb import Verb
-from millstream.subscriptions.lease import Settle
-from millstream.subscriptions.queue import Queue
-from millstream.subscriptions.settling import holds
+from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.queue import Queue
+from millstream.broker.subscriptions.settling import holds
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.core.verb import Verb
 
 KEY = QueueKey(UUID(int=1), UUID(int=2), PartitionIndex(3))
 NOW_MS = 1_000_000

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.ids import Offset, PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.records.batch import COMPRESSION_ZSTD, iterate_whole_headers
-from millstream.records.record import NewRecord, encode_batch
-from millstream.subscriptions import sieve as sieves
-from millstream.subscriptions.filter.evaluation import Evaluation, Messages
-from millstream.subscriptions.filter.filter import Filter, compile_filter
-from millstream.subscriptions.filter.worker import FilterWorker
-from millstream.subscriptions.sieve import QueueSieve, Sieve
+from millstream.broker.subscriptions import sieve as sieves
+from millstream.broker.subscriptions.filter_worker import FilterWorker
+from millstream.broker.subscriptions.sieve import QueueSieve, Sieve
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.filter.evaluation import Evaluation, Messages
+from millstream.protocol.filter.filter import Filter, compile_filter
+from millstream.protocol.records.batch import COMPRESSION_ZSTD, iterate_whole_headers
+from millstream.protocol.records.record import NewRecord, encode_batch
 
 PLACE = TopicPartition("orders", PartitionIndex(0))
 

@@ -12,11 +12,18 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from millstream.config import Config
-from millstream.coordination.state import StateRecord
-from millstream.kafka.apis.load_queue import LoadQueueState
-from millstream.kafka.apis.write_queues import WriteQueueStates
-from millstream.model.errors import (
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.kafka.apis.load_queue import LoadQueueState
+from millstream.broker.kafka.apis.write_queues import WriteQueueStates
+from millstream.broker.subscriptions import state_lane
+from millstream.broker.subscriptions.routed_store import RoutedStateStore
+from millstream.broker.subscriptions.state_coordinator import StateCoordinator
+from millstream.broker.subscriptions.state_messages import LOAD_KEY, WRITE_KEY, LoadQueue, WriteQueues
+from millstream.broker.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
+from millstream.broker.subscriptions.state_shard import Loaded, StateShard
+from millstream.broker.subscriptions.state_store import QueueWrite
+from millstream.core.config import Config
+from millstream.core.errors import (
     BrokerUnreachable,
     CorruptState,
     FencedLeaderEpoch,
@@ -25,18 +32,11 @@ from millstream.model.errors import (
     OutOfOrderSequence,
     StorageFailure,
 )
-from millstream.model.ids import Epoch, NodeId, PartitionIndex
-from millstream.model.subscription import QueueKey
-from millstream.model.topic import SUBSCRIPTIONS
-from millstream.subscriptions import state_lane
-from millstream.subscriptions.routed_store import RoutedStateStore
-from millstream.subscriptions.state_coordinator import StateCoordinator
-from millstream.subscriptions.state_messages import LOAD_KEY, WRITE_KEY, LoadQueue, WriteQueues
-from millstream.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
-from millstream.subscriptions.state_shard import Loaded, StateShard
-from millstream.subscriptions.state_store import QueueWrite
-from millstream.testing.clock import ManualClock
-from millstream.testing.state_log import MemoryPartition, MemoryTopics
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.subscription import QueueKey
+from millstream.core.topic import SUBSCRIPTIONS
+from millstream_testing.clock import ManualClock
+from millstream_testing.state_log import MemoryPartition, MemoryTopics
 
 ME, OTHER = NodeId(1), NodeId(2)
 
@@ -90,7 +90,7 @@ class FakePeers:
         try:
             return await api.handle(request)  # type: ignore[arg-type]
         except MillstreamError as error:
-            from millstream.kafka.errors import error_code
+            from millstream.broker.kafka.errors import error_code
 
             return api.answers(int(error_code(error)), str(error))
 
@@ -198,7 +198,7 @@ async def test_a_failed_sync_is_survived() -> None:
 
 async def test_what_is_not_durable_is_bounded_and_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_lane, "UNWRITTEN_BYTES_MAX", 10)
-    monkeypatch.setattr("millstream.subscriptions.routed_store.CLOSE_S", 0.01)
+    monkeypatch.setattr("millstream.broker.subscriptions.routed_store.CLOSE_S", 0.01)
     topics = MemoryTopics()
     states, _, store = await opened(topics)
     key = key_at(states, 0)

@@ -7,17 +7,17 @@ import asyncio
 import numpy as np
 import pytest
 
-from millstream.model.errors import NotLeader, PolicyViolation
-from millstream.model.ids import Offset
-from millstream.model.subscription import AT_MOST_ONCE
-from millstream.model.verb import Verb
-from millstream.subscriptions import endings
-from millstream.subscriptions.delivery import Delivery
-from millstream.subscriptions.endings import Endings
-from millstream.subscriptions.lease import Settle
-from millstream.subscriptions.remembered import Remembered
-from millstream.subscriptions.told_state import ToldState, told_state
-from millstream.testing.queue_bench import Workbench, turns, wanted
+from millstream.broker.subscriptions import endings
+from millstream.broker.subscriptions.delivery import Delivery
+from millstream.broker.subscriptions.endings import Endings
+from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.remembered import Remembered
+from millstream.broker.subscriptions.told_state import ToldState, told_state
+from millstream.core.errors import NotLeader, PolicyViolation
+from millstream.core.ids import Offset
+from millstream.core.subscription import AT_MOST_ONCE
+from millstream.core.verb import Verb
+from millstream_testing.queue_bench import Workbench, turns, wanted
 
 WAIT_S = 60.0
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from millstream.testing.finding import Kind
-from millstream.testing.history import History, main
+from millstream_testing.finding import Kind
+from millstream_testing.history import History, main
 
 Message = tuple[str, int]
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from millstream.testing.link_relay import LinkRelay, RelayThread, client_id_of
-from millstream.testing.stepped_serve import SteppedClock, step
-from millstream.wire.codec import request_head
+from millstream.protocol.messages.codec import request_head
+from millstream_testing.link_relay import LinkRelay, RelayThread, client_id_of
+from millstream_testing.stepped_serve import SteppedClock, step
 
 WAIT_S = 60.0
 QUIET_S = 0.2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from millstream.testing.committed_messages import Committed
-from millstream.testing.moved_messages import FAULTS_MAX, Place, faults_of
+from millstream_testing.committed_messages import Committed
+from millstream_testing.moved_messages import FAULTS_MAX, Place, faults_of
 
 WANTED = [Place(partition, offset) for partition in range(2) for offset in range(4)]
 

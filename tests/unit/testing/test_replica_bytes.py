@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from uuid import UUID
 
-from millstream.testing.replica_bytes import differing_replicas
+from millstream_testing.replica_bytes import differing_replicas
 
 TOPIC = UUID(int=7)
 

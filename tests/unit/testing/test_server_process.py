@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from millstream.testing.server import Server, ServerFailed
+from millstream_testing.server import Server, ServerFailed
 
 FAKE = """
 import json, os, signal, subprocess, sys, time

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from millstream.model.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
-from millstream.model.verb import Verb
-from millstream.testing.subscription_check import check
-from millstream.testing.subscription_events import Asking, Failed, Given, Leased, Left, Said, Saying
-from millstream.testing.subscription_history import (
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, EXACTLY_ONCE
+from millstream.core.verb import Verb
+from millstream_testing.subscription_check import check
+from millstream_testing.subscription_events import Asking, Failed, Given, Leased, Left, Said, Saying
+from millstream_testing.subscription_history import (
     Call,
     Delivery,
     History,

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from millstream.testing.finding import Kind
-from millstream.testing.transaction_check import check, main
-from millstream.testing.transaction_events import (
+from millstream_testing.finding import Kind
+from millstream_testing.transaction_check import check, main
+from millstream_testing.transaction_events import (
     Asked,
     Begun,
     Ended,
@@ -26,7 +26,7 @@ from millstream.testing.transaction_events import (
     Reads,
     Told,
 )
-from millstream.testing.transaction_history import Transaction, TransactionHistory
+from millstream_testing.transaction_history import Transaction, TransactionHistory
 
 PRODUCERS = ("w0", "w1")
 FATES = ("committed", "aborted", "unanswered, committed", "unanswered, aborted", "killed before")

@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from millstream.testing.cluster_faults import Fault
-from millstream.testing.cluster_network import Network
-from millstream.testing.cluster_trial import ClusterTrial, Outcome, Plan, Struck
-from millstream.testing.history import Report
+from millstream_testing.cluster_faults import Fault
+from millstream_testing.cluster_network import Network
+from millstream_testing.cluster_trial import ClusterTrial, Outcome, Plan, Struck
+from millstream_testing.history import Report
 
 
 class Dry(ClusterTrial):

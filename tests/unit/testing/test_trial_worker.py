@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from millstream.testing.transaction_events import Asked, Begun
-from millstream.testing.transaction_worker import Task
-from millstream.testing.trial_clients import TrialFailed
-from millstream.testing.trial_worker import TrialWorker
+from millstream_testing.transaction_events import Asked, Begun
+from millstream_testing.transaction_worker import Task
+from millstream_testing.trial_clients import TrialFailed
+from millstream_testing.trial_worker import TrialWorker
 
 NOBODY = "127.0.0.1:1"
 WAIT_S = 60

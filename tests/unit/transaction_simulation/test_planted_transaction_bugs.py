@@ -10,23 +10,23 @@ from unittest import mock
 
 import pytest
 
-from millstream.coordination.shard import Shard
-from millstream.coordination.state import StateRecord
-from millstream.groups.pending_offsets import PendingOffsets
-from millstream.log.producer import ProducedBatch
-from millstream.log.producers import Producers
-from millstream.log.transactions import NO_TRANSACTION, Guard, PackedTransactions
-from millstream.model.ids import Offset
-from millstream.model.marker import Marker
-from millstream.model.topic import TopicPartition
-from millstream.records.batch import BatchHeader
-from millstream.testing.transaction_simulation.world import simulate_transactions
-from millstream.transactions.batches import Batches
-from millstream.transactions.marker_sender import MarkedShard, MarkerSender, MarkerWriter
-from millstream.transactions.records import transaction_record
-from millstream.transactions.requests import Ending
-from millstream.transactions.shard import TransactionShard
-from millstream.transactions.transaction import Transaction, TransactionState
+from millstream.broker.coordination.shard import Shard
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.pending_offsets import PendingOffsets
+from millstream.broker.log.producer import ProducedBatch
+from millstream.broker.log.producers import Producers
+from millstream.broker.log.transactions import NO_TRANSACTION, Guard, PackedTransactions
+from millstream.broker.transactions.batches import Batches
+from millstream.broker.transactions.marker_sender import MarkedShard, MarkerSender, MarkerWriter
+from millstream.broker.transactions.records import transaction_record
+from millstream.broker.transactions.requests import Ending
+from millstream.broker.transactions.shard import TransactionShard
+from millstream.broker.transactions.transaction import Transaction, TransactionState
+from millstream.core.ids import Offset
+from millstream.core.marker import Marker
+from millstream.core.topic import TopicPartition
+from millstream.protocol.records.batch import BatchHeader
+from millstream_testing.transaction_simulation.world import simulate_transactions
 
 SEEDS_MAX = 60
 

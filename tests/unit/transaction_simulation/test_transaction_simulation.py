@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from millstream.testing.transaction_simulation.world import simulate_transactions
+from millstream_testing.transaction_simulation.world import simulate_transactions
 
 SEEDS = range(3000, 3012)
 
@@ -26,7 +26,7 @@ def test_transactions_are_whole_and_nothing_hangs_in_the_end(seed: int) -> None:
 def test_a_seed_of_transactions_goes_the_same_way_in_every_process() -> None:
     seed = 3003
     code = (
-        "from millstream.testing.transaction_simulation.world import simulate_transactions; "
+        "from millstream_testing.transaction_simulation.world import simulate_transactions; "
         f"print(simulate_transactions({seed}, tracing=True).digest)"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}

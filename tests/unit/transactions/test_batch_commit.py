@@ -16,20 +16,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.coordination.state import Outcome
-from millstream.model.errors import (
+from millstream.broker.coordination.state import Outcome
+from millstream.broker.transactions.batch import Member, attempt_of, placement_of
+from millstream.broker.transactions.requests import InitRequest, ProducerRef
+from millstream.broker.transactions.shard import TransactionShard
+from millstream.core.errors import (
     InvalidProducerMapping,
     InvalidRequest,
     InvalidTransactionState,
     MillstreamError,
     ProducerFenced,
 )
-from millstream.model.ids import PartitionIndex, ProducerId
-from millstream.model.topic import TopicPartition
-from millstream.testing.transaction_model import FoldedCoordinator, ModelPartition
-from millstream.transactions.batch import Member, attempt_of, placement_of
-from millstream.transactions.requests import InitRequest, ProducerRef
-from millstream.transactions.shard import TransactionShard
+from millstream.core.ids import PartitionIndex, ProducerId
+from millstream.core.topic import TopicPartition
+from millstream_testing.transaction_model import FoldedCoordinator, ModelPartition
 
 T = TypeVar("T")
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.config import Config
-from millstream.kafka.local_markers import PartitionMarkers
-from millstream.model.clock import SystemClock
-from millstream.model.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
-from millstream.model.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.model.partition_state import PartitionState, sole
-from millstream.model.topic import CONSUMER_OFFSETS, TRANSACTION_STATE, Topic, TopicPartition
-from millstream.testing.state_log import MemoryTopics
-from millstream.transactions.coordinator import TransactionCoordinator
+from millstream.broker.kafka.local_markers import PartitionMarkers
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import TransactionCoordinatorFenced, UnknownLeaderEpoch
+from millstream.core.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.partition_state import PartitionState, sole
+from millstream.core.topic import CONSUMER_OFFSETS, TRANSACTION_STATE, Topic, TopicPartition
+from millstream_testing.state_log import MemoryTopics
 
 
 class Ids:

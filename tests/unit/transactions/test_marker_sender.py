@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from millstream.config import Config
-from millstream.model.clock import SystemClock
-from millstream.model.errors import (
+from millstream.broker.transactions.batch import Member
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.gate import CoordinatorGate
+from millstream.broker.transactions.marker_routes import MarkerRoutes
+from millstream.broker.transactions.marker_sender import MarkerSender
+from millstream.broker.transactions.requests import Initialized, InitRequest, ProducerRef, TransactionFilter
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+from millstream.core.errors import (
     BrokerUnreachable,
     ConcurrentTransactions,
     FencedProducer,
@@ -26,16 +32,10 @@ from millstream.model.errors import (
     TransactionCoordinatorFenced,
     UnknownTopic,
 )
-from millstream.model.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
-from millstream.model.marker import Marker
-from millstream.model.topic import TRANSACTION_STATE, TopicPartition
-from millstream.testing.state_log import MemoryTopics
-from millstream.transactions.batch import Member
-from millstream.transactions.coordinator import TransactionCoordinator
-from millstream.transactions.gate import CoordinatorGate
-from millstream.transactions.marker_routes import MarkerRoutes
-from millstream.transactions.marker_sender import MarkerSender
-from millstream.transactions.requests import Initialized, InitRequest, ProducerRef, TransactionFilter
+from millstream.core.ids import Epoch, NodeId, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.topic import TRANSACTION_STATE, TopicPartition
+from millstream_testing.state_log import MemoryTopics
 
 ME, OTHER = NodeId(1), NodeId(2)
 PARTITION = TopicPartition("t", PartitionIndex(0))

@@ -14,7 +14,10 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.model.errors import (
+from millstream.broker.transactions.records import transaction_record
+from millstream.broker.transactions.requests import Ending, Initialized, InitRequest, ProducerRef
+from millstream.broker.transactions.transaction import EPOCH_MAX, IDLE
+from millstream.core.errors import (
     ConcurrentTransactions,
     FencedProducer,
     InvalidProducerMapping,
@@ -22,12 +25,9 @@ from millstream.model.errors import (
     ProducerFenced,
     UnknownTransaction,
 )
-from millstream.model.ids import PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.testing.transaction_model import FoldedCoordinator, ModelPartition
-from millstream.transactions.records import transaction_record
-from millstream.transactions.requests import Ending, Initialized, InitRequest, ProducerRef
-from millstream.transactions.transaction import EPOCH_MAX, IDLE
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream_testing.transaction_model import FoldedCoordinator, ModelPartition
 
 FENCED = (ProducerFenced, FencedProducer, InvalidProducerMapping)
 PARTITIONS = [TopicPartition("t", PartitionIndex(index)) for index in range(3)]

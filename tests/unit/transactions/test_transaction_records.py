@@ -6,11 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.errors import ProtocolViolation
-from millstream.model.ids import PartitionIndex, ProducerId
-from millstream.model.topic import TopicPartition
-from millstream.transactions.batch import LastBatch
-from millstream.transactions.records import (
+from millstream.broker.transactions.batch import LastBatch
+from millstream.broker.transactions.records import (
     QueryKey,
     TransactionKey,
     query_record,
@@ -21,7 +18,10 @@ from millstream.transactions.records import (
     transaction_record,
     transaction_tombstone,
 )
-from millstream.transactions.transaction import Transaction, TransactionState
+from millstream.broker.transactions.transaction import Transaction, TransactionState
+from millstream.core.errors import ProtocolViolation
+from millstream.core.ids import PartitionIndex, ProducerId
+from millstream.core.topic import TopicPartition
 
 epochs = st.integers(-1, 2**15 - 1)
 producer_ids = st.integers(-1, 2**62).map(ProducerId)

@@ -10,10 +10,21 @@ from typing import Any, TypeVar
 
 import pytest
 
-from millstream.coordination.later import Later
-from millstream.coordination.state import Outcome
-from millstream.coordination.timers import Timers
-from millstream.model.errors import (
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state import Outcome
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.transactions.batch import LastBatch
+from millstream.broker.transactions.records import transaction_record
+from millstream.broker.transactions.requests import (
+    Initialized,
+    InitRequest,
+    ProducerRef,
+    TransactionFilter,
+    TransactionLimits,
+)
+from millstream.broker.transactions.shard import TransactionShard
+from millstream.broker.transactions.transaction import EPOCH_MAX, Transaction, TransactionState
+from millstream.core.errors import (
     ConcurrentTransactions,
     CoordinatorUnavailable,
     InvalidProducerMapping,
@@ -24,20 +35,9 @@ from millstream.model.errors import (
     TransactionAbortable,
     UnknownTransaction,
 )
-from millstream.model.ids import PartitionIndex, ProducerId
-from millstream.model.topic import TopicPartition
-from millstream.testing.clock import ManualClock
-from millstream.transactions.batch import LastBatch
-from millstream.transactions.records import transaction_record
-from millstream.transactions.requests import (
-    Initialized,
-    InitRequest,
-    ProducerRef,
-    TransactionFilter,
-    TransactionLimits,
-)
-from millstream.transactions.shard import TransactionShard
-from millstream.transactions.transaction import EPOCH_MAX, Transaction, TransactionState
+from millstream.core.ids import PartitionIndex, ProducerId
+from millstream.core.topic import TopicPartition
+from millstream_testing.clock import ManualClock
 
 T = TypeVar("T")
 
@@ -206,7 +206,7 @@ def test_a_newer_producer_aborts_and_fences(coordinator: Coordinator) -> None:
 def test_each_fencing_by_the_coordinator_leaves_a_line(
     coordinator: Coordinator, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.transactions.shard")
+    caplog.set_level(logging.INFO, "millstream.broker.transactions.shard")
     coordinator.add(coordinator.init())
     assert caplog.messages == []
     with pytest.raises(ConcurrentTransactions):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from millstream.testing.scripted_broker import ScriptedBroker
+from millstream_testing.scripted_broker import ScriptedBroker
 
 
 @pytest.fixture

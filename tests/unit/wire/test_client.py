@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.model.errors import (
+from millstream.core.errors import (
     BatchTooLarge,
     BrokerUnreachable,
     CorruptBatch,
@@ -22,10 +22,16 @@ from millstream.model.errors import (
     RequestTimedOut,
     UnknownTopic,
 )
-from millstream.model.ids import NodeId, Offset, PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.scripted_broker import (
+from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages import codec
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire import client as module
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import NodeMetadata
+from millstream.protocol.wire.fetching import FetchLimits
+from millstream.protocol.wire.pool import BORROWED_MAX
+from millstream_testing.scripted_broker import (
     API_VERSIONS,
     FETCH,
     FIND_COORDINATOR,
@@ -35,12 +41,6 @@ from millstream.testing.scripted_broker import (
     fetched,
     produced,
 )
-from millstream.wire import client as module
-from millstream.wire import codec
-from millstream.wire.client import Client
-from millstream.wire.cluster_metadata import NodeMetadata
-from millstream.wire.fetching import FetchLimits
-from millstream.wire.pool import BORROWED_MAX
 
 NODE = NodeId(1)
 PRIVATE = codec.PRIVATE_KEY_MIN
@@ -365,7 +365,7 @@ async def test_unknown_topics_and_partitions_are_told_apart(broker: ScriptedBrok
 
 async def test_a_node_at_a_wrong_address_is_told(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first pause would outlast the time of the request, so that nothing is tried twice.
-    monkeypatch.setattr("millstream.wire.client.BACKOFF_S_MIN", 100.0)
+    monkeypatch.setattr("millstream.protocol.wire.client.BACKOFF_S_MIN", 100.0)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         real, wrong = broker.port, taken.getsockname()[1]

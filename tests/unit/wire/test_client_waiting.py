@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.model.errors import RequestTimedOut
-from millstream.model.ids import NodeId
-from millstream.records.record import NewRecord, encode_batch
-from millstream.testing.scripted_broker import FETCH, METADATA, PRODUCE, Handler, ScriptedBroker, fetched, produced
-from millstream.wire import codec
-from millstream.wire.client import Client
-from millstream.wire.pool import Pool
+from millstream.core.errors import RequestTimedOut
+from millstream.core.ids import NodeId
+from millstream.protocol.messages import codec
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.pool import Pool
+from millstream_testing.scripted_broker import FETCH, METADATA, PRODUCE, Handler, ScriptedBroker, fetched, produced
 
 NODE = NodeId(1)
 JOIN_GROUP = 11

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from kio.serial import entity_reader, entity_writer
 from kio.static.primitive import i16, i32
 
-from millstream.model.errors import ProtocolViolation
-from millstream.testing.messages import api_keys, random_message, versions_of
-from millstream.wire import codec
+from millstream.core.errors import ProtocolViolation
+from millstream.protocol.messages import codec
+from millstream_testing.messages import api_keys, random_message, versions_of
 
 
 def test_flexible_versions_are_those_of_the_schema() -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from kio.serial import entity_writer
 
-from millstream.model.errors import InvalidRequest
-from millstream.testing.messages import api_keys, random_message, versions_of
-from millstream.wire import codec
+from millstream.core.errors import InvalidRequest
+from millstream.protocol.messages import codec
+from millstream_testing.messages import api_keys, random_message, versions_of
 
 
 def written_by_kio(message: Any) -> bytes:

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kio.serial import entity_reader
 
-from millstream.model.errors import ProtocolViolation
-from millstream.testing.messages import api_keys, random_message, versions_of
-from millstream.wire import codec
-from millstream.wire.guard import Span, guard_of
+from millstream.core.errors import ProtocolViolation
+from millstream.protocol.messages import codec
+from millstream.protocol.messages.guard import Span, guard_of
+from millstream_testing.messages import api_keys, random_message, versions_of
 
 METADATA, OFFSET_COMMIT, JOIN_GROUP = 3, 8, 11
 

@@ -7,11 +7,17 @@ from uuid import UUID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.records.batch import COMPRESSION_NONE, COMPRESSION_ZSTD, HEADER_BYTES, iterate_headers, seal_batch
-from millstream.records.record import NewRecord, decode_batch, decode_records, encode_batch
-from millstream.wire.leasing import Leased
-from millstream.wire.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
-from millstream.wire.subscriptions import leased_messages
+from millstream.protocol.private.leasing import Leased
+from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
+from millstream.protocol.private.subscriptions import leased_messages
+from millstream.protocol.records.batch import (
+    COMPRESSION_NONE,
+    COMPRESSION_ZSTD,
+    HEADER_BYTES,
+    iterate_headers,
+    seal_batch,
+)
+from millstream.protocol.records.record import NewRecord, decode_batch, decode_records, encode_batch
 
 TOPIC_ID = UUID(int=7)
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.model.errors import BrokerUnreachable, NotLeader, UnknownTopic
-from millstream.model.ids import PartitionIndex
-from millstream.model.topic import TopicPartition
-from millstream.testing.scripted_broker import LIST_OFFSETS, METADATA, ScriptedBroker
-from millstream.wire import codec
-from millstream.wire.client import Client
-from millstream.wire.offset_listing import ListedOffset
+from millstream.core.errors import BrokerUnreachable, NotLeader, UnknownTopic
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages import codec
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.offset_listing import ListedOffset
+from millstream_testing.scripted_broker import LIST_OFFSETS, METADATA, ScriptedBroker
 
 
 def connect(broker: ScriptedBroker) -> Client:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.errors import InvalidRequest, ProtocolViolation
-from millstream.wire.primitives import Reader, Writer
+from millstream.core.errors import InvalidRequest, ProtocolViolation
+from millstream.protocol.messages.primitives import Reader, Writer
 
 INTEGERS = {"int8": 8, "int16": 16, "int32": 32, "int64": 64, "varint": 32, "varlong": 64}
 

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.model.errors import ProtocolViolation
-from millstream.model.ids import Epoch, NodeId, Offset, PartitionIndex
-from millstream.replication.epochs import EpochEnd
-from millstream.wire.codec import read_request, read_response
-from millstream.wire.replica_fetching import (
+from millstream.core.errors import ProtocolViolation
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
+from millstream.protocol.messages.codec import read_request, read_response
+from millstream.protocol.wire.replica_fetching import (
     FETCH_KEY,
     VERSION,
     PartitionKey,

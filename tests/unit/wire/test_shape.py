@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kio.schema.errors import ErrorCode
 
-from millstream.testing.messages import random_message, versions_of
-from millstream.wire.codec import load_request_class, load_response_class, write_entity
-from millstream.wire.shape import default_of, reshape
+from millstream.protocol.messages.codec import load_request_class, load_response_class, write_entity
+from millstream.protocol.messages.shape import default_of, reshape
+from millstream_testing.messages import random_message, versions_of
 
 
 @dataclass(frozen=True)

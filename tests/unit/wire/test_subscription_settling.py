@@ -8,12 +8,12 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from millstream.model.errors import BrokerUnreachable, MillstreamError
-from millstream.model.ids import NodeId, Offset
-from millstream.model.verb import Verb
-from millstream.records.record import Record
-from millstream.wire.subscription_messages import SettleAnswer, SettleRequest
-from millstream.wire.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.core.errors import BrokerUnreachable, MillstreamError
+from millstream.core.ids import NodeId, Offset
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
+from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.protocol.records.record import Record
 
 REFUSED = 121
 

@@ -1,0 +1,524 @@
+"""The catalog: a small relational store, SQLite in the data folder of a single node, PostgreSQL for a cluster.
+
+Calls block for a moment and are rare, so callers run them in a thread. Several nodes may call at once.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from sqlalchemy import Connection, Table, delete, insert, select, text, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import (
+    DatabaseError,
+    IntegrityError,
+    InterfaceError,
+    InternalError,
+    OperationalError,
+    ProgrammingError,
+)
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from millstream.broker.catalog.database import open_database
+from millstream.broker.catalog.migrations import migrate
+from millstream.broker.catalog.pipeline_rows import (
+    delete_pipeline,
+    hold_pipeline,
+    insert_pipeline,
+    read_pipeline_named,
+    read_pipelines,
+    update_pipeline,
+)
+from millstream.broker.catalog.reserve import Reserve
+from millstream.broker.catalog.tables import (
+    SCHEMA_VERSION,
+    about,
+    client_quotas,
+    counters,
+    deleted_subscriptions,
+    deleted_topics,
+    group_settings,
+    metadata,
+    subscriptions,
+    topics,
+)
+from millstream.core.errors import (
+    CatalogDenied,
+    CatalogUnavailable,
+    ClusterMismatch,
+    DataFolderInvalid,
+    PipelineExists,
+    StorageFailure,
+    SubscriptionExists,
+    TopicExists,
+    UnknownPipeline,
+    UnknownSubscription,
+    UnknownTopic,
+)
+from millstream.core.pipeline import Pipeline
+from millstream.core.quota import QuotaEntity
+from millstream.core.subscription import Subscription
+from millstream.core.topic import Topic
+
+_logger = logging.getLogger(__name__)
+
+CATALOG_NAME = "catalog.sqlite"
+"""The catalog of a node on its own, in its data folder."""
+
+_CLUSTER_ID = "cluster-id"
+_CLUSTER_NAME = "cluster-name"
+_SCHEMA_VERSION = "schema-version"
+
+_AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
+"""What SQLAlchemy raises when the database is gone, going, or cannot take changes."""
+
+_DENIED = re.compile(
+    r"authentication failed|no password supplied|pg_hba\.conf|not permitted to (log in|connect)"
+    r"|(role|user|database) .* does not exist|permission denied",
+    re.IGNORECASE,
+)
+"""How a server says that waiting is of no use. A connection that was never made has no code, only a text."""
+
+_NAMES_AT_ONCE = 1000
+"""Databases have a limit."""
+
+_PREPARE_LOCK = 0x6D696C6C
+"""Of PostgreSQL's advisory locks: held by the node that creates or changes the tables."""
+
+
+class Catalog:
+    """What people declared, kept durably."""
+
+    def __init__(self, url: str, *, reserve: Path | None = None, cluster: str = "") -> None:
+        """`cluster` is the name of the cluster that shares it: the first one that comes has it for good."""
+        self._cluster = cluster
+        self._reserve = Reserve(reserve)
+        self._engine = open_database(url)
+        self._shared = self._engine.dialect.name != "sqlite"
+        self.cluster_id = ""
+
+    @classmethod
+    def open_folder(cls, data: Path) -> Catalog:
+        """Open the embedded catalog of a data folder, creating it in a new one."""
+        path = data / CATALOG_NAME
+        if not path.exists():
+            # Push secrets are in it. SQLite gives what it writes beside the catalog the same mode.
+            path.touch(mode=0o600)
+        catalog = cls(f"sqlite:///{path}", reserve=data / "catalog.reserve")
+        try:
+            catalog.prepare()
+        except BaseException as error:
+            catalog.close()
+            if not isinstance(error, DatabaseError):
+                raise
+            raise DataFolderInvalid(
+                f"the catalog {path} cannot be read ({error.orig}); "
+                "restore it from a backup or start with another --data"
+            ) from error
+        return catalog
+
+    @classmethod
+    def open_shared(cls, url: str) -> Catalog:
+        """Open the catalog of a cluster, creating its tables if this is the first node that comes."""
+        catalog = cls(url)
+        try:
+            catalog.prepare()
+        except BaseException:
+            catalog.close()
+            raise
+        return catalog
+
+    def prepare(self) -> None:
+        """Create the tables of a new catalog, or bring those of an older Millstream up to date."""
+        if not self._shared:
+            self._prepare()
+            self._reserve.fill()
+            return
+        try:
+            with self._asking("opened"):
+                self._prepare()
+        except ProgrammingError as error:
+            reason = _first_line(error.orig)
+            raise CatalogDenied(
+                f"the catalog's tables cannot be made: {reason}; its user must own the database"
+            ) from error
+
+    def _prepare(self) -> None:
+        with self._engine.begin() as connection:
+            if self._shared:
+                connection.execute(text(f"SELECT pg_advisory_xact_lock({_PREPARE_LOCK})"))
+            about.create(connection, checkfirst=True)
+            found = _about(connection, _SCHEMA_VERSION)
+            if found is None:
+                metadata.create_all(connection)
+                connection.execute(insert(about).values(name=_SCHEMA_VERSION, value=str(SCHEMA_VERSION)))
+                connection.execute(insert(about).values(name=_CLUSTER_ID, value=_new_cluster_id()))
+            else:
+                _upgrade(connection, found)
+            self._claim(connection)
+            self.cluster_id = _about(connection, _CLUSTER_ID) or ""
+
+    def _claim(self, connection: Connection) -> None:
+        """See to it that no other cluster uses this catalog, which would carry out what this one declares."""
+        if not self._cluster:
+            return
+        claimed = self._insert(about).values(name=_CLUSTER_NAME, value=self._cluster)
+        connection.execute(claimed.on_conflict_do_nothing(index_elements=[about.c.name]))
+        name = _about(connection, _CLUSTER_NAME)
+        if name != self._cluster:
+            raise ClusterMismatch(
+                f"the catalog is that of the cluster {name!r}, and this node is started for {self._cluster!r}; "
+                f"give --cluster {name}, or a database of its own with --catalog"
+            )
+
+    def topics(self) -> list[Topic]:
+        """Every topic, by name."""
+        with self._read() as connection:
+            return [_topic(row) for row in connection.execute(select(topics).order_by(topics.c.name))]
+
+    def add_topic(self, topic: Topic) -> None:
+        """Declare a topic, durably."""
+        try:
+            with self._change() as connection:
+                connection.execute(
+                    insert(topics).values(
+                        topic_id=str(topic.topic_id),
+                        name=topic.name,
+                        partitions=topic.partitions,
+                        replication=topic.replication,
+                        overrides=dict(topic.overrides),
+                        created_ms=topic.created_ms,
+                    )
+                )
+        except IntegrityError as error:
+            raise TopicExists(f"topic {topic.name!r} exists already") from error
+
+    def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Store the partitions and overrides that `change` gives a topic, worked out from what is declared now.
+
+        Several nodes may do so at once: each sees what the one before it has stored.
+        """
+        changed: list[Topic] = []
+        self._even_on_a_full_disk(lambda: changed.append(self._alter_topic(topic_id, change)))
+        return changed[-1]
+
+    def _alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        with self._change() as connection:
+            here = topics.c.topic_id == str(topic_id)
+            row = connection.execute(select(topics).where(here).with_for_update()).first()
+            if row is None:
+                raise UnknownTopic(f"topic {topic_id} is not in the catalog")
+            changed = change(_topic(row))
+            values = {
+                "partitions": changed.partitions,
+                "replication": changed.replication,
+                "overrides": dict(changed.overrides),
+            }
+            connection.execute(update(topics).where(here).values(values))
+            return changed
+
+    def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+        self._even_on_a_full_disk(lambda: self._delete_topic(topic, now_ms))
+
+    def _delete_topic(self, topic: Topic, now_ms: int) -> None:
+        with self._change() as connection:
+            gone = connection.execute(delete(topics).where(topics.c.topic_id == str(topic.topic_id)))
+            if gone.rowcount != 1:
+                raise UnknownTopic(f"topic {topic.name!r} is not in the catalog")
+            connection.execute(
+                insert(deleted_topics).values(topic_id=str(topic.topic_id), name=topic.name, deleted_ms=now_ms)
+            )
+
+    def deleted_topic_ids(self) -> set[UUID]:
+        """Topics whose files may go."""
+        with self._read() as connection:
+            return {UUID(row.topic_id) for row in connection.execute(select(deleted_topics.c.topic_id))}
+
+    def forget_deleted(self, topic_id: UUID) -> None:
+        """Drop the deletion record once the files are gone."""
+        self._even_on_a_full_disk(lambda: self._forget_deleted(topic_id))
+        self._reserve.fill()
+
+    def _forget_deleted(self, topic_id: UUID) -> None:
+        with self._change() as connection:
+            connection.execute(delete(deleted_topics).where(deleted_topics.c.topic_id == str(topic_id)))
+
+    def take_block(self, counter: str, size: int, *, first: int = 0) -> int:
+        """Take `size` numbers of a counter for good and return the first of them."""
+        with self._change() as connection:
+            # One statement, so that the row is locked from here to the end for everybody else.
+            taken = self._insert(counters).values(name=counter, next_value=first + size)
+            grown = {"next_value": counters.c.next_value + size}
+            connection.execute(taken.on_conflict_do_update(index_elements=[counters.c.name], set_=grown))
+            end = connection.execute(select(counters.c.next_value).where(counters.c.name == counter)).scalar_one()
+            return int(end) - size
+
+    def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
+        """The limits of every entity that has some."""
+        with self._read() as connection:
+            return {_entity(row.entity): dict(row.limits) for row in connection.execute(select(client_quotas))}
+
+    def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
+        """Store the limits of some entities, all or none; an entity without limits is forgotten."""
+        with self._change() as connection:
+            # In one order, so that two nodes cannot wait for each other.
+            for entity, limits in sorted(
+                (json.dumps(entity.parts), dict(limits)) for entity, limits in changes.items()
+            ):
+                if not limits:
+                    connection.execute(delete(client_quotas).where(client_quotas.c.entity == entity))
+                    continue
+                stored = self._insert(client_quotas).values(entity=entity, limits=limits)
+                replaced = {"limits": stored.excluded.limits}
+                connection.execute(stored.on_conflict_do_update(index_elements=[client_quotas.c.entity], set_=replaced))
+
+    def group_settings(self) -> dict[str, dict[str, str]]:
+        """The settings of every group that has some of its own."""
+        with self._read() as connection:
+            return {row.group_id: dict(row.overrides) for row in connection.execute(select(group_settings))}
+
+    def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """Store the settings of a group; one without any is forgotten."""
+        with self._change() as connection:
+            if not overrides:
+                connection.execute(delete(group_settings).where(group_settings.c.group_id == group_id))
+                return
+            stored = self._insert(group_settings).values(group_id=group_id, overrides=dict(overrides))
+            replaced = {"overrides": stored.excluded.overrides}
+            connection.execute(stored.on_conflict_do_update(index_elements=[group_settings.c.group_id], set_=replaced))
+
+    def subscriptions(self) -> list[Subscription]:
+        """Every subscription, by name."""
+        with self._read() as connection:
+            return [
+                _subscription(row) for row in connection.execute(select(subscriptions).order_by(subscriptions.c.name))
+            ]
+
+    def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
+        """The subscriptions of these names that there are."""
+        with self._read() as connection:
+            return [
+                _subscription(row)
+                for at in range(0, len(names), _NAMES_AT_ONCE)
+                for row in connection.execute(
+                    select(subscriptions).where(subscriptions.c.name.in_(names[at : at + _NAMES_AT_ONCE]))
+                )
+            ]
+
+    def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription, durably."""
+        try:
+            with self._change() as connection:
+                connection.execute(
+                    insert(subscriptions).values(
+                        subscription_id=str(subscription.subscription_id),
+                        name=subscription.name,
+                        topics=list(subscription.topics),
+                        starts=_starts(subscription),
+                        overrides=dict(subscription.overrides),
+                        created_ms=subscription.created_ms,
+                        used_ms=subscription.used_ms,
+                    )
+                )
+        except IntegrityError as error:
+            raise SubscriptionExists(f"subscription {subscription.name!r} exists already") from error
+
+    def alter_subscription(self, subscription_id: UUID, change: Callable[[Subscription], Subscription]) -> Subscription:
+        """Store the topics and overrides that `change` gives a subscription, worked out from what is declared now."""
+        with self._change() as connection:
+            here = subscriptions.c.subscription_id == str(subscription_id)
+            row = connection.execute(select(subscriptions).where(here).with_for_update()).first()
+            if row is None:
+                raise UnknownSubscription(f"subscription {subscription_id} is not in the catalog")
+            changed = change(_subscription(row))
+            values = {
+                "topics": list(changed.topics),
+                "starts": _starts(changed),
+                "overrides": dict(changed.overrides),
+                "used_ms": changed.used_ms,
+            }
+            connection.execute(update(subscriptions).where(here).values(values))
+            return changed
+
+    def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+        with self._change() as connection:
+            here = subscriptions.c.subscription_id == str(subscription.subscription_id)
+            if connection.execute(delete(subscriptions).where(here)).rowcount != 1:
+                raise UnknownSubscription(f"subscription {subscription.name!r} is not in the catalog")
+            connection.execute(
+                insert(deleted_subscriptions).values(
+                    subscription_id=str(subscription.subscription_id), name=subscription.name, deleted_ms=now_ms
+                )
+            )
+
+    def deleted_subscriptions(self) -> dict[UUID, int]:
+        """Subscriptions whose state may go, and since when."""
+        with self._read() as connection:
+            return {
+                UUID(row.subscription_id): row.deleted_ms for row in connection.execute(select(deleted_subscriptions))
+            }
+
+    def forget_deleted_subscription(self, subscription_id: UUID) -> None:
+        """Drop the deletion record once the state is gone everywhere."""
+        here = deleted_subscriptions.c.subscription_id == str(subscription_id)
+        with self._change() as connection:
+            connection.execute(delete(deleted_subscriptions).where(here))
+
+    def pipelines(self) -> list[Pipeline]:
+        """Every pipeline with its rules, by name."""
+        with self._read() as connection:
+            return read_pipelines(connection)
+
+    def pipeline_named(self, name: str) -> Pipeline | None:
+        """The pipeline of this name, if there is one."""
+        with self._read() as connection:
+            return read_pipeline_named(connection, name)
+
+    def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline, durably."""
+        try:
+            with self._change() as connection:
+                insert_pipeline(connection, pipeline)
+        except IntegrityError as error:
+            raise PipelineExists(f"pipeline {pipeline.name!r} exists already") from error
+
+    def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Store what `change` makes of a pipeline and its rules, worked out from what is declared now.
+
+        Its version grows with that.
+        """
+        with self._change() as connection:
+            before = hold_pipeline(connection, pipeline_id)
+            if before is None:
+                raise UnknownPipeline(f"pipeline {pipeline_id} is not in the catalog")
+            changed = change(before)
+            if changed == before:
+                return before
+            after = dataclasses.replace(changed, version=before.version + 1)
+            update_pipeline(connection, before, after)
+            return after
+
+    def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out, with its rules."""
+        with self._change() as connection:
+            if not delete_pipeline(connection, pipeline.pipeline_id):
+                raise UnknownPipeline(f"pipeline {pipeline.name!r} is not in the catalog")
+
+    def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
+        """An insertion that can say what to do when the row is there; both databases write it in the same way."""
+        return postgresql.insert(table) if self._shared else sqlite.insert(table)
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with self._asking("read"), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def _change(self) -> Iterator[Connection]:
+        """One transaction."""
+        with self._asking("changed"), self._engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Tell a database that is away, or a disk that takes no more, in words that clients can be told."""
+        try:
+            yield
+        except _AWAY as error:
+            cause = getattr(error, "orig", None) or error
+            if self._shared:
+                raise _away(what, cause) from error
+            raise StorageFailure(
+                f"the catalog could not be {what}: {cause}; free space on the disk of the data folder"
+            ) from error
+
+    def _even_on_a_full_disk(self, change: Callable[[], None]) -> None:
+        """Carry out a change that may free space; on a full disk, at the expense of the reserve."""
+        try:
+            change()
+        except StorageFailure:
+            if not self._reserve.give_up():
+                raise
+            change()
+
+    def close(self) -> None:
+        """Close every connection."""
+        self._engine.dispose()
+
+
+def _away(what: str, cause: object) -> CatalogUnavailable:
+    said = f"the catalog could not be {what}: {_first_line(cause)}"
+    if _DENIED.search(str(cause)):
+        return CatalogDenied(f"{said}; check user, password and database in --catalog")
+    return CatalogUnavailable(f"{said}; it works again when PostgreSQL is back")
+
+
+def _first_line(error: object) -> str:
+    """What went wrong, without the advice that drivers give on further lines."""
+    return str(error).strip().partition("\n")[0]
+
+
+def _about(connection: Connection, name: str) -> str | None:
+    return connection.execute(select(about.c.value).where(about.c.name == name)).scalar_one_or_none()
+
+
+def _upgrade(connection: Connection, found: str) -> None:
+    if not found.isdigit():
+        raise DataFolderInvalid(f"the catalog's schema version is {found!r}, which no Millstream writes")
+    if int(found) > SCHEMA_VERSION:
+        raise DataFolderInvalid(
+            f"the catalog was written by a newer Millstream (schema {found}, this one knows {SCHEMA_VERSION})"
+        )
+    if int(found) < SCHEMA_VERSION:
+        migrate(connection, int(found))
+        written = update(about).where(about.c.name == _SCHEMA_VERSION).values(value=str(SCHEMA_VERSION))
+        connection.execute(written)
+        _logger.info("catalog upgraded", extra={"from_schema": found, "to_schema": SCHEMA_VERSION})
+
+
+def _entity(text: str) -> QuotaEntity:
+    return QuotaEntity(tuple((kind, name) for kind, name in json.loads(text)))
+
+
+def _new_cluster_id() -> str:
+    # Kafka shows cluster ids as 22 characters of URL-safe base 64, and some tools expect that.
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+
+
+def _topic(row: Any) -> Topic:
+    return Topic(
+        name=row.name,
+        topic_id=UUID(row.topic_id),
+        partitions=row.partitions,
+        replication=row.replication,
+        overrides=dict(row.overrides),
+        created_ms=row.created_ms,
+    )
+
+
+def _subscription(row: Any) -> Subscription:
+    return Subscription(
+        name=row.name,
+        subscription_id=UUID(row.subscription_id),
+        topics=tuple(row.topics),
+        overrides=dict(row.overrides),
+        created_ms=row.created_ms,
+        starts={topic: tuple(offsets) for topic, offsets in row.starts.items()},
+        used_ms=row.used_ms,
+    )
+
+
+def _starts(subscription: Subscription) -> dict[str, list[int]]:
+    return {topic: list(offsets) for topic, offsets in subscription.starts.items()}

@@ -1,0 +1,129 @@
+"""Pipelines and their rules as rows of the catalog's tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+from uuid import UUID
+
+from sqlalchemy import ColumnElement, Connection, delete, insert, select, update
+
+from millstream.broker.catalog.tables import pipelines, routing_rules
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
+
+_NAMES_AT_ONCE: Final = 1000
+"""Databases have a limit."""
+
+
+def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> list[Pipeline]:
+    """Every pipeline, by name, or those for which conditions hold."""
+    # One statement, so that the rules are those of the pipelines as they are read.
+    both = pipelines.outerjoin(routing_rules, pipelines.c.pipeline_id == routing_rules.c.pipeline_id)
+    rule_name = routing_rules.c.name.label("rule_name")
+    columns = [column for column in routing_rules.c if column.name not in ("pipeline_id", "name")]
+    found: dict[str, tuple[Any, list[Rule]]] = {}
+    for row in connection.execute(select(pipelines, rule_name, *columns).select_from(both).where(*conditions)):
+        _, rules = found.setdefault(row.name, (row, []))
+        if row.rule_name is not None:
+            rules.append(_rule(row))
+    # Sorted here, since databases have orders of their own.
+    return [_pipeline(*found[name]) for name in sorted(found)]
+
+
+def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
+    """The pipeline of this name."""
+    return next(iter(read_pipelines(connection, pipelines.c.name == name)), None)
+
+
+def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline | None:
+    """The pipeline with this id, and nobody else changes it until the end of the transaction."""
+    here = pipelines.c.pipeline_id == str(pipeline_id)
+    # First the lock, then the rules: a statement that waits for a lock sees other tables as they were before.
+    connection.execute(select(pipelines.c.pipeline_id).where(here).with_for_update())
+    return next(iter(read_pipelines(connection, here)), None)
+
+
+def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:
+    """Add a pipeline that is not there."""
+    connection.execute(
+        insert(pipelines).values(
+            pipeline_id=str(pipeline.pipeline_id),
+            name=pipeline.name,
+            kind=str(pipeline.kind),
+            created_ms=pipeline.created_ms,
+            **_changing(pipeline),
+        )
+    )
+    _insert_rules(connection, pipeline.pipeline_id, pipeline.rules)
+
+
+def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -> None:
+    """Store what has changed; of the rules only those that are not as they were."""
+    here = pipelines.c.pipeline_id == str(before.pipeline_id)
+    connection.execute(update(pipelines).where(here).values(_changing(after)))
+    old, new = set(before.rules), set(after.rules)
+    _delete_rules(connection, before.pipeline_id, [rule.name for rule in before.rules if rule not in new])
+    _insert_rules(connection, before.pipeline_id, [rule for rule in after.rules if rule not in old])
+
+
+def delete_pipeline(connection: Connection, pipeline_id: UUID) -> bool:
+    """Take a pipeline out with its rules; whether it was there."""
+    connection.execute(delete(routing_rules).where(routing_rules.c.pipeline_id == str(pipeline_id)))
+    return connection.execute(delete(pipelines).where(pipelines.c.pipeline_id == str(pipeline_id))).rowcount == 1
+
+
+def _insert_rules(connection: Connection, pipeline_id: UUID, rules: Sequence[Rule]) -> None:
+    if not rules:
+        return
+    rows = [
+        {
+            "pipeline_id": str(pipeline_id),
+            "name": rule.name,
+            "topic": rule.topic,
+            "targets": list(rule.targets),
+            "condition": rule.condition,
+            "subscription": rule.subscription,
+        }
+        for rule in rules
+    ]
+    connection.execute(insert(routing_rules), rows)
+
+
+def _delete_rules(connection: Connection, pipeline_id: UUID, names: Sequence[str]) -> None:
+    here = routing_rules.c.pipeline_id == str(pipeline_id)
+    for at in range(0, len(names), _NAMES_AT_ONCE):
+        gone = routing_rules.c.name.in_(names[at : at + _NAMES_AT_ONCE])
+        connection.execute(delete(routing_rules).where(here, gone))
+
+
+def _changing(pipeline: Pipeline) -> dict[str, Any]:
+    return {
+        "overrides": dict(pipeline.overrides),
+        "is_wanted": pipeline.is_wanted,
+        "parked": pipeline.parked,
+        "version": pipeline.version,
+    }
+
+
+def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
+    return Pipeline(
+        pipeline_id=UUID(row.pipeline_id),
+        name=row.name,
+        kind=PipelineKind(row.kind),
+        overrides=dict(row.overrides),
+        is_wanted=row.is_wanted,
+        parked=row.parked,
+        created_ms=row.created_ms,
+        version=row.version,
+        rules=tuple(sorted(rules, key=lambda rule: rule.name)),
+    )
+
+
+def _rule(row: Any) -> Rule:
+    return Rule(
+        name=row.rule_name,
+        topic=row.topic,
+        targets=tuple(row.targets),
+        condition=row.condition,
+        subscription=row.subscription,
+    )

@@ -1,0 +1,108 @@
+"""The tables of the catalog: what people declare, as opposed to what the log holds."""
+
+from __future__ import annotations
+
+from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
+
+SCHEMA_VERSION = 5
+"""Whoever raises this adds the step to `broker/catalog/migrations.py`."""
+
+metadata = MetaData()
+
+about = Table(
+    "about",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("value", String(255), nullable=False),
+)
+"""Single facts: the version of this schema, the id of the cluster."""
+
+topics = Table(
+    "topics",
+    metadata,
+    Column("topic_id", String(36), primary_key=True),
+    Column("name", String(249), nullable=False, unique=True),
+    Column("partitions", Integer, nullable=False),
+    Column("replication", Integer, nullable=False),
+    Column("overrides", JSON, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+)
+
+deleted_topics = Table(
+    "deleted_topics",
+    metadata,
+    Column("topic_id", String(36), primary_key=True),
+    Column("name", String(249), nullable=False),
+    Column("deleted_ms", BigInteger, nullable=False),
+)
+"""Explicit deletion records: data files go only because of a row here, never because one is missing above."""
+
+counters = Table(
+    "counters",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("next_value", BigInteger, nullable=False),
+)
+"""Numbers that are handed out once, in blocks."""
+
+client_quotas = Table(
+    "client_quotas",
+    metadata,
+    Column("entity", String(1024), primary_key=True),
+    Column("limits", JSON, nullable=False),
+)
+"""Limits of clients. The entity is the JSON text of a list of `[type, name]`; no name means the default."""
+
+group_settings = Table(
+    "group_settings",
+    metadata,
+    Column("group_id", String(1024), primary_key=True),
+    Column("overrides", JSON, nullable=False),
+)
+"""Settings of single consumer groups; share groups are subscriptions."""
+
+subscriptions = Table(
+    "subscriptions",
+    metadata,
+    Column("subscription_id", String(36), primary_key=True),
+    Column("name", String(249), nullable=False, unique=True),
+    Column("topics", JSON, nullable=False),
+    Column("starts", JSON, nullable=False),
+    Column("overrides", JSON, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("used_ms", BigInteger, nullable=False),
+)
+
+deleted_subscriptions = Table(
+    "deleted_subscriptions",
+    metadata,
+    Column("subscription_id", String(36), primary_key=True),
+    Column("name", String(249), nullable=False),
+    Column("deleted_ms", BigInteger, nullable=False),
+)
+"""Explicit deletion records: what a queue holds goes only because of a row here."""
+
+pipelines = Table(
+    "pipelines",
+    metadata,
+    Column("pipeline_id", String(36), primary_key=True),
+    Column("name", String(200), nullable=False, unique=True),
+    Column("kind", String(16), nullable=False),
+    Column("overrides", JSON, nullable=False),
+    Column("is_wanted", Boolean, nullable=False),
+    Column("parked", Text, nullable=False),
+    Column("created_ms", BigInteger, nullable=False),
+    Column("version", BigInteger, nullable=False),
+)
+
+routing_rules = Table(
+    "routing_rules",
+    metadata,
+    Column("pipeline_id", String(36), primary_key=True),
+    Column("name", String(200), primary_key=True),
+    Column("topic", String(249), nullable=False),
+    Column("targets", JSON, nullable=False),
+    Column("condition", Text, nullable=False),
+    Column("subscription", String(249), nullable=False),
+)
+"""The rules of pipelines that route: they go with their pipeline."""

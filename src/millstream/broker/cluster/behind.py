@@ -1,0 +1,31 @@
+"""Which replicas lack something of what this node leads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from millstream.broker.replication.partition import Partition
+from millstream.core.ids import NodeId
+from millstream.core.topic import TopicPartition
+
+
+class Behind(NamedTuple):
+    """A replica and how many records of the leader's log it lacks, as its last fetch told."""
+
+    partition: TopicPartition
+    replica: NodeId
+    records: int
+
+
+def replicas_behind(carried: Iterable[Partition]) -> Iterator[Behind]:
+    """Every replica that does not have all of a partition that this node leads."""
+    for partition in carried:
+        if partition.in_sync is None:
+            continue
+        end, start = partition.log.end_offset, partition.log.start_offset
+        for follower in partition.in_sync.followers:
+            # One that has not fetched yet may lack everything.
+            lacking = end - max(follower.offset, start)
+            if lacking > 0:
+                yield Behind(TopicPartition(partition.topic.name, partition.index), follower.node, lacking)

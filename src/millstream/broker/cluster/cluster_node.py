@@ -1,0 +1,301 @@
+"""The parts that make a node one of several: its picture of the cluster, its place in it, its replicas, its candidate.
+
+They start and stop in the order of the methods here: `open` (follow what was agreed on, carry what is carried here),
+`join` (when the APIs answer), `leave` (have others take over what this node leads), `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from random import Random
+from typing import Any
+from uuid import UUID
+
+from millstream import __version__
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.cluster_topics import ClusterTopics
+from millstream.broker.cluster.controller import Controller
+from millstream.broker.cluster.declarations import AnnouncedDeclarations, Announcer, Declarations
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.last_run import FolderOwner, LastRun
+from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.cluster.pipeline_owner import ElectedOwner
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.registration import Introduction, Registration
+from millstream.broker.cluster.replica_link import ReplicaLinks
+from millstream.broker.cluster.replicas import Replicas, ReplicaSettings
+from millstream.broker.cluster.store import ABSENT, CoordinationStore, Expect, Put
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.view import ClusterView, ViewChange
+from millstream.broker.log.files import Files
+from millstream.broker.log.store import LogStore
+from millstream.broker.replication.in_sync import NOT_REGISTERED
+from millstream.core.backoff import Backoff
+from millstream.core.clock import Clock
+from millstream.core.config import Config
+from millstream.core.errors import CatalogUnavailable, MillstreamError
+from millstream.core.ids import NodeId
+from millstream.core.metric import Metric, counter, gauge
+from millstream.core.supervise import Supervise
+
+_logger = logging.getLogger(__name__)
+
+Links = Callable[[Callable[[NodeId], Node | None]], ReplicaLinks]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a node in a cluster stands on; a simulation gives its own."""
+
+    config: Config
+    clock: Clock
+    random: Random
+    files: Files
+    data: str
+    log_store: LogStore
+    coordination: CoordinationStore
+    declarations: Declarations
+    links: Links
+    """Makes the links to other nodes, given where these are found."""
+    boot_id: str
+    supervise: Supervise
+    catalog_away_since_ms: Callable[[], int | None] = lambda: None
+    """Since when the catalog gives no answer, if it does not."""
+
+
+class ClusterNode:
+    """One node of a cluster, below its APIs."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._config = around.config
+        self._store = around.coordination
+        self._id = NodeId(around.config.node_id)
+        self._last_run = LastRun(
+            around.files, around.data, boot_id=around.boot_id, stopped_clean=around.log_store.clean_start
+        )
+        self.view = ClusterView(around.coordination, self._backoff())
+        announcer = Announcer(around.coordination, self._backoff(), new_text=self._new_text)
+        self._announcer = announcer
+        self.declarations = AnnouncedDeclarations(around.declarations, announcer)
+        self.topics = ClusterTopics(
+            self.declarations,
+            around.log_store,
+            around.config,
+            around.clock,
+            view=self.view,
+            coordination=around.coordination,
+            backoff=self._backoff(),
+            new_id=self._new_id,
+        )
+        self.replicas = Replicas(
+            self._id,
+            around.links(self._find),
+            around.coordination,
+            random=around.random,
+            settings=ReplicaSettings.of(around.config),
+            registration=self._registration_revision,
+            may_join=self._may_join,
+        )
+        self._controller: Controller | None = None
+        self._registration: Registration | None = None
+        self._follows_as = NOT_REGISTERED
+        self._tasks: list[asyncio.Task[None]] = []
+        self._catalog_changed = asyncio.Event()
+        self.quotas = ClientQuotas(self.declarations)
+        self.groups = DeclaredGroups(self.declarations, around.config)
+        self.subscriptions = Subscriptions(self.declarations, around.clock, new_id=self._new_id)
+        self.pipelines = Pipelines(self.declarations, around.clock, new_id=self._new_id)
+
+    async def open(self) -> None:
+        """Follow the coordination store, and open what this node carries. Nothing is led or followed yet."""
+        self._start("picture of the cluster", self.view.run())
+        self._start("changes of the catalog", self._announcer.run())
+        self._start("logs to open", self.topics.open_logs())
+        self._start("removed files", self.topics.tell_removed())
+        self._start("quotas, subscriptions and pipelines", self._follow_catalog())
+        await self.view.ready()
+        self.topics.when_roles_change(self.replicas.apply)
+        self.topics.when_dropped(self.replicas.forget)
+        await self.topics.load()
+        self.view.listen(self._look)
+        await self.replicas.start()
+
+    async def membership(self, me: Node) -> Membership:
+        """Who belongs to the cluster; its id comes from the catalog, and stays where all nodes see it."""
+        found = self.view.cluster_id
+        if found is None:
+            declared = await self._around.declarations.cluster_id()
+            await self._store.change([Put(keys.CLUSTER_ID, declared)], [Expect(keys.CLUSTER_ID, ABSENT)])
+            entries = (await self._store.read(keys.CLUSTER_ID)).entries
+            found = entries[keys.CLUSTER_ID].value
+        self._last_run.belong_to(FolderOwner(node_id=self._id, cluster=self._config.cluster, cluster_id=found))
+        return Membership(found, me, self.view)
+
+    async def join(self, me: Node, http: str) -> None:
+        """Register, and wait until the cluster has let this node in."""
+        around = self._around
+        self._registration = registration = Registration(
+            self._store,
+            self.view,
+            Introduction(node=me, http=http, version=__version__),
+            self._last_run,
+            ttl_s=self._config.lease_ms / 1000,
+            new_incarnation=self._new_text,
+            backoff=self._backoff(),
+        )
+        registration.when_admitted(self.topics.activate)
+        self._controller = Controller(
+            self._id,
+            self._store,
+            self.view,
+            around.declarations,
+            registered=lambda: registration.mine,
+            settings_of=self.topics.settings_of,
+            balance_s=self._config.leader_balance_ms / 1000,
+            random=around.random,
+        )
+        registering = self._start("registration", registration.run())
+        self._start("controller", self._controller.run())
+        admitted = asyncio.ensure_future(registration.admitted())
+        try:
+            await asyncio.wait([registering, admitted], return_when=asyncio.FIRST_COMPLETED)
+            if registering.done():
+                await registering
+        finally:
+            admitted.cancel()
+
+    def pipeline_owner(self, *, stands: bool) -> ElectedOwner:
+        """Who runs the pipelines; this node is one of those that may be it, if it stands for it."""
+        owner = ElectedOwner(
+            self._id,
+            self._store,
+            self.view,
+            registered=lambda: None if self._registration is None else self._registration.mine,
+            random=self._around.random,
+        )
+        if stands:
+            self._start("owner of pipelines", owner.run())
+        return owner
+
+    async def leave(self) -> None:
+        """Have others take over what this node leads, as far as they can, for a bounded time."""
+        registration = self._registration
+        if registration is not None and not registration.is_fenced and len(self.view.live) > 1:
+            await registration.leave(
+                lambda: not self.topics.leads_what_others_could(), timeout_s=self._config.leave_ms / 1000
+            )
+
+    async def close(self) -> None:
+        """Go out of the cluster, and stop following."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._registration is not None:
+            await self._registration.withdraw()
+        await self.replicas.close()
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._around.supervise(name, work)
+        self._tasks.append(task)
+        return task
+
+    async def _follow_catalog(self) -> None:
+        """Read quotas, groups, subscriptions and pipelines now and after each change of the catalog, for ever."""
+        backoff = self._backoff()
+        while True:
+            try:
+                await self.quotas.load()
+                await self.groups.load()
+                await self.subscriptions.load()
+                await self.pipelines.load()
+                backoff.succeeded()
+            except MillstreamError as error:
+                level = logging.DEBUG if isinstance(error, CatalogUnavailable) else logging.WARNING
+                _logger.log(
+                    level,
+                    "quotas, subscriptions and pipelines could not be read; trying again",
+                    extra={"error": str(error)},
+                )
+                await backoff.pause()
+                continue
+            await self._catalog_changed.wait()
+            self._catalog_changed.clear()
+
+    def troubles(self) -> Iterable[str]:
+        """Why this node should get no traffic."""
+        if self._registration is None or self._registration.is_fenced:
+            yield "the cluster does not count on this node now"
+
+    def warnings(self) -> Iterable[str]:
+        """What is not well in the cluster, although this node goes on."""
+        away = self._store.away_since_ms
+        if away is not None:
+            yield f"the coordination store is away since {_time(away)}; data flows, elections and new topics wait"
+        away = self._around.catalog_away_since_ms()
+        if away is not None:
+            yield f"the catalog is away since {_time(away)}; data flows, changes of topics and quotas wait"
+        if self.view.controller is None:
+            yield "no node is the controller"
+        without_leader = self.topics.without_leader()
+        if without_leader:
+            yield f"{without_leader} partitions have no leader"
+        under_min = self.topics.under_min_in_sync()
+        if under_min:
+            yield f"{under_min} partitions that this node leads have too few replicas in sync for acks=all"
+
+    def metrics(self) -> Iterable[Metric]:
+        """The node's place in the cluster."""
+        registration = self._registration
+        fenced = registration is None or registration.is_fenced or not registration.is_certain
+        losses = 0 if registration is None else registration.losses
+        yield gauge("millstream_nodes", "Nodes that are alive, as this one sees it.", len(self.view.live))
+        yield gauge("millstream_node_fenced", "1 while the cluster may not count on this node.", int(fenced))
+        yield counter("millstream_node_losses_total", "Times that the cluster gave this node up while it ran.", losses)
+        yield gauge("millstream_coordination_available", "1 while the store answers.", int(self._store.available))
+        yield from self.replicas.metrics()
+        if self._controller is not None:
+            yield from self._controller.metrics()
+
+    def _find(self, node: NodeId) -> Node | None:
+        registered = self.view.nodes.get(node)
+        return None if registered is None else registered.node
+
+    def _look(self, change: ViewChange) -> None:
+        if change.nodes:
+            self.replicas.nodes_changed()
+        if change.catalog:
+            self._catalog_changed.set()
+
+    def _may_join(self, node: NodeId, registration: int) -> bool:
+        """Whether a replica may come in sync: what it had before it registered anew counts no more."""
+        registered = self.view.nodes.get(node)
+        return registered is not None and registered.revision == registration and self.view.is_live(node)
+
+    def _registration_revision(self) -> int:
+        """Under which this process follows; also while its lease is lost, since leaders know it by that.
+
+        Never that of another process under the same id: leaders would take this one's log for the other's.
+        """
+        mine = None if self._registration is None else self._registration.mine
+        if mine is not None:
+            self._follows_as = mine.revision
+        return self._follows_as
+
+    def _backoff(self) -> Backoff:
+        return Backoff(self._around.random)
+
+    def _new_id(self) -> UUID:
+        return UUID(int=self._around.random.getrandbits(128), version=4)
+
+    def _new_text(self) -> str:
+        return str(self._new_id())
+
+
+def _time(at_ms: int) -> str:
+    return datetime.fromtimestamp(at_ms / 1000, tz=UTC).isoformat(timespec="seconds")

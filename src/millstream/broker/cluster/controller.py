@@ -1,0 +1,278 @@
+"""The node that decides for the cluster: who is let in, who leads each partition, and which topics there are.
+
+Every node runs one of these, and whoever creates the key `controller` is at work. All it does is worked out anew from
+the picture of the cluster, compared before it is changed, and fenced by its election, so it can be interrupted and
+begun again at any point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from random import Random
+from uuid import UUID
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.admission import admit
+from millstream.broker.cluster.balance import Balance
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.election import UNKNOWN_MINIMUM, elect, prefer, relieve
+from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.reassignment import ending, finished
+from millstream.broker.cluster.reconciliation import Reconciliation
+from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
+from millstream.broker.cluster.term import Proposal, Term
+from millstream.broker.cluster.told import Registered
+from millstream.broker.cluster.view import ClusterView, ViewChange
+from millstream.core.backoff import Backoff
+from millstream.core.errors import MillstreamError, StoreRefused, StoreUnavailable
+from millstream.core.ids import NodeId
+from millstream.core.metric import Metric, counter, gauge
+from millstream.core.partition_state import PartitionState
+from millstream.core.side_by_side import until_one_ends
+from millstream.core.topic import Topic, TopicSettings
+
+_logger = logging.getLogger(__name__)
+
+_WORKED_OUT_AT_ONCE = 1000
+"""So many partitions are looked at before others get their turn on the loop."""
+
+
+class _Deposed(Exception):
+    """Another node is the controller now."""
+
+
+class Controller:
+    """One node's candidate for the controller."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        store: CoordinationStore,
+        view: ClusterView,
+        declarations: Declarations,
+        *,
+        registered: Callable[[], Registered | None],
+        settings_of: Callable[[Topic], TopicSettings],
+        balance_s: float,
+        random: Random,
+    ) -> None:
+        """`registered` tells how this process is registered; while it is not, it neither decides nor disturbs."""
+        self._me = me
+        self._registered = registered
+        self._store = store
+        self._view = view
+        self._declarations = declarations
+        self._settings_of = settings_of
+        self._random = random
+        self._changed = asyncio.Event()
+        self._wake = asyncio.Event()
+        self._dirty: set[PartitionKey] = set()
+        self._unbalanced = Balance(balance_s)
+        self._balance_timer: asyncio.TimerHandle | None = None
+        self._reconciliation: Reconciliation | None = None
+        self._term: Term | None = None
+        self.elections = 0
+        view.listen(self._look)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether this node is the controller, as far as it knows."""
+        return self._term is not None
+
+    def metrics(self) -> Iterable[Metric]:
+        """Whether this node is the controller, and what it did."""
+        yield gauge("millstream_active_controller", "1 on the node that is the controller.", int(self.is_active))
+        yield counter("millstream_elections_total", "Changes of leader that this node decided.", self.elections)
+
+    async def run(self) -> None:
+        """Be the controller whenever there is no other; for ever."""
+        backoff = Backoff(self._random)
+        while True:
+            try:
+                await self._serve(await self._win())
+                backoff.succeeded()
+            except _Deposed:
+                _logger.info("this node is not the controller any more")
+            except StoreUnavailable as error:
+                # A refusal is an answer: mostly that this node has no session for the moment, which is told elsewhere.
+                level = logging.INFO if isinstance(error, StoreRefused) else logging.WARNING
+                _logger.log(level, "the controller waits for the store", extra={"error": str(error)})
+                await backoff.pause()
+            except Exception:
+                # Whatever it was, a cluster without a controller is worse than one that tries again.
+                _logger.exception("the controller failed; it begins anew")
+                await backoff.pause()
+            finally:
+                self._stop_term()
+
+    # -- becoming and ceasing to be the controller ----------------------------------------------------------
+
+    async def _win(self) -> Term:
+        """Wait until the place is free, and take it."""
+        view, me = self._view, self._me
+        while True:
+            self._changed.clear()
+            registered = self._registered()
+            if registered is not None and view.controller == me:
+                # Left over from a run of this node that is over, or from an attempt whose answer was lost.
+                await self._store.change([Delete(keys.CONTROLLER)], [Expect(keys.CONTROLLER, view.controller_revision)])
+            elif view.controller is None and registered is not None and me not in view.leaving:
+                revision = await self._store.change(
+                    [Put(keys.CONTROLLER, str(me), leased=True)],
+                    [Expect(keys.CONTROLLER, ABSENT), Expect(keys.node_key(me), registered.revision)],
+                )
+                if revision is not None:
+                    return Term(self._store, revision)
+            await self._changed.wait()
+
+    async def _serve(self, term: Term) -> None:
+        while self._view.revision < term.revision:
+            self._changed.clear()
+            await self._changed.wait()
+        _logger.info("this node is the controller", extra={"term": term.revision})
+        self._term = term
+        self._reconciliation = Reconciliation(
+            term, self._view, self._declarations, Backoff(self._random), when_placed=self._wake.set
+        )
+        self._dirty = set(self._view.states)
+        self._wake.set()
+        await until_one_ends((self._watch_place(term), self._keep_leaders(term), self._reconciliation.run()))
+
+    async def _watch_place(self, term: Term) -> None:
+        while self._view.controller_revision == term.revision:
+            self._changed.clear()
+            await self._changed.wait()
+        raise _Deposed
+
+    def _stop_term(self) -> None:
+        self._term = None
+        self._reconciliation = None
+        self._unbalanced.clear()
+        self._set_balance_timer()
+
+    def _look(self, change: ViewChange) -> None:
+        self._changed.set()
+        if self._term is None or self._reconciliation is None:
+            return
+        if change.nodes:
+            self._dirty.update(self._view.states)
+        self._dirty |= change.partitions
+        if change.topics:
+            # Their settings may say something else about elections now.
+            self._dirty.update(key for key in self._view.states if key[0] in change.topics)
+        if self._dirty or change.nodes or change.moved:
+            self._wake.set()
+        if change.catalog or change.nodes or change.deleted or change.placements or change.moved:
+            self._reconciliation.wake()
+
+    # -- leaders --------------------------------------------------------------------------------------------
+
+    async def _keep_leaders(self, term: Term) -> None:
+        backoff = Backoff(self._random)
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            try:
+                for registered in tuple(self._view.nodes.values()):
+                    if not self._view.is_live(registered.node.node_id):
+                        await admit(registered, term, self._view.live, self._min_in_sync)
+                await self._elect(term)
+                await self._finish_moves(term)
+                await self._balance(term)
+                backoff.succeeded()
+            except StoreUnavailable as error:
+                _logger.warning("elections wait for the store", extra={"error": str(error)})
+                self._dirty.update(self._view.states)
+                self._wake.set()
+                await backoff.pause()
+
+    async def _elect(self, term: Term) -> None:
+        dirty, self._dirty = list(self._dirty), set()
+        now, staying = asyncio.get_running_loop().time(), self._staying()
+        settings: dict[UUID, TopicSettings | None] = {}
+        proposals: list[Proposal] = []
+        for number, partition in enumerate(dirty, 1):
+            versioned, decided = self._view.states.get(partition), None
+            if versioned is not None:
+                topic_id = partition[0]
+                if topic_id not in settings:
+                    settings[topic_id] = self._topic_settings(topic_id)
+                decided = self._decide(versioned.state, settings[topic_id])
+                if decided is not None:
+                    proposals.append(Proposal(partition, decided, versioned.revision))
+            could_go_back = versioned is not None and decided is None and prefer(versioned.state, staying) is not None
+            self._unbalanced.note(partition, could_go_back=could_go_back, now=now)
+            if number % _WORKED_OUT_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        await self._propose(term, proposals)
+
+    def _decide(self, state: PartitionState, settings: TopicSettings | None) -> PartitionState | None:
+        live = self._view.live
+        if settings is None:
+            elected = elect(state, live)
+        else:
+            elected = elect(
+                state,
+                live,
+                min_in_sync=settings.min_insync_replicas,
+                unclean=settings.unclean_leader_election_enable,
+            )
+        return relieve(elected or state, live, self._view.leaving) or elected
+
+    def _topic_settings(self, topic_id: UUID) -> TopicSettings | None:
+        topic = self._view.topics.get(topic_id)
+        try:
+            return None if topic is None else self._settings_of(topic)
+        except MillstreamError as error:
+            # Written by a newer version: elections go by the strictest rules then.
+            _logger.warning("the settings of a topic cannot be read", extra={"error": str(error)})
+            return None
+
+    def _min_in_sync(self, topic_id: UUID) -> int:
+        settings = self._topic_settings(topic_id)
+        return UNKNOWN_MINIMUM if settings is None else settings.min_insync_replicas
+
+    def _staying(self) -> set[NodeId]:
+        return set(self._view.live) - self._view.leaving
+
+    def _set_balance_timer(self) -> None:
+        if self._balance_timer is not None:
+            self._balance_timer.cancel()
+        due = self._unbalanced.next_due
+        self._balance_timer = None if due is None else asyncio.get_running_loop().call_at(due, self._wake.set)
+
+    async def _balance(self, term: Term) -> None:
+        """Give leaderships back to the preferred replicas that have been in sync for long enough."""
+        unbalanced = self._unbalanced.take_due(asyncio.get_running_loop().time())
+        self._set_balance_timer()
+        staying = self._staying()
+        proposals = []
+        for partition in unbalanced:
+            versioned = self._view.states.get(partition)
+            preferred = None if versioned is None else prefer(versioned.state, staying)
+            if versioned is not None and preferred is not None:
+                proposals.append(Proposal(partition, preferred, versioned.revision))
+        await self._propose(term, proposals)
+
+    async def _finish_moves(self, term: Term) -> None:
+        """Take the old replicas out of partitions whose new ones are in sync."""
+        for partition, move in tuple(self._view.reassignments.items()):
+            versioned = self._view.states.get(partition)
+            if versioned is None:
+                continue
+            after = finished(versioned.state, move, self._view.live)
+            if after is not None and await term.change(
+                ending(partition, versioned.state, after),
+                [Expect(keys.partition_key(partition), versioned.revision)],
+            ):
+                _logger.info("partition moved", extra={"partition": partition[1], "replicas": str(after.replicas)})
+
+    async def _propose(self, term: Term, proposals: list[Proposal]) -> None:
+        if not proposals:
+            return
+        # Whatever was overtaken is looked at again when the picture shows by what.
+        overtaken = await term.propose(proposals)
+        self.elections += len(proposals) - len(overtaken)
+        _logger.info("leaders elected", extra={"partitions": len(proposals), "overtaken": len(overtaken)})

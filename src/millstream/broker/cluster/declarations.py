@@ -1,0 +1,373 @@
+"""What people declare, as the cluster asks for it: the catalog behind an asynchronous door."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+from uuid import UUID
+
+from millstream.broker.catalog.catalog import Catalog
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.store import CoordinationStore, Put
+from millstream.core.backoff import Backoff
+from millstream.core.clock import Clock, SystemClock
+from millstream.core.errors import CatalogDenied, CatalogUnavailable, StoreUnavailable
+from millstream.core.pipeline import Pipeline
+from millstream.core.quota import QuotaEntity
+from millstream.core.subscription import Subscription
+from millstream.core.topic import Topic
+
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Quotas = Mapping[QuotaEntity, Mapping[str, float]]
+
+
+class Declarations(Protocol):
+    """The catalog; see `broker/catalog/catalog.py` for what each call does."""
+
+    async def cluster_id(self) -> str:
+        """The id that clients are told."""
+
+    async def topics(self) -> list[Topic]:
+        """Every topic, by name."""
+
+    async def add_topic(self, topic: Topic) -> None:
+        """Declare a topic, durably."""
+
+    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Change the partitions or settings of a topic as it is declared now, in one step."""
+
+    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+
+    async def deleted_topic_ids(self) -> set[UUID]:
+        """Topics whose files may go."""
+
+    async def forget_deleted(self, topic_id: UUID) -> None:
+        """Drop the deletion record once the files are gone."""
+
+    async def take_block(self, counter: str, size: int) -> int:
+        """Take `size` numbers of a counter for good."""
+
+    async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
+        """The limits of every entity that has some."""
+
+    async def change_client_quotas(self, changes: Quotas) -> None:
+        """Store the limits of some entities."""
+
+    async def group_settings(self) -> dict[str, dict[str, str]]:
+        """The settings of every group that has some of its own."""
+
+    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """Store the settings of a group."""
+
+    async def subscriptions(self) -> list[Subscription]:
+        """Every subscription, by name."""
+
+    async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
+        """The subscriptions of these names that there are."""
+
+    async def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription, durably."""
+
+    async def alter_subscription(
+        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
+    ) -> Subscription:
+        """Change the topics or settings of a subscription as it is declared now, in one step."""
+
+    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+
+    async def deleted_subscriptions(self) -> dict[UUID, int]:
+        """Subscriptions whose state may go, and since when."""
+
+    async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
+        """Drop the deletion record once the state is gone everywhere."""
+
+    async def pipelines(self) -> list[Pipeline]:
+        """Every pipeline with its rules, by name."""
+
+    async def pipeline_named(self, name: str) -> Pipeline | None:
+        """The pipeline of this name, if there is one."""
+
+    async def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline, durably."""
+
+    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Change a pipeline or its rules as it is declared now, in one step."""
+
+    async def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out, with its rules."""
+
+
+class CatalogDeclarations:
+    """The catalog, each call in a thread."""
+
+    def __init__(self, catalog: Catalog, *, is_prepared: bool = True, clock: Clock | None = None) -> None:
+        self.away_since_ms: int | None = None
+        """Since when, on the wall clock, it gives no answer; None while it does."""
+        self._catalog = catalog
+        self._clock = clock or SystemClock()
+        self._is_prepared = is_prepared
+        self._answered_once = False
+        self._preparing = asyncio.Lock()
+
+    async def cluster_id(self) -> str:
+        """The id that clients are told."""
+        return await self._call(lambda catalog: catalog.cluster_id)
+
+    async def topics(self) -> list[Topic]:
+        """Every topic, by name."""
+        return await self._call(Catalog.topics)
+
+    async def add_topic(self, topic: Topic) -> None:
+        """Declare a topic, durably."""
+        await self._call(lambda catalog: catalog.add_topic(topic))
+
+    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Change a topic as it is declared now."""
+        return await self._call(lambda catalog: catalog.alter_topic(topic_id, change))
+
+    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+        await self._call(lambda catalog: catalog.delete_topic(topic, now_ms=now_ms))
+
+    async def deleted_topic_ids(self) -> set[UUID]:
+        """Topics whose files may go."""
+        return await self._call(Catalog.deleted_topic_ids)
+
+    async def forget_deleted(self, topic_id: UUID) -> None:
+        """Drop the deletion record once the files are gone."""
+        await self._call(lambda catalog: catalog.forget_deleted(topic_id))
+
+    async def take_block(self, counter: str, size: int) -> int:
+        """Take `size` numbers of a counter for good."""
+        return await self._call(lambda catalog: catalog.take_block(counter, size))
+
+    async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
+        """The limits of every entity that has some."""
+        return await self._call(Catalog.client_quotas)
+
+    async def change_client_quotas(self, changes: Quotas) -> None:
+        """Store the limits of some entities."""
+        await self._call(lambda catalog: catalog.change_client_quotas(changes))
+
+    async def group_settings(self) -> dict[str, dict[str, str]]:
+        """The settings of every group that has some of its own."""
+        return await self._call(Catalog.group_settings)
+
+    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """Store the settings of a group."""
+        await self._call(lambda catalog: catalog.change_group_settings(group_id, overrides))
+
+    async def subscriptions(self) -> list[Subscription]:
+        """Every subscription, by name."""
+        return await self._call(Catalog.subscriptions)
+
+    async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
+        """The subscriptions of these names that there are."""
+        return await self._call(lambda catalog: catalog.subscriptions_named(names))
+
+    async def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription, durably."""
+        await self._call(lambda catalog: catalog.add_subscription(subscription))
+
+    async def alter_subscription(
+        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
+    ) -> Subscription:
+        """Change a subscription as it is declared now."""
+        return await self._call(lambda catalog: catalog.alter_subscription(subscription_id, change))
+
+    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+        await self._call(lambda catalog: catalog.delete_subscription(subscription, now_ms=now_ms))
+
+    async def deleted_subscriptions(self) -> dict[UUID, int]:
+        """Subscriptions whose state may go, and since when."""
+        return await self._call(Catalog.deleted_subscriptions)
+
+    async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
+        """Drop the deletion record once the state is gone everywhere."""
+        await self._call(lambda catalog: catalog.forget_deleted_subscription(subscription_id))
+
+    async def pipelines(self) -> list[Pipeline]:
+        """Every pipeline with its rules, by name."""
+        return await self._call(Catalog.pipelines)
+
+    async def pipeline_named(self, name: str) -> Pipeline | None:
+        """The pipeline of this name, if there is one."""
+        return await self._call(lambda catalog: catalog.pipeline_named(name))
+
+    async def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline, durably."""
+        await self._call(lambda catalog: catalog.add_pipeline(pipeline))
+
+    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Change a pipeline or its rules as it is declared now."""
+        return await self._call(lambda catalog: catalog.alter_pipeline(pipeline_id, change))
+
+    async def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out, with its rules."""
+        await self._call(lambda catalog: catalog.delete_pipeline(pipeline))
+
+    async def _call(self, ask: Callable[[Catalog], T]) -> T:
+        try:
+            answer = await self._ask(ask)
+        except CatalogUnavailable as error:
+            if self.away_since_ms is None:
+                self.away_since_ms = self._clock.now_ms()
+                if self._answered_once:
+                    # Before that, whoever waits for the first answer tells.
+                    how = "refuses this node" if isinstance(error, CatalogDenied) else "is away"
+                    _logger.warning(
+                        "the catalog %s; data flows, changes of topics and quotas wait",
+                        how,
+                        extra={"reason": str(error)},
+                    )
+            raise
+        self._answered_once = True
+        if self.away_since_ms is not None:
+            _logger.info("the catalog is back", extra={"away_ms": self._clock.now_ms() - self.away_since_ms})
+            self.away_since_ms = None
+        return answer
+
+    async def _ask(self, ask: Callable[[Catalog], T]) -> T:
+        if not self._is_prepared:
+            # The catalog of a cluster may be away when a node starts; its tables are seen to when it is first there.
+            async with self._preparing:
+                if not self._is_prepared:
+                    await asyncio.to_thread(self._catalog.prepare)
+                    self._is_prepared = True
+        return await asyncio.to_thread(ask, self._catalog)
+
+
+class Announcer:
+    """Tells the cluster that the catalog has changed, and does not give up while the store is away."""
+
+    def __init__(self, store: CoordinationStore, backoff: Backoff, *, new_text: Callable[[], str]) -> None:
+        self._store = store
+        self._backoff = backoff
+        self._new_text = new_text
+        self._wanted = asyncio.Event()
+
+    def announce(self) -> None:
+        """Tell everybody soon."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Tell, whenever it is wanted; for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                await self._store.change([Put(keys.CATALOG_VERSION, self._new_text())])
+                self._backoff.succeeded()
+            except StoreUnavailable as error:
+                _logger.warning("a change of the catalog could not be told yet", extra={"error": str(error)})
+                self._wanted.set()
+                await self._backoff.pause()
+
+
+class AnnouncedDeclarations:
+    """The catalog of a cluster: each change is told to all nodes."""
+
+    def __init__(self, inner: Declarations, announcer: Announcer) -> None:
+        self._inner = inner
+        self._announcer = announcer
+        self.cluster_id = inner.cluster_id
+        self.topics = inner.topics
+        self.deleted_topic_ids = inner.deleted_topic_ids
+        self.forget_deleted = inner.forget_deleted
+        self.take_block = inner.take_block
+        self.client_quotas = inner.client_quotas
+        self.group_settings = inner.group_settings
+        self.subscriptions = inner.subscriptions
+        self.subscriptions_named = inner.subscriptions_named
+        self.deleted_subscriptions = inner.deleted_subscriptions
+        self.forget_deleted_subscription = inner.forget_deleted_subscription
+        self.pipelines = inner.pipelines
+        self.pipeline_named = inner.pipeline_named
+
+    async def add_topic(self, topic: Topic) -> None:
+        """Declare a topic, durably."""
+        try:
+            await self._inner.add_topic(topic)
+        finally:
+            # Also after a failure, which may have come too late to stop the change.
+            self._announcer.announce()
+
+    async def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
+        """Change a topic as it is declared now."""
+        try:
+            return await self._inner.alter_topic(topic_id, change)
+        finally:
+            self._announcer.announce()
+
+    async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
+        """Take a topic out and leave the record that allows its files to go."""
+        try:
+            await self._inner.delete_topic(topic, now_ms=now_ms)
+        finally:
+            self._announcer.announce()
+
+    async def change_client_quotas(self, changes: Quotas) -> None:
+        """Store the limits of some entities."""
+        try:
+            await self._inner.change_client_quotas(changes)
+        finally:
+            self._announcer.announce()
+
+    async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
+        """Store the settings of a group."""
+        try:
+            await self._inner.change_group_settings(group_id, overrides)
+        finally:
+            self._announcer.announce()
+
+    async def add_subscription(self, subscription: Subscription) -> None:
+        """Declare a subscription, durably."""
+        try:
+            await self._inner.add_subscription(subscription)
+        finally:
+            self._announcer.announce()
+
+    async def alter_subscription(
+        self, subscription_id: UUID, change: Callable[[Subscription], Subscription]
+    ) -> Subscription:
+        """Change a subscription as it is declared now."""
+        try:
+            return await self._inner.alter_subscription(subscription_id, change)
+        finally:
+            self._announcer.announce()
+
+    async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
+        """Take a subscription out and leave the record that allows its state to go."""
+        try:
+            await self._inner.delete_subscription(subscription, now_ms=now_ms)
+        finally:
+            self._announcer.announce()
+
+    async def add_pipeline(self, pipeline: Pipeline) -> None:
+        """Declare a pipeline, durably."""
+        try:
+            await self._inner.add_pipeline(pipeline)
+        finally:
+            self._announcer.announce()
+
+    async def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
+        """Change a pipeline or its rules as it is declared now."""
+        try:
+            return await self._inner.alter_pipeline(pipeline_id, change)
+        finally:
+            self._announcer.announce()
+
+    async def delete_pipeline(self, pipeline: Pipeline) -> None:
+        """Take a pipeline out, with its rules."""
+        try:
+            await self._inner.delete_pipeline(pipeline)
+        finally:
+            self._announcer.announce()

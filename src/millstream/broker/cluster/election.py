@@ -1,0 +1,92 @@
+"""Who leads a partition: pure functions from one agreed state to the next.
+
+Only a replica that has everything that was acknowledged may lead: one that is in sync or, when none of these is alive,
+one that is still eligible. All functions return None when the state is right as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+
+from millstream.core.ids import NodeId
+from millstream.core.partition_state import NO_LEADER, PartitionState
+
+UNKNOWN_MINIMUM = 2**31
+"""Where it is not known how many have to be in sync: more than there are, so that whoever leaves stays eligible."""
+
+
+def elect(
+    state: PartitionState, alive: Collection[NodeId], *, min_in_sync: int = UNKNOWN_MINIMUM, unclean: bool = False
+) -> PartitionState | None:
+    """Take the dead out of the in-sync set, and elect a leader if there is none that lives.
+
+    The in-sync set is never emptied: when nobody in it lives, it stays, since only they may lead later. `unclean`
+    allows any replica then, at the price of records that were acknowledged.
+    """
+    staying = [node for node in state.in_sync if node in alive]
+    if staying:
+        shrunk = _with_in_sync(state, staying, min_in_sync)
+        if state.leader in staying:
+            return None if shrunk == state else shrunk
+        return shrunk.elected(_first(state, staying))
+    eligible = [node for node in state.eligible if node in alive]
+    if eligible:
+        leader = _first(state, eligible)
+        return _with_in_sync(state, [leader], min_in_sync).elected(leader)
+    anybody = [node for node in state.replicas if node in alive]
+    if unclean and anybody:
+        return replace(state, in_sync=(anybody[0],), eligible=()).elected(anybody[0])
+    return state.elected(NO_LEADER) if state.has_leader else None
+
+
+def prefer(state: PartitionState, alive: Collection[NodeId]) -> PartitionState | None:
+    """Give the leadership back to the preferred replica, if it is alive and in sync."""
+    preferred = state.preferred
+    if not state.has_leader or state.leader == preferred or preferred not in alive or preferred not in state.in_sync:
+        return None
+    return state.elected(preferred)
+
+
+def relieve(state: PartitionState, alive: Collection[NodeId], leaving: Collection[NodeId]) -> PartitionState | None:
+    """Move the leadership away from a node that is about to stop, if another one can take it."""
+    if state.leader not in leaving:
+        return None
+    others = [node for node in state.in_sync if node in alive and node not in leaving]
+    return state.elected(_first(state, others)) if others else None
+
+
+def distrust(state: PartitionState, node: NodeId) -> PartitionState | None:
+    """Take a node whose log may have a hole out of those that may lead; the last one stays, for want of any other."""
+    in_sync = tuple(one for one in state.in_sync if one != node)
+    eligible = tuple(one for one in state.eligible if one != node)
+    if not in_sync:
+        # What is eligible has everything up to the high watermark too.
+        in_sync, eligible = (eligible, ()) if eligible else (state.in_sync, ())
+    trusted = replace(state, in_sync=in_sync, eligible=eligible)
+    if trusted.leader == node or trusted.leader not in (*in_sync, NO_LEADER):
+        trusted = trusted.elected(NO_LEADER)
+    return None if trusted == state else trusted
+
+
+def enough(state: PartitionState, min_in_sync: int) -> int:
+    """How many replicas must be in sync: never more than there are."""
+    return min(min_in_sync, len(state.replicas))
+
+
+def _with_in_sync(state: PartitionState, in_sync: Collection[NodeId], min_in_sync: int) -> PartitionState:
+    kept = _in_order(state, in_sync)
+    if len(kept) >= enough(state, min_in_sync):
+        return replace(state, in_sync=kept, eligible=())
+    # The high watermark does not move from here on, so whoever leaves the set has everything below it for good.
+    others = {*state.in_sync, *state.eligible} - set(kept)
+    return replace(state, in_sync=kept, eligible=_in_order(state, others))
+
+
+def _in_order(state: PartitionState, nodes: Collection[NodeId]) -> tuple[NodeId, ...]:
+    return tuple(node for node in state.replicas if node in nodes)
+
+
+def _first(state: PartitionState, nodes: Iterable[NodeId]) -> NodeId:
+    wanted = set(nodes)
+    return next(node for node in state.replicas if node in wanted)

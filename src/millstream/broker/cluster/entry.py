@@ -1,0 +1,172 @@
+"""What a starting node makes sure of before it opens its log: that its folder, etcd and the catalog belong together.
+
+A wrong setting is told at once, in a sentence, and a store that gives no answer for as long as the node waits for it. A
+node that the cluster has let in before starts without the catalog, since all that is declared is in etcd too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.registration import forgotten, taken
+from millstream.broker.cluster.store import CoordinationStore
+from millstream.broker.cluster.told import Registered
+from millstream.core.backoff import Backoff
+from millstream.core.clock import Clock
+from millstream.core.errors import (
+    CatalogDenied,
+    CatalogUnavailable,
+    ClusterMismatch,
+    StoreDenied,
+    StoreUnavailable,
+)
+from millstream.core.ids import NodeId
+
+_logger = logging.getLogger(__name__)
+
+CATALOG_S_MAX = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What the node was started as."""
+
+    node_id: NodeId
+    cluster: str
+    etcd: str
+    """Where etcd is looked for, without passwords."""
+    data: str
+    etcd_wait_s: float
+    """How long to wait for etcd; 0 means for ever."""
+
+
+class Entry:
+    """The checks of one start."""
+
+    def __init__(
+        self,
+        claim: Claim,
+        owner: FolderOwner,
+        store: CoordinationStore,
+        declarations: Declarations,
+        *,
+        clock: Clock,
+        backoff: Callable[[], Backoff],
+        answers: Callable[[Node], Awaitable[bool]],
+        tell: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """`answers` tells whether a node runs at an address; `tell` is told what the node waits for."""
+        self._claim = claim
+        self._owner = owner
+        self._store = store
+        self._declarations = declarations
+        self._clock = clock
+        self._backoff = backoff
+        self._answers = answers
+        self._tell = tell
+
+    async def check(self) -> None:
+        """Return when the node may go on; raise what is wrong with its settings, or that etcd gave no answer."""
+        self._check_folder()
+        known = await self._ask_store()
+        self._check_known(known)
+        await self._check_place(known.get(keys.node_key(self._claim.node_id)))
+        await self._check_catalog(known.get(keys.CLUSTER_ID))
+
+    def _check_folder(self) -> None:
+        """The folder first: it says best which setting is wrong."""
+        claim, owner = self._claim, self._owner
+        if owner.node_id not in (UNKNOWN_NODE, claim.node_id):
+            raise ClusterMismatch(
+                f"{claim.data} is the folder of node {owner.node_id}, and this is started as node {claim.node_id}; "
+                f"give --node-id {owner.node_id}, or another --data"
+            )
+        if owner.cluster not in ("", claim.cluster):
+            raise ClusterMismatch(
+                f"{claim.data} belongs to the cluster {owner.cluster!r}, and this node is started for "
+                f"{claim.cluster!r}; give --cluster {owner.cluster}, or another --data"
+            )
+
+    def _check_known(self, known: Mapping[str, str]) -> None:
+        """Whether etcd is the one that knows this folder."""
+        claim, owner = self._claim, self._owner
+        found = known.get(keys.CLUSTER_ID)
+        if found is not None and owner.cluster_id not in ("", found):
+            raise ClusterMismatch(
+                f"{claim.data} belongs to another cluster ({owner.cluster_id}) than the one that etcd at {claim.etcd} "
+                f"knows as {claim.cluster!r} ({found}); check --etcd, or give another --data"
+            )
+        if owner.was_let_in and keys.admitted_key(claim.node_id) not in known:
+            raise forgotten(claim.node_id)
+
+    async def _check_place(self, held: str | None) -> None:
+        """Refuse at once when the node that has this id answers; one that does not is waited for when registering."""
+        if held is None:
+            return
+        other = Registered.from_json(self._claim.node_id, held, 0)
+        if other.incarnation not in self._owner.incarnations and await self._answers(other.node):
+            raise taken(other.node)
+
+    # -- the stores -----------------------------------------------------------------------------------------
+
+    async def _ask_store(self) -> dict[str, str]:
+        """What etcd knows of this node and its cluster; waits until it answers, or for as long as is set."""
+        claim, backoff = self._claim, self._backoff()
+        began, since_ms = self._clock.monotonic(), self._clock.now_ms()
+        while True:
+            try:
+                return await self._read_known()
+            except StoreDenied as error:
+                raise StoreDenied(f"{error}; check the user and password in --etcd, at {claim.etcd}") from error
+            except StoreUnavailable as error:
+                waited_s = self._clock.monotonic() - began
+                if claim.etcd_wait_s and waited_s >= claim.etcd_wait_s:
+                    raise StoreUnavailable(
+                        f"no answer from etcd at {claim.etcd} within {waited_s:.0f} s ({error}); "
+                        "check --etcd and that etcd runs, or wait longer with --etcd-wait-ms"
+                    ) from error
+                await self._wait(f"waits for etcd at {claim.etcd}", error, since_ms, backoff)
+
+    async def _read_known(self) -> dict[str, str]:
+        known: dict[str, str] = {}
+        for key in (keys.CLUSTER_ID, keys.node_key(self._claim.node_id), keys.admitted_key(self._claim.node_id)):
+            entry = (await self._store.read(key)).entries.get(key)
+            if entry is not None:
+                known[key] = entry.value
+        return known
+
+    async def _check_catalog(self, known: str | None) -> None:
+        """Whether the catalog is that of this cluster; waits for it when nothing is known here."""
+        backoff, since_ms = self._backoff(), self._clock.now_ms()
+        while True:
+            try:
+                # Whoever may start without it does not wait long for one that stands still.
+                async with asyncio.timeout(CATALOG_S_MAX if self._owner.was_let_in else None):
+                    declared = await self._declarations.cluster_id()
+                break
+            except CatalogDenied:
+                raise
+            except (CatalogUnavailable, TimeoutError) as error:
+                if self._owner.was_let_in:
+                    _logger.warning("starting without the catalog, by what etcd knows", extra={"error": str(error)})
+                    return
+                await self._wait("waits for the catalog, of which nothing is known here yet", error, since_ms, backoff)
+        if known not in (None, declared):
+            raise ClusterMismatch(
+                f"the catalog is that of another cluster ({declared}) than the one that etcd at {self._claim.etcd} "
+                f"knows as {self._claim.cluster!r} ({known}); check --catalog and --etcd"
+            )
+
+    async def _wait(self, what: str, error: Exception, since_ms: int, backoff: Backoff) -> None:
+        since = datetime.fromtimestamp(since_ms / 1000, tz=UTC).isoformat(timespec="seconds")
+        _logger.warning("the node %s", what, extra={"error": str(error), "since": since})
+        await self._tell(f"the node {what}, since {since}: {error}")
+        await backoff.pause()

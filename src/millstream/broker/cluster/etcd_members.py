@@ -1,0 +1,228 @@
+"""Requests to etcd: its members take turns.
+
+What is known of a request that failed decides everything. One that never left, or that etcd surely did not carry out,
+may go to the next member; one whose answer was lost goes on only if doing it twice does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from aetcd import rpc
+
+from millstream.broker.cluster.etcd_address import EtcdAddress
+from millstream.broker.cluster.etcd_probe import what_answers
+from millstream.broker.cluster.store_health import StoreHealth
+from millstream.core.errors import StoreDenied, StoreRefused, StoreUnavailable, WatchLost
+
+CONNECT_S_MAX = 1.0
+ATTEMPT_S_MAX = 2.0
+"""How long one member may take to answer a request that another one can be asked as well."""
+
+ROUNDS = 3
+"""How often each member is turned to: the first time may have met a connection that was about to break."""
+
+PAUSE_S = 0.2
+
+OPTIONS = (
+    # A watch waits for ever; this is how it learns that the other side is gone or stands still.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 3_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+    # Only we know which requests may be repeated.
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.use_local_subchannel_pool", 1),
+)
+
+_CODE = grpc.StatusCode
+_SURELY_NOT_DONE = frozenset(
+    {
+        _CODE.INVALID_ARGUMENT,
+        _CODE.NOT_FOUND,
+        _CODE.PERMISSION_DENIED,
+        _CODE.RESOURCE_EXHAUSTED,
+        _CODE.FAILED_PRECONDITION,
+        _CODE.OUT_OF_RANGE,
+        _CODE.UNIMPLEMENTED,
+        _CODE.UNAUTHENTICATED,
+    }
+)
+
+_DENIED = frozenset({_CODE.PERMISSION_DENIED, _CODE.UNAUTHENTICATED})
+
+
+class NotConnected(Exception):
+    """A member cannot be reached, so nothing was sent to it."""
+
+
+class EtcdMember:
+    """One member and the connection to it, which is made when it is first needed."""
+
+    def __init__(self, endpoint: str, credentials: Any) -> None:
+        self.endpoint = endpoint
+        self.channel = (
+            grpc.aio.insecure_channel(endpoint, options=OPTIONS)
+            if credentials is None
+            else grpc.aio.secure_channel(endpoint, credentials, options=OPTIONS)
+        )
+        self.keys = rpc.KVStub(self.channel)
+        self.leases = rpc.LeaseStub(self.channel)
+        self.watches = rpc.WatchStub(self.channel)
+        self.logins = rpc.AuthStub(self.channel)
+
+    async def connect(self) -> None:
+        """Wait until there is a connection, or it is known that there is none."""
+        try:
+            async with asyncio.timeout(CONNECT_S_MAX):
+                while (state := self.channel.get_state(try_to_connect=True)) != grpc.ChannelConnectivity.READY:
+                    if state == grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                        raise NotConnected(f"{self.endpoint} cannot be reached")
+                    await self.channel.wait_for_state_change(state)
+        except TimeoutError:
+            raise NotConnected(f"{self.endpoint} did not answer within {CONNECT_S_MAX:g} s") from None
+
+
+Call = Callable[[EtcdMember], Any]
+
+
+class EtcdMembers:
+    """Asks one member after the other until one answers."""
+
+    def __init__(self, address: EtcdAddress, health: StoreHealth, *, request_s_max: float) -> None:
+        self.address = address
+        self.health = health
+        self._request_s_max = request_s_max
+        self._credentials = address.credentials()
+        self._members: dict[str, EtcdMember] = {}
+        self._current = 0
+        self._moved: list[Callable[[], None]] = []
+        self._token = ""
+
+    @property
+    def endpoint(self) -> str:
+        """The member that is asked first."""
+        return self.address.endpoints[self._current]
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What goes with every request."""
+        # A member that is cut off from the others shall refuse at once, instead of waiting for them.
+        leader = ("hasleader", "true")
+        return (leader, ("token", self._token)) if self._token else (leader,)
+
+    def when_moved(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Have `listener` called when another member is turned to, until the function returned is called."""
+        self._moved.append(listener)
+        return lambda: self._moved.remove(listener)
+
+    def move_on(self, endpoint: str) -> None:
+        """Turn to the next member, if this one is still the one that is asked."""
+        if endpoint != self.endpoint:
+            return
+        self._current = (self._current + 1) % len(self.address.endpoints)
+        for listener in tuple(self._moved):
+            listener()
+
+    async def connected(self) -> EtcdMember:
+        """The member that is asked first, with a connection and a login."""
+        member = self._member(self.endpoint)
+        await member.connect()
+        if self.address.user is not None and not self._token:
+            await self._log_in(member)
+        return member
+
+    async def ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
+        """The answer to a request; one that is repeatable is asked of every member, any other until it has left."""
+        reason = unreached = ""
+        maybe_done = False
+        for attempt in range(ROUNDS * len(self.address.endpoints)):
+            endpoint = self.endpoint
+            if attempt and attempt % len(self.address.endpoints) == 0:
+                await asyncio.sleep(PAUSE_S * attempt / len(self.address.endpoints))
+            try:
+                answer = await self._ask(call, request, repeatable=repeatable)
+            except NotConnected as error:
+                reason, lost, unreached = str(error), False, endpoint
+            except grpc.aio.AioRpcError as error:
+                if is_final(error):
+                    self.health.answered()
+                    raise _refused(error) from error
+                reason, lost, unreached = f"{error.code().name}, {error.details()}", not _is_cut_off(error), ""
+            else:
+                self.health.answered()
+                return answer
+            self.move_on(endpoint)
+            maybe_done = maybe_done or lost
+            if lost and not repeatable:
+                break
+        if unreached:
+            reason = await what_answers(unreached, with_tls=self._credentials is not None)
+        self.health.silent(reason)
+        raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd gives no answer: {reason}")
+
+    async def _ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
+        member = await self.connected()
+        timeout_s = min(ATTEMPT_S_MAX, self._request_s_max) if repeatable else self._request_s_max
+        try:
+            return await call(member)(request, timeout=timeout_s, metadata=self.metadata)
+        except grpc.aio.AioRpcError as error:
+            if self.address.user is None or not wants_login(error):
+                raise
+        await self._log_in(member)
+        return await call(member)(request, timeout=timeout_s, metadata=self.metadata)
+
+    async def _log_in(self, member: EtcdMember) -> None:
+        self._token = ""
+        answer = await member.logins.Authenticate(self.login(), timeout=ATTEMPT_S_MAX, metadata=self.metadata)
+        self._token = answer.token
+
+    def login(self) -> Any:
+        """The request that gets a token."""
+        return rpc.AuthenticateRequest(name=self.address.user, password=self.address.password)
+
+    def use_token(self, token: str) -> None:
+        """Take over a token that was got elsewhere; none makes the next request log in anew."""
+        self._token = token
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for member in self._members.values():
+            await member.channel.close()
+        self._members.clear()
+
+    def _member(self, endpoint: str) -> EtcdMember:
+        member = self._members.get(endpoint)
+        if member is None:
+            member = self._members[endpoint] = EtcdMember(endpoint, self._credentials)
+        return member
+
+
+def wants_login(error: Any) -> bool:
+    """Whether another token would help."""
+    details = str(error.details())
+    return error.code() == _CODE.UNAUTHENTICATED or "auth store is old" in details or "name is empty" in details
+
+
+def is_final(error: Any) -> bool:
+    """Whether etcd answered, surely without having carried out the request, and another member would say the same."""
+    return error.code() in _SURELY_NOT_DONE
+
+
+def _is_cut_off(error: Any) -> bool:
+    """Whether this member refused before it did anything, since it has no leader."""
+    return error.code() == _CODE.UNAVAILABLE and "no leader" in str(error.details())
+
+
+def _refused(error: Any) -> StoreUnavailable:
+    if error.code() == _CODE.OUT_OF_RANGE:
+        return WatchLost(f"etcd has forgotten that part of its history: {error.details()}")
+    denied = error.code() in _DENIED or "authentication failed" in str(error.details()) or wants_login(error)
+    return (StoreDenied if denied else StoreRefused)(f"etcd refused: {error.details()}")

@@ -1,0 +1,72 @@
+"""Requests to etcd, and what its answers mean, in the terms of the coordination store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from aetcd import rpc
+
+from millstream.broker.cluster.store import Change, Entry, Event, Expect, Put
+from millstream.core.errors import CorruptState
+
+
+def range_end(prefix: bytes) -> bytes:
+    """The first key behind all that begin with `prefix`."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\x00"
+
+
+def transaction(namespace: bytes, changes: Sequence[Change], expect: Sequence[Expect], lease: int) -> Any:
+    """Carry out changes under conditions."""
+    return rpc.TxnRequest(
+        compare=[
+            rpc.Compare(
+                key=namespace + key.encode(),
+                target=rpc.Compare.MOD,
+                result=rpc.Compare.EQUAL,
+                mod_revision=revision,
+            )
+            for key, revision in expect
+        ],
+        success=[_operation(namespace, change, lease) for change in changes],
+    )
+
+
+def _operation(namespace: bytes, change: Change, lease: int) -> Any:
+    key = namespace + change.key.encode()
+    if not isinstance(change, Put):
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key))
+    put = rpc.PutRequest(key=key, value=change.value.encode(), lease=lease if change.leased else 0)
+    return rpc.RequestOp(request_put=put)
+
+
+def page(prefix: bytes, *, first: bytes, revision: int, keys_max: int) -> Any:
+    """Read the keys below `prefix` from `first` on, as of a revision; 0 means the newest."""
+    return rpc.RangeRequest(key=first, range_end=range_end(prefix), revision=revision, limit=keys_max)
+
+
+def watch(prefix: bytes, *, after: int) -> Any:
+    """Tell what changes below `prefix`."""
+    create = rpc.WatchCreateRequest(
+        key=prefix, range_end=range_end(prefix), start_revision=after + 1, progress_notify=True
+    )
+    return rpc.WatchRequest(create_request=create)
+
+
+def entry(namespace: bytes, found: Any) -> Entry:
+    """A key as a read found it."""
+    return Entry(_text(found.key[len(namespace) :]), _text(found.value), found.mod_revision, found.create_revision)
+
+
+def event(namespace: bytes, told: Any) -> Event:
+    """A change as a watch tells of it."""
+    value = None if told.type == rpc.Event.DELETE else _text(told.kv.value)
+    return Event(_text(told.kv.key[len(namespace) :]), value, told.kv.mod_revision)
+
+
+def _text(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptState(f"etcd holds what is no text: {content[:100]!r}") from error

@@ -1,0 +1,75 @@
+"""The settings of single groups: declared in the catalog, held in memory for the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Final
+
+from millstream.broker.cluster.declarations import Declarations
+from millstream.core.config import Config
+from millstream.core.errors import InvalidGroupId, InvalidRequest
+from millstream.core.group import DECLARED, HEARTBEAT, SESSION, parse_group_settings
+
+_logger = logging.getLogger(__name__)
+
+GROUPS_MAX: Final = 100_000
+GROUP_ID_CHARACTERS_MAX: Final = 1024
+_NONE: Final[Mapping[str, int]] = {}
+
+
+class DeclaredGroups:
+    """Every group that has settings of its own, whether it has members or not."""
+
+    def __init__(self, declarations: Declarations, config: Config) -> None:
+        self.defaults: Mapping[str, int] = {
+            SESSION: config.group_consumer_session_ms,
+            HEARTBEAT: config.group_consumer_heartbeat_ms,
+        }
+        """What holds for groups without settings of their own."""
+        self._declarations = declarations
+        self._overrides: dict[str, dict[str, str]] = {}
+        self._parsed: dict[str, Mapping[str, int]] = {}
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Read what the catalog holds."""
+        self._overrides = await self._declarations.group_settings()
+        self._parsed = {
+            group_id: {name: DECLARED[name].parse(text) for name, text in overrides.items() if name in DECLARED}
+            for group_id, overrides in self._overrides.items()
+        }
+
+    def all(self) -> Mapping[str, Mapping[str, str]]:
+        """Every group with settings of its own."""
+        return self._overrides
+
+    def overrides_of(self, group_id: str) -> Mapping[str, str]:
+        """What was set for a group."""
+        return self._overrides.get(group_id, {})
+
+    def values_of(self, group_id: str) -> Mapping[str, int]:
+        """The same, as numbers."""
+        return self._parsed.get(group_id, _NONE)
+
+    async def alter(self, group_id: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> None:
+        """Set some settings of a group, durably; None takes one back to the node's."""
+        if not 0 < len(group_id) <= GROUP_ID_CHARACTERS_MAX:
+            raise InvalidGroupId(f"a group id has 1 to {GROUP_ID_CHARACTERS_MAX} characters, not {len(group_id)}")
+        async with self._changing:
+            merged: dict[str, str | None] = {**self.overrides_of(group_id), **changes}
+            overrides = {name: text for name, text in merged.items() if text is not None}
+            parsed = parse_group_settings(overrides, self.defaults)
+            if group_id not in self._overrides and len(self._overrides) >= GROUPS_MAX:
+                raise InvalidRequest(f"{GROUPS_MAX} groups have settings already; remove some first")
+            if validate_only or overrides == self.overrides_of(group_id):
+                return
+            await self._declarations.change_group_settings(group_id, overrides)
+            if overrides:
+                self._overrides[group_id], self._parsed[group_id] = overrides, parsed
+            else:
+                self._overrides.pop(group_id, None)
+                self._parsed.pop(group_id, None)
+            _logger.info("group settings changed", extra={"group": group_id, "settings": str(overrides)})

@@ -1,0 +1,141 @@
+"""What a data folder remembers of the node that ran on it last, to tell whether its log may have a hole.
+
+Under `flush=os` a machine that goes down takes along what was not written back, while a process that is killed takes
+nothing along. The folder therefore holds the boot id of the machine, and the incarnations under which it was last let
+into the cluster, so that an empty folder or an old copy is noticed too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from millstream.broker.log.files import Files
+from millstream.broker.log.state import read_whole, replace_file
+
+FILE_NAME: Final = "last-run"
+UNKNOWN_NODE: Final = -1
+_KEPT: Final = 16
+"""Several, since a node may register more than once before it is let in."""
+
+
+class _Content(msgspec.Struct, kw_only=True):
+    boot_id: str
+    incarnations: list[str]
+    whole: list[str] = []
+    let_in: bool = False
+    node_id: int = UNKNOWN_NODE
+    cluster: str = ""
+    cluster_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderOwner:
+    """Whose a data folder is: which node of which cluster. Empty where a folder does not say."""
+
+    node_id: int = UNKNOWN_NODE
+    cluster: str = ""
+    cluster_id: str = ""
+    was_let_in: bool = False
+    incarnations: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, files: Files, folder: str) -> FolderOwner:
+        """Look at a folder without changing it; also at one that another process holds."""
+        found = _read(files, folder)
+        if found is None:
+            return cls()
+        return cls(
+            node_id=found.node_id,
+            cluster=found.cluster,
+            cluster_id=found.cluster_id,
+            was_let_in=found.let_in,
+            incarnations=tuple(found.incarnations),
+        )
+
+
+class LastRun:
+    """The file that one run leaves for the next.
+
+    Made when the log has been opened, since it notes at once, for good, what an unclean stop may have cost: the runs
+    after this one stop in other ways, and may come before the cluster has heard of it.
+    """
+
+    def __init__(self, files: Files, folder: str, *, boot_id: str, stopped_clean: bool) -> None:
+        self._files = files
+        self._folder = folder
+        self._boot_id = boot_id
+        found = _read(files, folder)
+        self._incarnations = found.incarnations if found is not None else []
+        self._whole = found.whole if found is not None else []
+        """The incarnations of which everything is here that they ever told others they have."""
+        self._owner = FolderOwner.read(files, folder)
+        self.was_let_in = found is not None and found.let_in
+        """Whether a cluster has ever counted on what is in this folder."""
+        # A machine that does not tell its boot id may have started anew.
+        same_boot = found is not None and found.boot_id == boot_id != ""
+        if self._whole and not stopped_clean and not same_boot:
+            self._whole = []
+            self._write()
+
+    def was(self, incarnation: str) -> bool:
+        """Whether it was on this folder that a node ran under this incarnation."""
+        return incarnation in self._incarnations
+
+    def is_unclean(self, admitted: str | None) -> bool:
+        """Whether the log may lack what this node had told others it has.
+
+        `admitted` is the incarnation that the cluster last let in under this node's id.
+        """
+        return admitted is not None and admitted not in self._whole
+
+    @property
+    def whole_incarnation(self) -> str:
+        """The last incarnation of which everything is here; empty when the log may have a hole."""
+        return self._whole[-1] if self._whole else ""
+
+    def belong_to(self, owner: FolderOwner) -> None:
+        """Say whose folder it is; that is written with the next note."""
+        self._owner = owner
+
+    def begin(self, incarnation: str) -> None:
+        """Note, for good, under which incarnation the node is about to register."""
+        self._incarnations = [*self._incarnations, incarnation][-_KEPT:]
+        self._whole = [*self._whole, incarnation][-_KEPT:]
+        self._write()
+
+    def let_in(self) -> None:
+        """Note, for good, that the cluster counts on what is in this folder from now on."""
+        if not self.was_let_in:
+            self.was_let_in = True
+            self._write()
+
+    def _write(self) -> None:
+        content = _Content(
+            boot_id=self._boot_id,
+            incarnations=self._incarnations,
+            whole=self._whole,
+            let_in=self.was_let_in,
+            node_id=self._owner.node_id,
+            cluster=self._owner.cluster,
+            cluster_id=self._owner.cluster_id,
+        )
+        replace_file(self._files, self._folder, FILE_NAME, msgspec.json.encode(content))
+
+
+def _read(files: Files, folder: str) -> _Content | None:
+    try:
+        return msgspec.json.decode(read_whole(files, f"{folder}/{FILE_NAME}"), type=_Content)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+
+
+def boot_id_of_machine() -> str:
+    """A number that is another one each time the machine starts; empty where there is none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

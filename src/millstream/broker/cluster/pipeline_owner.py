@@ -1,0 +1,160 @@
+"""The node that runs the pipelines of a cluster: whoever creates the key `pipelines-owner`, until its session ends.
+
+The key only decides who tries. That nobody does a batch twice comes from the groups of the pipelines, which know one
+member, and from what the jobs compare when they commit; so a node that has not heard yet that it was replaced does no
+harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from random import Random
+from typing import Protocol
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
+from millstream.broker.cluster.told import Registered
+from millstream.broker.cluster.view import ClusterView, ViewChange
+from millstream.core.backoff import Backoff
+from millstream.core.errors import StoreRefused, StoreUnavailable
+from millstream.core.ids import NodeId
+
+_logger = logging.getLogger(__name__)
+
+
+class PipelineOwner(Protocol):
+    """Whether this node is the one that runs pipelines."""
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether it is, as far as it knows."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another node is."""
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when that may have changed."""
+
+    async def resign(self) -> None:
+        """Let another node be it; this one is about to stop."""
+
+
+class SoleOwner:
+    """A node on its own."""
+
+    is_mine = True
+    is_elsewhere = False
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Nothing ever changes."""
+
+    async def resign(self) -> None:
+        """There is nobody to take over."""
+
+
+class ElectedOwner:
+    """One node's candidate among those of a cluster."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        store: CoordinationStore,
+        view: ClusterView,
+        *,
+        registered: Callable[[], Registered | None],
+        random: Random,
+    ) -> None:
+        self._me = me
+        self._store = store
+        self._view = view
+        self._registered = registered
+        self._random = random
+        self._revision: int | None = None
+        self._has_resigned = False
+        self._changed = asyncio.Event()
+        self._listeners: list[Callable[[], None]] = []
+        self._last_told = (False, False)
+        view.listen(self._look)
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this node runs the pipelines, as far as it knows."""
+        return self._revision is not None and not self._has_resigned
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether another node does."""
+        return not self.is_mine and self._view.pipelines_owner not in (None, self._me)
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when that may have changed."""
+        self._listeners.append(listener)
+
+    async def run(self) -> None:
+        """Be the owner whenever there is no other; for ever."""
+        backoff = Backoff(self._random)
+        while True:
+            try:
+                self._revision = await self._win()
+                _logger.info("this node runs the pipelines")
+                backoff.succeeded()
+                self._tell()
+                await self._until_replaced(self._revision)
+                _logger.info("this node runs the pipelines no more")
+            except StoreUnavailable as error:
+                level = logging.DEBUG if isinstance(error, StoreRefused) else logging.INFO
+                _logger.log(level, "the candidate for pipelines waits for the store", extra={"error": str(error)})
+                await backoff.pause()
+            finally:
+                self._revision = None
+                self._tell()
+
+    async def resign(self) -> None:
+        """Let another node be it, at once."""
+        revision, self._has_resigned = self._revision, True
+        if revision is None:
+            return
+        try:
+            await self._store.change([Delete(keys.PIPELINES_OWNER)], [Expect(keys.PIPELINES_OWNER, revision)])
+        except StoreUnavailable as error:
+            # It goes with the session of this node.
+            _logger.debug("the place could not be given up", extra={"error": str(error)})
+
+    async def _win(self) -> int:
+        """Wait until the place is free, and take it; the revision of that."""
+        view, me = self._view, self._me
+        while True:
+            self._changed.clear()
+            registered = None if self._has_resigned or me in view.leaving else self._registered()
+            if registered is not None and view.pipelines_owner == me:
+                # Left over from a run of this node that is over, or from an attempt whose answer was lost.
+                expected = Expect(keys.PIPELINES_OWNER, view.pipelines_owner_revision)
+                await self._store.change([Delete(keys.PIPELINES_OWNER)], [expected])
+            elif registered is not None and view.pipelines_owner is None:
+                revision = await self._store.change(
+                    [Put(keys.PIPELINES_OWNER, str(me), leased=True)],
+                    [Expect(keys.PIPELINES_OWNER, ABSENT), Expect(keys.node_key(me), registered.revision)],
+                )
+                if revision is not None:
+                    return revision
+            await self._changed.wait()
+
+    async def _until_replaced(self, revision: int) -> None:
+        view = self._view
+        while view.revision < revision or view.pipelines_owner_revision == revision:
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _look(self, _change: ViewChange) -> None:
+        self._changed.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        now = (self.is_mine, self.is_elsewhere)
+        if now != self._last_told:
+            self._last_told = now
+            for listener in self._listeners:
+                listener()

@@ -1,0 +1,205 @@
+"""The pipelines: declared in the catalog, held in memory on every node for whoever runs and shows them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final
+from uuid import UUID
+
+from millstream.broker.cluster.declarations import Declarations
+from millstream.core.clock import Clock
+from millstream.core.errors import InvalidPipeline, PipelineExists, UnknownPipeline
+from millstream.core.landed_once import check_landed_once
+from millstream.core.pipeline import (
+    GROUP_PREFIX,
+    TEXT_LENGTH_MAX,
+    Pipeline,
+    PipelineKind,
+    Rule,
+    check_pipeline,
+    check_rules,
+)
+
+_logger = logging.getLogger(__name__)
+
+PIPELINES_MAX: Final = 1000
+
+
+class Pipelines:
+    """Every pipeline that is declared, by its name."""
+
+    def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
+        self._declarations = declarations
+        self._clock = clock
+        self._new_id = new_id
+        self._by_name: dict[str, Pipeline] = {}
+        self._listeners: list[Callable[[], None]] = []
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Read what the catalog holds."""
+        async with self._changing:
+            declared = {one.name: one for one in await self._declarations.pipelines()}
+            is_new = declared != self._by_name
+            self._by_name = declared
+        if is_new:
+            self._tell()
+
+    def all(self) -> list[Pipeline]:
+        """Every pipeline, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def get(self, name: str) -> Pipeline | None:
+        """The pipeline of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def of_group(self, group_id: str) -> str | None:
+        """The pipeline whose group this is, if one is declared."""
+        name = group_id.removeprefix(GROUP_PREFIX)
+        return name if name != group_id and name in self._by_name else None
+
+    async def find(self, name: str) -> Pipeline:
+        """The pipeline of this name; another node may have declared it just now."""
+        return self._by_name.get(name) or await self._declared(name)
+
+    async def create(
+        self,
+        name: str,
+        kind: PipelineKind,
+        overrides: Mapping[str, str],
+        *,
+        rules: Iterable[Rule] = (),
+        is_wanted: bool = True,
+        validate_only: bool = False,
+    ) -> Pipeline:
+        """Declare a pipeline durably."""
+        listed = tuple(sorted(rules, key=lambda rule: rule.name))
+        check_pipeline(name, kind, overrides)
+        check_rules(kind, listed)
+        async with self._changing:
+            # Asked of the catalog, since another node may have declared it just now.
+            if await self._declarations.pipeline_named(name) is not None:
+                raise PipelineExists(f"pipeline {name!r} exists already")
+            if len(self._by_name) >= PIPELINES_MAX:
+                raise InvalidPipeline(f"there are {PIPELINES_MAX} pipelines already; delete some first")
+            made = Pipeline(
+                pipeline_id=self._new_id(),
+                name=name,
+                kind=kind,
+                overrides=dict(overrides),
+                is_wanted=is_wanted,
+                created_ms=self._clock.now_ms(),
+                rules=listed,
+            )
+            check_landed_once(made, self._by_name.values())
+            if validate_only:
+                return made
+            await self._declarations.add_pipeline(made)
+            self._by_name[name] = made
+        _logger.info("pipeline created", extra={"pipeline": name, "kind": str(kind)})
+        self._tell()
+        return made
+
+    async def alter(self, name: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> Pipeline:
+        """Set some settings of a pipeline, durably; None takes a setting back to its default.
+
+        One that was parked is tried again with them.
+        """
+
+        def changed(now: Pipeline) -> Pipeline:
+            merged: dict[str, str | None] = {**now.overrides, **changes}
+            overrides = {key: text for key, text in merged.items() if text is not None}
+            check_pipeline(name, now.kind, overrides)
+            after = dataclasses.replace(now, overrides=overrides, parked="")
+            check_landed_once(after, self._by_name.values())
+            return after
+
+        if validate_only:
+            return changed(await self.find(name))
+        return await self._alter(name, changed, f"settings {', '.join(sorted(changes))}")
+
+    async def start(self, name: str) -> Pipeline:
+        """Have a pipeline run; one that was parked is tried again."""
+        return await self._alter(name, lambda now: dataclasses.replace(now, is_wanted=True, parked=""), "started")
+
+    async def stop(self, name: str) -> Pipeline:
+        """Have a pipeline run no more."""
+        return await self._alter(name, lambda now: dataclasses.replace(now, is_wanted=False, parked=""), "stopped")
+
+    async def park(self, pipeline: Pipeline, reason: str) -> Pipeline:
+        """Note that a pipeline failed again and again, so that nobody runs it until it is started or changed.
+
+        One that was changed or stopped meanwhile stays as it is.
+        """
+
+        def parked(now: Pipeline) -> Pipeline:
+            return dataclasses.replace(now, parked=reason[:TEXT_LENGTH_MAX]) if now == pipeline else now
+
+        return await self._alter(pipeline.name, parked, "parked")
+
+    async def change_rules(
+        self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
+    ) -> Pipeline:
+        """Put rules in, durably and in one step, in the place of those that have their names; take others out.
+
+        A pipeline that was parked is tried again with them.
+        """
+        put = {rule.name: rule for rule in rules}
+        left_out = frozenset(gone)
+
+        def changed(now: Pipeline) -> Pipeline:
+            known = {rule.name: rule for rule in now.rules}
+            for missing in sorted(left_out - known.keys()):
+                raise UnknownPipeline(f"pipeline {name!r} has no rule {missing!r}")
+            merged = {**{key: rule for key, rule in known.items() if key not in left_out}, **put}
+            after = tuple(merged[key] for key in sorted(merged))
+            check_rules(now.kind, after)
+            return dataclasses.replace(now, rules=after, parked="")
+
+        if validate_only:
+            return changed(await self.find(name))
+        return await self._alter(name, changed, f"{len(put)} rules put, {len(left_out)} taken out")
+
+    async def delete(self, name: str) -> Pipeline:
+        """Take a pipeline out, durably."""
+        async with self._changing:
+            found = await self._declared(name)
+            try:
+                await self._declarations.delete_pipeline(found)
+            finally:
+                # Also when another node was faster.
+                self._by_name.pop(name, None)
+        _logger.info("pipeline deleted", extra={"pipeline": name})
+        self._tell()
+        return found
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called after each change."""
+        self._listeners.append(listener)
+
+    async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], told: str) -> Pipeline:
+        async with self._changing:
+            found = await self._declared(name)
+            stored = await self._declarations.alter_pipeline(found.pipeline_id, change)
+            is_new = self._by_name.get(name) != stored
+            self._by_name[name] = stored
+        if is_new:
+            _logger.info("pipeline changed", extra={"pipeline": name, "change": told})
+            self._tell()
+        return stored
+
+    async def _declared(self, name: str) -> Pipeline:
+        """What the catalog has under a name."""
+        found = await self._declarations.pipeline_named(name)
+        if found is None:
+            raise UnknownPipeline(f"there is no pipeline {name!r}; see `millstream pipeline list`")
+        return found
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()

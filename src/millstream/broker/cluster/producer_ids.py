@@ -1,0 +1,31 @@
+"""Numbers for idempotent producers: unique for ever, so each block is taken durably before it is used."""
+
+from __future__ import annotations
+
+import asyncio
+
+from millstream.broker.cluster.declarations import Declarations
+from millstream.core.ids import ProducerId
+
+_COUNTER = "producer-id"
+_BLOCK = 1000
+
+
+class ProducerIds:
+    """Hands out producer ids from blocks that the catalog has given away."""
+
+    def __init__(self, declarations: Declarations) -> None:
+        self._declarations = declarations
+        self._next = 0
+        self._end = 0
+        self._lock = asyncio.Lock()
+
+    async def next(self) -> ProducerId:
+        """A producer id that nobody has had before."""
+        async with self._lock:
+            if self._next == self._end:
+                first = await self._declarations.take_block(_COUNTER, _BLOCK)
+                self._next, self._end = first, first + _BLOCK
+            taken = self._next
+            self._next += 1
+            return ProducerId(taken)

@@ -1,0 +1,93 @@
+"""Moving a partition to other nodes, in steps of which each is safe by itself.
+
+First the new replicas are added to the old ones and follow. When all of them are in sync, the others are taken out; a
+leader among those hands over first. What has everything that was acknowledged is in sync at every step, so an
+interrupted move loses nothing. Files of replicas that were taken out go only by a record that names them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.store import Change, Delete, Put
+from millstream.core.errors import CorruptState
+from millstream.core.ids import NodeId
+from millstream.core.partition_state import PartitionState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reassignment:
+    """A move under way."""
+
+    target: tuple[NodeId, ...]
+    """Where the partition is to be, the preferred leader first."""
+    before: tuple[NodeId, ...]
+    """Where it was, to go back to when the move is cancelled."""
+
+    def to_json(self) -> str:
+        """As it is kept in the coordination store."""
+        return json.dumps({"target": self.target, "before": self.before}, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Reassignment:
+        """Read it back."""
+        try:
+            content = json.loads(text)
+            target, before = (tuple(NodeId(int(one)) for one in content[name]) for name in ("target", "before"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptState(f"a move of a partition cannot be read ({error!r}): {text[:200]!r}") from error
+        return cls(target=target, before=before)
+
+
+def widened(state: PartitionState, target: tuple[NodeId, ...]) -> PartitionState:
+    """The state with the new replicas beside the old ones; they are not in sync yet."""
+    staying = tuple(node for node in state.replicas if node not in target)
+    return replace(state, replicas=(*target, *staying))
+
+
+def narrowed(state: PartitionState, target: tuple[NodeId, ...], alive: Collection[NodeId]) -> PartitionState | None:
+    """The state with only the target's replicas, led by one of them; None if none of them can lead now."""
+    in_sync = tuple(node for node in target if node in state.in_sync)
+    eligible = tuple(node for node in target if node in state.eligible)
+    leaders = [state.leader] if state.leader in in_sync else [node for node in in_sync if node in alive]
+    if not leaders:
+        return None
+    fewer = replace(state, replicas=target, in_sync=in_sync, eligible=eligible)
+    return fewer if leaders[0] == state.leader else fewer.elected(leaders[0])
+
+
+def finished(state: PartitionState, move: Reassignment, alive: Collection[NodeId]) -> PartitionState | None:
+    """The state after the move, if every new replica is in sync; None while it has to go on."""
+    if not set(move.target) <= set(state.in_sync):
+        return None
+    return narrowed(state, move.target, alive)
+
+
+def beginning(
+    partition: PartitionKey, state: PartitionState, move: Reassignment, removed: Collection[NodeId]
+) -> list[Change]:
+    """The changes that begin a move; nodes of the target that were to remove files keep them now.
+
+    A target of the same nodes only changes their order of preference, which is done with that.
+    """
+    wide = widened(state, move.target)
+    changes: list[Change] = [Put(keys.partition_key(partition), wide.to_json())]
+    if set(wide.replicas) == set(move.target):
+        changes.append(Delete(keys.reassignment_key(partition)))
+    else:
+        changes.append(Put(keys.reassignment_key(partition), move.to_json()))
+    return [*changes, *(Delete(keys.removed_key(partition, node)) for node in move.target if node in removed)]
+
+
+def ending(partition: PartitionKey, before: PartitionState, after: PartitionState) -> list[Change]:
+    """The changes that end a move, or its cancellation: nodes that were taken out may remove their files."""
+    gone = [node for node in before.replicas if node not in after.replicas]
+    return [
+        Put(keys.partition_key(partition), after.to_json()),
+        Delete(keys.reassignment_key(partition)),
+        *(Put(keys.removed_key(partition, node), "") for node in gone),
+    ]

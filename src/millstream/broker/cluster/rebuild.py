@@ -1,0 +1,167 @@
+"""What nodes had agreed on, worked out anew from their logs and the catalog when etcd has lost it.
+
+Of each partition, the log that ends in the latest epoch, and of these the longest, has everything that was
+acknowledged: whoever led in an epoch had all of the epochs before it, and every log of one epoch is the beginning of
+its leader's. That holds when all replicas are there to be looked at, or at least one that was in sync. Who was in sync
+is not known any more, so only replicas with the same log as that one begin in sync; the others fetch what they lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from uuid import UUID
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.inventory import Inventory, ReplicaFound
+from millstream.broker.cluster.keys import PartitionKey, partition_key
+from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Put
+from millstream.broker.cluster.told import topic_to_json
+from millstream.core.errors import ClusterMismatch
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.partition_state import NO_LEADER, PartitionState
+from millstream.core.topic import Topic
+
+EPOCHS_SKIPPED = 1000
+"""Epochs in which nobody wrote have left no trace, and clients may have heard of them: none is given out twice."""
+
+NOT_WHOLE = "rebuilt"
+"""Stands for the incarnation of a node whose log may have a hole: none has this name, so the node is not trusted."""
+
+Found = Mapping[NodeId, ReplicaFound]
+"""The logs of one partition."""
+
+
+@dataclass(slots=True)
+class Rebuilt:
+    """What the coordination store shall hold, and what speaks against it."""
+
+    states: dict[PartitionKey, PartitionState] = field(default_factory=dict)
+    topics: list[Topic] = field(default_factory=list)
+    """Those of which every partition has a state; the controller makes what others lack."""
+    admitted: dict[NodeId, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    """Partitions of which no log was found: they would begin empty."""
+    short: list[str] = field(default_factory=list)
+    """Partitions of which fewer logs were found than they have replicas: the best one may be elsewhere."""
+    fewer: list[str] = field(default_factory=list)
+    """Partitions that get fewer replicas than are declared, since no node was named in place of those gone."""
+    strangers: set[UUID] = field(default_factory=set)
+    """Topics with files that the catalog does not know; they are left alone."""
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether every log was found, so that nothing acknowledged can be lost."""
+        return not self.missing and not self.short
+
+
+def work_out(
+    inventories: Sequence[Inventory],
+    topics: Iterable[Topic],
+    deleted: Collection[UUID],
+    replaced: Collection[NodeId] = (),
+) -> Rebuilt:
+    """The states of all partitions that the catalog declares, or of which it has a deletion record.
+
+    Nodes that are `replaced` lost their folder and begin with an empty one: they get a copy of what lacks one.
+    """
+    _check_one_cluster(inventories, replaced)
+    rebuilt = Rebuilt(admitted={NodeId(one.node_id): one.whole or NOT_WHOLE for one in inventories})
+    found: dict[PartitionKey, dict[NodeId, ReplicaFound]] = {}
+    for one in inventories:
+        for replica in one.replicas:
+            key = UUID(replica.topic_id), PartitionIndex(replica.partition)
+            found.setdefault(key, {})[NodeId(one.node_id)] = replica
+    known = set(deleted)
+    for topic in topics:
+        known.add(topic.topic_id)
+        whole = [
+            _add(rebuilt, topic, index, found.get((topic.topic_id, index), {}), replaced)
+            for index in map(PartitionIndex, range(topic.partitions))
+        ]
+        if all(whole):
+            rebuilt.topics.append(topic)
+    for key, logs in found.items():
+        if key[0] in deleted:
+            # So that the nodes are told to remove their files.
+            rebuilt.states[key] = state_of(logs, key[1], len(logs))
+    rebuilt.strangers = {key[0] for key in found} - known
+    return rebuilt
+
+
+def state_of(found: Found, index: int, replication: int, replaced: Collection[NodeId] = ()) -> PartitionState:
+    """The state of a partition of which these logs were found. Nobody leads it until the controller has elected one.
+
+    Where there are fewer logs than replicas, nodes that are `replaced` fill up: out of sync, since they have nothing.
+    """
+    best = max((log.epoch, log.end) for log in found.values())
+    same = [node for node, log in found.items() if (log.epoch, log.end) == best]
+    # One whose disk lost something would not get it back if it led.
+    in_sync = [node for node in same if not found[node].damaged] or same
+    by_worth = sorted(found, key=lambda node: (node in in_sync, found[node].epoch, found[node].end), reverse=True)
+    turn = index % max(len(replaced), 1)
+    others = [node for node in (*sorted(replaced)[turn:], *sorted(replaced)[:turn]) if node not in found]
+    kept = sorted([*by_worth, *others][:replication])
+    turned = index % len(kept)
+    replicas = tuple(kept[turned:] + kept[:turned])
+    return PartitionState(
+        replicas=replicas,
+        leader=NO_LEADER,
+        leader_epoch=Epoch(max(log.epoch for log in found.values()) + EPOCHS_SKIPPED),
+        in_sync=tuple(node for node in replicas if node in in_sync),
+    )
+
+
+def _add(rebuilt: Rebuilt, topic: Topic, index: PartitionIndex, found: Found, replaced: Collection[NodeId]) -> bool:
+    """Add the state of a partition; False when there is no log of it."""
+    name = f"{topic.name}-{index}"
+    if not found:
+        rebuilt.missing.append(name)
+        return False
+    if len(found) < topic.replication:
+        rebuilt.short.append(name)
+    state = rebuilt.states[topic.topic_id, index] = state_of(found, index, topic.replication, replaced)
+    if len(state.replicas) < topic.replication:
+        rebuilt.fewer.append(name)
+    return True
+
+
+def _check_one_cluster(inventories: Sequence[Inventory], replaced: Collection[NodeId]) -> None:
+    nodes = [one.node_id for one in inventories]
+    both = set(replaced) & set(nodes)
+    if both:
+        raise ClusterMismatch(
+            f"node {min(both)} is to be replaced, but its folder is given, too: leave one of them out"
+        )
+    twice = {node for node in nodes if nodes.count(node) > 1}
+    if twice:
+        raise ClusterMismatch(f"node {min(twice)} is given twice; give each node's folder once, the newest")
+    clusters = {(one.cluster, one.cluster_id) for one in inventories}
+    if len(clusters) > 1:
+        raise ClusterMismatch(f"these are folders of several clusters: {sorted(clusters)}")
+
+
+async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> None:
+    """Put it into a store that knows nothing of this cluster. The nodes are refused until all of it is there."""
+    await check_unknown(store)
+    left = (await store.read(keys.PARTITIONS)).entries.keys() - {partition_key(key) for key in rebuilt.states}
+    changes: list[Change] = [Delete(key) for key in left]
+    changes += [Put(partition_key(key), state.to_json()) for key, state in rebuilt.states.items()]
+    changes += [Put(keys.topic_key(topic.topic_id), topic_to_json(topic)) for topic in rebuilt.topics]
+    # What lets the nodes start comes last, so that an attempt that was cut short can only be made again.
+    changes += [Put(keys.admitted_key(node), incarnation) for node, incarnation in rebuilt.admitted.items()]
+    changes.append(Put(keys.CLUSTER_ID, cluster_id))
+    rest = iter(changes)
+    while batch := list(islice(rest, CHANGES_MAX)):
+        await store.change(batch)
+
+
+async def check_unknown(store: CoordinationStore) -> None:
+    """Refuse when the store knows nodes of the cluster: then nothing is lost, or somebody has begun anew."""
+    for prefix in (keys.ADMITTED, keys.NODES, keys.CLUSTER_ID):
+        if (await store.read(prefix)).entries:
+            raise ClusterMismatch(
+                "etcd knows this cluster, so there is nothing to rebuild; if a new node has begun the cluster anew, "
+                "stop it and remove what it wrote: etcdctl del --prefix /millstream/NAME/, with the name of the cluster"
+            )

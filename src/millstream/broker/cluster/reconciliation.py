@@ -1,0 +1,187 @@
+"""From the catalog, which people change, to the coordination store, which nodes follow.
+
+Topics are made, grown and changed as they are declared. A topic goes only by its deletion record, never because a row
+is missing, and its record stays until every node that may have files of it has removed them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from itertools import islice
+from uuid import UUID
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.keys import deleted_key, done_key, partition_key, placement_key, topic_key
+from millstream.broker.cluster.placement import Load, first_state, place
+from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Put
+from millstream.broker.cluster.term import Proposal, Term
+from millstream.broker.cluster.told import Deletion, Placement, placement_from_json, topic_to_json
+from millstream.broker.cluster.view import ClusterView
+from millstream.core.backoff import Backoff
+from millstream.core.errors import CatalogUnavailable, InvalidReplication, MillstreamError, StoreUnavailable
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState
+from millstream.core.topic import Topic
+
+_logger = logging.getLogger(__name__)
+
+
+class Reconciliation:
+    """Carries out what the catalog says, for as long as one term lasts."""
+
+    def __init__(
+        self,
+        term: Term,
+        view: ClusterView,
+        declarations: Declarations,
+        backoff: Backoff,
+        *,
+        when_placed: Callable[[], None],
+    ) -> None:
+        self._term = term
+        self._view = view
+        self._declarations = declarations
+        self._backoff = backoff
+        self._when_placed = when_placed
+        self._wanted = asyncio.Event()
+        self._wanted.set()
+
+    def wake(self) -> None:
+        """Look at the catalog again soon."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        """Reconcile at once, and again whenever it is wanted; for ever."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            try:
+                await self._caught_up()
+                await self.reconcile()
+                self._backoff.succeeded()
+            except MillstreamError as error:
+                # The catalog or the store may be away, which is told elsewhere; elections go on without them.
+                level = logging.DEBUG if isinstance(error, CatalogUnavailable | StoreUnavailable) else logging.WARNING
+                _logger.log(level, "topics could not be reconciled; trying again", extra={"error": str(error)})
+                self._wanted.set()
+                await self._backoff.pause()
+
+    async def reconcile(self) -> None:
+        """Bring the coordination store in line with the catalog, once."""
+        declared = await self._declarations.topics()
+        # Read after the topics, so that one which is deleted meanwhile is not made again.
+        deleted = await self._declarations.deleted_topic_ids()
+        for topic_id in deleted:
+            if topic_id not in self._view.deleted or topic_id in self._view.topics:
+                await self._delete(topic_id)
+        for topic in declared:
+            if topic.topic_id not in deleted and topic != self._view.topics.get(topic.topic_id):
+                await self._carry_out(topic)
+        for topic in declared:
+            await self._count_replicas(topic)
+        for topic_id, deletion in tuple(self._view.deleted.items()):
+            if set(deletion.replicas) <= self._view.done.get(topic_id, set()):
+                await self._forget(topic_id, deletion)
+
+    async def _caught_up(self) -> None:
+        """Wait until the picture shows what was written here before."""
+        last = self._term.last_revision
+        await self._view.until(lambda: self._view.revision >= last, 60.0, what="the changes of the controller")
+
+    # -- topics that come and grow --------------------------------------------------------------------------
+
+    async def _carry_out(self, topic: Topic) -> None:
+        missing = [index for index in range(topic.partitions) if self._state_of(topic, index) is None]
+        if missing:
+            try:
+                proposals = await self._placed(topic, missing)
+            except InvalidReplication as error:
+                _logger.warning("a topic waits for nodes", extra={"topic": topic.name, "error": str(error)})
+                return
+            if await self._term.propose(proposals):
+                # An earlier attempt got further than the picture shows; the next one sees it.
+                self.wake()
+                return
+        # The partitions come first, so that whoever sees the topic sees them all.
+        changes: list[Change] = [Put(topic_key(topic.topic_id), topic_to_json(topic))]
+        if topic.topic_id in self._view.placements or missing:
+            changes.append(Delete(placement_key(topic.topic_id)))
+        if await self._term.change(changes):
+            _logger.info("topic agreed on", extra={"topic": topic.name, "new_partitions": len(missing)})
+            self._when_placed()
+
+    async def _placed(self, topic: Topic, missing: list[int]) -> list[Proposal]:
+        live = self._view.live
+        load = Load.of(versioned.state for versioned in self._view.states.values())
+        by_hand = await self._by_hand(topic.topic_id)
+        free = [index for index in missing if index not in by_hand]
+        racks = {node_id: node.rack for node_id, node in live.items() if node_id not in self._view.leaving}
+        if len(racks) < topic.replication:
+            racks = {node_id: node.rack for node_id, node in live.items()}
+        placed = place(len(free), topic.replication, racks, load)
+        chosen = {**by_hand, **dict(zip(free, placed, strict=True))}
+        return [
+            Proposal((topic.topic_id, PartitionIndex(index)), first_state(chosen[index], live), 0) for index in missing
+        ]
+
+    async def _by_hand(self, topic_id: UUID) -> Placement:
+        key = placement_key(topic_id)
+        entry = (await self._term.store.read(key)).entries.get(key)
+        return {} if entry is None else placement_from_json(entry.value)
+
+    def _state_of(self, topic: Topic, index: int) -> PartitionState | None:
+        versioned = self._view.states.get((topic.topic_id, PartitionIndex(index)))
+        return None if versioned is None else versioned.state
+
+    async def _count_replicas(self, topic: Topic) -> None:
+        """Declare another replication factor when all partitions of a topic have moved to so many nodes."""
+        if topic != self._view.topics.get(topic.topic_id):
+            return
+        states = [self._state_of(topic, index) for index in range(topic.partitions)]
+        counts = {0 if state is None else len(state.replicas) for state in states}
+        moving = any(key[0] == topic.topic_id for key in self._view.reassignments)
+        if moving or counts == {topic.replication} or len(counts) != 1:
+            return
+        changed = await self._declarations.alter_topic(
+            topic.topic_id, lambda current: replace(current, replication=max(counts))
+        )
+        await self._carry_out(changed)
+
+    # -- topics that go -------------------------------------------------------------------------------------
+
+    async def _delete(self, topic_id: UUID) -> None:
+        prefix = f"{keys.PARTITIONS}{topic_id}/"
+        entries = (await self._term.store.read(prefix)).entries
+        replicas = {node for entry in entries.values() for node in PartitionState.from_json(entry.value).replicas}
+        known = self._view.deleted.get(topic_id)
+        if known is not None:
+            replicas |= set(known.replicas)
+        topic = self._view.topics.get(topic_id)
+        name = topic.name if topic is not None else known.name if known is not None else ""
+        deletion = Deletion(name=name, replicas=_sorted(replicas))
+        told = [Put(deleted_key(topic_id), deletion.to_json())]
+        if await self._term.change([*told, Delete(topic_key(topic_id)), Delete(placement_key(topic_id))]):
+            await self._remove(entries)
+            _logger.info("topic deleted", extra={"topic": name})
+
+    async def _forget(self, topic_id: UUID, deletion: Deletion) -> None:
+        """Every file is gone: drop the record. The catalog first, since the store's record brings us here again."""
+        await self._declarations.forget_deleted(topic_id)
+        await self._remove(partition_key(key) for key in tuple(self._view.states) if key[0] == topic_id)
+        moves = tuple(self._view.reassignments)
+        await self._remove(keys.reassignment_key(key) for key in moves if key[0] == topic_id)
+        await self._remove(done_key(topic_id, node) for node in deletion.replicas)
+        await self._remove([deleted_key(topic_id)])
+
+    async def _remove(self, gone: Iterable[str]) -> None:
+        rest = iter(gone)
+        while batch := [Delete(key) for key in islice(rest, CHANGES_MAX)]:
+            await self._term.change(batch)
+
+
+def _sorted(nodes: Iterable[NodeId]) -> tuple[NodeId, ...]:
+    return tuple(sorted(nodes))

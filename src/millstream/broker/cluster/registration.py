@@ -1,0 +1,220 @@
+"""A node's place in the cluster: it registers, waits to be let in, registers again when it was lost, and leaves.
+
+A node that registers is only joining. The controller first sees to it that nothing in the cluster counts on what the
+node was before: it leads nothing, and if its log may have a hole it is in no in-sync set. Then it lets the node in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.last_run import LastRun
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put, Session
+from millstream.broker.cluster.told import Registered
+from millstream.broker.cluster.view import ClusterView, ViewChange
+from millstream.core.backoff import Backoff
+from millstream.core.errors import ClusterForgotten, NodeIdTaken, RequestTimedOut, StoreUnavailable
+from millstream.core.ids import NodeId
+
+_logger = logging.getLogger(__name__)
+
+_TAKEN_TTLS = 3
+"""For so many times the life of a session a node waits for its id; whoever still holds it then is alive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduction:
+    """What a node says of itself."""
+
+    node: Node
+    http: str
+    version: str
+
+
+class Registration:
+    """Keeps this node registered."""
+
+    def __init__(
+        self,
+        store: CoordinationStore,
+        view: ClusterView,
+        me: Introduction,
+        last_run: LastRun,
+        *,
+        ttl_s: float,
+        new_incarnation: Callable[[], str],
+        backoff: Backoff,
+    ) -> None:
+        self._store = store
+        self._view = view
+        self._me = me
+        self._last_run = last_run
+        self._ttl_s = ttl_s
+        self._new_incarnation = new_incarnation
+        self._backoff = backoff
+        self._session: Session | None = None
+        self._lost = asyncio.Event()
+        self._admitted = asyncio.Event()
+        self._leaving = False
+        self._when_admitted: list[Callable[[], None]] = []
+        self.incarnation: str | None = None
+        self.losses = 0
+        """How often the cluster stopped to count on this node although it ran."""
+        view.listen(self._look)
+
+    @property
+    def mine(self) -> Registered | None:
+        """The registration of this process; None while it is not, or another one is under its id."""
+        registered = self._view.nodes.get(self._me.node.node_id)
+        return registered if registered is not None and registered.incarnation == self.incarnation else None
+
+    @property
+    def is_fenced(self) -> bool:
+        """Whether the cluster does not count on this node now, as far as it knows."""
+        if self.mine is None or self._session is None or not self._session.live:
+            return True
+        return not self._view.is_live(self._me.node.node_id)
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the store has confirmed lately that this node's session holds; else others may have given it up."""
+        return self._session is not None and self._session.confirmed
+
+    def when_admitted(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called when the cluster has let this node in for the first time."""
+        self._when_admitted.append(listener)
+
+    async def admitted(self) -> None:
+        """Wait until the cluster has let this node in for the first time."""
+        await self._admitted.wait()
+
+    async def run(self) -> None:
+        """Stay registered.
+
+        Raises `NodeIdTaken` when another node has this one's id, `ClusterForgotten` when this one is known no more.
+        """
+        while True:
+            try:
+                self._lost.clear()
+                self._session = await self._store.open_session(self._ttl_s, self._lost.set)
+                await self._register()
+                self._backoff.succeeded()
+                await self._lost.wait()
+                self.losses += 1
+                _logger.warning("the cluster does not count on this node any more; registering again")
+            except StoreUnavailable as error:
+                _logger.warning("registering failed; trying again", extra={"error": str(error)})
+                await self._close_session()
+                await self._backoff.pause()
+
+    async def leave(self, moved: Callable[[], bool], timeout_s: float) -> None:
+        """Ask the controller to move leaderships away, and wait until it has or the time is over."""
+        self._leaving = True
+        node = self._me.node.node_id
+        try:
+            await self._store.change([Put(keys.leaving_key(node), "", leased=True)])
+            await self._view.until(moved, timeout_s, what="moving leaderships away")
+        except (StoreUnavailable, RequestTimedOut) as error:
+            _logger.warning("leaving while this node still leads", extra={"error": str(error)})
+
+    async def withdraw(self) -> None:
+        """Take this node out of the cluster."""
+        node = self._me.node.node_id
+        registered = self.mine
+        if registered is not None:
+            try:
+                gone = [Delete(keys.node_key(node)), Delete(keys.leaving_key(node))]
+                await self._store.change(gone, [Expect(keys.node_key(node), registered.revision)])
+            except StoreUnavailable as error:
+                _logger.warning("leaving without a word", extra={"error": str(error)})
+        await self._close_session()
+
+    async def _close_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def _register(self) -> None:
+        key = keys.node_key(self._me.node.node_id)
+        admitted = await self._read(keys.admitted_key(self._me.node.node_id))
+        if admitted is None and self._last_run.was_let_in:
+            raise forgotten(self._me.node.node_id)
+        # What this process lacked at its start counts once: since it was let in, it has everything it says it has.
+        unclean = not self._admitted.is_set() and self._last_run.is_unclean(admitted[0] if admitted else None)
+        incarnation = self._new_incarnation()
+        self._last_run.begin(incarnation)
+        registered = Registered(
+            node=self._me.node,
+            http=self._me.http,
+            incarnation=incarnation,
+            version=self._me.version,
+            unclean=unclean,
+        )
+        self.incarnation = incarnation
+        revision = await self._await_place(key)
+        changes = [Put(key, registered.to_json(), leased=True)]
+        if self._leaving:
+            changes.append(Put(keys.leaving_key(self._me.node.node_id), "", leased=True))
+        while await self._store.change(changes, [Expect(key, revision)]) is None:
+            revision = await self._await_place(key)
+        _logger.info("registered", extra={"node": self._me.node.node_id, "unclean": unclean})
+
+    async def _await_place(self, key: str) -> int:
+        """The revision to write over: that of a run on this folder, which is over; else wait until nobody is there."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._ttl_s * _TAKEN_TTLS
+        waited_for = ""
+        while True:
+            held = await self._read(key)
+            if held is None:
+                return ABSENT
+            other = Registered.from_json(self._me.node.node_id, held[0], held[1])
+            if self._last_run.was(other.incarnation):
+                return held[1]
+            if loop.time() >= deadline:
+                raise taken(other.node)
+            if waited_for != other.incarnation:
+                waited_for, where = other.incarnation, f"{other.node.host}:{other.node.port}"
+                _logger.info("another process has this node's id; waiting for its session to end", extra={"at": where})
+            await asyncio.sleep(self._ttl_s / 4)
+
+    async def _read(self, key: str) -> tuple[str, int] | None:
+        entry = (await self._store.read(key)).entries.get(key)
+        return None if entry is None else (entry.value, entry.revision)
+
+    def _look(self, change: ViewChange) -> None:
+        if self._me.node.node_id not in change.nodes or self._admitted.is_set() or self.is_fenced:
+            return
+        _logger.info("let in", extra={"node": self._me.node.node_id})
+        self._note_let_in()
+        for listener in self._when_admitted:
+            listener()
+        self._admitted.set()
+
+    def _note_let_in(self) -> None:
+        try:
+            self._last_run.let_in()
+        except OSError as error:
+            # On a full disk the node is still of use; the note only guards against a store that loses its data.
+            _logger.warning("that this node was let in could not be noted", extra={"error": str(error)})
+
+
+def forgotten(node: NodeId) -> ClusterForgotten:
+    """Only the store knew who has everything; deciding that anew, full logs would follow empty ones."""
+    return ClusterForgotten(
+        f"node {node} was part of a cluster, and etcd knows nothing of it: check --etcd and --cluster; if etcd lost "
+        "its data, restore it, or see `millstream cluster rebuild`. A node that shall begin anew needs an empty --data"
+    )
+
+
+def taken(other: Node) -> NodeIdTaken:
+    """Somebody else is the node that this one wants to be."""
+    return NodeIdTaken(
+        f"node {other.node_id} of this cluster runs already, at {other.host}:{other.port}; "
+        "stop it first, or give this one a --node-id of its own"
+    )

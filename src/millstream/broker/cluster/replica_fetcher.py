@@ -1,0 +1,343 @@
+"""Following: one task for each leader fetches what this node's replicas lack and appends it.
+
+All partitions of one leader share one fetch and one session, in which only what changes is named. What goes wrong with
+one partition takes that one out for a while, longer each time, and never holds up the others. What goes wrong with the
+link ends the session and begins another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from millstream.broker.cluster.replica_link import ReplicaLink
+from millstream.broker.replication.in_sync import NOT_REGISTERED
+from millstream.broker.replication.partition import Partition
+from millstream.core.backoff import Backoff
+from millstream.core.errors import LogUnavailable, MillstreamError, NotLeader, UnknownTopic, UnknownTopicId
+from millstream.core.ids import NO_EPOCH, NO_OFFSET, Epoch, NodeId, Offset
+from millstream.protocol.wire.refusal import OFFSET_OUT_OF_RANGE, refusal
+from millstream.protocol.wire.replica_fetching import (
+    FIRST_SESSION_EPOCH,
+    NO_SESSION,
+    PartitionKey,
+    ReplicaAnswer,
+    ReplicaAnswers,
+    ReplicaFetch,
+    ReplicaPosition,
+    next_session_epoch,
+)
+
+_logger = logging.getLogger(__name__)
+
+HOLD_FIRST_S = 0.05
+HOLD_MAX_S = 5.0
+GRACE_S = 5.0
+"""For so long a leader may not know of a partition, or of leading it, before that is worth a warning."""
+
+BYTES_BETWEEN_YIELDS = 2 * 1024 * 1024
+PARTITIONS_BETWEEN_YIELDS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchLimits:
+    """How much and how long one fetch of a follower may take."""
+
+    wait_ms: int = 500
+    bytes_max: int = 10 * 1024 * 1024
+    partition_bytes_max: int = 4096 * 1024
+
+
+class _Followed:
+    """One partition that is fetched here."""
+
+    __slots__ = ("asked_epoch", "failing_since", "failures", "held", "is_damaged", "is_told", "partition", "watermark")
+
+    def __init__(self, partition: Partition) -> None:
+        self.partition = partition
+        self.asked_epoch: Epoch = NO_EPOCH
+        """The leader epoch in which it was last asked for, which is the one that an answer is for."""
+        self.is_damaged = False
+        """Whether its disk lost something that the leader was told of and that is not back yet."""
+        self.watermark: Offset = NO_OFFSET
+        """The leader's high watermark, as it said when it was told of damage; -1 before that."""
+        self.failures = 0
+        self.failing_since = 0.0
+        self.is_told = False
+        """Whether it was told in the node's log what is wrong with it."""
+        self.held: asyncio.TimerHandle | None = None
+        """While it is not asked for, because something went wrong with it."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether an answer is for the leader epoch that still holds."""
+        return self.asked_epoch == self.partition.leader_epoch and self.partition.follows is not None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether all of the log is as durable as the topic asks for, so that it may be told to the leader."""
+        return self.partition.promised_offset >= self.partition.log.end_offset
+
+
+class ReplicaFetcher:
+    """Fetches from one leader, until `run` is cancelled."""
+
+    def __init__(
+        self,
+        leader: NodeId,
+        me: NodeId,
+        link: ReplicaLink,
+        *,
+        limits: FetchLimits,
+        random: Random,
+        registration: Callable[[], int],
+    ) -> None:
+        self.leader = leader
+        self._me = me
+        self._link = link
+        self._limits = limits
+        self._random = random
+        self._registration = registration
+        self._backoff = Backoff(random)
+        self._followed: dict[PartitionKey, _Followed] = {}
+        self._changed: dict[PartitionKey, None] = {}
+        """Partitions of which the leader does not know yet where they are."""
+        self._forgotten: dict[PartitionKey, None] = {}
+        self._session_id = NO_SESSION
+        self._session_epoch = FIRST_SESSION_EPOCH
+        self._session_registration = NOT_REGISTERED
+        self._wake = asyncio.Event()
+
+    def __len__(self) -> int:
+        """How many partitions are fetched."""
+        return len(self._followed)
+
+    # -- what is followed -----------------------------------------------------------------------------------
+
+    def follow(self, partition: Partition) -> None:
+        """Fetch a partition from now on; one that is known is asked for anew, since its epoch may be another."""
+        key = (partition.topic.topic_id, partition.index)
+        followed = self._followed.get(key)
+        if followed is None or followed.partition is not partition:
+            self.leave(key)
+            followed = self._followed[key] = _Followed(partition)
+        elif followed.asked_epoch == partition.leader_epoch and followed.held is None and not followed.is_damaged:
+            return
+        followed.failures = 0
+        self._release(key, followed)
+
+    def leave(self, key: PartitionKey) -> None:
+        """Fetch a partition no more."""
+        followed = self._followed.pop(key, None)
+        if followed is not None:
+            self._unhold(followed)
+            self._changed.pop(key, None)
+            self._forgotten[key] = None
+
+    def _release(self, key: PartitionKey, followed: _Followed) -> None:
+        self._unhold(followed)
+        self._changed[key] = None
+        self._forgotten.pop(key, None)
+        self._wake.set()
+
+    def _unhold(self, followed: _Followed) -> None:
+        if followed.held is not None:
+            followed.held.cancel()
+            followed.held = None
+
+    def _hold(self, key: PartitionKey, followed: _Followed, error: MillstreamError) -> None:
+        """Leave a partition alone for a while."""
+        if self._followed.get(key) is not followed or followed.held is not None:
+            return
+        self._tell(followed, error)
+        pause_s = min(HOLD_FIRST_S * 2**followed.failures, HOLD_MAX_S) * self._random.uniform(0.5, 1.0)
+        followed.failures = min(followed.failures + 1, 16)
+        followed.held = asyncio.get_running_loop().call_later(pause_s, self._release, key, followed)
+        self._changed.pop(key, None)
+        self._forgotten[key] = None
+
+    def _tell(self, followed: _Followed, error: MillstreamError) -> None:
+        """Say what is wrong, once; if it passes when every node has heard of a change, only when it does not."""
+        now = asyncio.get_running_loop().time()
+        if not followed.failures:
+            followed.failing_since, followed.is_told = now, False
+        passes = isinstance(error, NotLeader | UnknownTopic | UnknownTopicId)
+        is_news = not followed.is_told and (not passes or now - followed.failing_since > GRACE_S)
+        followed.is_told = followed.is_told or is_news
+        extra = {"partition": str(followed.partition.log.partition), "leader": self.leader, "error": str(error)}
+        level = logging.WARNING if is_news else logging.DEBUG
+        _logger.log(level, "a replica could not go on; it is tried again", extra=extra)
+
+    # -- the task -------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Fetch for ever."""
+        try:
+            while True:
+                if not self._changed and all(followed.held is not None for followed in self._followed.values()):
+                    self._wake.clear()
+                    await self._wake.wait()
+                await self._fetch_once()
+        finally:
+            for followed in self._followed.values():
+                self._unhold(followed)
+            await self._link.close()
+
+    async def _fetch_once(self) -> None:
+        try:
+            self._note_registration()
+            await self._cut_damage()
+            await self._stored()
+            answers = await self._link.fetch(self._next_fetch())
+            await self._take(answers)
+            self._backoff.succeeded()
+        except MillstreamError as error:
+            self._begin_session()
+            _logger.info("a leader cannot be reached", extra={"leader": self.leader, "error": str(error)})
+            await self._backoff.pause()
+        except Exception:
+            self._begin_session()
+            _logger.exception("following failed: a defect", extra={"leader": self.leader})
+            await self._backoff.pause()
+
+    def _begin_session(self) -> None:
+        self._session_id, self._session_epoch = NO_SESSION, FIRST_SESSION_EPOCH
+        self._forgotten.clear()
+        self._changed = {key: None for key, followed in self._followed.items() if followed.held is None}
+
+    def _note_registration(self) -> None:
+        """The leader counts a follower by the registration under which it said where it is, so all is said anew."""
+        registration = self._registration()
+        if registration != self._session_registration:
+            self._session_registration = registration
+            self._begin_session()
+
+    def say_again(self, key: PartitionKey) -> None:
+        """Tell the leader where a partition is: its disk lost something, or has it back."""
+        followed = self._followed.get(key)
+        if followed is not None:
+            followed.failures = 0
+            self._release(key, followed)
+            # So that the leader tells its high watermark again, of which a damaged replica took only what it has.
+            self._forgotten[key] = None
+
+    async def _cut_damage(self) -> None:
+        damaged = [(key, self._followed[key]) for key in self._changed if self._followed[key].partition.log.lost]
+        for key, followed in damaged:
+            if followed.watermark == NO_OFFSET:
+                continue
+            try:
+                cut = followed.partition.cut_damage(followed.watermark)
+            except MillstreamError as error:
+                self._hold(key, followed, error)
+            else:
+                await self._until_done(key, followed, cut)
+
+    async def _stored(self) -> None:
+        """Wait until all is stored that will be named as such: a fetcher before this one may not have waited for it."""
+        while unstored := [(key, self._followed[key]) for key in self._changed if not self._followed[key].is_stored]:
+            for key, followed in unstored:
+                await self._until_done(key, followed, followed.partition.stored())
+
+    async def _until_done(self, key: PartitionKey, followed: _Followed, done: asyncio.Future[None] | None) -> None:
+        try:
+            if done is not None:
+                await done
+        except MillstreamError as error:
+            self._hold(key, followed, error)
+
+    def _next_fetch(self) -> ReplicaFetch:
+        changed, self._changed = self._changed, {}
+        forgotten, self._forgotten = self._forgotten, {}
+        wanted: dict[PartitionKey, ReplicaPosition] = {}
+        for key in changed:
+            followed = self._followed[key]
+            wanted[key] = position = self._position(followed.partition)
+            followed.asked_epoch = position.leader_epoch
+            followed.is_damaged = position.offset < followed.partition.log.end_offset
+        return ReplicaFetch(
+            self._me,
+            self._session_registration,
+            self._limits.wait_ms,
+            self._limits.bytes_max,
+            wanted,
+            forgotten=tuple(forgotten) if self._session_id != NO_SESSION else (),
+            session_id=self._session_id,
+            session_epoch=self._session_epoch,
+        )
+
+    def _position(self, partition: Partition) -> ReplicaPosition:
+        """Where a replica is. One that has lost something says so and asks for nothing, as it could not append it."""
+        log, offset = partition.log, partition.has_until
+        is_whole = offset == log.end_offset
+        return ReplicaPosition(
+            offset=offset,
+            last_epoch=log.latest_epoch if is_whole else log.epochs.epoch_at(offset - 1),
+            leader_epoch=partition.leader_epoch,
+            log_start=log.start_offset,
+            max_bytes=self._limits.partition_bytes_max if is_whole else 0,
+        )
+
+    # -- answers --------------------------------------------------------------------------------------------
+
+    async def _take(self, answers: ReplicaAnswers) -> None:
+        """Carry out an answer, and wait until what it brought is as durable as the next fetch will say it is."""
+        if answers.code:
+            raise refusal(answers.code, None, about=f"fetch from node {self.leader}")
+        self._session_id = answers.session_id
+        self._session_epoch = next_session_epoch(self._session_epoch)
+        syncing: list[tuple[PartitionKey, _Followed, asyncio.Future[None]]] = []
+        size = 0
+        for number, (key, answer) in enumerate(answers.partitions.items(), 1):
+            followed = self._followed.get(key)
+            if followed is None or followed.held is not None or not followed.is_current:
+                continue
+            stored = self._take_one(key, followed, answer)
+            if stored is not None:
+                syncing.append((key, followed, stored))
+            size += len(answer.records)
+            if size >= BYTES_BETWEEN_YIELDS or number % PARTITIONS_BETWEEN_YIELDS == 0:
+                size = 0
+                await asyncio.sleep(0)
+        for key, followed, stored in syncing:
+            await self._until_done(key, followed, stored)
+
+    def _take_one(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
+        try:
+            stored = self._carry_out(key, followed, answer)
+        except MillstreamError as error:
+            self._hold(key, followed, error)
+            return None
+        except Exception as error:
+            _logger.exception("a replica failed: a defect", extra={"partition": str(followed.partition.log.partition)})
+            self._hold(key, followed, LogUnavailable(f"a defect: {error!r}"))
+            return None
+        followed.failures = 0
+        return stored
+
+    def _carry_out(self, key: PartitionKey, followed: _Followed, answer: ReplicaAnswer) -> asyncio.Future[None] | None:
+        partition, epoch = followed.partition, followed.asked_epoch
+        if answer.code == OFFSET_OUT_OF_RANGE and answer.log_start > partition.log.end_offset:
+            cut = partition.restart_at(answer.log_start, leader_epoch=epoch)
+            self._changed[key] = None
+            return cut
+        if answer.code:
+            raise refusal(answer.code, None, about=f"fetch of {partition.log.partition}")
+        if answer.diverging is not None:
+            cut = partition.truncate(answer.diverging, leader_epoch=epoch)
+            self._changed[key] = None
+            return cut
+        if followed.is_damaged:
+            followed.watermark = answer.high_watermark
+            partition.note_watermark(answer.high_watermark)
+            raise LogUnavailable(f"{partition.log.partition} waits for what its disk lost")
+        followed.watermark = NO_OFFSET
+        stored = partition.append_fetched(
+            answer.records, leader_epoch=epoch, high_watermark=answer.high_watermark, log_start=answer.log_start
+        )
+        if answer.records:
+            self._changed[key] = None
+        return stored

@@ -1,0 +1,256 @@
+"""Replication of the partitions that this node carries: following their leaders, and minding the followers of its own.
+
+Nothing here polls partitions. A follower is woken by its leader's answer. Of the partitions that this node leads only
+those are looked at, every now and then, of which somebody in sync does not have everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from millstream.broker.cluster.damage_repair import DamageRepair
+from millstream.broker.cluster.in_sync_writer import InSyncWriter
+from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
+from millstream.broker.cluster.replica_link import ReplicaLinks
+from millstream.broker.cluster.store import CoordinationStore
+from millstream.broker.replication.in_sync import NOT_REGISTERED, InSyncChange, MayJoin, anybody
+from millstream.broker.replication.partition import Partition
+from millstream.core.backoff import Backoff
+from millstream.core.config import Config
+from millstream.core.ids import NodeId
+from millstream.core.metric import Metric, gauge
+from millstream.protocol.wire.replica_fetching import PartitionKey
+
+_logger = logging.getLogger(__name__)
+
+RESTART_S = 1.0
+
+
+def not_registered() -> int:
+    """For nodes without registrations: nothing is expected of who joins."""
+    return NOT_REGISTERED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """What replication may take."""
+
+    lag_s: float = 10.0
+    """A follower that was behind for longer is not waited for."""
+    fetch: FetchLimits = field(default_factory=FetchLimits)
+
+    @classmethod
+    def of(cls, config: Config) -> ReplicaSettings:
+        """What a node's config says."""
+        fetch = FetchLimits(wait_ms=config.replica_fetch_wait_ms, bytes_max=config.replica_fetch_bytes)
+        return cls(lag_s=config.replica_lag_ms / 1000, fetch=fetch)
+
+
+class Replicas:
+    """Every replica here, led or followed."""
+
+    def __init__(
+        self,
+        me: NodeId,
+        links: ReplicaLinks,
+        store: CoordinationStore,
+        *,
+        random: Random,
+        settings: ReplicaSettings | None = None,
+        registration: Callable[[], int] = not_registered,
+        may_join: MayJoin = anybody,
+    ) -> None:
+        self._me = me
+        self._links = links
+        self._random = random
+        self._settings = settings or ReplicaSettings()
+        self._registration = registration
+        self._may_join = may_join
+        self._writer = InSyncWriter(store, self._wanted, Backoff(random))
+        self._repair = DamageRepair(me, links, random=random, registration=registration)
+        self._fetchers: dict[NodeId, ReplicaFetcher] = {}
+        self._tasks: dict[object, asyncio.Task[None]] = {}
+        self._where: dict[PartitionKey, NodeId] = {}
+        """The leader from which each partition is fetched."""
+        self._behind: dict[Partition, None] = {}
+        self._incomplete: dict[Partition, None] = {}
+        """Partitions that are led here, with a replica that is not in sync."""
+        self._sweep: asyncio.TimerHandle | None = None
+        self._running = False
+
+    # -- start and stop -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to fetch and to write; what was applied before counts."""
+        self._running = True
+        self._spawn(self._writer, self._writer.run(), "in-sync sets")
+        self._spawn(self._repair, self._repair.run(), "repair of damage")
+        for fetcher in self._fetchers.values():
+            self._spawn(fetcher, fetcher.run(), f"follow node {fetcher.leader}")
+        self._sweep_later()
+
+    async def close(self) -> None:
+        """End every task; the partitions stay as they are."""
+        self._running = False
+        if self._sweep is not None:
+            self._sweep.cancel()
+            self._sweep = None
+        tasks, self._tasks = list(self._tasks.values()), {}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._fetchers.clear()
+        self._where.clear()
+
+    def _spawn(self, what: object, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks[what] = task
+        task.add_done_callback(lambda done: self._ended(what, done))
+
+    def _ended(self, what: object, task: asyncio.Task[None]) -> None:
+        """No part of this ends by itself, so an end is a defect; the part begins anew after a moment."""
+        if task.cancelled() or not self._running or self._tasks.get(what) is not task:
+            return
+        _logger.error("a part of replication died; it starts again", exc_info=task.exception())
+        del self._tasks[what]
+        asyncio.get_running_loop().call_later(RESTART_S, self._start_again, what, task.get_name())
+
+    def _start_again(self, what: object, name: str) -> None:
+        if not self._running or what in self._tasks:
+            return
+        if isinstance(what, ReplicaFetcher) and self._fetchers.get(what.leader) is what:
+            self._spawn(what, what.run(), name)
+        elif what is self._writer:
+            self._spawn(what, self._writer.run(), name)
+        elif what is self._repair:
+            self._spawn(what, self._repair.run(), name)
+
+    # -- what the cluster has agreed on ---------------------------------------------------------------------
+
+    def apply(self, partitions: Iterable[Partition]) -> None:
+        """Partitions have taken over a state: fetch each from its leader, or from nobody."""
+        for partition in partitions:
+            if partition.in_sync_keeper is not self:
+                partition.in_sync_keeper = self
+                self.behind(partition)
+                self.wants_change(partition)
+            self._note_incomplete(partition)
+            self._place(partition)
+            self._mind_damage(partition)
+
+    def _mind_damage(self, partition: Partition) -> None:
+        """Have what the disk lost, or will lose, of a partition put back from other replicas, where there are some."""
+        partition.log.lost.on_change = lambda: self._damage_changed(partition)
+        self._repair.look_at(partition)
+
+    def _damage_changed(self, partition: Partition) -> None:
+        if partition.in_sync_keeper is not self:
+            return
+        self._repair.look_at(partition)
+        key = (partition.topic.topic_id, partition.index)
+        leader = self._where.get(key)
+        if leader is not None:
+            self._fetchers[leader].say_again(key)
+        partition.damage_changed()
+
+    def nodes_changed(self) -> None:
+        """Nodes came or went: somebody who has caught up may join now who might not before."""
+        for partition in self._incomplete:
+            self.wants_change(partition)
+
+    def forget(self, partitions: Iterable[Partition]) -> None:
+        """Partitions are carried here no more."""
+        for partition in partitions:
+            self._leave((partition.topic.topic_id, partition.index), None)
+            self._behind.pop(partition, None)
+            self._incomplete.pop(partition, None)
+            self._repair.forget(partition)
+            partition.in_sync_keeper = None
+
+    def _note_incomplete(self, partition: Partition) -> None:
+        state = partition.state
+        if partition.is_leader and state is not None and len(state.in_sync) < len(state.replicas):
+            self._incomplete[partition] = None
+        else:
+            self._incomplete.pop(partition, None)
+
+    def _place(self, partition: Partition) -> None:
+        key = (partition.topic.topic_id, partition.index)
+        leader = partition.follows
+        self._leave(key, leader)
+        if leader is None:
+            return
+        fetcher = self._fetchers.get(leader)
+        if fetcher is None:
+            fetcher = self._fetchers[leader] = self._new_fetcher(leader)
+            if self._running:
+                self._spawn(fetcher, fetcher.run(), f"follow node {leader}")
+        self._where[key] = leader
+        fetcher.follow(partition)
+
+    def _leave(self, key: PartitionKey, leader: NodeId | None) -> None:
+        """Fetch a partition no more from where it was, unless that is the leader still."""
+        before = self._where.get(key)
+        if before is None or before == leader:
+            return
+        del self._where[key]
+        fetcher = self._fetchers[before]
+        fetcher.leave(key)
+        if not len(fetcher):
+            del self._fetchers[before]
+            task = self._tasks.pop(fetcher, None)
+            if task is not None:
+                task.cancel()
+
+    def _new_fetcher(self, leader: NodeId) -> ReplicaFetcher:
+        return ReplicaFetcher(
+            leader,
+            self._me,
+            self._links.open(leader),
+            limits=self._settings.fetch,
+            random=self._random,
+            registration=self._registration,
+        )
+
+    # -- the followers of what is led here ------------------------------------------------------------------
+
+    def behind(self, partition: Partition) -> None:
+        """Somebody in sync does not have all of a partition: look at it until everybody has."""
+        if partition.has_lagging:
+            self._behind[partition] = None
+            self._sweep_later()
+
+    def wants_change(self, partition: Partition) -> None:
+        """It is worth to see whether a partition wants a change of its in-sync set."""
+        if partition.is_leader:
+            self._writer.look_at(partition)
+
+    def _sweep_later(self) -> None:
+        if self._sweep is None and self._behind and self._running:
+            self._sweep = asyncio.get_running_loop().call_later(self._settings.lag_s / 2, self._sweep_now)
+
+    def _sweep_now(self) -> None:
+        self._sweep = None
+        for partition in tuple(self._behind):
+            if not partition.has_lagging:
+                del self._behind[partition]
+            elif self._wanted(partition) is not None:
+                self._writer.look_at(partition)
+        self._sweep_later()
+
+    def _wanted(self, partition: Partition) -> InSyncChange | None:
+        return partition.in_sync_change(lag_s=self._settings.lag_s, may_join=self._may_join)
+
+    # -- numbers --------------------------------------------------------------------------------------------
+
+    def metrics(self) -> Iterable[Metric]:
+        """How much is followed, and how many of the led partitions have somebody behind."""
+        followed = len(self._where)
+        yield gauge("millstream_replicas_followed", "Partitions that are fetched from their leaders.", followed)
+        yield from self._repair.metrics()
+        yield gauge("millstream_replicas_behind", "Led, with somebody in sync who lacks something.", len(self._behind))

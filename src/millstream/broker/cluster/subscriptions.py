@@ -1,0 +1,298 @@
+"""The subscriptions: declared in the catalog, held in memory on every node for whoever delivers them."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from uuid import UUID
+
+from millstream.broker.cluster.declarations import Declarations
+from millstream.core.clock import Clock
+from millstream.core.errors import CatalogUnavailable, InvalidSubscription, SubscriptionExists, UnknownSubscription
+from millstream.core.subscription import (
+    OWN_PREFIX,
+    Subscription,
+    SubscriptionSettings,
+    check_subscription,
+    dead_letter_topic_for,
+    settings_of_new,
+    shown,
+    topic_of_start,
+)
+
+_logger = logging.getLogger(__name__)
+
+SUBSCRIPTIONS_MAX = 100_000
+DELETION_KEPT_MS = 7 * 24 * 3600 * 1000
+"""How long it is remembered that a subscription was deleted, for nodes that are away meanwhile."""
+
+CheckFilter = Callable[[str], object]
+"""Raises an `InvalidRequest` that points at what is wrong with the text of a filter."""
+
+
+class _Asked:
+    """Names that are looked up in the catalog together."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.is_read = False
+        self.error: CatalogUnavailable | None = None
+
+
+class Subscriptions:
+    """Every subscription that is declared, by its name and by its id."""
+
+    def __init__(
+        self,
+        declarations: Declarations,
+        clock: Clock,
+        *,
+        new_id: Callable[[], UUID] = uuid.uuid4,
+    ) -> None:
+        self._declarations = declarations
+        self._clock = clock
+        self._new_id = new_id
+        self._check_filter: CheckFilter = lambda _text: None
+        self._has_topic: Callable[[str], bool] = lambda _name: False
+        self._by_name: dict[str, Subscription] = {}
+        self._by_id: dict[UUID, Subscription] = {}
+        self._settings: dict[UUID, SubscriptionSettings] = {}
+        self._deleted: dict[UUID, int] = {}
+        self._listeners: list[Callable[[], None]] = []
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+        self._asked = _Asked()
+
+    def use_filters(self, check: CheckFilter) -> None:
+        """Have the text of every filter that is declared from now on checked by `check`."""
+        self._check_filter = check
+
+    def use_topics(self, has_topic: Callable[[str], bool]) -> None:
+        """Have the names of dead letter topics chosen so that no topic has them."""
+        self._has_topic = has_topic
+
+    async def load(self) -> None:
+        """Read what the catalog holds."""
+        async with self._changing:
+            declared = await self._declarations.subscriptions()
+            self._deleted = await self._declarations.deleted_subscriptions()
+            await self._forget_old_deletions()
+            self._by_name = {one.name: one for one in declared}
+            self._by_id = {one.subscription_id: one for one in declared}
+            self._settings = {one.subscription_id: one.settings for one in declared}
+        self._tell()
+
+    def all(self) -> list[Subscription]:
+        """Every subscription, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def get(self, name: str) -> Subscription | None:
+        """The subscription of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def by_id(self, subscription_id: UUID) -> Subscription | None:
+        """The subscription with this id, if there is one."""
+        return self._by_id.get(subscription_id)
+
+    def settings_of(self, subscription: Subscription) -> SubscriptionSettings:
+        """Its settings as they are now."""
+        return self._settings[subscription.subscription_id]
+
+    def is_deleted(self, subscription_id: UUID) -> bool:
+        """Whether what queues hold for it may go: only ever true because of a deletion that was recorded."""
+        return subscription_id in self._deleted
+
+    def existing(self, name: str) -> Subscription:
+        """The subscription of this name; raise `UnknownSubscription` when there is none."""
+        found = self._by_name.get(name)
+        if found is None:
+            raise UnknownSubscription(f"there is no subscription {name!r}; see `millstream subscription list`")
+        return found
+
+    async def find(self, name: str) -> Subscription:
+        """The subscription of this name; another node may have declared it just now."""
+        if name not in self._by_name:
+            await self._look_up(name)
+        return self.existing(name)
+
+    async def ensure(self, name: str) -> Subscription:
+        """The subscription of this name; where there is none it is declared, without topics, as a share group is."""
+        with suppress(UnknownSubscription):
+            return await self.find(name)
+        # Another node may be faster.
+        with suppress(SubscriptionExists):
+            return await self.create(name, (), {})
+        return await self.find(name)
+
+    async def create(
+        self,
+        name: str,
+        topics: Sequence[str],
+        overrides: Mapping[str, str],
+        *,
+        starts: Mapping[str, tuple[int, ...]] | None = None,
+        validate_only: bool = False,
+    ) -> Subscription:
+        """Declare a subscription durably; `starts` says where its queues begin, for partitions that are there.
+
+        The defaults for new subscriptions are written into it, unless it has no topics, as a share group.
+        """
+        subscription_id = self._new_id()
+        settings = _completed(name, topics, overrides, self._dead_letter_topic(name, subscription_id, topics))
+        # In a thread, since the language of filters is loaded when the first one is read.
+        await asyncio.to_thread(self._check, name, topics, settings)
+        async with self._changing:
+            if name in self._by_name:
+                raise SubscriptionExists(f"subscription {name!r} exists already")
+            if len(self._by_name) >= SUBSCRIPTIONS_MAX:
+                raise InvalidSubscription(f"there are {SUBSCRIPTIONS_MAX} subscriptions already; delete some first")
+            made = Subscription(
+                name=name,
+                subscription_id=subscription_id,
+                topics=tuple(topics),
+                overrides=settings,
+                created_ms=self._clock.now_ms(),
+                starts=dict(starts or {}),
+            )
+            if validate_only:
+                return made
+            await self._declarations.add_subscription(made)
+            self._show(made)
+        _logger.info("subscription created", extra={"subscription": name, "topics": ",".join(topics)})
+        self._tell()
+        return made
+
+    async def alter(
+        self,
+        name: str,
+        changes: Mapping[str, str | None],
+        *,
+        topics: Sequence[str] | None = None,
+        starts: Mapping[str, tuple[int, ...]] | None = None,
+        validate_only: bool = False,
+    ) -> Subscription:
+        """Set some settings of a subscription, durably; None takes a setting back to what a new one has.
+
+        `starts` says where the queues of further topics begin.
+        """
+        found = await self.find(name)
+        letters = self._dead_letter_topic(name, found.subscription_id, topics or found.topics)
+
+        def changed(now: Subscription) -> Subscription:
+            merged: dict[str, str | None] = {**now.overrides, **changes}
+            wanted = now.topics if topics is None else tuple(topics)
+            given = {key: text for key, text in merged.items() if text is not None}
+            overrides = _completed(name, wanted, given, letters)
+            self._check(name, wanted, overrides)
+            begun = {**(starts or {}), **now.starts}
+            kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
+            return dataclasses.replace(now, overrides=overrides, topics=wanted, starts=kept)
+
+        # What can be told at once is told before the catalog is asked, and again with what it declares by then.
+        preview = await asyncio.to_thread(changed, found)
+        if validate_only:
+            return preview
+        async with self._changing:
+            stored = await self._declarations.alter_subscription(found.subscription_id, changed)
+            self._show(stored)
+        given = shown({setting: value for setting, value in changes.items() if value is not None})
+        _logger.info("subscription changed", extra={"subscription": name, "changes": str({**changes, **given})})
+        self._tell()
+        return stored
+
+    async def note_use(self, name: str, used_ms: int) -> None:
+        """Note durably that somebody uses a subscription."""
+        found = self.existing(name)
+        async with self._changing:
+            stored = await self._declarations.alter_subscription(
+                found.subscription_id, lambda now: dataclasses.replace(now, used_ms=max(now.used_ms, used_ms))
+            )
+            self._show(stored)
+
+    async def delete(self, name: str) -> Subscription:
+        """Take a subscription out, durably; what its queues hold goes after that."""
+        await self.find(name)
+        async with self._changing:
+            found = self.existing(name)
+            now_ms = self._clock.now_ms()
+            await self._declarations.delete_subscription(found, now_ms=now_ms)
+            del self._by_name[name]
+            del self._by_id[found.subscription_id]
+            del self._settings[found.subscription_id]
+            self._deleted[found.subscription_id] = now_ms
+        _logger.info("subscription deleted", extra={"subscription": name})
+        self._tell()
+        return found
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called after each change."""
+        self._listeners.append(listener)
+
+    def _dead_letter_topic(self, name: str, subscription_id: UUID, topics: Sequence[str]) -> str:
+        """A topic for the dead letters of a subscription that names none: the one that it has, or an unused name."""
+        others = {settings.dead_letter_topic for one, settings in self._settings.items() if one != subscription_id}
+        own = self._settings.get(subscription_id)
+
+        def is_taken(topic: str) -> bool:
+            is_own = own is not None and topic == own.dead_letter_topic
+            return topic in others or topic in topics or (not is_own and self._has_topic(topic))
+
+        return dead_letter_topic_for(name, subscription_id, is_taken)
+
+    def _check(self, name: str, topics: Sequence[str], overrides: Mapping[str, str]) -> None:
+        settings = check_subscription(name, topics, overrides)
+        if settings.filter:
+            self._check_filter(settings.filter)
+
+    def _show(self, subscription: Subscription) -> None:
+        self._by_name[subscription.name] = subscription
+        self._by_id[subscription.subscription_id] = subscription
+        self._settings[subscription.subscription_id] = subscription.settings
+
+    async def _look_up(self, name: str) -> None:
+        """Read what the catalog declares under a name, in one go with whatever else is asked for meanwhile.
+
+        However many ask for what does not exist, the catalog answers one question at a time.
+        """
+        asked = self._asked
+        asked.names.add(name)
+        async with self._changing:
+            if name in self._by_name:
+                return
+            if not asked.is_read:
+                await self._read(asked)
+        if asked.error is not None:
+            raise asked.error
+
+    async def _read(self, asked: _Asked) -> None:
+        # Whoever asks from now on may mean what is declared from now on.
+        self._asked = _Asked()
+        try:
+            declared = await self._declarations.subscriptions_named(sorted(asked.names))
+        except CatalogUnavailable as error:
+            asked.error = error
+            declared = []
+        asked.is_read = True
+        for one in declared:
+            self._show(one)
+        if declared:
+            self._tell()
+
+    async def _forget_old_deletions(self) -> None:
+        long_ago = self._clock.now_ms() - DELETION_KEPT_MS
+        for subscription_id in [one for one, deleted_ms in self._deleted.items() if deleted_ms < long_ago]:
+            await self._declarations.forget_deleted_subscription(subscription_id)
+            del self._deleted[subscription_id]
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+def _completed(name: str, topics: Sequence[str], given: Mapping[str, str], letters: str) -> dict[str, str]:
+    """The settings with the defaults of new subscriptions; those without topics, and Millstream's own, have Kafka's."""
+    return settings_of_new(given, letters) if topics and not name.startswith(OWN_PREFIX) else dict(given)

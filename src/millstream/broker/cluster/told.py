@@ -1,0 +1,130 @@
+"""What nodes tell each other through the coordination store, as JSON: themselves, topics, deletions, placements."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from uuid import UUID
+
+from millstream.broker.cluster.membership import Node
+from millstream.core.errors import CorruptState
+from millstream.core.ids import NodeId
+from millstream.core.topic import Topic
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Registered:
+    """A node that runs, as it registered itself."""
+
+    node: Node
+    http: str
+    incarnation: str
+    """Another one with each registration."""
+    version: str
+    unclean: bool
+    """Whether its log may have a hole: the machine went down without a clean stop, or this is another folder."""
+    revision: int = 0
+
+    def to_json(self) -> str:
+        """As it is kept in the coordination store."""
+        content = {
+            "host": self.node.host,
+            "port": self.node.port,
+            "rack": self.node.rack,
+            "http": self.http,
+            "incarnation": self.incarnation,
+            "version": self.version,
+            "unclean": self.unclean,
+        }
+        return _compact(content)
+
+    @classmethod
+    def from_json(cls, node_id: NodeId, text: str, revision: int) -> Registered:
+        """Read it back; fields that are not known here are passed over."""
+        try:
+            content = json.loads(text)
+            return cls(
+                node=Node(
+                    node_id=node_id, host=str(content["host"]), port=int(content["port"]), rack=content.get("rack")
+                ),
+                http=str(content.get("http", "")),
+                incarnation=str(content["incarnation"]),
+                version=str(content.get("version", "")),
+                unclean=bool(content["unclean"]),
+                revision=revision,
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptState(f"a node's registration cannot be read ({error!r}): {text[:200]!r}") from error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deletion:
+    """A topic whose files may go."""
+
+    name: str
+    replicas: tuple[NodeId, ...]
+    """Every node that may have files of it."""
+
+    def to_json(self) -> str:
+        """As it is kept in the coordination store."""
+        return _compact({"name": self.name, "replicas": self.replicas})
+
+    @classmethod
+    def from_json(cls, text: str) -> Deletion:
+        """Read it back."""
+        try:
+            content = json.loads(text)
+            return cls(name=str(content["name"]), replicas=tuple(NodeId(int(one)) for one in content["replicas"]))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CorruptState(f"a deletion cannot be read ({error!r}): {text[:200]!r}") from error
+
+
+def topic_to_json(topic: Topic) -> str:
+    """A topic as it is kept in the coordination store."""
+    content = {
+        "name": topic.name,
+        "partitions": topic.partitions,
+        "replication": topic.replication,
+        "overrides": dict(topic.overrides),
+        "created_ms": topic.created_ms,
+    }
+    return _compact(content)
+
+
+def topic_from_json(topic_id: UUID, text: str) -> Topic:
+    """Read a topic back."""
+    try:
+        content = json.loads(text)
+        return Topic(
+            name=str(content["name"]),
+            topic_id=topic_id,
+            partitions=int(content["partitions"]),
+            replication=int(content["replication"]),
+            overrides={str(name): str(value) for name, value in content["overrides"].items()},
+            created_ms=int(content["created_ms"]),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptState(f"a topic cannot be read ({error!r}): {text[:200]!r}") from error
+
+
+Placement = Mapping[int, tuple[NodeId, ...]]
+"""Replicas chosen by hand, by partition."""
+
+
+def placement_to_json(placement: Placement) -> str:
+    """Replicas chosen by hand as they are kept in the coordination store."""
+    return _compact({str(index): replicas for index, replicas in placement.items()})
+
+
+def placement_from_json(text: str) -> Placement:
+    """Read replicas chosen by hand back."""
+    try:
+        return {int(index): tuple(NodeId(int(one)) for one in replicas) for index, replicas in json.loads(text).items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise CorruptState(f"a placement cannot be read ({error!r}): {text[:200]!r}") from error
+
+
+def _compact(content: dict[str, Any]) -> str:
+    return json.dumps(content, separators=(",", ":"))

@@ -1,0 +1,520 @@
+"""The topics of a node: what is declared, joined with the partitions that carry it out here.
+
+This is the single node, where a declaration is true as soon as the catalog has it; `cluster_topics` is the node of a
+cluster, which waits until all have agreed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from uuid import UUID
+
+from millstream.broker.cluster.declarations import Declarations
+from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.reassignment import Reassignment
+from millstream.broker.cluster.told import Placement
+from millstream.broker.log.retention import DeliveryFloor, LandedFloor, held_bytes
+from millstream.broker.log.store import LogStore
+from millstream.broker.replication.partition import Partition
+from millstream.core.clock import Clock
+from millstream.core.config import Config
+from millstream.core.errors import (
+    ElectionNotNeeded,
+    InvalidPartitions,
+    InvalidReplication,
+    InvalidTopicName,
+    MillstreamError,
+    NoReassignment,
+    NotLeader,
+    PolicyViolation,
+    TopicExists,
+    UnknownTopic,
+    UnknownTopicId,
+)
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.metric import Metric, Sample, gauge
+from millstream.core.partition_state import PartitionState, sole
+from millstream.core.topic import INTERNAL_TOPICS, Topic, TopicPartition, TopicSettings, check_topic_name
+
+_logger = logging.getLogger(__name__)
+
+PARTITIONS_MAX = 10_000
+AGREEMENT_S = 30.0
+"""How long a change waits, when nobody says otherwise, until the cluster has agreed on it."""
+
+_NAMES_SHOWN_MAX = 5
+_CLEANUP = "cleanup.policy"
+_SAFE_REPLICATION = 3
+_SAFE_IN_SYNC = 2
+"""With three replicas, two have to have a record unless the topic says otherwise: one may be lost, and one away."""
+
+LeadershipListener = Callable[[PartitionIndex, Partition | None], None]
+"""Told the partition while this node leads it, and None when it does not any more."""
+
+
+class Topics:
+    """Every topic, by name and by id, and the partitions that this node carries."""
+
+    def __init__(
+        self,
+        declarations: Declarations,
+        store: LogStore,
+        config: Config,
+        clock: Clock,
+        *,
+        new_id: Callable[[], UUID] = uuid.uuid4,
+    ) -> None:
+        self._declarations = declarations
+        self._store = store
+        self._config = config
+        self._clock = clock
+        self._new_id = new_id
+        self._me = NodeId(config.node_id)
+        self._defaults = TopicSettings(
+            flush=config.topic_flush,
+            retention_ms=config.default_retention_ms,
+            unclean_leader_election_enable=config.unclean_leader_election,
+        )
+        self._by_name: dict[str, Topic] = {}
+        self._by_id: dict[UUID, Topic] = {}
+        self._by_metric_name: dict[str, str] = {}
+        self._partitions: dict[str, list[Partition | None]] = {}
+        self._sole: dict[Epoch, PartitionState] = {}
+        self._version = 0
+        self._deletion_listeners: list[Callable[[Topic], None]] = []
+        self._leadership_listeners: dict[str, list[LeadershipListener]] = {}
+        # One change of the catalog at a time; readers never wait for it.
+        self._changing = asyncio.Lock()
+
+    async def load(self) -> None:
+        """Finish interrupted deletions, then open every partition that the catalog declares."""
+        declared = await self._declarations.topics()
+        for topic_id in await self._declarations.deleted_topic_ids():
+            self._remove_leftovers(topic_id)
+            await self._declarations.forget_deleted(topic_id)
+        for topic in declared:
+            self._show(topic)
+        self._warn_of_strangers(topic.topic_id for topic in declared)
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever a topic comes, grows or goes; it does not outlive the process."""
+        return self._version
+
+    def use_delivery_floor(self, floor: DeliveryFloor) -> None:
+        """Have retention ask `floor` how far subscriptions have come, where a topic wants that."""
+        self._store.floors.delivery = floor
+
+    def use_landed_floor(self, floor: LandedFloor) -> None:
+        """Have retention ask `floor` how far pipelines have come that land a topic, where it wants that."""
+        self._store.floors.landed = floor
+
+    def get(self, name: str) -> Topic | None:
+        """The topic of this name, if there is one."""
+        return self._by_name.get(name)
+
+    def by_id(self, topic_id: UUID) -> Topic | None:
+        """The topic with this id, if there is one."""
+        return self._by_id.get(topic_id)
+
+    def all(self) -> list[Topic]:
+        """Every topic, by name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]
+
+    def partition(self, name: str, index: int) -> Partition:
+        """One partition that this node carries, by the topic's name."""
+        partitions = self._partitions.get(name)
+        if partitions is not None and 0 <= index < len(partitions):
+            partition = partitions[index]
+            if partition is not None:
+                return partition
+        raise self._missing(name, index)
+
+    def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
+        """One partition that this node carries, by the topic's id."""
+        topic = self._by_id.get(topic_id)
+        if topic is None:
+            raise UnknownTopicId(f"no topic has the id {topic_id}")
+        return self.partition(topic.name, index)
+
+    def may_follow(self, _node: NodeId, _registration: int) -> bool:
+        """Whether a fetch may be that of a follower: a node on its own has none."""
+        return False
+
+    def high_watermark(self, name: str, index: int) -> int | None:
+        """Where consumers of a partition will read next; None when this node does not carry it."""
+        partitions = self._partitions.get(name, ())
+        partition = partitions[index] if 0 <= index < len(partitions) else None
+        return None if partition is None else partition.high_watermark
+
+    def partitions_of(self, topic: Topic) -> list[Partition]:
+        """The partitions of a topic that this node carries, in order."""
+        return [partition for partition in self._partitions[topic.name] if partition is not None]
+
+    def carried(self) -> Iterable[Partition]:
+        """Every partition that this node carries."""
+        for partitions in self._partitions.values():
+            for partition in partitions:
+                if partition is not None:
+                    yield partition
+
+    def states_of(self, topic: Topic) -> Sequence[PartitionState | None]:
+        """Who carries and leads each partition of a topic, in order; None where that is not agreed on yet."""
+        return [None if one is None else self._alone(one.leader_epoch) for one in self._partitions[topic.name]]
+
+    def state_of(self, topic: Topic, index: int) -> PartitionState | None:
+        """Who carries and leads one partition; None when that is not agreed on yet."""
+        self._check_index(topic, index)
+        return self.states_of(topic)[index]
+
+    async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:
+        """Have the preferred replica lead or, with `unclean`, any replica when nobody can."""
+        self._check_index(topic, index)
+        raise ElectionNotNeeded("the partition is led by its preferred replica")
+
+    async def reassign(self, topic: Topic, index: int, target: tuple[NodeId, ...] | None) -> None:
+        """Move a partition to other nodes; None cancels a move under way."""
+        self._check_index(topic, index)
+        if target is None:
+            raise NoReassignment("the partition is not being moved")
+
+    def reassignments(self) -> Mapping[PartitionKey, Reassignment]:
+        """Every move under way."""
+        return {}
+
+    def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
+        """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
+        self._leadership_listeners.setdefault(name, []).append(listener)
+        for partition in self._partitions.get(name, ()):
+            if partition is not None and partition.is_leader:
+                listener(partition.index, partition)
+
+    def settings_of(self, topic: Topic) -> TopicSettings:
+        """What holds for a topic: the node's defaults and, on top, what its owner set."""
+        return TopicSettings.from_strings(topic.overrides, base=self.defaults_for(topic.replication))
+
+    def defaults_for(self, replication: int) -> TopicSettings:
+        """What holds for a topic with so many replicas that sets nothing itself."""
+        if replication < _SAFE_REPLICATION:
+            return self._defaults
+        return dataclasses.replace(self._defaults, min_insync_replicas=_SAFE_IN_SYNC)
+
+    async def create(
+        self,
+        name: str,
+        *,
+        partitions: int = -1,
+        replication: int = -1,
+        overrides: Mapping[str, str] | None = None,
+        internal: bool = False,
+        validate_only: bool = False,
+        placement: Placement | None = None,
+        timeout_s: float = AGREEMENT_S,
+    ) -> Topic:
+        """Declare a topic durably, then open its partitions. `placement` chooses the replicas by hand."""
+        async with self._changing:
+            topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
+            if validate_only:
+                return topic
+            await self._place(topic.topic_id, placement)
+            await self._declarations.add_topic(topic)
+            self._declared(topic)
+        await self._agreed(topic, before=None, timeout_s=timeout_s)
+        _logger.info("topic created", extra={"topic": name, "partitions": topic.partitions})
+        return topic
+
+    async def ensure(self, name: str) -> Topic:
+        """The topic of this name; created if it is missing and the config allows that."""
+        topic = self._by_name.get(name)
+        if topic is not None:
+            return topic
+        check_topic_name(name)
+        if not self._config.auto_create_topics:
+            raise UnknownTopic(f"topic {name!r} does not exist, and auto-create-topics is off")
+        try:
+            return await self.create(name)
+        except TopicExists:
+            return await self._shown(name)
+
+    async def delete(self, name: str, *, timeout_s: float = AGREEMENT_S) -> None:
+        """Delete a topic and its data. The deletion record comes first, so that a crash cannot bring it back."""
+        async with self._changing:
+            topic = self._require(name)
+            if topic.is_internal:
+                raise PolicyViolation(f"topic {name!r} holds the broker's own state and cannot be deleted")
+            await self._declarations.delete_topic(topic, now_ms=self._clock.now_ms())
+            await self._deleted(topic)
+        await self._gone(topic, timeout_s)
+        _logger.info("topic deleted", extra={"topic": name})
+
+    def when_deleted(self, listener: Callable[[Topic], None]) -> None:
+        """Have `listener` called after each deletion of a topic."""
+        self._deletion_listeners.append(listener)
+
+    async def add_partitions(
+        self,
+        name: str,
+        total: int,
+        *,
+        validate_only: bool = False,
+        placement: Placement | None = None,
+        timeout_s: float = AGREEMENT_S,
+    ) -> Topic:
+        """Grow a topic to `total` partitions; it never shrinks."""
+
+        def grow(topic: Topic) -> Topic:
+            if total <= topic.partitions:
+                raise InvalidPartitions(
+                    f"topic {name!r} has {topic.partitions} partitions; ask for more than that, not {total}"
+                )
+            self._check_partitions(total)
+            return dataclasses.replace(topic, partitions=total)
+
+        return await self._change(name, grow, placement, validate_only=validate_only, timeout_s=timeout_s)
+
+    async def alter(
+        self,
+        name: str,
+        changes: Mapping[str, str | None],
+        *,
+        replace: bool = False,
+        validate_only: bool = False,
+        timeout_s: float = AGREEMENT_S,
+    ) -> Topic:
+        """Set some of a topic's settings; None takes a setting back to the node's default, `replace` all others."""
+
+        def altered(topic: Topic) -> Topic:
+            overrides = {} if replace else dict(topic.overrides)
+            for setting_name, text in changes.items():
+                if text is None:
+                    overrides.pop(setting_name, None)
+                else:
+                    overrides[setting_name] = text
+            if topic.is_internal and overrides.get(_CLEANUP) != topic.overrides.get(_CLEANUP):
+                raise PolicyViolation(f"topic {name!r} holds the broker's own state; its {_CLEANUP} stays as it is")
+            TopicSettings.from_strings(overrides, base=self._defaults)
+            return dataclasses.replace(topic, overrides=overrides)
+
+        return await self._change(name, altered, None, validate_only=validate_only, timeout_s=timeout_s)
+
+    async def _change(
+        self,
+        name: str,
+        change: Callable[[Topic], Topic],
+        placement: Placement | None,
+        *,
+        validate_only: bool,
+        timeout_s: float,
+    ) -> Topic:
+        async with self._changing:
+            before = self._require(name)
+            wanted = change(before)
+            if validate_only:
+                return wanted
+            await self._place(before.topic_id, placement)
+            changed = await self._declarations.alter_topic(before.topic_id, change)
+            self._declared(changed)
+        await self._agreed(changed, before=before, timeout_s=timeout_s)
+        return changed
+
+    def metrics(self) -> Iterable[Metric]:
+        """What is stored and how much went in and out, by topic and by partition."""
+        yield gauge("millstream_topics", "Topics.", len(self._by_name))
+        yield gauge("millstream_partitions", "Partitions that this node carries.", sum(1 for _ in self.carried()))
+        totals = (
+            ("millstream_topic_records_in_total", "Records appended.", "records_in"),
+            ("millstream_topic_bytes_in_total", "Bytes appended.", "bytes_in"),
+            ("millstream_topic_bytes_out_total", "Bytes read.", "bytes_out"),
+        )
+        for name, text, attribute in totals:
+            yield Metric(name, "counter", text, self._by_topic(attribute))
+        yield Metric("millstream_log_start_offset", "gauge", "First offset kept.", self._by_partition("log_start"))
+        yield Metric("millstream_high_watermark", "gauge", "Next offset to read.", self._by_partition("high_watermark"))
+        yield Metric("millstream_log_bytes", "gauge", "Bytes on disk.", self._by_partition("size_bytes"))
+        text = "Bytes past their retention that stay, since they are not delivered or not landed yet."
+        yield Metric("millstream_log_held_bytes", "gauge", text, self._held())
+
+    def _by_topic(self, attribute: str) -> Iterable[Sample]:
+        for topic in self._by_name.values():
+            partitions = self.partitions_of(topic)
+            yield Sample(sum(getattr(partition, attribute) for partition in partitions), (("topic", topic.name),))
+
+    def _by_partition(self, attribute: str) -> Iterable[Sample]:
+        for one in self.carried():
+            yield Sample(getattr(one, attribute), (("topic", one.topic.name), ("partition", str(one.index))))
+
+    def _held(self) -> Iterable[Sample]:
+        now_ms = self._clock.now_ms()
+        for one in self.carried():
+            held = held_bytes(one.log, now_ms)
+            if held:
+                yield Sample(held, (("topic", one.topic.name), ("partition", str(one.index))))
+
+    def close(self) -> None:
+        """Close every partition: waiting producers are told that the broker stops."""
+        for partition in self.carried():
+            partition.close()
+
+    # -- how a declaration comes true: at once on a single node ---------------------------------------------
+
+    def _replication_max(self) -> int:
+        """How many nodes there are to carry replicas."""
+        return 1
+
+    async def _place(self, topic_id: UUID, placement: Placement | None) -> None:
+        """Leave word where partitions are to go; there is only one place here."""
+
+    def _declared(self, topic: Topic) -> None:
+        """The catalog has a topic, new or changed."""
+        self._show(topic)
+
+    async def _agreed(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
+        """Wait until everybody knows."""
+
+    async def _shown(self, name: str) -> Topic:
+        """The topic of this name, which somebody else has just declared."""
+        return self._by_name[name]
+
+    async def _deleted(self, topic: Topic) -> None:
+        """The catalog has the record of a deletion."""
+        self._forget(topic)
+        await self._declarations.forget_deleted(topic.topic_id)
+        self._tell_deleted(topic)
+
+    async def _gone(self, topic: Topic, timeout_s: float) -> None:
+        """Wait until everybody knows that a topic is gone."""
+
+    def _declare(
+        self, name: str, partitions: int, replication: int, overrides: Mapping[str, str], *, internal: bool
+    ) -> Topic:
+        check_topic_name(name)
+        if name in self._by_name:
+            raise TopicExists(f"topic {name!r} exists already")
+        twin = self._by_metric_name.get(_metric_name(name))
+        if twin is not None:
+            raise InvalidTopicName(
+                f"topic {name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot tell apart"
+            )
+        if name in INTERNAL_TOPICS and not internal:
+            raise PolicyViolation(f"the name {name!r} is kept for the broker's own state")
+        wanted = self._config.default_partitions if partitions == -1 else partitions
+        self._check_partitions(wanted)
+        nodes = self._replication_max()
+        copies = max(1, min(self._config.default_replication, nodes)) if replication == -1 else replication
+        if not 1 <= copies <= max(1, nodes):
+            raise InvalidReplication(f"replication factor {copies} needs as many nodes, this cluster has {nodes}")
+        TopicSettings.from_strings(overrides, base=self._defaults)
+        return Topic(
+            name=name,
+            topic_id=self._new_id(),
+            partitions=wanted,
+            replication=copies,
+            overrides=dict(overrides),
+            created_ms=self._clock.now_ms(),
+        )
+
+    def _remove_leftovers(self, topic_id: UUID, only: int | None = None) -> None:
+        """Carry a deletion to its end that a crash interrupted, of a topic or of one partition."""
+        for stored_id, index in tuple(self._store.stored()):
+            if stored_id == topic_id and only in (None, index):
+                log = self._store.open_log(topic_id, TopicPartition(f"deleted-{topic_id}", index), self._defaults)
+                self._store.delete_log(log)
+
+    def _check_partitions(self, wanted: int) -> None:
+        if not 1 <= wanted <= PARTITIONS_MAX:
+            raise InvalidPartitions(f"a topic has 1 to {PARTITIONS_MAX} partitions, not {wanted}")
+
+    def _require(self, name: str) -> Topic:
+        topic = self._by_name.get(name)
+        if topic is None:
+            raise UnknownTopic(f"topic {name!r} does not exist")
+        return topic
+
+    def _check_index(self, topic: Topic, index: int) -> None:
+        if not 0 <= index < topic.partitions:
+            raise UnknownTopic(f"topic {topic.name!r} has {topic.partitions} partitions, there is no number {index}")
+
+    def _missing(self, name: str, index: int) -> MillstreamError:
+        """Why there is no such partition here."""
+        try:
+            self._check_index(self._require(name), index)
+        except UnknownTopic as error:
+            return error
+        return NotLeader(f"this node does not carry partition {index} of topic {name!r}")
+
+    def _alone(self, epoch: Epoch) -> PartitionState:
+        state = self._sole.get(epoch)
+        if state is None:
+            state = self._sole[epoch] = sole(self._me, epoch)
+        return state
+
+    def _warn_of_strangers(self, known: Iterable[UUID]) -> None:
+        strangers = {topic_id for topic_id, _ in self._store.stored()} - set(known)
+        if strangers:
+            _logger.warning(
+                "the data folder holds partitions that the catalog does not know; they are left alone",
+                extra={"topic_ids": ", ".join(sorted(map(str, strangers))[:_NAMES_SHOWN_MAX]), "count": len(strangers)},
+            )
+
+    # -- the picture ----------------------------------------------------------------------------------------
+
+    def _register(self, topic: Topic) -> None:
+        self._by_name[topic.name] = topic
+        self._by_id[topic.topic_id] = topic
+        self._by_metric_name[_metric_name(topic.name)] = topic.name
+
+    def _show(self, topic: Topic) -> None:
+        """Take over a topic that is new, has grown or has other settings."""
+        before = self._by_id.get(topic.topic_id)
+        settings = self.settings_of(topic)
+        partitions = self._partitions.setdefault(topic.name, [])
+        self._register(topic)
+        if before is None or before.partitions != topic.partitions:
+            self._version += 1
+        for partition in partitions:
+            if partition is not None:
+                partition.change_settings(topic, settings)
+        for number in range(len(partitions), topic.partitions):
+            partitions.append(None)
+            self._begin(topic, PartitionIndex(number), settings)
+
+    def _begin(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
+        """Begin to carry a partition."""
+        log = self._store.open_log(topic.topic_id, TopicPartition(topic.name, index), settings)
+        partition = Partition(topic, index, log, self._store)
+        self._partitions[topic.name][index] = partition
+        self._tell_leadership(partition)
+
+    def _forget(self, topic: Topic) -> None:
+        """Close and delete what this node carries of a topic that is gone."""
+        for partition in self._close(topic):
+            self._store.delete_log(partition.log)
+
+    def _close(self, topic: Topic) -> list[Partition]:
+        """Take a topic out of the picture; returns what this node carried of it."""
+        carried = self.partitions_of(topic)
+        del self._by_id[topic.topic_id]
+        del self._by_name[topic.name]
+        del self._by_metric_name[_metric_name(topic.name)]
+        del self._partitions[topic.name]
+        self._version += 1
+        for partition in carried:
+            partition.close()
+            self._tell_leadership(partition)
+        return carried
+
+    def _tell_deleted(self, topic: Topic) -> None:
+        for listener in self._deletion_listeners:
+            listener(topic)
+
+    def _tell_leadership(self, partition: Partition) -> None:
+        for listener in self._leadership_listeners.get(partition.topic.name, ()):
+            listener(partition.index, partition if partition.is_leader else None)
+
+
+def _metric_name(name: str) -> str:
+    return name.replace(".", "_")

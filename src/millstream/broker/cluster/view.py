@@ -1,0 +1,291 @@
+"""One node's picture of the cluster: everything in the coordination store, read once and then followed.
+
+One task feeds it. While the store is away the last picture stays, and data flows by it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from uuid import UUID
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.keys import PartitionKey, parse_partition
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.reassignment import Reassignment
+from millstream.broker.cluster.store import CoordinationStore, Event, Snapshot
+from millstream.broker.cluster.told import Deletion, Placement, Registered, placement_from_json, topic_from_json
+from millstream.core.backoff import Backoff
+from millstream.core.errors import CorruptState, RequestTimedOut, StoreUnavailable, WatchLost
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.topic import Topic
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class ViewChange:
+    """What one batch of events changed."""
+
+    nodes: set[NodeId] = field(default_factory=set)
+    """Nodes that came, went, were let in, or are leaving."""
+    topics: set[UUID] = field(default_factory=set)
+    partitions: set[PartitionKey] = field(default_factory=set)
+    deleted: set[UUID] = field(default_factory=set)
+    moved: set[PartitionKey] = field(default_factory=set)
+    """Partitions that begin or end to move, or of which a node may remove its files."""
+    placements: bool = False
+    controller: bool = False
+    catalog: bool = False
+
+
+Listener = Callable[[ViewChange], None]
+
+
+class ClusterView:
+    """The cluster as this node last heard of it."""
+
+    def __init__(self, store: CoordinationStore, backoff: Backoff) -> None:
+        self._store = store
+        self._backoff = backoff
+        self._known: dict[str, int] = {}
+        self._listeners: list[Listener] = []
+        self._ready = asyncio.Event()
+        self._live: dict[NodeId, Node] | None = None
+        self.revision = 0
+        self.nodes: dict[NodeId, Registered] = {}
+        self.registrations: dict[NodeId, int] = {}
+        """The revision under which each node registered last, also if it is gone."""
+        self.admitted: dict[NodeId, str] = {}
+        self.leaving: set[NodeId] = set()
+        self.controller: NodeId | None = None
+        self.controller_revision = 0
+        self.pipelines_owner: NodeId | None = None
+        self.pipelines_owner_revision = 0
+        self.topics: dict[UUID, Topic] = {}
+        self.states: dict[PartitionKey, Versioned] = {}
+        self.reassignments: dict[PartitionKey, Reassignment] = {}
+        self.removed: dict[PartitionKey, set[NodeId]] = {}
+        self.placements: dict[UUID, Placement] = {}
+        self.deleted: dict[UUID, Deletion] = {}
+        self.done: dict[UUID, set[NodeId]] = {}
+        self.catalog_revision = 0
+        self.cluster_id: str | None = None
+        self._readers: tuple[tuple[str, Callable[[str, str | None, int, ViewChange], None]], ...] = (
+            (keys.PARTITIONS, self._read_partition),
+            (keys.NODES, self._read_node),
+            (keys.ADMITTED, self._read_admitted),
+            (keys.LEAVING, self._read_leaving),
+            (keys.TOPICS, self._read_topic),
+            (keys.DELETED, self._read_deleted),
+            (keys.REASSIGNMENTS, self._read_reassignment),
+            (keys.REMOVED, self._read_removed),
+            (keys.PLACEMENTS, self._read_placement),
+            (keys.CONTROLLER, self._read_controller),
+            (keys.PIPELINES_OWNER, self._read_pipelines_owner),
+            (keys.CATALOG_VERSION, self._read_catalog),
+            (keys.CLUSTER_ID, self._read_cluster_id),
+        )
+
+    @property
+    def live(self) -> Mapping[NodeId, Node]:
+        """Every node that runs and was let in by the controller."""
+        if self._live is None:
+            self._live = {node_id: one.node for node_id, one in self.nodes.items() if self.is_live(node_id)}
+        return self._live
+
+    def is_live(self, node: NodeId) -> bool:
+        """Whether a node runs and was let in as it runs now."""
+        registered = self.nodes.get(node)
+        return registered is not None and self.admitted.get(node) == registered.incarnation
+
+    def listen(self, listener: Listener) -> None:
+        """Have `listener` called after each batch of changes, in the order of these calls."""
+        self._listeners.append(listener)
+
+    def forget(self, listener: Listener) -> None:
+        """Stop calling `listener`."""
+        self._listeners.remove(listener)
+
+    async def ready(self) -> None:
+        """Wait for the first picture."""
+        await self._ready.wait()
+
+    async def until(self, condition: Callable[[], bool], timeout_s: float, *, what: str) -> None:
+        """Wait until the picture is so; raise `RequestTimedOut` when it is not in time."""
+        if condition():
+            return
+        seen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def look(_change: ViewChange) -> None:
+            if not seen.done() and condition():
+                seen.set_result(None)
+
+        self.listen(look)
+        try:
+            await asyncio.wait_for(seen, timeout_s)
+        except TimeoutError:
+            raise RequestTimedOut(f"{what}: not agreed on in the cluster within {timeout_s:g} s") from None
+        finally:
+            self.forget(look)
+
+    async def run(self) -> None:
+        """Read everything, then follow; for ever."""
+        while True:
+            try:
+                snapshot = await self._store.read("")
+                self.show(snapshot)
+                self._backoff.succeeded()
+                async with aclosing(self._store.watch("", after=snapshot.revision)) as batches:
+                    async for events in batches:
+                        self.apply(events)
+            except WatchLost as error:
+                _logger.warning("the history of the coordination store is gone; reading anew: %s", error)
+            except StoreUnavailable as error:
+                _logger.warning("the coordination store cannot be read; trying again", extra={"error": str(error)})
+                await self._backoff.pause()
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Take over everything that a read found, as if each difference had been told."""
+        entries = snapshot.entries
+        gone = [Event(key, None, snapshot.revision) for key in self._known if key not in entries]
+        new = [
+            Event(key, entry.value, entry.revision)
+            for key, entry in entries.items()
+            if self._known.get(key) != entry.revision
+        ]
+        self.apply([*gone, *new])
+        self.revision = max(self.revision, snapshot.revision)
+        self._ready.set()
+
+    def apply(self, events: Sequence[Event]) -> None:
+        """Take over what a watch told, then tell the listeners."""
+        change = ViewChange()
+        for event in events:
+            self._take(event, change)
+        if change.nodes:
+            self._live = None
+        for listener in tuple(self._listeners):
+            listener(change)
+
+    def states_of(self, topic: Topic) -> list[Versioned | None]:
+        """The states of a topic's partitions, in order; None where there is none yet."""
+        get = self.states.get
+        return [get((topic.topic_id, index)) for index in map(PartitionIndex, range(topic.partitions))]
+
+    def _take(self, event: Event, change: ViewChange) -> None:
+        if event.value is None:
+            self._known.pop(event.key, None)
+        else:
+            self._known[event.key] = event.revision
+        self.revision = max(self.revision, event.revision)
+        for prefix, read in self._readers:
+            if event.key.startswith(prefix):
+                try:
+                    read(event.key.removeprefix(prefix), event.value, event.revision, change)
+                except (CorruptState, ValueError) as error:
+                    _logger.error("a key cannot be read", extra={"key": event.key, "error": str(error)})
+                return
+
+    # -- one reader for each kind of key --------------------------------------------------------------------
+
+    def _read_partition(self, rest: str, value: str | None, revision: int, change: ViewChange) -> None:
+        key = parse_partition(rest)
+        if value is None:
+            self.states.pop(key, None)
+        else:
+            self.states[key] = Versioned(PartitionState.from_json(value), revision)
+        change.partitions.add(key)
+
+    def _read_node(self, rest: str, value: str | None, revision: int, change: ViewChange) -> None:
+        node = NodeId(int(rest))
+        if value is None:
+            self.nodes.pop(node, None)
+        else:
+            self.nodes[node] = Registered.from_json(node, value, revision)
+            self.registrations[node] = revision
+        change.nodes.add(node)
+
+    def _read_admitted(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        node = NodeId(int(rest))
+        if value is None:
+            self.admitted.pop(node, None)
+        else:
+            self.admitted[node] = value
+        change.nodes.add(node)
+
+    def _read_leaving(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        node = NodeId(int(rest))
+        if value is None:
+            self.leaving.discard(node)
+        else:
+            self.leaving.add(node)
+        change.nodes.add(node)
+
+    def _read_topic(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        topic_id = UUID(rest)
+        if value is None:
+            self.topics.pop(topic_id, None)
+        else:
+            self.topics[topic_id] = topic_from_json(topic_id, value)
+        change.topics.add(topic_id)
+
+    def _read_deleted(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        text, found, node = rest.partition(keys.DONE)
+        topic_id = UUID(text)
+        change.deleted.add(topic_id)
+        if found:
+            done = self.done.setdefault(topic_id, set())
+            if value is None:
+                done.discard(NodeId(int(node)))
+            else:
+                done.add(NodeId(int(node)))
+        elif value is None:
+            self.deleted.pop(topic_id, None)
+            self.done.pop(topic_id, None)
+        else:
+            self.deleted[topic_id] = Deletion.from_json(value)
+
+    def _read_reassignment(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        key = parse_partition(rest)
+        if value is None:
+            self.reassignments.pop(key, None)
+        else:
+            self.reassignments[key] = Reassignment.from_json(value)
+        change.moved.add(key)
+
+    def _read_removed(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        partition, _, node = rest.rpartition("/")
+        key = parse_partition(partition)
+        if value is None:
+            self.removed.get(key, set()).discard(NodeId(int(node)))
+        else:
+            self.removed.setdefault(key, set()).add(NodeId(int(node)))
+        change.moved.add(key)
+
+    def _read_placement(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        if value is None:
+            self.placements.pop(UUID(rest), None)
+        else:
+            self.placements[UUID(rest)] = placement_from_json(value)
+        change.placements = True
+
+    def _read_controller(self, _rest: str, value: str | None, revision: int, change: ViewChange) -> None:
+        self.controller = None if value is None else NodeId(int(value))
+        self.controller_revision = 0 if value is None else revision
+        change.controller = True
+
+    def _read_pipelines_owner(self, _rest: str, value: str | None, revision: int, _change: ViewChange) -> None:
+        self.pipelines_owner = None if value is None else NodeId(int(value))
+        self.pipelines_owner_revision = 0 if value is None else revision
+
+    def _read_catalog(self, _rest: str, _value: str | None, revision: int, change: ViewChange) -> None:
+        self.catalog_revision = revision
+        change.catalog = True
+
+    def _read_cluster_id(self, _rest: str, value: str | None, _revision: int, _change: ViewChange) -> None:
+        self.cluster_id = value

@@ -1,0 +1,208 @@
+"""The one runtime for everything whose state is a fold over an internal topic: groups now, more later.
+
+It owns a shard per partition of the topic that this node leads, makes the topic when it is first needed, and finds the
+shard of a name. Shards come and go with the leadership, so a coordinator fails over by being read back elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
+
+from millstream.broker.coordination.placement import partition_for
+from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard, StateLog
+from millstream.broker.coordination.state import Confirmation, Operation, StateMachine
+from millstream.broker.coordination.timers import Timers
+from millstream.core.clock import Clock
+from millstream.core.errors import CoordinatorUnavailable, NotCoordinator, TopicExists
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.partition_state import FIRST_EPOCH, PartitionState
+from millstream.core.topic import Topic
+
+S = TypeVar("S", bound=StateMachine)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTopic:
+    """The internal topic that holds a kind of state, as it is made when it is missing."""
+
+    name: str
+    partitions: int
+    overrides: Mapping[str, str] = field(default_factory=dict)
+
+
+class StateTopics(Protocol):
+    """What the runtime needs of the topics."""
+
+    def get(self, name: str) -> Topic | None:
+        """The topic of this name, if there is one."""
+
+    def when_leadership_changes(self, name: str, listener: Callable[[PartitionIndex, StateLog | None], None]) -> None:
+        """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
+
+    def state_of(self, topic: Topic, index: int) -> PartitionState | None:
+        """Who carries and leads one partition; None when that is not agreed on yet."""
+
+    async def create(
+        self,
+        name: str,
+        *,
+        partitions: int = -1,
+        replication: int = -1,
+        overrides: Mapping[str, str] | None = None,
+        internal: bool = False,
+        validate_only: bool = False,
+    ) -> Topic:
+        """Declare a topic durably."""
+
+
+class Runtime(Generic[S]):
+    """Every shard of one internal topic."""
+
+    def __init__(
+        self,
+        topics: StateTopics,
+        topic: StateTopic,
+        make_state: Callable[[Timers], S],
+        *,
+        clock: Clock,
+        retry_first_s: float = RETRY_FIRST_S,
+        confirmation: Confirmation | None = None,
+    ) -> None:
+        self._topics = topics
+        self._confirmation = confirmation
+        self._topic = topic
+        self._make_state = make_state
+        self._clock = clock
+        self._retry_first_s = retry_first_s
+        self._shards: dict[PartitionIndex, Shard[S]] = {}
+        self._resigning: set[asyncio.Task[None]] = set()
+        self._following = False
+        self._creating = asyncio.Lock()
+        # Loading is work of this process's one core: one shard after the other is ready sooner than all at once.
+        self._gate = asyncio.Semaphore(1)
+        self._closed = False
+
+    @property
+    def shards(self) -> list[Shard[S]]:
+        """Every shard that this node runs."""
+        return list(self._shards.values())
+
+    async def start(self) -> None:
+        """Begin to load every shard that this node leads; requests meanwhile are told to wait."""
+        self._follow()
+
+    async def wait_loaded(self) -> None:
+        """Wait until no shard is loading any more."""
+        for shard in self.shards:
+            await shard.wait_loaded()
+
+    async def close(self) -> None:
+        """Close every shard: parked requests are refused, appended ones are waited for."""
+        self._closed = True
+        await asyncio.gather(*(shard.close() for shard in self.shards), *self._resigning)
+
+    async def ensure(self) -> None:
+        """Make the topic if this is its first use."""
+        if self._following and self._topics.get(self._topic.name) is not None:
+            return
+        # What follows may need a task, and the request may have been started without one.
+        await asyncio.sleep(0)
+        async with self._creating:
+            if self._closed:
+                raise NotCoordinator(f"the coordinator on {self._topic.name} was closed")
+            self._follow()
+            if self._topics.get(self._topic.name) is None:
+                await self._create()
+                await self.wait_loaded()
+
+    def partition_of(self, name: str) -> PartitionIndex:
+        """The partition that holds the state of this name."""
+        topic = self._topics.get(self._topic.name)
+        if topic is None:
+            raise CoordinatorUnavailable(f"the topic {self._topic.name} does not exist yet")
+        return partition_for(name, topic.partitions)
+
+    def leader_of(self, name: str) -> NodeId | None:
+        """The node that holds the state of this name; None while nobody leads its partition."""
+        return self.leader_at(self.partition_of(name))
+
+    def leader_at(self, index: PartitionIndex) -> NodeId | None:
+        """The node that leads one partition of the topic; None while nobody does."""
+        topic = self._topics.get(self._topic.name)
+        state = None if topic is None else self._topics.state_of(topic, index)
+        return state.leader if state is not None and state.has_leader else None
+
+    def latest_epoch(self) -> int:
+        """The latest epoch in which any node leads a partition of the topic, as far as this one knows; at least 0."""
+        topic = self._topics.get(self._topic.name)
+        if topic is None:
+            return FIRST_EPOCH
+        states = (self._topics.state_of(topic, index) for index in range(topic.partitions))
+        return max((state.leader_epoch for state in states if state is not None), default=FIRST_EPOCH)
+
+    async def run(self, name: str, operation: Operation[S, T], *, pure: bool = False) -> T:
+        """Carry out an operation on the shard of this name."""
+        await self.ensure()
+        return await self.shard_of(name).run(operation, pure=pure)
+
+    def shard_of(self, name: str) -> Shard[S]:
+        """The shard that holds the state of this name."""
+        shard = self._shards.get(self.partition_of(name))
+        if shard is None:
+            raise NotCoordinator(f"this node does not coordinate {name!r}")
+        return shard
+
+    def shard_at(self, index: PartitionIndex) -> Shard[S]:
+        """The shard of one partition of the topic."""
+        shard = self._shards.get(index)
+        if shard is None:
+            raise NotCoordinator(f"this node does not lead {self._topic.name}-{index}")
+        return shard
+
+    def lead(self, index: PartitionIndex, partition: StateLog) -> None:
+        """Begin to run the shard of one partition: this node leads it now."""
+        known = self._shards.get(index)
+        if self._closed or (known is not None and not known.is_closed):
+            return
+        shard = Shard(
+            f"{self._topic.name}-{index}",
+            partition,
+            self._make_state,
+            clock=self._clock,
+            gate=self._gate,
+            retry_first_s=self._retry_first_s,
+            confirmation=self._confirmation,
+        )
+        self._shards[index] = shard
+        shard.open()
+
+    async def resign(self, index: PartitionIndex) -> None:
+        """Stop running the shard of one partition: another node leads it now."""
+        shard = self._shards.pop(index, None)
+        if shard is not None:
+            await shard.close()
+
+    def _follow(self) -> None:
+        if not self._following and not self._closed:
+            self._following = True
+            self._topics.when_leadership_changes(self._topic.name, self._leadership_changed)
+
+    def _leadership_changed(self, index: PartitionIndex, partition: StateLog | None) -> None:
+        if partition is not None:
+            self.lead(index, partition)
+        elif index in self._shards:
+            task = asyncio.get_running_loop().create_task(self.resign(index), name=f"resign {self._topic.name}-{index}")
+            self._resigning.add(task)
+            task.add_done_callback(self._resigning.discard)
+
+    async def _create(self) -> None:
+        wanted = self._topic
+        with suppress(TopicExists):
+            await self._topics.create(
+                wanted.name, partitions=wanted.partitions, overrides=wanted.overrides, internal=True
+            )

@@ -1,0 +1,438 @@
+"""One shard: a state machine, the partition that makes it durable, and the answers that wait for that.
+
+An operation runs to its end without an `await`, its records are appended as one batch and replayed into the
+state, and its answer waits until the log has acknowledged everything that the operation could have seen. So an
+answer never speaks of something that a crash can take back, whether it wrote that itself or only read it.
+
+When an append fails, memory would hold what the log does not: the state is thrown away, everyone who waits is sent
+to find the coordinator again, and the shard is read back from the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.loading import read_back
+from millstream.broker.coordination.rewrite import RECORDS_MIN, Rewrite
+from millstream.broker.coordination.state import Confirmation, Operation, StateMachine, StateRecord
+from millstream.broker.coordination.timers import Timer, Timers
+from millstream.broker.log.log import AppendedRange
+from millstream.broker.replication.acknowledgement import AcknowledgementListener, Told
+from millstream.core.clock import Clock
+from millstream.core.errors import (
+    CoordinatorLoading,
+    CoordinatorUnavailable,
+    LogUnavailable,
+    MillstreamError,
+    NotCoordinator,
+    NotEnoughReplicas,
+    NotLeader,
+    PartitionClosed,
+)
+from millstream.core.ids import Epoch, Offset
+from millstream.protocol.records.batch import Buffer
+from millstream.protocol.records.record import NewRecord, encode_batch
+
+_logger = logging.getLogger(__name__)
+
+ACKS_ALL = -1
+TIMERS_AT_ONCE_MAX = 500
+RETRY_FIRST_S = 0.1
+RETRY_MAX_S = 30.0
+PATIENCE_S = 0.5
+"""How long an operation waits for the state to be loaded. Clients that are told to ask again wait about as long, and
+most states are read in a few milliseconds."""
+CLOSE_S = 5.0
+"""How long closing waits for the last appends to be acknowledged."""
+
+S = TypeVar("S", bound=StateMachine)
+T = TypeVar("T")
+
+
+class TrimmableLog(Protocol):
+    """A log whose beginning can be dropped."""
+
+    def delete_before(self, offset: Offset) -> object:
+        """Drop everything below `offset`, durably."""
+
+
+class StateLog(Protocol):
+    """What a shard needs of a partition."""
+
+    @property
+    def high_watermark(self) -> Offset:
+        """The end of what is acknowledged."""
+
+    @property
+    def log_start(self) -> Offset:
+        """The first offset that can still be read."""
+
+    @property
+    def leader_epoch(self) -> Epoch:
+        """The epoch in which this node leads."""
+
+    @property
+    def log(self) -> TrimmableLog:
+        """The log below the partition."""
+
+    def write(self, batches: bytearray | memoryview, *, acks: int, internal: bool = False) -> AppendedRange:
+        """Append without waiting."""
+
+    def is_acknowledged(self, appended: AppendedRange) -> bool:
+        """Whether an append is acknowledged already."""
+
+    def tell(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
+        """Tell `listener` once an append is acknowledged, or why it never will be."""
+
+    def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
+        """Whole batches up to the high watermark."""
+
+    async def settled(self) -> None:
+        """Wait until everything that the log holds now is acknowledged."""
+
+
+class _Append(Told):
+    """An append that is not acknowledged yet. The shard hears of it at once, without a turn of a busy loop."""
+
+    __slots__ = ("_heard",)
+
+    def __init__(self, heard: Callable[[MillstreamError | None], None]) -> None:
+        super().__init__()
+        self._heard = heard
+
+    def acknowledged(self, error: MillstreamError | None) -> None:
+        super().acknowledged(error)
+        self._heard(error)
+
+
+class Shard(Generic[S]):
+    """The state of one partition and everything that happens to it, on one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        partition: StateLog,
+        make_state: Callable[[Timers], S],
+        *,
+        clock: Clock,
+        gate: asyncio.Semaphore,
+        retry_first_s: float = RETRY_FIRST_S,
+        confirmation: Confirmation | None = None,
+        rewrite_records_min: int = RECORDS_MIN,
+    ) -> None:
+        self.name = name
+        self.partition = partition
+        self.epoch = partition.leader_epoch
+        """In which this node leads; the partition itself may have heard of a later one, in which another node does."""
+        self._make_state = make_state
+        self._clock = clock
+        self._gate = gate
+        self._retry_first_s = retry_first_s
+        self._confirmation = confirmation
+        self._timers = Timers(clock)
+        self._alarm: asyncio.TimerHandle | None = None
+        self._alarm_at = 0.0
+        self._state: S | None = None
+        self._closed = False
+        self._failures = 0
+        self._refused = False
+        # Operations that come after a failure must not be taken for those before it.
+        self._incarnation = 0
+        self._written = Offset(0)
+        self._acknowledged = Offset(0)
+        self._unacknowledged: set[asyncio.Future[None]] = set()
+        self._waiting: deque[tuple[Offset, asyncio.Future[Any], Later[Any]]] = deque()
+        self._answered: list[tuple[asyncio.Future[Any], Later[Any]]] = []
+        self._loading: asyncio.Task[None] | None = None
+        self._rewrite = Rewrite(self, records_min=rewrite_records_min)
+
+    @property
+    def state(self) -> S | None:
+        """The state while it is loaded; for looking only."""
+        return self._state
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it serves nobody any more, because it was told so or because another node leads its partition."""
+        return self._closed
+
+    @property
+    def written(self) -> Offset:
+        """The end of what was appended."""
+        return self._written
+
+    def open(self) -> None:
+        """Begin to read the state back from the log."""
+        self._load_soon(0.0)
+
+    async def wait_loaded(self) -> None:
+        """Wait until the loading under way is over, well or not."""
+        while self._loading is not None and not self._closed:
+            await asyncio.wait([self._loading])
+
+    async def close(self) -> None:
+        """Refuse what is parked, let what was appended be acknowledged, and take no more."""
+        if self._closed:
+            return
+        self._closed = True
+        self._silence()
+        tasks = [task for task in (self._loading, self._rewrite.task) if task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        if self._state is not None:
+            self._state.unload()
+            self._release(self._written)
+        if self._unacknowledged:
+            await asyncio.wait(self._unacknowledged, timeout=CLOSE_S)
+        self._drop(NotCoordinator(f"{self.name} was closed"))
+
+    async def run(self, operation: Operation[S, T], *, pure: bool = False) -> T:
+        """Carry out an operation now; return its answer when it may be told.
+
+        `pure` says that the operation only worked out records and left the state alone, so that a refused append
+        needs no reload. While the state is being read back, the operation waits a moment for it.
+        """
+        if self._state is None and self._loading is not None and not self._closed:
+            await asyncio.wait([self._loading], timeout=PATIENCE_S)
+        return await self.submit(operation, pure=pure)
+
+    def submit(self, operation: Operation[S, T], *, pure: bool = False) -> asyncio.Future[T]:
+        """Carry out an operation before returning; the future holds its answer when it may be told."""
+        state = self._loaded_state()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        try:
+            records, response = operation(state)
+        except MillstreamError as error:
+            refused: Later[T] = Later()
+            refused.refuse(error)
+            self._answered.append((future, refused))
+            confirmation = self._confirmation
+            is_doubtful = confirmation is not None and isinstance(error, confirmation.refusals)
+            self._carry_out([confirmation.record] if confirmation is not None and is_doubtful else (), pure=True)
+            return future
+        except Exception:
+            _logger.exception("an operation failed; the state is read back", extra={"shard": self.name})
+            self._begin_anew("an operation failed inside the broker")
+            raise CoordinatorUnavailable(f"{self.name}: the operation failed inside the broker") from None
+        later = response if isinstance(response, Later) else _given(response)
+        later.listen(lambda answered: self._answered.append((future, answered)))
+        self._carry_out(records, pure=pure)
+        return future
+
+    def fire_timers(self) -> None:
+        """Carry out what is due. The loop calls this; a test with its own clock may too."""
+        self._alarm = None
+        for timer in self._timers.take_due(TIMERS_AT_ONCE_MAX):
+            if self._state is None:
+                return
+            self._fire(timer)
+        self._set_alarm()
+
+    def append(self, records: Sequence[StateRecord]) -> Offset:
+        """Append records as one batch, and note what is now waited for; return the offset after it."""
+        now_ms = self._clock.now_ms()
+        batch = encode_batch([NewRecord(record.key, record.value, record.headers, now_ms) for record in records])
+        appended = self.partition.write(batch, acks=ACKS_ALL, internal=True)
+        self._written = appended.next_offset
+        self._refused = False
+        if self.partition.is_acknowledged(appended):
+            self._acknowledged = appended.next_offset
+            self._failures = 0
+        else:
+            incarnation = self._incarnation
+            waiting = _Append(lambda error: self._on_acknowledged(appended.next_offset, incarnation, error))
+            self._unacknowledged.add(waiting.future)
+            waiting.future.add_done_callback(self._unacknowledged.discard)
+            self.partition.tell(appended, waiting)
+        return appended.next_offset
+
+    async def acknowledged_up_to(self, offset: Offset) -> None:
+        """Wait until the log has acknowledged everything below `offset`."""
+        if offset > self._acknowledged:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((offset, future, _given(None)))
+            await future
+
+    def delete_before(self, offset: Offset) -> None:
+        """Drop the beginning of the log."""
+        self.partition.log.delete_before(offset)
+
+    def _loaded_state(self) -> S:
+        if self._closed:
+            raise NotCoordinator(f"{self.name} was closed")
+        if self._state is None:
+            raise CoordinatorLoading(f"{self.name} is being read back from the log")
+        return self._state
+
+    def _fire(self, timer: Timer) -> None:
+        try:
+            records = timer.action()
+        except Exception:
+            _logger.exception("a timer failed; the state is read back", extra={"shard": self.name})
+            self._begin_anew("a timer failed inside the broker")
+            return
+        self._carry_out(records, pure=timer.pure)
+
+    def _carry_out(self, records: Sequence[StateRecord], *, pure: bool) -> None:
+        state = self._state
+        if records and state is not None:
+            try:
+                self.append(records)
+            except MillstreamError as error:
+                self._append_refused(error, pure=pure)
+                return
+            try:
+                for record in records:
+                    state.replay(record)
+            except Exception:
+                _logger.exception("a record could not be replayed; the state is read back", extra={"shard": self.name})
+                self._begin_anew("a record could not be taken in")
+                return
+            self._rewrite.count(len(records))
+        self._release(self._written)
+        self._set_alarm()
+
+    def _append_refused(self, error: MillstreamError, *, pure: bool) -> None:
+        if not self._refused:
+            # Clients try again at once, so only the first refusal in a row is worth a line.
+            self._refused = True
+            _logger.error("appends are refused", extra={"shard": self.name, "error": str(error)})
+        if not pure:
+            self._begin_anew(str(error))
+            return
+        for future, _ in self._answered:
+            _settle_error(future, _as_answer(self.name, error))
+        self._answered.clear()
+
+    def _release(self, needed: Offset) -> None:
+        """Let out the answers given just now, or have them wait for the log."""
+        answered, self._answered = self._answered, []
+        for future, later in answered:
+            if needed <= self._acknowledged:
+                _settle(future, later)
+            else:
+                self._waiting.append((needed, future, later))
+
+    def _on_acknowledged(self, next_offset: Offset, incarnation: int, error: MillstreamError | None) -> None:
+        if incarnation != self._incarnation:
+            return
+        if error is not None:
+            # Another node leads now, as after any failover: whoever waits asks there.
+            level = logging.INFO if isinstance(error, NotLeader) else logging.ERROR
+            _logger.log(level, "an append was not acknowledged", extra={"shard": self.name, "error": str(error)})
+            self._begin_anew(str(error))
+            return
+        self._failures = 0
+        self._acknowledged = max(self._acknowledged, next_offset)
+        while self._waiting and self._waiting[0][0] <= self._acknowledged:
+            _, future, later = self._waiting.popleft()
+            _settle(future, later)
+
+    def _begin_anew(self, reason: str) -> None:
+        """Throw the state away, send everyone who waits to find the coordinator again, and read the log back."""
+        self._drop(NotCoordinator(f"{self.name} begins anew: {reason}"))
+        if not self._closed:
+            delay_s = min(RETRY_MAX_S, self._retry_first_s * 2**self._failures)
+            self._failures = min(self._failures + 1, 16)
+            self._load_soon(delay_s)
+
+    def _drop(self, error: MillstreamError) -> None:
+        state, self._state = self._state, None
+        self._incarnation += 1
+        self._silence()
+        if state is not None:
+            state.unload()
+        for _, future, _ in self._waiting:
+            _settle_error(future, error)
+        for future, _ in self._answered:
+            _settle_error(future, error)
+        self._waiting.clear()
+        self._answered.clear()
+
+    def _load_soon(self, delay_s: float) -> None:
+        task = asyncio.get_running_loop().create_task(self._load(delay_s), name=f"load {self.name}")
+        self._loading = task
+        task.add_done_callback(self._load_done)
+
+    def _load_done(self, task: asyncio.Task[None]) -> None:
+        if self._loading is task:
+            self._loading = None
+        if task.cancelled() or self._closed:
+            return
+        error = task.exception()
+        if isinstance(error, PartitionClosed | NotLeader):
+            # Whoever leads it now runs a shard of its own; should it be this node again, so will it.
+            self._closed = True
+        elif error is not None:
+            _logger.error("the state could not be read back; trying again", exc_info=error, extra={"shard": self.name})
+            self._begin_anew(str(error))
+
+    async def _load(self, delay_s: float) -> None:
+        if delay_s:
+            await asyncio.sleep(delay_s)
+        if self._unacknowledged:
+            # What was appended before the failure may still be kept, and then has to be read.
+            await asyncio.wait(self._unacknowledged)
+        # A leader that took over holds what the one before it may have acknowledged.
+        await self.partition.settled()
+        self.epoch = self.partition.leader_epoch
+        async with self._gate:
+            state = self._make_state(self._timers)
+            end, replayed = await read_back(self.name, self.partition, state)
+        self._written = self._acknowledged = end
+        self._rewrite.begin(replayed)
+        state.loaded()
+        self._state = state
+        self._set_alarm()
+
+    def _silence(self) -> None:
+        """Let no timer fire any more."""
+        self._timers.clear()
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _set_alarm(self) -> None:
+        deadline = self._timers.next_deadline
+        if deadline is None or self._closed:
+            return
+        if self._alarm is not None:
+            if self._alarm_at <= deadline:
+                return
+            self._alarm.cancel()
+        self._alarm_at = deadline
+        delay_s = max(0.0, deadline - self._clock.monotonic())
+        self._alarm = asyncio.get_running_loop().call_later(delay_s, self.fire_timers)
+
+
+def _given(value: T) -> Later[T]:
+    later: Later[T] = Later()
+    later.give(value)
+    return later
+
+
+def _as_answer(name: str, error: MillstreamError) -> MillstreamError:
+    if isinstance(error, LogUnavailable | NotEnoughReplicas | NotLeader):
+        # A client can do nothing about the log; it finds the coordinator again, and tries again.
+        return NotCoordinator(f"{name}: {error}")
+    return error
+
+
+def _settle(future: asyncio.Future[Any], later: Later[Any]) -> None:
+    if later.error is not None:
+        _settle_error(future, later.error)
+    elif not future.done():
+        future.set_result(later.result())
+
+
+def _settle_error(future: asyncio.Future[Any], error: MillstreamError) -> None:
+    # Whoever asked may have gone away, which cancels the future.
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,72 @@
+"""What the runtime asks of a state machine, and what an operation on one looks like."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple, Protocol, TypeVar
+
+from millstream.broker.coordination.later import Later
+from millstream.core.errors import MillstreamError
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+class StateRecord(NamedTuple):
+    """One change of state as it stands in the log. A value of None takes the key away."""
+
+    key: bytes
+    value: bytes | None
+    headers: tuple[tuple[str, bytes | None], ...] = ()
+
+
+Outcome = tuple[Sequence[StateRecord], T | Later[T]]
+"""What an operation returns: the records that make it durable, and its response, now or later."""
+
+Operation = Callable[[S], Outcome[T]]
+"""A synchronous function of the state. It raises a `MillstreamError` only before it has changed anything."""
+
+
+class Confirmation(NamedTuple):
+    """Refusals that a leader must be sure of: it gives them once the log has taken one more record.
+
+    A node that was replaced and has not heard of it still holds the state of its time. Its appends are never
+    acknowledged, so it cannot tell a client that lives that it is over.
+    """
+
+    refusals: tuple[type[MillstreamError], ...]
+    record: StateRecord
+    """A record that changes nothing."""
+
+
+class LateRecords(Protocol):
+    """Records for a name that take too long to make for the loop to wait."""
+
+    async def make(self) -> None:
+        """Make them, beside the loop."""
+
+    def records(self) -> Sequence[StateRecord]:
+        """They, with what has happened since, to be appended at once; none if the name has gone."""
+
+
+class StateMachine(Protocol):
+    """The state of one partition of an internal topic: a fold over the records of that partition.
+
+    What has to survive changes only in `replay`; what may be lost with the process (who waits, timers) an
+    operation may change itself.
+    """
+
+    def replay(self, record: StateRecord) -> None:
+        """Take one record in, in the order of the log, while loading and after each append."""
+
+    def loaded(self) -> None:
+        """Called once the whole log has been replayed, before the first operation; timers may be set here."""
+
+    def unload(self) -> None:
+        """Refuse every parked request: this copy of the state is thrown away."""
+
+    def durable_keys(self) -> list[Hashable]:
+        """A name for everything that the log has to hold; used to write the state anew."""
+
+    def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
+        """The record that stands for this name now, or None if it has gone since."""

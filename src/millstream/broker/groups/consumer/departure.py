@@ -1,0 +1,69 @@
+"""How members go: for good, for a while, or because a deadline has passed."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection
+
+from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.groups.consumer.assignment import NOTHING
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.consumer.member import AWAY_EPOCH, ConsumerMember
+from millstream.broker.groups.consumer.records import (
+    ConsumerKey,
+    Kind,
+    group_epoch_record,
+    member_tombstones,
+    position_record,
+    tombstone,
+)
+from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
+from millstream.broker.groups.consumer.surroundings import Surroundings
+from millstream.broker.groups.consumer.target import names_of
+from millstream.broker.groups.consumer.topic_view import metadata_hash
+
+_logger = logging.getLogger(__name__)
+
+Downgrade = Callable[[ConsumerGroup, Collection[str]], list[StateRecord]]
+"""Turn a group into a classic one without these members, if all others speak that protocol; else no records."""
+
+
+class Departure:
+    """Lets members go."""
+
+    def __init__(self, surroundings: Surroundings, downgrade: Downgrade) -> None:
+        self._around = surroundings
+        self._downgrade = downgrade
+
+    def leave(self, group: ConsumerGroup, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+        """A member goes by its own will."""
+        member = group.find_speaker(request.member_id, request.instance_id)
+        answer = HeartbeatAnswer(member_id=member.member_id, epoch=request.epoch)
+        if request.epoch != AWAY_EPOCH:
+            return self.remove(group, [member], "left"), answer
+        # What it has stays its own until its session ends; what it had to give up, it has given up.
+        position = dataclasses.replace(member.position, epoch=AWAY_EPOCH, pending=NOTHING)
+        return [position_record(group.group_id, member.member_id, position)], answer
+
+    def remove(self, group: ConsumerGroup, members: Collection[ConsumerMember], reason: str) -> list[StateRecord]:
+        """Take members out; what they had is free, and the next heartbeat of anybody shares it out."""
+        if not members:
+            return []
+        gone = [member.member_id for member in members]
+        _logger.info("members go", extra={"group": group.group_id, "members": ", ".join(gone), "reason": reason})
+        records = self._downgrade(group, gone)
+        if records:
+            return records
+        for member_id in gone:
+            records += member_tombstones(group.group_id, member_id)
+        choices = Counter(group.choices)
+        choices.subtract((member.subscription.topics, member.subscription.expression) for member in members)
+        remaining = +choices
+        used = {expression for _, expression in remaining}
+        unused = [expression for expression in group.resolved if expression not in used]
+        records += [tombstone(ConsumerKey(Kind.EXPRESSION, group.group_id, one)) for one in unused]
+        names = {name for choice in remaining for name in names_of(choice, group.resolved)}
+        hashed = metadata_hash(self._around.topics, names)
+        return [*records, group_epoch_record(group.group_id, group.epoch + 1, hashed)]

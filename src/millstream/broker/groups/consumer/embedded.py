@@ -1,0 +1,75 @@
+"""The messages that classic consumers wrap into their group's: what they subscribe to, and what they are assigned.
+
+These are the schemas ConsumerProtocolSubscription and ConsumerProtocolAssignment, versions 0 to 3. A later version
+begins with the fields of the earlier ones, so a newer one is read as far as it is known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from millstream.core.errors import ProtocolViolation
+from millstream.protocol.messages.primitives import Reader, Writer
+
+NEWEST_VERSION = 3
+
+TopicPartitions = Sequence[tuple[str, Sequence[int]]]
+"""Partitions by the name of their topic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddedSubscription:
+    """What a classic consumer tells of itself."""
+
+    version: int
+    topics: frozenset[str]
+    owned: TopicPartitions = ()
+    rack_id: str | None = None
+
+
+def read_subscription_of(metadata: bytes) -> EmbeddedSubscription:
+    """Read it, or raise `ProtocolViolation`."""
+    reader = Reader(metadata, flexible=False)
+    version = _version(reader)
+    topics = frozenset([reader.string() for _ in range(max(0, reader.array_length(item_bytes_min=2)))])
+    reader.blob()
+    owned = _read_partitions(reader) if version >= 1 else ()
+    if version >= 2:
+        reader.int32()
+    rack_id = reader.nullable_string() if version >= 3 else None
+    return EmbeddedSubscription(version=version, topics=topics, owned=owned, rack_id=rack_id or None)
+
+
+def read_assignment_of(assignment: bytes) -> tuple[TopicPartitions, bool]:
+    """The partitions of an assignment, and whether it carries something that only its assignor understands."""
+    if not assignment:
+        return (), False
+    reader = Reader(assignment, flexible=False)
+    _version(reader)
+    return _read_partitions(reader), bool(reader.blob())
+
+
+def write_assignment(partitions: Iterable[tuple[str, Iterable[int]]], *, version: int) -> bytes:
+    """An assignment in the version in which the member subscribed."""
+    writer = Writer(flexible=False)
+    writer.int16(min(version, NEWEST_VERSION))
+    listed = sorted((topic, sorted(numbers)) for topic, numbers in partitions)
+    writer.array_length(len(listed))
+    for topic, numbers in listed:
+        writer.string(topic)
+        writer.int32_array(numbers)
+    writer.blob(None)
+    return bytes(writer.buffer)
+
+
+def _version(reader: Reader) -> int:
+    version = reader.int16()
+    if version < 0:
+        raise ProtocolViolation(f"version {version} of a consumer's message cannot be")
+    return version
+
+
+def _read_partitions(reader: Reader) -> TopicPartitions:
+    count = max(0, reader.array_length(item_bytes_min=6))
+    return [(reader.string(), reader.int32_array()) for _ in range(count)]

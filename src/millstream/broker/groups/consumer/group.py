@@ -1,0 +1,243 @@
+"""One consumer group: its members, what they shall have and what they have. No time, no log, no timers.
+
+Everything here that has to survive is changed only by replaying records; what carries the mark "soft" may be lost
+with the process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from enum import StrEnum
+from typing import TypeVar
+from uuid import UUID
+
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, partitions_in
+from millstream.broker.groups.consumer.member import ConsumerMember, MemberState, Position
+from millstream.broker.groups.consumer.records import ConsumerKey, Kind, Resolved
+from millstream.broker.groups.records import CommittedOffset
+from millstream.broker.groups.subscription import CONSUMER_PROTOCOL_TYPE
+from millstream.core.errors import FencedInstance, UnknownMember
+
+K = TypeVar("K")
+
+Choice = tuple[frozenset[str], str]
+"""What is subscribed to: topics by name, and an expression or nothing."""
+
+
+class ConsumerGroupState(StrEnum):
+    """Where a group is in its life; the texts are Kafka's."""
+
+    EMPTY = "Empty"
+    ASSIGNING = "Assigning"
+    RECONCILING = "Reconciling"
+    STABLE = "Stable"
+
+
+class ConsumerGroup:
+    """The members of one group, and who has which partition."""
+
+    def __init__(self, group_id: str) -> None:
+        self.group_id = group_id
+        self.epoch = 0
+        self.metadata_hash = 0
+        self.target_epoch = 0
+        self.members: dict[str, ConsumerMember] = {}
+        self.static_members: dict[str, str] = {}
+        self.targets: dict[str, Assignment] = {}
+        self.resolved: dict[str, Resolved] = {}
+        self.choices: Counter[Choice] = Counter()
+        self.assignors: Counter[str] = Counter()
+        self.members_bytes = 0
+        self.classic_members = 0
+        self.has_old_topics = False
+        self._classic_support: Counter[str] = Counter()
+        self._owners: dict[tuple[UUID, int], str] = {}
+        # Soft: up to which version of the topics this group, and each of its expressions, is known to be right.
+        self.checked_version: int | None = None
+        self.checked_expressions: dict[str, int] = {}
+        self.refreshed_ms = 0
+        self.aimed_ms = 0
+        self.empty_since_ms = 0
+
+    # The fold
+
+    def put(self, member: ConsumerMember) -> None:
+        """Take a member in, or its newer self."""
+        old = self.members.get(member.member_id)
+        self.members[member.member_id] = member
+        if old is not None:
+            self._uncount(old)
+        self._count(member)
+        if old is None or old.position is not member.position:
+            self._disown(old)
+            self._own(member)
+
+    def remove(self, member_id: str) -> None:
+        """Forget a member and all that it has."""
+        member = self.members.pop(member_id, None)
+        self.targets.pop(member_id, None)
+        if member is not None:
+            self._uncount(member)
+            self._disown(member)
+
+    def resolve(self, expression: str, resolved: Resolved | None) -> None:
+        """Note the topics of an expression, or that it is not used any more."""
+        if resolved is not None:
+            self.resolved[expression] = resolved
+        else:
+            self.resolved.pop(expression, None)
+            self.checked_expressions.pop(expression, None)
+
+    # Looking
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is in the group."""
+        return not self.members
+
+    @property
+    def state(self) -> ConsumerGroupState:
+        """Where the group is in its life."""
+        if not self.members:
+            return ConsumerGroupState.EMPTY
+        if self.epoch > self.target_epoch:
+            return ConsumerGroupState.ASSIGNING
+        if all(member.position.is_reconciled_to(self.target_epoch) for member in self.members.values()):
+            return ConsumerGroupState.STABLE
+        return ConsumerGroupState.RECONCILING
+
+    @property
+    def protocol_type(self) -> str:
+        """What the members of the group do together."""
+        return CONSUMER_PROTOCOL_TYPE
+
+    def find(self, member_id: str) -> ConsumerMember:
+        """The member of this id, or raise `UnknownMember`."""
+        member = self.members.get(member_id)
+        if member is None:
+            raise UnknownMember(f"group {self.group_id!r} has no member {member_id!r}")
+        return member
+
+    def find_static(self, instance_id: str) -> ConsumerMember | None:
+        """The member of this instance id, if there is one."""
+        member_id = self.static_members.get(instance_id)
+        return None if member_id is None else self.members.get(member_id)
+
+    def find_speaker(self, member_id: str, instance_id: str | None) -> ConsumerMember:
+        """The member that speaks; raise when it is unknown or another process has taken its place."""
+        if instance_id is None:
+            return self.find(member_id)
+        member = self.find_static(instance_id)
+        if member is None:
+            raise UnknownMember(f"group {self.group_id!r} has no member with instance id {instance_id!r}")
+        if member.member_id != member_id:
+            raise FencedInstance(f"instance {instance_id!r} of group {self.group_id!r} is another process now")
+        return member
+
+    def target_of(self, member: ConsumerMember) -> Assignment:
+        """What a member shall have; one that takes the place of a static member shall have what that had."""
+        known = self.targets.get(member.member_id)
+        if known is None and member.instance_id is not None:
+            known = self.targets.get(self.static_members.get(member.instance_id, ""))
+        return NOTHING if known is None else known
+
+    def is_taken(self, topic_id: UUID, partition: int, *, by_other_than: str) -> bool:
+        """Whether another member has a partition."""
+        return self._owners.get((topic_id, partition), by_other_than) != by_other_than
+
+    def waits_for_others(self, member: ConsumerMember) -> bool:
+        """Whether a member shall have partitions that others have not given up yet."""
+        if member.position.state is not MemberState.UNRELEASED:
+            return False
+        return any(
+            self.is_taken(topic_id, partition, by_other_than=member.member_id)
+            for topic_id, partition in partitions_in(self.target_of(member))
+        )
+
+    def expressions(self) -> Iterator[str]:
+        """Every expression that a member uses."""
+        return iter({expression for _, expression in self.choices if expression})
+
+    def users_of(self, expression: str) -> int:
+        """How many members use an expression."""
+        return sum(count for choice, count in self.choices.items() if choice[1] == expression)
+
+    def supports_classic(self, protocol_type: str, names: Iterable[str]) -> bool:
+        """Whether a member that speaks the classic protocol can work with those here that do."""
+        if protocol_type != CONSUMER_PROTOCOL_TYPE:
+            return False
+        return any(self._classic_support[name] == self.classic_members for name in names)
+
+    def consumes(self, topic: str) -> bool:
+        """Whether some member wants a topic."""
+        return any(topic in names or self._matches(expression, topic) for names, expression in self.choices)
+
+    def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
+        """From when on the retention of an offset counts."""
+        return committed.commit_ms
+
+    def keys(self) -> Iterator[ConsumerKey]:
+        """A name for every record that the log has to hold."""
+        yield ConsumerKey(Kind.GROUP, self.group_id)
+        yield ConsumerKey(Kind.TARGET_EPOCH, self.group_id)
+        for member_id in self.members:
+            yield ConsumerKey(Kind.SUBSCRIPTION, self.group_id, member_id)
+            yield ConsumerKey(Kind.POSITION, self.group_id, member_id)
+        for member_id in self.targets:
+            yield ConsumerKey(Kind.TARGET, self.group_id, member_id)
+        for expression in self.resolved:
+            yield ConsumerKey(Kind.EXPRESSION, self.group_id, expression)
+
+    # Below: how
+
+    def _matches(self, expression: str, topic: str) -> bool:
+        resolved = self.resolved.get(expression)
+        return resolved is not None and topic in resolved.topics
+
+    def _count(self, member: ConsumerMember) -> None:
+        told = member.subscription
+        self.choices[told.topics, told.expression] += 1
+        self.members_bytes += told.size_bytes
+        if told.assignor is not None:
+            self.assignors[told.assignor] += 1
+        if told.instance_id is not None:
+            self.static_members[told.instance_id] = member.member_id
+        if told.classic is not None:
+            self.classic_members += 1
+            self._classic_support.update({name for name, _ in told.classic.protocols})
+
+    def _uncount(self, member: ConsumerMember) -> None:
+        told = member.subscription
+        _decrease(self.choices, (told.topics, told.expression))
+        self.members_bytes -= told.size_bytes
+        if told.assignor is not None:
+            _decrease(self.assignors, told.assignor)
+        if told.instance_id is not None and self.static_members.get(told.instance_id) == member.member_id:
+            del self.static_members[told.instance_id]
+        if told.classic is not None:
+            self.classic_members -= 1
+            for name in {name for name, _ in told.classic.protocols}:
+                _decrease(self._classic_support, name)
+
+    def _own(self, member: ConsumerMember) -> None:
+        for place in _held(member.position):
+            self._owners[place] = member.member_id
+
+    def _disown(self, member: ConsumerMember | None) -> None:
+        if member is None:
+            return
+        for place in _held(member.position):
+            if self._owners.get(place) == member.member_id:
+                del self._owners[place]
+
+
+def _held(position: Position) -> Iterator[tuple[UUID, int]]:
+    yield from partitions_in(position.assigned)
+    yield from partitions_in(position.pending)
+
+
+def _decrease(counter: Counter[K], key: K) -> None:
+    counter[key] -= 1
+    if counter[key] <= 0:
+        del counter[key]

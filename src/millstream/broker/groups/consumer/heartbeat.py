@@ -1,0 +1,122 @@
+"""ConsumerGroupHeartbeat: a member joins or lives, and hears what it shall have."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.groups.consumer.assignment import Assignment, is_within
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.consumer.member import AWAY_EPOCH, ConsumerMember, Subscription
+from millstream.broker.groups.consumer.records import member_tombstones, target_record
+from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
+from millstream.broker.groups.consumer.surroundings import Surroundings
+from millstream.broker.groups.consumer.turn import Turn
+from millstream.core.errors import FencedMemberEpoch, GroupFull, UnreleasedInstance
+
+FindGroup = Callable[[str, bool], tuple[ConsumerGroup, list[StateRecord]]]
+"""The group of an id, and the records that make it one; it is made only if the flag says so."""
+
+
+class Heartbeats:
+    """Carries out heartbeats."""
+
+    def __init__(self, surroundings: Surroundings, find_group: FindGroup) -> None:
+        self._around = surroundings
+        self._find_group = find_group
+
+    def run(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+        """Take a heartbeat in; everything it changes is in the records."""
+        joins = request.epoch == 0
+        group, records = self._find_group(request.group_id, joins)
+        member_id = request.member_id or self._around.new_suffix()
+        before = self._member(group, member_id, request, records)
+        after = before.saying(_told(before.subscription, request))
+        check_room(group, after, self._around)
+        turn = Turn(group, before=before, after=after, surroundings=self._around, records=records)
+        member = turn.run(request.owned)
+        self._around.sessions.keep_alive(group.group_id, member)
+        # A member that joins, or tells everything, may not know what it has.
+        tell = joins or request.is_full or member.position.assigned != before.position.assigned
+        answer = HeartbeatAnswer(
+            member_id=member_id,
+            epoch=member.epoch,
+            heartbeat_ms=self._around.limits.heartbeat_of(group.group_id),
+            assignment=member.position.assigned if tell else None,
+        )
+        return records, answer
+
+    def _member(
+        self, group: ConsumerGroup, member_id: str, request: ConsumerHeartbeat, records: list[StateRecord]
+    ) -> ConsumerMember:
+        """The member that speaks; a new one if it joins."""
+        if request.epoch != 0:
+            member = group.find_speaker(member_id, request.instance_id)
+            _check_epoch(member, request.epoch, request.owned)
+            return member
+        known = group.members.get(member_id) or ConsumerMember(member_id=member_id)
+        if request.instance_id is None:
+            return known
+        static = group.find_static(request.instance_id)
+        if static is None or static.member_id == member_id:
+            return known
+        if not static.speaks_classic and static.epoch != AWAY_EPOCH:
+            raise UnreleasedInstance(
+                f"instance {request.instance_id!r} of group {group.group_id!r} belongs to member {static.member_id!r}"
+            )
+        return take_place(group, static, member_id, records)
+
+
+def take_place(
+    group: ConsumerGroup, static: ConsumerMember, member_id: str, records: list[StateRecord]
+) -> ConsumerMember:
+    """A new process takes the place of a static member, with all that this has."""
+    records += member_tombstones(group.group_id, static.member_id)
+    records.append(target_record(group.group_id, member_id, group.target_of(static)))
+    position = dataclasses.replace(static.position, epoch=0, previous_epoch=0)
+    return ConsumerMember(member_id=member_id, subscription=static.subscription, position=position)
+
+
+def check_room(group: ConsumerGroup, member: ConsumerMember, surroundings: Surroundings) -> None:
+    """Raise `GroupFull` when there is no room for what a member says of itself, or for the member."""
+    limits = surroundings.limits
+    known = group.members.get(member.member_id)
+    if known is None and member.instance_id is not None:
+        known = group.find_static(member.instance_id)
+    if known is None and len(group.members) >= limits.members_max:
+        raise GroupFull(f"group {group.group_id!r} has {limits.members_max} members, and may not have more")
+    added_bytes = member.subscription.size_bytes - (0 if known is None else known.subscription.size_bytes)
+    if added_bytes > 0 and group.members_bytes + added_bytes > limits.members_bytes_max:
+        raise GroupFull(f"the members of group {group.group_id!r} say more of themselves than is kept")
+
+
+def _told(before: Subscription, request: ConsumerHeartbeat) -> Subscription:
+    """What the member says of itself now; what it leaves out is as it was."""
+    told = dataclasses.replace(
+        before,
+        instance_id=before.instance_id if request.instance_id is None else request.instance_id,
+        rack_id=before.rack_id if request.rack_id is None else request.rack_id,
+        client_id=request.client_id,
+        client_host=request.client_host,
+        topics=before.topics if request.topics is None else request.topics,
+        expression=before.expression if request.expression is None else request.expression,
+        rebalance_timeout_ms=(
+            before.rebalance_timeout_ms if request.rebalance_timeout_ms is None else request.rebalance_timeout_ms
+        ),
+        assignor=before.assignor if request.assignor is None else request.assignor,
+        classic=None,
+    )
+    return before if told == before else told
+
+
+def _check_epoch(member: ConsumerMember, epoch: int, owned: Assignment | None) -> None:
+    known = member.position
+    if epoch == known.epoch:
+        return
+    # The answer with the newer epoch may have been lost on its way; then the member has nothing that is not its own.
+    missed = epoch == known.previous_epoch and owned is not None and is_within(owned, known.assigned)
+    if epoch > known.epoch or not missed:
+        raise FencedMemberEpoch(
+            f"member {member.member_id!r} is in epoch {known.epoch}, not {epoch}; it has to join again"
+        )

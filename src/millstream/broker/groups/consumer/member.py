@@ -1,0 +1,141 @@
+"""A member of a consumer group: what it wants, and how far it has come towards what it shall have.
+
+A member is never changed in place. What it has moves from one assignment to the next like this; each step is taken
+on a heartbeat of the member:
+
+    STABLE ──a new target──▶ UNREVOKED ──it has given up what it must──▶ UNRELEASED ──others have given up──▶ STABLE
+                             old epoch                                   new epoch
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from uuid import UUID
+
+from millstream.broker.groups.consumer.assignment import NO_PARTITIONS, Assignment, nothing
+
+LEFT_EPOCH = -1
+"""The epoch of a member that goes for good."""
+
+AWAY_EPOCH = -2
+"""The epoch of a static member that goes and will be back."""
+
+MEMBER_BYTES = 256
+"""What a member takes beside what it says of itself."""
+
+
+class MemberState(IntEnum):
+    """Where a member is on its way to its target; the numbers are Kafka's."""
+
+    STABLE = 0
+    UNREVOKED = 1
+    """It has to give up partitions before it can reach the next epoch."""
+    UNRELEASED = 2
+    """It is in the newest epoch, and waits for partitions that others have to give up."""
+    UNKNOWN = 127
+    """Written by a newer version of the software."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassicSide:
+    """What a member that speaks the classic protocol told when it joined."""
+
+    session_timeout_ms: int
+    protocols: tuple[tuple[str, bytes], ...]
+    """Names and metadata, the most wanted first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subscription:
+    """What a member says of itself."""
+
+    instance_id: str | None = None
+    rack_id: str | None = None
+    client_id: str = ""
+    client_host: str = ""
+    topics: frozenset[str] = frozenset()
+    expression: str = ""
+    rebalance_timeout_ms: int = -1
+    assignor: str | None = None
+    classic: ClassicSide | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """About how much memory and log it takes."""
+        named = (self.instance_id, self.rack_id, self.client_id, self.client_host, self.expression, self.assignor)
+        protocols = () if self.classic is None else self.classic.protocols
+        return (
+            MEMBER_BYTES
+            + sum(len(name) for name in named if name)
+            + sum(map(len, self.topics))
+            + sum(len(name) + len(metadata) for name, metadata in protocols)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """What a member has, and in which epoch."""
+
+    epoch: int = 0
+    previous_epoch: int = -1
+    """The last epoch before; a member whose answer was lost comes back with it."""
+    state: MemberState = MemberState.STABLE
+    assigned: Assignment = field(default_factory=nothing)
+    pending: Assignment = field(default_factory=nothing)
+    """What it has to give up, and has until it says that it gave it up."""
+    since: Mapping[UUID, Mapping[int, int]] = field(default_factory=dict, compare=False)
+    """The epoch in which it got each partition that it has; the newest for those that are not in here. It follows from
+    how the member got here, so two positions that have the same are the same.
+    """
+
+    def has_since(self, topic_id: UUID, partition: int) -> int | None:
+        """The epoch in which the member got a partition; None if it does not have it."""
+        held = (self.assigned, self.pending)
+        if not any(partition in assignment.get(topic_id, NO_PARTITIONS) for assignment in held):
+            return None
+        return self.since.get(topic_id, {}).get(partition, self.epoch)
+
+    def at(self, epoch: int) -> Position:
+        """The same in another epoch."""
+        if epoch == self.epoch:
+            return self
+        return dataclasses.replace(self, epoch=epoch, previous_epoch=self.epoch)
+
+    def is_reconciled_to(self, target_epoch: int) -> bool:
+        """Whether the member has all that it shall have in this epoch."""
+        return self.state is MemberState.STABLE and self.epoch == target_epoch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerMember:
+    """One member."""
+
+    member_id: str
+    subscription: Subscription = Subscription()
+    position: Position = Position()
+
+    @property
+    def instance_id(self) -> str | None:
+        """The name of a static member."""
+        return self.subscription.instance_id
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the member has reached."""
+        return self.position.epoch
+
+    @property
+    def speaks_classic(self) -> bool:
+        """Whether the member speaks the classic protocol."""
+        return self.subscription.classic is not None
+
+    def saying(self, subscription: Subscription) -> ConsumerMember:
+        """The member, which says something else of itself."""
+        return dataclasses.replace(self, subscription=subscription)
+
+    def at(self, position: Position) -> ConsumerMember:
+        """The member at another position."""
+        return dataclasses.replace(self, position=position)

@@ -1,0 +1,184 @@
+"""Moving a group between the two protocols while its members live.
+
+A classic group becomes a consumer group when a member of the newer protocol joins it: its members stay, and are
+served in their own words until they leave. A consumer group becomes a classic one when its last member of the newer
+protocol goes and classic members are left. Without members there is nothing to convert: the group is begun anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable
+from uuid import UUID
+
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.consumer.assignment import Assignment, assignment_of, partitions_in
+from millstream.broker.groups.consumer.embedded import (
+    TopicPartitions,
+    read_assignment_of,
+    read_subscription_of,
+    write_assignment,
+)
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.consumer.member import ClassicSide, ConsumerMember, Position, Subscription
+from millstream.broker.groups.consumer.records import (
+    ConsumerKey,
+    Kind,
+    group_epoch_record,
+    group_tombstones,
+    member_tombstones,
+    position_record,
+    subscription_record,
+    target_epoch_record,
+    target_record,
+    tombstone,
+)
+from millstream.broker.groups.consumer.topic_view import TopicView, metadata_hash
+from millstream.broker.groups.group import Group
+from millstream.broker.groups.member import Member
+from millstream.broker.groups.records import group_record, group_tombstone
+from millstream.broker.groups.subscription import CONSUMER_PROTOCOL_TYPE
+from millstream.core.errors import ProtocolViolation, UnknownGroup
+
+_logger = logging.getLogger(__name__)
+
+
+def upgrade(group: Group, topics: TopicView, *, members_max: int) -> tuple[ConsumerGroup, list[StateRecord]]:
+    """The consumer group that a classic one with members becomes, and the records that make it one."""
+    if not group.uses_consumer_protocol:
+        raise UnknownGroup(f"group {group.group_id!r} is not one of consumers, and cannot become a consumer group")
+    if len(group.members) > members_max:
+        raise UnknownGroup(f"group {group.group_id!r} has more members than a consumer group may have")
+    upgraded = ConsumerGroup(group.group_id)
+    upgraded.epoch = upgraded.target_epoch = group.generation
+    for member in group.members.values():
+        try:
+            converted = _upgraded_member(group, member, upgraded, topics)
+        except ProtocolViolation as error:
+            raise UnknownGroup(f"what member {member.member_id!r} says of itself cannot be read: {error}") from None
+        upgraded.put(converted)
+        upgraded.targets[member.member_id] = converted.position.assigned
+    upgraded.metadata_hash = metadata_hash(topics, {name for names, _ in upgraded.choices for name in names})
+    _logger.info("a classic group becomes a consumer group", extra={"group": group.group_id})
+    return upgraded, [group_tombstone(group.group_id), *_records_of(upgraded)]
+
+
+def _upgraded_member(group: Group, member: Member, into: ConsumerGroup, topics: TopicView) -> ConsumerMember:
+    # A group in its first rebalance has not chosen a protocol yet; what members want is the same in each.
+    chosen = group.protocol_name or member.protocols[0][0]
+    told = read_subscription_of(member.metadata(chosen))
+    partitions, has_more = read_assignment_of(member.assignment)
+    if has_more:
+        raise UnknownGroup(f"the assignor of group {group.group_id!r} keeps data that a consumer group would lose")
+    assigned = assignment_of(
+        (topic_id, [number])
+        for topic_id, number in partitions_in(partitions_by_id(partitions, topics))
+        if not into.is_taken(topic_id, number, by_other_than=member.member_id)
+    )
+    return ConsumerMember(
+        member_id=member.member_id,
+        subscription=Subscription(
+            instance_id=member.instance_id,
+            rack_id=told.rack_id,
+            client_id=member.client_id,
+            client_host=member.client_host,
+            topics=told.topics,
+            rebalance_timeout_ms=member.rebalance_timeout_ms,
+            classic=ClassicSide(session_timeout_ms=member.session_timeout_ms, protocols=member.protocols),
+        ),
+        position=Position(epoch=group.generation, previous_epoch=group.generation, assigned=assigned),
+    )
+
+
+def _records_of(group: ConsumerGroup) -> Iterable[StateRecord]:
+    for member in group.members.values():
+        yield subscription_record(group.group_id, member.member_id, member.subscription)
+    yield group_epoch_record(group.group_id, group.epoch, group.metadata_hash)
+    for member_id, target in group.targets.items():
+        yield target_record(group.group_id, member_id, target)
+    yield target_epoch_record(group.group_id, group.target_epoch)
+    for member in group.members.values():
+        yield position_record(group.group_id, member.member_id, member.position)
+
+
+def can_downgrade(group: ConsumerGroup, without: Collection[str], *, members_max: int) -> bool:
+    """Whether members remain when these have gone, and all of them speak the classic protocol."""
+    remaining = [member for member_id, member in group.members.items() if member_id not in without]
+    return 0 < len(remaining) <= members_max and all(member.speaks_classic for member in remaining)
+
+
+def downgrade(group: ConsumerGroup, without: Collection[str], topics: TopicView, *, now_ms: int) -> list[StateRecord]:
+    """The records that make a classic group of a consumer group whose members, but these, all speak that protocol.
+
+    Members keep what they have, not what they were to get: others may have that still.
+    """
+    classic = Group(group.group_id, now_ms=now_ms)
+    classic.generation = group.epoch
+    for member in group.members.values():
+        if member.member_id not in without:
+            classic.add(_classic_member(member))
+    classic.protocol_name = classic.select_protocol()
+    assignments = {
+        member_id: write_assignment(
+            named_partitions(group.members[member_id].position.assigned, topics),
+            version=_version_of(member.metadata(classic.protocol_name)),
+        )
+        for member_id, member in classic.members.items()
+    }
+    _logger.info("a consumer group becomes a classic group", extra={"group": group.group_id})
+    return [*take_away(group), group_record(group.group_id, classic.stored(assignments))]
+
+
+def take_away(group: ConsumerGroup) -> list[StateRecord]:
+    """The records that take a consumer group away with everything in it."""
+    records: list[StateRecord] = []
+    for member_id in group.members:
+        records += member_tombstones(group.group_id, member_id)
+    for expression in group.resolved:
+        records.append(tombstone(ConsumerKey(Kind.EXPRESSION, group.group_id, expression)))
+    if group.has_old_topics:
+        records.append(tombstone(ConsumerKey(Kind.OLD_TOPICS, group.group_id)))
+    return [*records, *group_tombstones(group.group_id)]
+
+
+def _classic_member(member: ConsumerMember) -> Member:
+    told = member.subscription
+    classic = told.classic
+    if classic is None:
+        raise ValueError(f"member {member.member_id!r} does not speak the classic protocol")
+    return Member(
+        member.member_id,
+        instance_id=told.instance_id,
+        client_id=told.client_id,
+        client_host=told.client_host,
+        rebalance_timeout_ms=told.rebalance_timeout_ms,
+        session_timeout_ms=classic.session_timeout_ms,
+        protocol_type=CONSUMER_PROTOCOL_TYPE,
+        protocols=classic.protocols,
+    )
+
+
+def _version_of(metadata: bytes) -> int:
+    try:
+        return read_subscription_of(metadata).version
+    except ProtocolViolation:
+        return 0
+
+
+def partitions_by_id(partitions: TopicPartitions, topics: TopicView) -> Assignment:
+    """Partitions by the id of their topic; those of topics that are not there are left out."""
+    found: list[tuple[UUID, Iterable[int]]] = []
+    for name, numbers in partitions:
+        topic = topics.get(name)
+        if topic is not None:
+            found.append((topic.topic_id, [number for number in numbers if 0 <= number < topic.partitions]))
+    return assignment_of(found)
+
+
+def named_partitions(assignment: Assignment, topics: TopicView) -> list[tuple[str, frozenset[int]]]:
+    """Partitions by the name of their topic; those of topics that are gone are left out."""
+    return [
+        (topic.name, numbers)
+        for topic_id, numbers in assignment.items()
+        if (topic := topics.by_id(topic_id)) is not None
+    ]

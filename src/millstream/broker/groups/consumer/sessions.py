@@ -1,0 +1,85 @@
+"""The deadlines of members: to be heard of, to give up partitions, and for classic ones to join and to sync.
+
+A deadline that has passed puts the member out. If the log does not take that, as with a full disk, the same deadline
+is set once more, so that nobody stays for ever because of one refused append.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.consumer.member import ConsumerMember, MemberState
+
+Late = Callable[[ConsumerMember], bool]
+"""Whether a member has still not done what its deadline is for."""
+
+Expire = Callable[[str, str, str, Late], list[StateRecord]]
+"""Put a member of a group out if it is late, for a reason; returns the records that do it."""
+
+_KINDS = ("consumer-session", "consumer-rebalance", "consumer-join", "consumer-sync")
+_SESSION, _REBALANCE, _JOIN, _SYNC = _KINDS
+_RETRY_MS = 1000
+
+
+class Sessions:
+    """The timers of all members of one shard's consumer groups."""
+
+    def __init__(self, timers: Timers, *, session_of: Callable[[str], int]) -> None:
+        self._timers = timers
+        self._session_of = session_of
+        self._expire: Expire = lambda group_id, member_id, reason, late: []
+
+    def on_expiry(self, expire: Expire) -> None:
+        """Say what to do about a member that missed a deadline."""
+        self._expire = expire
+
+    def keep_alive(self, group_id: str, member: ConsumerMember) -> None:
+        """Begin the member's session anew."""
+        classic = member.subscription.classic
+        delay_ms = self._session_of(group_id) if classic is None else classic.session_timeout_ms
+        self._schedule(_SESSION, group_id, member.member_id, delay_ms, "was not heard of in time")
+
+    def await_revocation(self, group_id: str, member: ConsumerMember) -> None:
+        """Give the member its rebalance timeout to give up what it must."""
+        epoch = member.epoch
+        reason = "did not give up its partitions in time"
+        delay_ms = max(0, member.subscription.rebalance_timeout_ms)
+
+        def late(now: ConsumerMember) -> bool:
+            return now.epoch == epoch and now.position.state is MemberState.UNREVOKED
+
+        self._schedule(_REBALANCE, group_id, member.member_id, delay_ms, reason, late)
+
+    def await_join(self, group_id: str, member: ConsumerMember) -> None:
+        """Give a classic member that was told to join its rebalance timeout to do so, unless it runs already."""
+        if (_JOIN, group_id, member.member_id) not in self._timers:
+            delay_ms = max(0, member.subscription.rebalance_timeout_ms)
+            self._schedule(_JOIN, group_id, member.member_id, delay_ms, "did not join in time")
+
+    def await_sync(self, group_id: str, member: ConsumerMember) -> None:
+        """A classic member has joined; now it has to ask for its assignment."""
+        self._timers.cancel((_JOIN, group_id, member.member_id))
+        delay_ms = max(0, member.subscription.rebalance_timeout_ms)
+        self._schedule(_SYNC, group_id, member.member_id, delay_ms, "did not ask for its share in time")
+
+    def synced(self, group_id: str, member_id: str) -> None:
+        """A classic member has asked for its assignment."""
+        self._timers.cancel((_SYNC, group_id, member_id))
+
+    def forget(self, group_id: str, member_id: str) -> None:
+        """Take every deadline of a member away."""
+        for kind in _KINDS:
+            self._timers.cancel((kind, group_id, member_id))
+
+    def _schedule(
+        self, kind: str, group_id: str, member_id: str, delay_ms: int, reason: str, late: Late = lambda _: True
+    ) -> None:
+        def due() -> list[StateRecord]:
+            records = self._expire(group_id, member_id, reason, late)
+            if records:
+                self._schedule(kind, group_id, member_id, max(delay_ms, _RETRY_MS), reason, late)
+            return records
+
+        self._timers.schedule((kind, group_id, member_id), delay_ms, due, pure=True)

@@ -1,0 +1,349 @@
+"""The consumer groups of one partition of `__consumer_offsets`: groups whose partitions the coordinator shares out.
+
+`broker/groups/shard.py` owns the partition, the offsets and the classic groups, and hands over here what concerns a
+consumer group. Operations only work out records; the groups change when these are replayed, so a refused append takes nothing
+back. What an operation changes itself is soft: timers, and which version of the topics was looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, union
+from millstream.broker.groups.consumer.classic_member import ClassicMembers
+from millstream.broker.groups.consumer.departure import Departure
+from millstream.broker.groups.consumer.expression import Expressions
+from millstream.broker.groups.consumer.fold import apply, record_of
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.consumer.heartbeat import Heartbeats
+from millstream.broker.groups.consumer.member import ConsumerMember, MemberState
+from millstream.broker.groups.consumer.migration import can_downgrade, downgrade, take_away, upgrade
+from millstream.broker.groups.consumer.records import ConsumerKey, Kind
+from millstream.broker.groups.consumer.requests import (
+    ConsumerGroupDescription,
+    ConsumerHeartbeat,
+    ConsumerMemberDescription,
+    HeartbeatAnswer,
+    NamedPartitions,
+)
+from millstream.broker.groups.consumer.sessions import Late, Sessions
+from millstream.broker.groups.consumer.surroundings import Surroundings
+from millstream.broker.groups.consumer.target import preferred_assignor
+from millstream.broker.groups.consumer.topic_view import TopicView
+from millstream.broker.groups.group import GroupState
+from millstream.broker.groups.records import group_tombstone
+from millstream.broker.groups.registry import Registry
+from millstream.broker.groups.requests import (
+    CommitRequest,
+    GroupLimits,
+    GroupListing,
+    Joined,
+    JoinRequest,
+    Leaver,
+    Left,
+    MemberRef,
+    Synced,
+    SyncRequest,
+)
+from millstream.core.clock import Clock
+from millstream.core.errors import (
+    IllegalGeneration,
+    MillstreamError,
+    StaleMemberEpoch,
+    UnknownGroup,
+    UnsupportedVersion,
+)
+
+Records = list[StateRecord]
+
+GROUP_TYPE = "consumer"
+
+_DOWNGRADE = "consumer-downgrade"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsumerTopics:
+    """The topics that consumer groups share out, and the expressions that were held against them."""
+
+    topics: TopicView
+    expressions: Expressions
+
+    @classmethod
+    def of(cls, topics: TopicView) -> ConsumerTopics:
+        """For these topics."""
+        return cls(topics=topics, expressions=Expressions(topics))
+
+
+class ConsumerShard:
+    """Consumer groups of one partition."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        timers: Timers,
+        *,
+        limits: GroupLimits,
+        clock: Clock,
+        topics: ConsumerTopics,
+        new_suffix: Callable[[], str],
+        rebalance_classic: Callable[[str], Records],
+    ) -> None:
+        """`rebalance_classic` is called once a consumer group has become the classic group of this id."""
+        self._registry = registry
+        self._timers = timers
+        self._limits = limits
+        self._clock = clock
+        self._topics = topics.topics
+        self._rebalance_classic = rebalance_classic
+        self._sessions = Sessions(timers, session_of=limits.session_of)
+        self._sessions.on_expiry(self._expire)
+        around = Surroundings(
+            topics=topics.topics,
+            expressions=topics.expressions,
+            sessions=self._sessions,
+            limits=limits,
+            clock=clock,
+            new_suffix=new_suffix,
+        )
+        self._heartbeats = Heartbeats(around, self._find_or_make)
+        self._departure = Departure(around, self._downgrade)
+        self._classic = ClassicMembers(around, self._departure)
+
+    def __iter__(self) -> Iterator[ConsumerGroup]:
+        return iter(self._registry.consumers)
+
+    def get(self, group_id: str) -> ConsumerGroup | None:
+        """The consumer group of this id, if there is one."""
+        return self._registry.get_consumer(group_id)
+
+    def get_with_members(self, group_id: str) -> ConsumerGroup | None:
+        """The consumer group of this id, if there is one and it is not empty."""
+        group = self.get(group_id)
+        return None if group is None or group.is_empty else group
+
+    # The newer protocol
+
+    def heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+        """A member joins, lives or goes."""
+        if request.epoch < 0:
+            return self._departure.leave(self._existing(request.group_id), request)
+        return self._heartbeats.run(request)
+
+    def describe(self, group_id: str) -> Outcome[ConsumerGroupDescription]:
+        """One group with its members."""
+        group = self._existing(group_id)
+        return [], ConsumerGroupDescription(
+            group_id=group_id,
+            state=group.state.value,
+            epoch=group.epoch,
+            target_epoch=group.target_epoch,
+            assignor=preferred_assignor(group.assignors),
+            members=tuple(self._described(group, member) for member in group.members.values()),
+        )
+
+    def listings(self) -> Iterator[GroupListing]:
+        """Every group in one line each."""
+        for group in self:
+            yield GroupListing(
+                group_id=group.group_id,
+                protocol_type=group.protocol_type,
+                state=group.state.value,
+                group_type=GROUP_TYPE,
+            )
+
+    # The classic protocol, on a group of this kind
+
+    def join(self, group: ConsumerGroup, request: JoinRequest) -> Outcome[Joined]:
+        """A classic member joins."""
+        outcome = self._classic.join(group, request)
+        others = [member for member in group.members.values() if member.instance_id != request.instance_id]
+        if request.instance_id is not None and all(member.speaks_classic for member in others):
+            # It may have taken the place of the last member that spoke the newer protocol.
+            self._downgrade_soon(group.group_id)
+        return outcome
+
+    def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[Synced]:
+        """A classic member asks for its assignment."""
+        return self._classic.sync(group, request)
+
+    def classic_heartbeat(self, group: ConsumerGroup, who: MemberRef) -> Outcome[None]:
+        """A classic member says that it lives."""
+        return self._classic.heartbeat(group, who)
+
+    def leave(self, group: ConsumerGroup, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
+        """Members go."""
+        return self._classic.leave(group, list(leavers))
+
+    def empty_away(self, group_id: str) -> Records:
+        """The records that take an empty group away, because a classic one begins in its place."""
+        group = self.get(group_id)
+        return [] if group is None else take_away(group)
+
+    # Offsets
+
+    def check_commit(self, group: ConsumerGroup, request: CommitRequest) -> None:
+        """Raise when this member cannot commit these offsets now.
+
+        A member that has not heard of its newest epoch yet may commit what it has had since the one it knows, if all
+        that it commits is of that kind; one of the classic protocol joins again first, as it always did.
+        """
+        who = request.member
+        if who.generation < 0 and group.is_empty:
+            return
+        member = group.find(who.member_id)
+        if not member.speaks_classic and not request.knows_unknown_group:
+            raise UnsupportedVersion("members of consumer groups commit with version 9 of OffsetCommit or later")
+        if member.speaks_classic or who.generation >= member.epoch:
+            _check_epoch(member, who.generation)
+        elif not all(
+            self._has_since(member, topic, commit.partition, who.generation)
+            for topic, commits in request.topics.items()
+            for commit in commits
+        ):
+            raise _stale(member, who.generation)
+
+    def check_fetch(self, group_id: str, member_id: str | None, epoch: int) -> None:
+        """Raise when this member cannot be told offsets now; whoever names no member can."""
+        group = self.get(group_id)
+        if group is not None and (member_id or epoch >= 0):
+            _check_epoch(group.find(member_id or ""), epoch)
+
+    def dispose(self, group: ConsumerGroup, now_ms: int, *, offsets_left: int, some_expired: bool) -> Records:
+        """The records that take a group away of which nothing is left."""
+        # A group that has only just become empty may be one whose consumers restart.
+        idle = some_expired or now_ms - group.empty_since_ms >= self._limits.sweep_ms
+        return take_away(group) if group.is_empty and idle and not offsets_left else []
+
+    # The fold
+
+    def replay(self, key: ConsumerKey, record: StateRecord) -> None:
+        """Take one record of the log in."""
+        group = self.get(key.group_id)
+        if record.value is None:
+            if group is not None:
+                self._replay_removal(group, key, record)
+            return
+        if group is None:
+            group = self._registry.put_consumer(ConsumerGroup(key.group_id))
+            group.empty_since_ms = self._clock.now_ms()
+        apply(group, key, record)
+
+    def restored(self) -> None:
+        """Give every member a session to be heard of, and time to give up what it has to."""
+        for group in self:
+            for member in group.members.values():
+                self._sessions.keep_alive(group.group_id, member)
+                if member.position.state is MemberState.UNREVOKED and not member.speaks_classic:
+                    self._sessions.await_revocation(group.group_id, member)
+            if group.classic_members and can_downgrade(group, (), members_max=self._limits.members_max):
+                self._downgrade_soon(group.group_id)
+
+    def durable_keys(self) -> Iterator[ConsumerKey]:
+        """A name for every record that the log has to hold."""
+        for group in self:
+            yield from group.keys()
+
+    def durable_record(self, key: ConsumerKey) -> StateRecord | None:
+        """The record of this name, as it stands now."""
+        group = self.get(key.group_id)
+        return None if group is None else record_of(group, key)
+
+    # Below: how
+
+    def _has_since(self, member: ConsumerMember, topic: str, partition: int, epoch: int) -> bool:
+        known = self._topics.get(topic)
+        since = None if known is None else member.position.has_since(known.topic_id, partition)
+        return since is not None and since <= epoch
+
+    def _existing(self, group_id: str) -> ConsumerGroup:
+        group = self.get(group_id)
+        if group is None:
+            raise UnknownGroup(f"there is no consumer group {group_id!r}")
+        return group
+
+    def _find_or_make(self, group_id: str, may_make: bool) -> tuple[ConsumerGroup, Records]:
+        group = self.get(group_id)
+        if group is not None:
+            return group, []
+        if not may_make:
+            raise UnknownGroup(f"there is no consumer group {group_id!r}")
+        classic = self._registry.get(group_id)
+        if classic is None:
+            self._registry.check_room()
+            return ConsumerGroup(group_id), []
+        if classic.is_in(GroupState.EMPTY):
+            return ConsumerGroup(group_id), [group_tombstone(group_id)]
+        upgraded, records = upgrade(classic, self._topics, members_max=self._limits.members_max)
+        for member in upgraded.members.values():
+            self._sessions.keep_alive(group_id, member)
+        return upgraded, records
+
+    def _replay_removal(self, group: ConsumerGroup, key: ConsumerKey, record: StateRecord) -> None:
+        if key.kind is Kind.GROUP:
+            for member_id in group.members:
+                self._sessions.forget(group.group_id, member_id)
+            self._registry.drop_consumer(group.group_id)
+            return
+        apply(group, key, record)
+        if key.kind is Kind.SUBSCRIPTION:
+            self._sessions.forget(group.group_id, key.name)
+            if group.is_empty:
+                group.empty_since_ms = self._clock.now_ms()
+
+    def _expire(self, group_id: str, member_id: str, reason: str, late: Late) -> Records:
+        group = self.get(group_id)
+        member = None if group is None else group.members.get(member_id)
+        if group is None or member is None or not late(member):
+            return []
+        return self._departure.remove(group, [member], reason)
+
+    def _downgrade(self, group: ConsumerGroup, without: Collection[str]) -> Records:
+        if not can_downgrade(group, without, members_max=self._limits.members_max):
+            return []
+        group_id = group.group_id
+        # The classic group is there once the records are replayed.
+        self._timers.schedule((_DOWNGRADE, group_id), 0, lambda: self._rebalance_classic(group_id))
+        return downgrade(group, without, self._topics, now_ms=self._clock.now_ms())
+
+    def _downgrade_soon(self, group_id: str) -> None:
+        self._timers.schedule((_DOWNGRADE, group_id), 0, lambda: self._downgrade_if_possible(group_id), pure=True)
+
+    def _downgrade_if_possible(self, group_id: str) -> Records:
+        group = self.get(group_id)
+        return [] if group is None else self._downgrade(group, ())
+
+    def _described(self, group: ConsumerGroup, member: ConsumerMember) -> ConsumerMemberDescription:
+        told = member.subscription
+        return ConsumerMemberDescription(
+            member_id=member.member_id,
+            instance_id=told.instance_id,
+            rack_id=told.rack_id,
+            epoch=member.epoch,
+            client_id=told.client_id,
+            client_host=told.client_host,
+            topics=told.topics,
+            expression=told.expression,
+            # What a member was told to give up, it has until it says that it gave it up.
+            assigned=self._named(union(member.position.assigned, member.position.pending)),
+            target=self._named(group.targets.get(member.member_id, NOTHING)),
+            speaks_classic=member.speaks_classic,
+        )
+
+    def _named(self, assignment: Assignment) -> NamedPartitions:
+        found = [(self._topics.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
+        return sorted(
+            (topic.topic_id, topic.name, tuple(sorted(partitions))) for topic, partitions in found if topic is not None
+        )
+
+
+def _check_epoch(member: ConsumerMember, epoch: int) -> None:
+    if member.epoch != epoch:
+        raise _stale(member, epoch)
+
+
+def _stale(member: ConsumerMember, epoch: int) -> MillstreamError:
+    said = f"member {member.member_id!r} is in epoch {member.epoch}, not {epoch}"
+    return IllegalGeneration(said) if member.speaks_classic else StaleMemberEpoch(said)

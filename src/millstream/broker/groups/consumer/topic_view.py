@@ -1,0 +1,72 @@
+"""What groups see of the topics: which there are, and whether that has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+from typing import Protocol
+from uuid import UUID
+
+from millstream.broker.groups.consumer.assignor import Partitions
+from millstream.core.topic import Topic
+
+
+class TopicView(Protocol):
+    """The topics of the cluster."""
+
+    @property
+    def version(self) -> int:
+        """A number that changes whenever a topic comes, grows or goes."""
+
+    def get(self, name: str) -> Topic | None:
+        """The topic of this name, if there is one."""
+
+    def by_id(self, topic_id: UUID) -> Topic | None:
+        """The topic with this id, if there is one."""
+
+    def all(self) -> Sequence[Topic]:
+        """Every topic."""
+
+
+class NoTopics:
+    """A cluster without topics."""
+
+    version = 0
+
+    def get(self, name: str) -> Topic | None:
+        """There is none."""
+        return None
+
+    def by_id(self, topic_id: UUID) -> Topic | None:
+        """There is none."""
+        return None
+
+    def all(self) -> Sequence[Topic]:
+        """There are none."""
+        return ()
+
+
+def existing(view: TopicView, names: Iterable[str]) -> list[Topic]:
+    """Those of these topics that there are."""
+    return [topic for name in names if (topic := view.get(name)) is not None]
+
+
+def partitions_of(topics: Iterable[Topic]) -> Partitions:
+    """How many partitions each topic has."""
+    return {topic.topic_id: topic.partitions for topic in topics}
+
+
+def metadata_hash(view: TopicView, names: Iterable[str]) -> int:
+    """A 64-bit number that changes with everything about these topics that an assignment rests on.
+
+    Kafka keeps such a number in the same place, and nobody but the coordinator looks at it. 0 means that none of the
+    topics is there.
+    """
+    topics = sorted(existing(view, set(names)), key=lambda topic: topic.name)
+    if not topics:
+        return 0
+    digest = blake2b(digest_size=8)
+    for topic in topics:
+        digest.update(topic.topic_id.bytes)
+        digest.update(topic.partitions.to_bytes(4, "big"))
+    return int.from_bytes(digest.digest(), "big", signed=True)

@@ -1,0 +1,227 @@
+"""One turn of one member: its request is taken in, and everything that follows from it is worked out and written down.
+
+The group itself is left alone; it changes when the records are replayed. In order, as in Kafka:
+
+    what the member says of itself     → its subscription; the topics of its expression
+    a subscription or topics changed   → the group's epoch goes up
+    the epoch is beyond the target's   → a new target for everybody
+    the member is not where it shall be → its next step there
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment
+from millstream.broker.groups.consumer.group import Choice, ConsumerGroup
+from millstream.broker.groups.consumer.member import ConsumerMember, MemberState
+from millstream.broker.groups.consumer.reconciliation import Goal, step
+from millstream.broker.groups.consumer.records import (
+    ConsumerKey,
+    Kind,
+    Resolved,
+    expression_record,
+    group_epoch_record,
+    position_record,
+    subscription_record,
+    target_epoch_record,
+    target_record,
+    tombstone,
+)
+from millstream.broker.groups.consumer.surroundings import Surroundings
+from millstream.broker.groups.consumer.target import names_of, preferred_assignor, topic_ids_of, work_out_target
+from millstream.broker.groups.consumer.topic_view import metadata_hash
+from millstream.core.errors import InvalidExpression
+
+_logger = logging.getLogger(__name__)
+
+REFRESH_MS = 1000
+"""New topics are held against a group's expressions this often at most, so that many new ones cause one change."""
+
+EXPRESSIONS_AT_ONCE_MAX = 8
+"""So many expressions are looked at in one turn; the next turns, of this member or others, do the rest."""
+
+EXPRESSIONS_MAX = 100
+"""So many different expressions a group may use: what each matches is kept."""
+
+AIM_AT_ONCE_MEMBERS_MAX = 50
+AIM_PAUSE_MS_MAX = 1000
+"""A target is worked out at once in a small group. In a large one, whose members may all come together, it is worked
+out at most once in as many milliseconds as there are members, up to this.
+"""
+
+
+class Turn:
+    """What one request does to a group."""
+
+    def __init__(
+        self,
+        group: ConsumerGroup,
+        *,
+        before: ConsumerMember,
+        after: ConsumerMember,
+        surroundings: Surroundings,
+        records: list[StateRecord],
+    ) -> None:
+        """`before` is the member as it was, or as it takes over from the static member whose place it takes."""
+        self.group = group
+        self.member = after
+        self.records = records
+        self._before = before
+        self._around = surroundings
+        self._now_ms = surroundings.clock.now_ms()
+        self._resolved: Mapping[str, Resolved] = group.resolved
+        instance_id = after.instance_id
+        self._replaced = None if instance_id is None else group.find_static(instance_id)
+        if self._replaced is not None and self._replaced.member_id == after.member_id:
+            self._replaced = None
+        self._epoch = group.epoch
+        self._target_epoch = group.target_epoch
+        self._target = group.target_of(after)
+        self._wants_others = False
+
+    def run(self, owned: Assignment | None) -> ConsumerMember:
+        """Work everything out; returns the member as it will be."""
+        names_changed = self._note_subscription()
+        choice_changed = self._note_expression() or names_changed
+        self._wants_others = choice_changed
+        matches_changed = self._refresh_expressions()
+        self._raise_epoch(must=self.group.epoch == 0 or choice_changed or matches_changed)
+        if self._epoch > self.group.target_epoch and self._may_aim():
+            self._aim()
+        self._step(owned)
+        return self.member
+
+    # What the member says of itself
+
+    def _note_subscription(self) -> bool:
+        before, after = self._before.subscription, self.member.subscription
+        is_new = self.member.member_id not in self.group.members
+        if is_new or before != after:
+            self.records.append(subscription_record(self.group.group_id, self.member.member_id, after))
+        return before.topics != after.topics
+
+    def _note_expression(self) -> bool:
+        old, new = self._before.subscription.expression, self.member.subscription.expression
+        if old == new:
+            return False
+        if new and not self.group.users_of(new):
+            if len(self.group.resolved) >= EXPRESSIONS_MAX:
+                raise InvalidExpression(f"group {self.group.group_id!r} uses {EXPRESSIONS_MAX} others already")
+            self._around.expressions.check(new)
+        if old and self.group.users_of(old) <= 1:
+            self.records.append(tombstone(ConsumerKey(Kind.EXPRESSION, self.group.group_id, old)))
+            self._resolved = {name: known for name, known in self._resolved.items() if name != old}
+        return True
+
+    def _refresh_expressions(self) -> bool:
+        """Hold topics that are new against the group's expressions; whether some match now that did not."""
+        group, version = self.group, self._around.topics.version
+        used = [expression for _, expression in self._choices() if expression]
+        stale = [one for one in dict.fromkeys(used) if group.checked_expressions.get(one) != version]
+        due = self._now_ms - group.refreshed_ms >= REFRESH_MS
+        stale = [one for one in stale if due or one not in self._resolved]
+        own = self.member.subscription.expression
+        changed = False
+        for expression in sorted(stale, key=lambda one: (one != own, one in self._resolved))[:EXPRESSIONS_AT_ONCE_MAX]:
+            changed = self._refresh(expression, version) or changed
+        return changed
+
+    def _refresh(self, expression: str, version: int) -> bool:
+        found = self._around.expressions.matches(expression)
+        known = self._resolved.get(expression)
+        if known is not None and known.topics == found:
+            self.group.checked_expressions[expression] = version
+            return False
+        resolved = Resolved(found, version, self._now_ms)
+        self.records.append(expression_record(self.group.group_id, expression, resolved))
+        self._resolved = {**self._resolved, expression: resolved}
+        self.group.refreshed_ms = self._now_ms
+        return True
+
+    def _choices(self) -> Counter[Choice]:
+        """What the members of the group want, this one's newest wish included."""
+        choices = Counter(self.group.choices)
+        counted = self._replaced or self.group.members.get(self.member.member_id)
+        if counted is not None:
+            choices[counted.subscription.topics, counted.subscription.expression] -= 1
+        choices[self.member.subscription.topics, self.member.subscription.expression] += 1
+        return +choices
+
+    # What follows from it for the group
+
+    def _raise_epoch(self, *, must: bool) -> None:
+        group, version = self.group, self._around.topics.version
+        if not must and group.checked_version == version:
+            return
+        names = {name for choice in self._choices() for name in names_of(choice, self._resolved)}
+        hashed = metadata_hash(self._around.topics, names)
+        if not must and hashed == group.metadata_hash:
+            group.checked_version = version
+            return
+        self._epoch = group.epoch + 1
+        self.records.append(group_epoch_record(group.group_id, self._epoch, hashed))
+        if group.has_old_topics:
+            self.records.append(tombstone(ConsumerKey(Kind.OLD_TOPICS, group.group_id)))
+        _logger.info("group rebalances", extra={"group": group.group_id, "epoch": self._epoch})
+
+    def _may_aim(self) -> bool:
+        """Whether to work out a target now; what is put off, the next heartbeat of anybody does."""
+        members = len(self.group.members)
+        pause_ms = min(members, AIM_PAUSE_MS_MAX) if members > AIM_AT_ONCE_MEMBERS_MAX else 0
+        return self.group.target_epoch == 0 or self._now_ms - self.group.aimed_ms >= pause_ms
+
+    def _aim(self) -> None:
+        """Work out a new target for everybody, and write down what changes."""
+        group = self.group
+        group.aimed_ms = self._now_ms
+        members = {**group.members, self.member.member_id: self.member}
+        had = {**group.targets, self.member.member_id: self._target}
+        if self._replaced is not None:
+            del members[self._replaced.member_id]
+        targets = work_out_target(members.values(), had, self._resolved, self._around.topics, self._assignor())
+        for member_id, target in targets.items():
+            if member_id not in group.targets or group.targets[member_id] != target:
+                self.records.append(target_record(group.group_id, member_id, target))
+        self.records.append(target_epoch_record(group.group_id, self._epoch))
+        self._target_epoch = self._epoch
+        self._target = targets.get(self.member.member_id, NOTHING)
+
+    def _assignor(self) -> str:
+        votes = Counter(self.group.assignors)
+        counted = self._replaced or self.group.members.get(self.member.member_id)
+        if counted is not None and counted.subscription.assignor is not None:
+            votes[counted.subscription.assignor] -= 1
+        if self.member.subscription.assignor is not None:
+            votes[self.member.subscription.assignor] += 1
+        return preferred_assignor(+votes)
+
+    # What follows from it for the member
+
+    def _step(self, owned: Assignment | None) -> None:
+        group, member = self.group, self.member
+        position = member.position
+        if self._wants_others or not position.is_reconciled_to(self._target_epoch):
+            position = step(position, self._goal(), owned, wants_others=self._wants_others)
+        known = group.members.get(member.member_id)
+        if known is not None and known.position == position:
+            return
+        self.member = member.at(position)
+        self.records.append(position_record(group.group_id, member.member_id, position))
+        # Classic members have deadlines of their own: to join, and to sync.
+        if position.state is MemberState.UNREVOKED and not member.speaks_classic:
+            self._around.sessions.await_revocation(group.group_id, self.member)
+
+    def _goal(self) -> Goal:
+        told = self.member.subscription
+        # A member that takes a static member's place has what that had.
+        owner = self.member.member_id if self._replaced is None else self._replaced.member_id
+        return Goal(
+            epoch=self._target_epoch,
+            target=self._target,
+            topics=topic_ids_of((told.topics, told.expression), self._resolved, self._around.topics),
+            is_taken=lambda topic_id, number: self.group.is_taken(topic_id, number, by_other_than=owner),
+        )

@@ -1,0 +1,347 @@
+"""The group coordinator of this node: checks what can be checked without the state, and finds the shard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+from uuid import UUID
+
+from millstream.broker.coordination.runtime import Runtime, StateTopic, StateTopics
+from millstream.broker.coordination.shard import RETRY_FIRST_S
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.consumer.group import ConsumerGroupState
+from millstream.broker.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
+from millstream.broker.groups.consumer.shard import ConsumerTopics
+from millstream.broker.groups.consumer.topic_view import TopicView
+from millstream.broker.groups.group import GroupState
+from millstream.broker.groups.pending_offsets import PendingProducer
+from millstream.broker.groups.requests import (
+    CommitAnswer,
+    CommitRequest,
+    FetchedOffsets,
+    GroupDescription,
+    GroupLimits,
+    GroupListing,
+    Joined,
+    JoinRequest,
+    Leaver,
+    Left,
+    MemberRef,
+    SettingsOf,
+    Synced,
+    SyncRequest,
+)
+from millstream.broker.groups.shard import GroupShard
+from millstream.broker.groups.share.requests import JOIN_EPOCH, ShareAnswer, ShareGroupDescription, ShareHeartbeat
+from millstream.broker.groups.transactional import Producer
+from millstream.core.clock import Clock
+from millstream.core.config import Config
+from millstream.core.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError
+from millstream.core.ids import NodeId, PartitionIndex, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.pipeline import GROUP_TYPE
+from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
+
+GROUP_ID_CHARACTERS_MAX = 1024
+
+_TOPIC_SETTINGS = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(64 * 1024 * 1024),
+    "max.message.bytes": str(32 * 1024 * 1024),
+}
+
+
+Admit = Callable[[TopicPartition], Awaitable[None]]
+"""Asks the coordinator of a transaction whether a partition belongs to it; raises when it does not."""
+
+
+class GroupTopics(StateTopics, TopicView, Protocol):
+    """What the coordinator needs of the topics: a place for its state, and what its groups share out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsStatus:
+    """The groups of this node in numbers."""
+
+    groups: int
+    members: int
+    by_state: Mapping[str, int]
+    shards: int
+    shards_loading: int
+
+
+class GroupCoordinator:
+    """Consumer groups and their offsets, kept in `__consumer_offsets`."""
+
+    def __init__(
+        self,
+        topics: GroupTopics,
+        config: Config,
+        clock: Clock,
+        *,
+        pipeline_of: Callable[[str], str | None] = lambda _group_id: None,
+        settings_of: SettingsOf = lambda _group_id: {},
+        retry_first_s: float = RETRY_FIRST_S,
+    ) -> None:
+        """`pipeline_of` names the declared pipeline whose group this is, if any; `settings_of` has its own ones."""
+        self._topics = topics
+        self._pipeline_of = pipeline_of
+        self._consumer_topics = ConsumerTopics.of(topics)
+        self._clock = clock
+        self._limits = GroupLimits(
+            session_min_ms=config.group_session_min_ms,
+            session_max_ms=config.group_session_max_ms,
+            initial_delay_ms=config.group_initial_delay_ms,
+            members_max=config.group_members_max,
+            consumer_session_ms=config.group_consumer_session_ms,
+            consumer_heartbeat_ms=config.group_consumer_heartbeat_ms,
+            offsets_retention_ms=config.offsets_retention_ms,
+            settings_of=settings_of,
+        )
+        topic = StateTopic(name=CONSUMER_OFFSETS, partitions=config.offsets_partitions, overrides=_TOPIC_SETTINGS)
+        self._runtime: Runtime[GroupShard] = Runtime(
+            topics, topic, self._make_shard, clock=clock, retry_first_s=retry_first_s
+        )
+
+    async def start(self) -> None:
+        """Begin to load what the log has; requests meanwhile are told to wait."""
+        await self._runtime.start()
+
+    async def close(self) -> None:
+        """Send members who wait away, and let appended commits be acknowledged."""
+        await self._runtime.close()
+
+    async def wait_loaded(self) -> None:
+        """Wait until no shard is loading any more."""
+        await self._runtime.wait_loaded()
+
+    async def ensure(self) -> None:
+        """Make the offsets topic if this is its first use."""
+        await self._runtime.ensure()
+
+    def partition_of(self, group_id: str) -> PartitionIndex:
+        """The partition of the offsets topic that holds a group."""
+        return self._runtime.partition_of(group_id)
+
+    def leader_of(self, group_id: str) -> NodeId | None:
+        """The node that coordinates a group; None while nobody does."""
+        return self._runtime.leader_of(group_id)
+
+    async def join(self, request: JoinRequest) -> Joined:
+        """A consumer joins; answered with the next generation."""
+        _check_group_id(request.group_id)
+        if request.protocol_type != GROUP_TYPE:
+            self._refuse_outsider(request.group_id)
+        limits = self._limits
+        if not limits.session_min_ms <= request.session_timeout_ms <= limits.session_max_ms:
+            raise InvalidSessionTimeout(
+                f"a session timeout is {limits.session_min_ms} to {limits.session_max_ms} ms, "
+                f"not {request.session_timeout_ms}"
+            )
+        return await self._runtime.run(request.group_id, lambda shard: shard.join(request))
+
+    def _refuse_outsider(self, group_id: str) -> None:
+        """A consumer in the group of a pipeline would move its offsets, and the pipeline would skip or repeat."""
+        pipeline = self._pipeline_of(group_id)
+        if pipeline is not None:
+            raise InvalidGroupId(f"group {group_id!r} belongs to pipeline {pipeline!r}; consumers use another one")
+
+    async def sync(self, request: SyncRequest) -> Synced:
+        """A member asks for its assignment; answered when the leader has brought it and the log has it."""
+        _check_group_id(request.member.group_id)
+        return await self._runtime.run(request.member.group_id, lambda shard: shard.sync(request))
+
+    async def heartbeat(self, who: MemberRef) -> None:
+        """A member says that it lives."""
+        _check_group_id(who.group_id)
+        await self._runtime.run(who.group_id, lambda shard: shard.heartbeat(who), pure=True)
+
+    async def consumer_heartbeat(self, request: ConsumerHeartbeat) -> HeartbeatAnswer:
+        """A member of a consumer group joins, lives or goes."""
+        _check_length(request.group_id)
+        if request.epoch == JOIN_EPOCH:
+            self._refuse_outsider(request.group_id)
+        return await self._runtime.run(request.group_id, lambda shard: shard.consumer_heartbeat(request), pure=True)
+
+    async def share_heartbeat(self, request: ShareHeartbeat) -> ShareAnswer:
+        """A member of a share group joins, lives or goes."""
+        _check_length(request.group_id)
+        if request.epoch == JOIN_EPOCH:
+            self._refuse_outsider(request.group_id)
+        return await self._runtime.run(request.group_id, lambda shard: shard.shares.heartbeat(request), pure=True)
+
+    async def describe_share_group(self, group_id: str) -> ShareGroupDescription:
+        """One share group with its members."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.shares.describe(group_id), pure=True)
+
+    def share_topics(self, group_id: str) -> frozenset[str]:
+        """What the members of a share group subscribe to, if this node coordinates it."""
+        states = [shard.state for shard in self._runtime.shards if shard.state is not None]
+        groups = [group for state in states if (group := state.shares.get(group_id)) is not None]
+        return frozenset().union(*(group.topics() for group in groups))
+
+    async def open_share_group(self, group_id: str) -> ShareGroupDescription:
+        """One share group, made without members if it is not there yet."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.shares.open(group_id), pure=True)
+
+    async def leave(self, group_id: str, leavers: Sequence[Leaver]) -> list[Left]:
+        """Members go."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.leave(group_id, leavers))
+
+    async def commit(self, request: CommitRequest) -> CommitAnswer:
+        """Keep offsets; answered when the log has them."""
+        # Kafka lets consumers outside any group commit under an empty id.
+        _check_length(request.member.group_id)
+        return await self._runtime.run(request.member.group_id, lambda shard: shard.commit(request), pure=True)
+
+    async def commit_in_transaction(
+        self, request: CommitRequest, producer_id: ProducerId, epoch: int, *, admit: Admit, adds: bool = False
+    ) -> CommitAnswer:
+        """Keep offsets that count when the transaction is committed, if `admit` says that it is open.
+
+        It is asked which partition of the offsets topic is written to, and raises when that may not be. With `adds` it
+        adds that partition, and may wait for the end of the transaction before; the marker of this one would have a
+        later epoch, so that no guard is needed while it is asked.
+        """
+        group_id = request.member.group_id
+        _check_group_id(group_id)
+        await self._runtime.ensure()
+        shard = self._runtime.shard_of(group_id)
+        partition = TopicPartition(CONSUMER_OFFSETS, self._runtime.partition_of(group_id))
+        if adds:
+            await admit(partition)
+        guard = await shard.run(lambda state: state.transactional.watch(producer_id), pure=True)
+        try:
+            if not adds:
+                await admit(partition)
+            producer = Producer(producer_id, epoch, guard)
+            return await shard.run(lambda state: state.commit_in_transaction(request, producer), pure=True)
+        finally:
+            with suppress(MillstreamError):
+                released = shard.submit(lambda state: state.transactional.release(guard), pure=True)
+                released.add_done_callback(_heard)
+
+    async def end_transaction(self, index: int, marker: Marker) -> None:
+        """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
+        shard = self._runtime.shard_at(PartitionIndex(index))
+        await shard.run(lambda state: state.transactional.end(marker), pure=True)
+
+    async def pending_producers(self, index: int) -> list[PendingProducer]:
+        """Whose transactions have committed offsets in one partition of the offsets topic, and are not decided."""
+        shard = self._runtime.shard_at(PartitionIndex(index))
+        return await shard.run(lambda state: ([], state.transactional.pending.producers()), pure=True)
+
+    async def fetch(
+        self,
+        group_id: str,
+        wanted: Mapping[str, Iterable[int]] | None,
+        *,
+        member_id: str | None = None,
+        epoch: int = -1,
+    ) -> FetchedOffsets:
+        """Committed offsets, of all partitions when `wanted` is None."""
+        _check_length(group_id)
+        return await self._runtime.run(
+            group_id, lambda shard: shard.fetch(group_id, wanted, member_id=member_id, epoch=epoch), pure=True
+        )
+
+    async def delete_offsets(
+        self, group_id: str, unwanted: Mapping[str, Iterable[int]]
+    ) -> Mapping[str, Mapping[int, MillstreamError | None]]:
+        """Take offsets away."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.delete_offsets(group_id, unwanted), pure=True)
+
+    async def list_groups(self) -> list[GroupListing]:
+        """Every group of this node."""
+        answers = [shard.submit(GroupShard.list_groups, pure=True) for shard in self._runtime.shards]
+        return [listing for listings in await asyncio.gather(*answers) for listing in listings]
+
+    async def describe(self, group_id: str) -> GroupDescription:
+        """One classic group with its members."""
+        _check_length(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.describe(group_id), pure=True)
+
+    async def describe_consumer_group(self, group_id: str) -> ConsumerGroupDescription:
+        """One consumer group with its members."""
+        _check_group_id(group_id)
+        return await self._runtime.run(group_id, lambda shard: shard.consumers.describe(group_id), pure=True)
+
+    async def delete(self, group_id: str) -> None:
+        """Delete a group that has no members, and its offsets."""
+        _check_length(group_id)
+        done = False
+        while not done:
+            done = await self._runtime.run(group_id, lambda shard: shard.delete(group_id), pure=True)
+            # Many offsets are many steps; others are served between them.
+            await asyncio.sleep(0)
+
+    def topic_deleted(self) -> None:
+        """Take away the offsets of topics that are gone; they have not counted since the topic went."""
+        for shard in self._runtime.shards:
+            if shard.state is not None:
+                shard.submit(_sweep_soon, pure=True).add_done_callback(_heard)
+
+    def status(self) -> GroupsStatus:
+        """The groups of this node in numbers."""
+        states = [shard.state for shard in self._runtime.shards]
+        loaded = [state for state in states if state is not None]
+        groups = [group for state in loaded for group in (*state.groups, *state.consumers, *state.shares)]
+        names = [state.value for state in (*GroupState, *ConsumerGroupState) if state is not GroupState.DEAD]
+        by_state = dict.fromkeys(names, 0)
+        for group in groups:
+            by_state[group.state.value] += 1
+        return GroupsStatus(
+            groups=len(groups),
+            members=sum(len(group.members) for group in groups),
+            by_state=by_state,
+            shards=len(states),
+            shards_loading=sum(state is None for state in states),
+        )
+
+    def committed(self) -> Iterable[tuple[str, str, int, int]]:
+        """Every committed offset as group, topic, partition and offset."""
+        for shard in self._runtime.shards:
+            if shard.state is not None:
+                yield from shard.state.committed()
+
+    def _make_shard(self, timers: Timers) -> GroupShard:
+        return GroupShard(
+            timers,
+            limits=self._limits,
+            clock=self._clock,
+            topic_id_of=self._topic_id_of,
+            topics=self._consumer_topics,
+        )
+
+    def _topic_id_of(self, name: str) -> UUID | None:
+        topic = self._topics.get(name)
+        return None if topic is None else topic.topic_id
+
+
+def _sweep_soon(shard: GroupShard) -> tuple[tuple[()], None]:
+    shard.sweep_soon()
+    return (), None
+
+
+def _heard(answer: asyncio.Future[None]) -> None:
+    """Nobody waits for this answer: that it was refused is no defect to be logged."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _check_length(group_id: str) -> None:
+    if len(group_id) > GROUP_ID_CHARACTERS_MAX:
+        raise InvalidGroupId(f"a group id has at most {GROUP_ID_CHARACTERS_MAX} characters, not {len(group_id)}")
+
+
+def _check_group_id(group_id: str) -> None:
+    if not group_id:
+        raise InvalidGroupId("a group id cannot be empty")
+    _check_length(group_id)

@@ -1,0 +1,335 @@
+"""One classic consumer group: its members, its leader and its protocol. No time, no log, no timers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from enum import StrEnum
+
+from millstream.broker.coordination.later import Later
+from millstream.broker.groups.member import Member
+from millstream.broker.groups.records import NO_TIME_MS, CommittedOffset, StoredGroup
+from millstream.broker.groups.requests import GroupDescription, GroupListing, Joined, JoinedMember, MemberDescription
+from millstream.broker.groups.subscription import CONSUMER_PROTOCOL_TYPE, subscribed_topics
+from millstream.core.errors import FencedInstance, MillstreamError, RebalanceInProgress, UnknownMember
+
+
+class GroupState(StrEnum):
+    """Where a group is in its life; the texts are Kafka's."""
+
+    EMPTY = "Empty"
+    PREPARING = "PreparingRebalance"
+    COMPLETING = "CompletingRebalance"
+    STABLE = "Stable"
+    DEAD = "Dead"
+
+
+class Group:
+    """The members of one group and what they agreed on."""
+
+    def __init__(self, group_id: str, *, now_ms: int = NO_TIME_MS) -> None:
+        self.group_id = group_id
+        self.state = GroupState.EMPTY
+        self.previous_state = GroupState.DEAD
+        self.state_since_ms = now_ms
+        self.generation = 0
+        self.protocol_type: str | None = None
+        self.protocol_name: str | None = None
+        self.leader_id: str | None = None
+        self.members: dict[str, Member] = {}
+        self.static_members: dict[str, str] = {}
+        # Ids that were given out and have not joined yet, and members that have not asked for their assignment yet.
+        self.pending_members: set[str] = set()
+        self.pending_sync: set[str] = set()
+        self.member_added = False
+        self.subscribed: frozenset[str] | None = None
+        self.members_bytes = 0
+        self.awaiting_join = 0
+        self.stored_value: bytes | None = None
+        self._support: Counter[str] = Counter()
+
+    @classmethod
+    def restored(cls, group_id: str, stored: StoredGroup) -> Group:
+        """The group as its last generation in the log has it."""
+        group = cls(group_id, now_ms=stored.state_since_ms)
+        group.generation = stored.generation
+        group.protocol_type = stored.protocol_type or None
+        group.protocol_name = stored.protocol_name
+        for member in stored.members:
+            group.add(Member.restored(member, stored.protocol_type, stored.protocol_name or ""))
+        group.state = GroupState.STABLE if stored.members else GroupState.EMPTY
+        group.leader_id = stored.leader_id if stored.leader_id in group.members else next(iter(group.members), None)
+        group.subscribed = group.compute_subscribed()
+        return group
+
+    def stored(self, assignments: dict[str, bytes]) -> StoredGroup:
+        """What the log shall remember of the generation."""
+        protocol_name = self.protocol_name or ""
+        return StoredGroup(
+            protocol_type=self.protocol_type or "",
+            generation=self.generation,
+            protocol_name=self.protocol_name,
+            leader_id=self.leader_id,
+            state_since_ms=self.state_since_ms,
+            members=tuple(
+                member.stored(protocol_name, assignments.get(member.member_id, b"")) for member in self.members.values()
+            ),
+        )
+
+    def is_in(self, *states: GroupState) -> bool:
+        """Whether the group is in one of these states."""
+        return self.state in states
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is in the group."""
+        return self.state is GroupState.EMPTY
+
+    @property
+    def can_rebalance(self) -> bool:
+        """Whether a rebalance can begin; one under way has to end first."""
+        return self.state in (GroupState.EMPTY, GroupState.STABLE, GroupState.COMPLETING)
+
+    @property
+    def uses_consumer_protocol(self) -> bool:
+        """Whether the members' metadata can be read."""
+        return self.protocol_type == CONSUMER_PROTOCOL_TYPE
+
+    @property
+    def has_all_joined(self) -> bool:
+        """Whether nobody is missing for the next generation."""
+        return self.awaiting_join == len(self.members) and not self.pending_members
+
+    @property
+    def rebalance_timeout_ms(self) -> int:
+        """How long a rebalance waits: as long as the most patient member allows."""
+        return max((member.rebalance_timeout_ms for member in self.members.values()), default=0)
+
+    def move_to(self, state: GroupState, now_ms: int) -> None:
+        """Enter a state."""
+        self.previous_state = self.state
+        self.state = state
+        self.state_since_ms = now_ms
+
+    def add(self, member: Member, reply: Later[Joined] | None = None) -> None:
+        """Take a member in."""
+        if not self.members:
+            self.protocol_type = member.protocol_type or None
+        if member.instance_id is not None:
+            self.static_members[member.instance_id] = member.member_id
+        if self.leader_id is None:
+            self.leader_id = member.member_id
+        self.members[member.member_id] = member
+        self._count_protocols(member)
+        self.pending_members.discard(member.member_id)
+        if reply is not None:
+            self.park_join(member, reply)
+
+    def update(self, member: Member, protocols: tuple[tuple[str, bytes], ...]) -> None:
+        """Replace what a member says of itself."""
+        self._uncount_protocols(member)
+        member.protocols = protocols
+        self._count_protocols(member)
+
+    def remove(self, member_id: str, error: MillstreamError) -> None:
+        """Let a member or a pending id go; what it has parked is refused."""
+        self.pending_members.discard(member_id)
+        self.pending_sync.discard(member_id)
+        member = self.members.pop(member_id, None)
+        if member is None:
+            return
+        self.refuse_join(member, error)
+        member.refuse_sync(error)
+        self._uncount_protocols(member)
+        if member.instance_id is not None:
+            del self.static_members[member.instance_id]
+        if self.leader_id == member_id:
+            self.leader_id = next(iter(self.members), None)
+
+    def replace_static(self, old_id: str, new_id: str) -> Member:
+        """Give a static member a new id: its process began anew, and the old one is fenced."""
+        old = self.members.pop(old_id)
+        fenced = FencedInstance(f"another process joined group {self.group_id!r} as instance {old.instance_id!r}")
+        self.refuse_join(old, fenced)
+        old.refuse_sync(fenced)
+        self.pending_sync.discard(old_id)
+        new = Member(
+            new_id,
+            instance_id=old.instance_id,
+            client_id=old.client_id,
+            client_host=old.client_host,
+            rebalance_timeout_ms=old.rebalance_timeout_ms,
+            session_timeout_ms=old.session_timeout_ms,
+            protocol_type=old.protocol_type,
+            protocols=old.protocols,
+            assignment=old.assignment,
+        )
+        self.members[new_id] = new
+        if old.instance_id is not None:
+            self.static_members[old.instance_id] = new_id
+        if self.leader_id == old_id:
+            self.leader_id = new_id
+        return new
+
+    def park_join(self, member: Member, reply: Later[Joined]) -> None:
+        """Keep a join request until the generation is complete; an older one of the member gives way."""
+        self.refuse_join(member, RebalanceInProgress("a later request of the same member took this one's place"))
+        member.join_reply = reply
+        self.awaiting_join += 1
+
+    def give_join(self, member: Member, answer: Joined) -> bool:
+        """Answer a parked join request; whether there was one."""
+        reply, member.join_reply = member.join_reply, None
+        if reply is None:
+            return False
+        self.awaiting_join -= 1
+        reply.give(answer)
+        return True
+
+    def refuse_join(self, member: Member, error: MillstreamError) -> None:
+        """Refuse a parked join request, if there is one."""
+        reply, member.join_reply = member.join_reply, None
+        if reply is not None:
+            self.awaiting_join -= 1
+            reply.refuse(error)
+
+    def refuse_all(self, error: MillstreamError) -> None:
+        """Refuse everything that is parked."""
+        for member in self.members.values():
+            self.refuse_join(member, error)
+            member.refuse_sync(error)
+
+    def elect_joined_leader(self) -> bool:
+        """Keep the leader if it has joined, else take the first member that has; False when nobody has."""
+        leader = self.members.get(self.leader_id or "")
+        if leader is not None and leader.awaits_join:
+            return True
+        joined = next((member for member in self.members.values() if member.awaits_join), None)
+        if joined is None:
+            return False
+        self.leader_id = joined.member_id
+        return True
+
+    def begin_generation(self, now_ms: int) -> None:
+        """Count the generation up and choose its protocol."""
+        self.generation += 1
+        self.pending_sync.clear()
+        self.protocol_name = self.select_protocol() if self.members else None
+        self.subscribed = self.compute_subscribed()
+        self.move_to(GroupState.COMPLETING if self.members else GroupState.EMPTY, now_ms)
+
+    def select_protocol(self) -> str:
+        """The protocol with the most votes among those that every member knows; the first voted for wins a tie."""
+        everyone = len(self.members)
+        candidates = {name for name, count in self._support.items() if count == everyone}
+        votes = Counter(member.vote(candidates) for member in self.members.values())
+        return votes.most_common(1)[0][0]
+
+    def supports(self, protocol_type: str, names: set[str]) -> bool:
+        """Whether a member with these protocols can work with those that are here."""
+        if self.state is GroupState.EMPTY:
+            return bool(protocol_type) and bool(names)
+        everyone = len(self.members)
+        return protocol_type == self.protocol_type and any(self._support[name] == everyone for name in names)
+
+    def check_member(self, member_id: str, instance_id: str | None) -> Member:
+        """The member that speaks; raise when it is unknown or fenced."""
+        if instance_id is not None:
+            known = self.static_members.get(instance_id)
+            if known is None:
+                raise UnknownMember(f"group {self.group_id!r} has no member with instance id {instance_id!r}")
+            if known != member_id:
+                raise FencedInstance(f"instance {instance_id!r} of group {self.group_id!r} is another process now")
+        member = self.members.get(member_id)
+        if member is None:
+            raise UnknownMember(f"group {self.group_id!r} has no member {member_id!r}")
+        return member
+
+    def compute_subscribed(self) -> frozenset[str] | None:
+        """The topics the members consume; None when that cannot be known."""
+        if not self.uses_consumer_protocol:
+            return None
+        topics: set[str] = set()
+        for member in self.members.values():
+            if self.protocol_name is None:
+                return None
+            wanted = subscribed_topics(member.metadata(self.protocol_name))
+            if wanted is None:
+                return None
+            topics |= wanted
+        return frozenset(topics)
+
+    def consumes(self, topic: str) -> bool:
+        """Whether the group has to be taken to consume a topic."""
+        return self.uses_consumer_protocol if self.subscribed is None else topic in self.subscribed
+
+    def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
+        """From when on the retention of an offset counts; None while it does not."""
+        if self.protocol_type is None:
+            return committed.commit_ms
+        if self.state is GroupState.EMPTY:
+            return committed.commit_ms if self.state_since_ms == NO_TIME_MS else self.state_since_ms
+        if self.state is GroupState.STABLE and self.uses_consumer_protocol and self.subscribed is not None:
+            return committed.commit_ms
+        return None
+
+    def joined(
+        self,
+        member_id: str,
+        *,
+        with_members: bool = False,
+        skip_assignment: bool = False,
+        leader_id: str | None = None,
+    ) -> Joined:
+        """What a member is told about the current generation."""
+        members: tuple[JoinedMember, ...] = ()
+        if with_members:
+            name = self.protocol_name or ""
+            members = tuple(
+                JoinedMember(member.member_id, member.instance_id, member.metadata(name))
+                for member in self.members.values()
+            )
+        return Joined(
+            member_id=member_id,
+            generation=self.generation,
+            protocol_type=self.protocol_type,
+            protocol_name=self.protocol_name,
+            leader_id=leader_id or self.leader_id or "",
+            skip_assignment=skip_assignment,
+            members=members,
+        )
+
+    def listing(self) -> GroupListing:
+        """The group as one line of a list."""
+        return GroupListing(group_id=self.group_id, protocol_type=self.protocol_type or "", state=self.state.value)
+
+    def description(self) -> GroupDescription:
+        """The group for people and tools; metadata and assignments only mean something when it is stable."""
+        stable = self.state is GroupState.STABLE
+        name = (self.protocol_name or "") if stable else ""
+        return GroupDescription(
+            group_id=self.group_id,
+            state=self.state.value,
+            protocol_type=self.protocol_type or "",
+            protocol_name=name,
+            generation=self.generation,
+            members=tuple(
+                MemberDescription(
+                    member_id=member.member_id,
+                    instance_id=member.instance_id,
+                    client_id=member.client_id,
+                    client_host=member.client_host,
+                    metadata=member.metadata(name) if stable else b"",
+                    assignment=member.assignment if stable else b"",
+                )
+                for member in self.members.values()
+            ),
+        )
+
+    def _count_protocols(self, member: Member) -> None:
+        self._support.update({name for name, _ in member.protocols})
+        self.members_bytes += member.size_bytes
+
+    def _uncount_protocols(self, member: Member) -> None:
+        self._support.subtract({name for name, _ in member.protocols})
+        self._support = +self._support
+        self.members_bytes -= member.size_bytes

@@ -1,0 +1,116 @@
+"""The committed offsets of one shard's groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Protocol
+from uuid import UUID
+
+from millstream.broker.groups.records import NO_TIME_MS, CommittedOffset, OffsetKey
+from millstream.broker.groups.requests import FetchedOffset, FetchedOffsets
+from millstream.core.pipeline import GROUP_PREFIX
+
+TopicIds = Callable[[str], UUID | None]
+"""The id of the topic that has this name now."""
+
+
+class OffsetOwner(Protocol):
+    """A group, as far as it decides how long its offsets are kept."""
+
+    group_id: str
+
+    def consumes(self, topic: str) -> bool:
+        """Whether the group has to be taken to consume a topic."""
+
+    def expiry_base_ms(self, committed: CommittedOffset) -> int | None:
+        """From when on the retention of an offset counts; None while it does not."""
+
+
+_NOTHING: Mapping[tuple[str, int], CommittedOffset] = MappingProxyType({})
+_NO_OFFSET = FetchedOffset()
+
+
+class Offsets:
+    """By group, topic and partition. Offsets of a deleted topic do not count, even if its name is in use again."""
+
+    def __init__(self, topic_id_of: TopicIds) -> None:
+        self._topic_id_of = topic_id_of
+        self._by_group: dict[str, dict[tuple[str, int], CommittedOffset]] = {}
+
+    def put(self, key: OffsetKey, committed: CommittedOffset) -> None:
+        """Keep an offset."""
+        self._by_group.setdefault(key.group_id, {})[(key.topic, key.partition)] = committed
+
+    def remove(self, key: OffsetKey) -> None:
+        """Forget an offset."""
+        offsets = self._by_group.get(key.group_id)
+        if offsets is not None:
+            offsets.pop((key.topic, key.partition), None)
+            if not offsets:
+                del self._by_group[key.group_id]
+
+    def of_group(self, group_id: str) -> Mapping[tuple[str, int], CommittedOffset]:
+        """Every offset of a group, by topic and partition."""
+        return self._by_group.get(group_id, _NOTHING)
+
+    def all_keys(self) -> list[OffsetKey]:
+        """Every offset there is."""
+        return [OffsetKey(group_id, *place) for group_id, offsets in self._by_group.items() for place in offsets]
+
+    def current(self) -> Iterator[tuple[OffsetKey, CommittedOffset]]:
+        """Every offset whose topic still exists."""
+        for group_id, offsets in self._by_group.items():
+            for (topic, partition), committed in offsets.items():
+                if self._is_current(topic, committed):
+                    yield OffsetKey(group_id, topic, partition), committed
+
+    def get(self, key: OffsetKey) -> CommittedOffset | None:
+        """One offset, if there is one."""
+        return self.of_group(key.group_id).get((key.topic, key.partition))
+
+    def fetch(self, group_id: str, wanted: Mapping[str, Iterable[int]]) -> FetchedOffsets:
+        """The offsets of these partitions; -1 where there is none."""
+        offsets = self.of_group(group_id)
+        return {
+            topic: {partition: self._fetched(topic, offsets.get((topic, partition))) for partition in partitions}
+            for topic, partitions in wanted.items()
+        }
+
+    def fetch_all(self, group_id: str) -> FetchedOffsets:
+        """Every offset of a group."""
+        found: dict[str, dict[int, FetchedOffset]] = {}
+        for (topic, partition), committed in self.of_group(group_id).items():
+            if self._is_current(topic, committed):
+                found.setdefault(topic, {})[partition] = _as_fetched(committed)
+        return found
+
+    def disposable(self, group: OffsetOwner, now_ms: int, retention_ms: int) -> list[OffsetKey]:
+        """The offsets of a group that are expired, or whose topic is gone."""
+        return [
+            OffsetKey(group.group_id, topic, partition)
+            for (topic, partition), committed in self.of_group(group.group_id).items()
+            if not self._is_current(topic, committed) or _is_expired(group, topic, committed, now_ms, retention_ms)
+        ]
+
+    def _fetched(self, topic: str, committed: CommittedOffset | None) -> FetchedOffset:
+        if committed is None or not self._is_current(topic, committed):
+            return _NO_OFFSET
+        return _as_fetched(committed)
+
+    def _is_current(self, topic: str, committed: CommittedOffset) -> bool:
+        return committed.topic_id is None or committed.topic_id == self._topic_id_of(topic)
+
+
+def _as_fetched(committed: CommittedOffset) -> FetchedOffset:
+    return FetchedOffset(committed.offset, committed.leader_epoch, committed.metadata)
+
+
+def _is_expired(group: OffsetOwner, topic: str, committed: CommittedOffset, now_ms: int, retention_ms: int) -> bool:
+    base_ms = group.expiry_base_ms(committed)
+    if base_ms is None or group.consumes(topic) or group.group_id.startswith(GROUP_PREFIX):
+        # A pipeline that was stopped for long would else begin anew, and write everything once more.
+        return False
+    if committed.expire_ms != NO_TIME_MS:
+        return now_ms >= committed.expire_ms
+    return now_ms - base_ms >= retention_ms

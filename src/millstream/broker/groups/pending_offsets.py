@@ -1,0 +1,268 @@
+"""Offsets that transactions have committed but that do not count yet: they become visible or vanish with the marker.
+
+They are kept in `__consumer_offsets` under keys of their own, beside the offsets that count, so that compaction and a
+rewrite of the log treat both alike; the marker's records put them in the place of those in one append.
+
+    key 7300  (producer id, group, topic, partition)   value: as that of a committed offset; header `producer-epoch`
+    key 7301  (producer id)                            value: epoch, coordinator epoch and time of its last marker
+
+The last marker of a producer fences what comes late: offsets of an earlier epoch, and markers of a coordinator that
+has been replaced. It is forgotten when the producer has not been heard of for long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.records import CommittedOffset, OffsetKey, offset_record, read_offset
+from millstream.broker.groups.requests import FetchedOffset, FetchedOffsets
+from millstream.core.errors import FencedProducer
+from millstream.core.ids import NO_EPOCH, ProducerId
+from millstream.core.marker import Marker
+from millstream.protocol.messages.primitives import Reader, Writer
+
+EPOCH_HEADER: Final = "producer-epoch"
+_PENDING_KEY: Final = 7300
+_MARKER_KEY: Final = 7301
+_MARKER_VERSION: Final = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PendingKey:
+    """Names an offset that a transaction has committed."""
+
+    producer_id: ProducerId
+    offset: OffsetKey
+
+
+@dataclass(frozen=True, slots=True)
+class MarkerKey:
+    """Names the last marker of a producer."""
+
+    producer_id: ProducerId
+
+
+class Pending(NamedTuple):
+    """An offset and the epoch of the producer that committed it."""
+
+    epoch: int
+    committed: CommittedOffset
+
+
+class LastMarker(NamedTuple):
+    """The last marker of a producer."""
+
+    epoch: int
+    coordinator_epoch: int
+    time_ms: int
+
+
+class PendingProducer(NamedTuple):
+    """A producer whose transaction has committed offsets and is not decided, as administrators see it."""
+
+    producer_id: ProducerId
+    epoch: int
+    coordinator_epoch: int
+    last_ms: int
+
+
+def pending_record(key: PendingKey, pending: Pending) -> StateRecord:
+    """The record of an offset that does not count yet."""
+    plain = offset_record(key.offset, pending.committed)
+    epoch = (EPOCH_HEADER, pending.epoch.to_bytes(2, "big", signed=True))
+    return StateRecord(_pending_key(key), plain.value, (*plain.headers, epoch))
+
+
+def pending_tombstone(key: PendingKey) -> StateRecord:
+    """The record that takes an offset away that does not count yet, or counts from now on."""
+    return StateRecord(_pending_key(key), None)
+
+
+def marker_record(producer_id: ProducerId, marker: LastMarker) -> StateRecord:
+    """The record of a producer's last marker."""
+    writer = Writer(flexible=False)
+    writer.int16(_MARKER_VERSION)
+    writer.int16(marker.epoch)
+    writer.int32(marker.coordinator_epoch)
+    writer.int64(marker.time_ms)
+    return StateRecord(_marker_key(producer_id), bytes(writer.buffer))
+
+
+def read_pending_key(key: bytes) -> PendingKey | MarkerKey | None:
+    """What a record is about; None for other kinds."""
+    reader = Reader(key, flexible=False)
+    kind = reader.int16()
+    if kind == _PENDING_KEY:
+        producer_id = ProducerId(reader.int64())
+        return PendingKey(producer_id, OffsetKey(reader.string(), reader.string(), reader.int32()))
+    return MarkerKey(ProducerId(reader.int64())) if kind == _MARKER_KEY else None
+
+
+class PendingOffsets:
+    """By producer, and by what they are the offsets of."""
+
+    def __init__(self) -> None:
+        self._by_producer: dict[ProducerId, dict[OffsetKey, Pending]] = {}
+        self._producers_of: dict[OffsetKey, set[ProducerId]] = {}
+        self._markers: dict[ProducerId, LastMarker] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_producer.values()))
+
+    def is_pending(self, key: OffsetKey) -> bool:
+        """Whether a transaction that is not decided has committed this offset."""
+        return key in self._producers_of
+
+    def marked(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
+        """The same offsets, where those that a transaction is about to change are marked."""
+        if not self._producers_of:
+            return fetched
+        return {
+            topic: {
+                partition: replace(offset, is_stable=not self.is_pending(OffsetKey(group_id, topic, partition)))
+                for partition, offset in offsets.items()
+            }
+            for topic, offsets in fetched.items()
+        }
+
+    def with_first(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
+        """Offsets, and beside them those that a transaction is about to commit where there is none yet.
+
+        Who asks for everything that a group has would else take such a partition for one that was never read.
+        """
+        pending = [key.offset for key in self.of_group(group_id)] if self._producers_of else []
+        found = {topic: dict(offsets) for topic, offsets in fetched.items()}
+        for key in pending:
+            found.setdefault(key.topic, {}).setdefault(key.partition, FetchedOffset(is_stable=False))
+        return found
+
+    def of_group(self, group_id: str) -> list[PendingKey]:
+        """Everything that transactions have committed for a group."""
+        return [
+            PendingKey(producer_id, key)
+            for producer_id, offsets in self._by_producer.items()
+            for key in offsets
+            if key.group_id == group_id
+        ]
+
+    def producers(self) -> list[PendingProducer]:
+        """Every producer with something that is not decided."""
+        return [
+            PendingProducer(
+                producer_id,
+                max(pending.epoch for pending in offsets.values()),
+                self._markers[producer_id].coordinator_epoch if producer_id in self._markers else NO_EPOCH,
+                max(pending.committed.commit_ms for pending in offsets.values()),
+            )
+            for producer_id, offsets in self._by_producer.items()
+        ]
+
+    def last_marker(self, producer_id: ProducerId) -> LastMarker | None:
+        """The last marker of a producer, if it is remembered."""
+        return self._markers.get(producer_id)
+
+    def check_epoch(self, producer_id: ProducerId, epoch: int) -> None:
+        """Raise when a producer of this epoch has been fenced."""
+        last = self._markers.get(producer_id)
+        if last is not None and epoch < last.epoch:
+            raise FencedProducer(f"producer {producer_id} is at epoch {last.epoch}, not {epoch}")
+
+    def ended_by(self, marker: Marker, *, now_ms: int) -> list[StateRecord]:
+        """What a marker changes; nothing when it came before. Raises when it comes too late."""
+        last = self._markers.get(marker.producer_id)
+        marker = marker.admitted(NO_EPOCH if last is None else last.coordinator_epoch)
+        self.check_epoch(marker.producer_id, marker.producer_epoch)
+        offsets = self._by_producer.get(marker.producer_id, {})
+        newest = max((pending.epoch for pending in offsets.values()), default=-1)
+        if newest > marker.producer_epoch or (marker.bumps_epoch and newest == marker.producer_epoch):
+            raise FencedProducer(f"producer {marker.producer_id} has begun a transaction after this marker")
+        told = LastMarker(marker.producer_epoch, marker.coordinator_epoch, now_ms)
+        if not offsets and last is not None and last[:2] == told[:2]:
+            return []
+        # Also when it changes no offset: an older coordinator's copy may still be on its way.
+        records = [marker_record(marker.producer_id, told)]
+        for key, pending in offsets.items():
+            if marker.commit:
+                records.append(offset_record(key, pending.committed))
+            records.append(pending_tombstone(PendingKey(marker.producer_id, key)))
+        return records
+
+    def forgotten(self, *, before_ms: int) -> Iterator[StateRecord]:
+        """What takes away the last markers of producers that have not been heard of since then."""
+        for producer_id, marker in self._markers.items():
+            if marker.time_ms <= before_ms:
+                yield StateRecord(_marker_key(producer_id), None)
+
+    def replay(self, key: PendingKey | MarkerKey, record: StateRecord) -> None:
+        """Take one record in."""
+        if isinstance(key, MarkerKey):
+            if record.value is None:
+                self._markers.pop(key.producer_id, None)
+            else:
+                self._markers[key.producer_id] = _read_marker(record.value)
+        elif record.value is None:
+            self._remove(key)
+        else:
+            pending = Pending(_epoch_of(record), read_offset(record))
+            self._by_producer.setdefault(key.producer_id, {})[key.offset] = pending
+            self._producers_of.setdefault(key.offset, set()).add(key.producer_id)
+
+    def durable_keys(self) -> Iterable[Hashable]:
+        """A name for every record that the log has to hold."""
+        for producer_id, offsets in self._by_producer.items():
+            for key in offsets:
+                yield PendingKey(producer_id, key)
+        for producer_id in self._markers:
+            yield MarkerKey(producer_id)
+
+    def durable_record(self, key: PendingKey | MarkerKey) -> StateRecord | None:
+        """The record of this name, as it stands now."""
+        if isinstance(key, MarkerKey):
+            marker = self._markers.get(key.producer_id)
+            return None if marker is None else marker_record(key.producer_id, marker)
+        pending = self._by_producer.get(key.producer_id, {}).get(key.offset)
+        return None if pending is None else pending_record(key, pending)
+
+    def _remove(self, key: PendingKey) -> None:
+        offsets = self._by_producer.get(key.producer_id, {})
+        if offsets.pop(key.offset, None) is None:
+            return
+        if not offsets:
+            del self._by_producer[key.producer_id]
+        producers = self._producers_of[key.offset]
+        producers.discard(key.producer_id)
+        if not producers:
+            del self._producers_of[key.offset]
+
+
+def _read_marker(value: bytes) -> LastMarker:
+    reader = Reader(value, flexible=False)
+    reader.int16()
+    return LastMarker(reader.int16(), reader.int32(), reader.int64())
+
+
+def _epoch_of(record: StateRecord) -> int:
+    for name, content in record.headers:
+        if name == EPOCH_HEADER and content is not None:
+            return int.from_bytes(content, "big", signed=True)
+    return -1
+
+
+def _pending_key(key: PendingKey) -> bytes:
+    writer = Writer(flexible=False)
+    writer.int16(_PENDING_KEY)
+    writer.int64(key.producer_id)
+    writer.string(key.offset.group_id)
+    writer.string(key.offset.topic)
+    writer.int32(key.offset.partition)
+    return bytes(writer.buffer)
+
+
+def _marker_key(producer_id: ProducerId) -> bytes:
+    writer = Writer(flexible=False)
+    writer.int16(_MARKER_KEY)
+    writer.int64(producer_id)
+    return bytes(writer.buffer)

@@ -1,0 +1,226 @@
+"""How a group gets from one generation to the next, and the timers that see to it that it does.
+
+    Empty ──join──▶ PreparingRebalance ──all joined, or time is up──▶ CompletingRebalance ──leader syncs──▶ Stable
+      ▲                    ▲  │ nobody left                                  │ join, leave, no sync in time    │
+      └────────────────────┼──┘                                              │                                │
+                           └─────────────────────────────────────────────────┴──── join, leave, no heartbeat ─┘
+
+Every method returns the records that the log has to take before anyone is told.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.group import Group, GroupState
+from millstream.broker.groups.member import Member
+from millstream.broker.groups.records import group_record
+from millstream.broker.groups.registry import Registry
+from millstream.broker.groups.requests import GroupLimits
+from millstream.core.clock import Clock
+from millstream.core.errors import MillstreamError, RebalanceInProgress, UnknownMember
+
+_logger = logging.getLogger(__name__)
+
+Records = list[StateRecord]
+
+_LOOK_AGAIN_MS = 1000
+
+
+class Rebalance:
+    """The transitions of all groups of one shard."""
+
+    def __init__(self, registry: Registry, timers: Timers, limits: GroupLimits, clock: Clock) -> None:
+        self._registry = registry
+        self._timers = timers
+        self._limits = limits
+        self._clock = clock
+
+    def begin_or_complete(self, group: Group, reason: str) -> Records:
+        """Begin a rebalance, or see whether the one under way can end."""
+        if group.can_rebalance:
+            return self.prepare(group, reason)
+        return self.complete_join_if_all(group)
+
+    def prepare(self, group: Group, reason: str) -> Records:
+        """Ask every member to join again."""
+        if group.is_in(GroupState.COMPLETING):
+            self._refuse_syncs(group, RebalanceInProgress(f"group {group.group_id!r} rebalances: {reason}"))
+        self.stop_waiting_for_syncs(group)
+        first = group.is_in(GroupState.EMPTY)
+        group.move_to(GroupState.PREPARING, self._clock.now_ms())
+        _logger.info(
+            "group rebalances",
+            extra={"group": group.group_id, "generation": group.generation, "reason": reason},
+        )
+        if not first:
+            return self._complete_join_or_wait(group)
+        delay_ms = self._limits.initial_delay_ms
+        # A new group waits a little, so that consumers which start together make one generation, not many.
+        self._wait_initially(group, delay_ms, max(0, group.rebalance_timeout_ms - delay_ms))
+        return []
+
+    def complete_join_if_all(self, group: Group) -> Records:
+        """End the join phase when nobody is missing; a new group always sits out its delay."""
+        if not group.is_in(GroupState.PREPARING) or group.previous_state is GroupState.EMPTY:
+            return []
+        return self.complete_join(group) if group.has_all_joined else []
+
+    def complete_join(self, group: Group) -> Records:
+        """Begin the next generation with those who are here, and tell them."""
+        self._timers.cancel(("join", group.group_id))
+        self._drop_absent(group)
+        if group.members and not group.elect_joined_leader():
+            # Only static members that do not answer are left: they go when their sessions end.
+            self._schedule_join(group, max(group.rebalance_timeout_ms, _LOOK_AGAIN_MS))
+            return []
+        group.begin_generation(self._clock.now_ms())
+        if group.is_in(GroupState.EMPTY):
+            return [group_record(group.group_id, group.stored({}))]
+        for member in group.members.values():
+            leads = member.member_id == group.leader_id
+            group.give_join(member, group.joined(member.member_id, with_members=leads))
+            member.is_new = False
+            self.keep_alive(group, member)
+            group.pending_sync.add(member.member_id)
+        group_id, generation = group.group_id, group.generation
+        self._timers.schedule(
+            ("sync", group_id), group.rebalance_timeout_ms, lambda: self._expire_syncs(group_id, generation)
+        )
+        return []
+
+    def remove(self, group: Group, member_id: str, error: MillstreamError) -> None:
+        """Let a member go, its timer and what it has parked included."""
+        self.forget_session(group, member_id)
+        group.remove(member_id, error)
+
+    def forget_session(self, group: Group, member_id: str) -> None:
+        """Take away the timer of a member or of a pending id."""
+        self._timers.cancel(("session", group.group_id, member_id))
+
+    def after_leaving(self, group: Group, reason: str) -> Records:
+        """Share out anew what those who left have had."""
+        if group.is_in(GroupState.STABLE, GroupState.COMPLETING):
+            return self.prepare(group, reason)
+        return self.complete_join_if_all(group)
+
+    def keep_alive(self, group: Group, member: Member, timeout_ms: int | None = None) -> None:
+        """Begin the member's session timeout anew."""
+        self._watch(group.group_id, member.member_id, timeout_ms or member.session_timeout_ms)
+
+    def keep_pending(self, group: Group, member_id: str, timeout_ms: int) -> None:
+        """Hold an id that was given out until its owner joins with it."""
+        group.pending_members.add(member_id)
+        self._watch(group.group_id, member_id, timeout_ms)
+
+    def synced(self, group: Group, member_id: str) -> None:
+        """Note that a member has asked for its assignment."""
+        group.pending_sync.discard(member_id)
+        if not group.pending_sync:
+            self._timers.cancel(("sync", group.group_id))
+
+    def stop_waiting_for_syncs(self, group: Group) -> None:
+        """Forget who has not asked for its assignment: another rebalance begins, or the group goes."""
+        group.pending_sync.clear()
+        self._timers.cancel(("sync", group.group_id))
+
+    def forget(self, group: Group) -> None:
+        """Take away every timer of a group."""
+        self.stop_waiting_for_syncs(group)
+        self._timers.cancel(("join", group.group_id))
+        for member_id in (*group.members, *group.pending_members):
+            self.forget_session(group, member_id)
+
+    def restored(self, group: Group) -> None:
+        """Give every member of a group that was just loaded a whole session to be heard of."""
+        for member in group.members.values():
+            self.keep_alive(group, member)
+        if len(group.members) > self._limits.members_max:
+            group_id = group.group_id
+            self._timers.schedule(("join", group_id), 0, lambda: self._shrink(group_id))
+
+    def _shrink(self, group_id: str) -> Records:
+        """The limit is lower than it was: in the next generation only so many find room."""
+        group = self._registry.get(group_id)
+        if group is None or not group.is_in(GroupState.STABLE):
+            return []
+        return self.prepare(group, "the group has more members than it may have now")
+
+    def _watch(self, group_id: str, member_id: str, timeout_ms: int) -> None:
+        self._timers.schedule(
+            ("session", group_id, member_id), timeout_ms, lambda: self._expire_session(group_id, member_id)
+        )
+
+    def _expire_session(self, group_id: str, member_id: str) -> Records:
+        group = self._registry.get(group_id)
+        if group is None:
+            return []
+        gone = UnknownMember(f"member {member_id!r} of group {group_id!r} was not heard of in time")
+        member = group.members.get(member_id)
+        if member is None:
+            self.remove(group, member_id, gone)
+            self._registry.drop_if_unused(group)
+        elif member.is_alive_without_heartbeat():
+            return []
+        else:
+            self.remove(group, member_id, gone)
+            if group.is_in(GroupState.STABLE, GroupState.COMPLETING):
+                return self.prepare(group, f"member {member_id} was not heard of in time")
+        if group.is_in(GroupState.PREPARING) and group.has_all_joined:
+            return self.complete_join(group)
+        return []
+
+    def _wait_initially(self, group: Group, delay_ms: int, remaining_ms: int) -> None:
+        group_id = group.group_id
+        self._timers.schedule(
+            ("join", group_id), delay_ms, lambda: self._end_initial_delay(group_id, delay_ms, remaining_ms)
+        )
+
+    def _end_initial_delay(self, group_id: str, delay_ms: int, remaining_ms: int) -> Records:
+        group = self._registry.get(group_id)
+        if group is None:
+            return []
+        if group.member_added and remaining_ms > 0:
+            group.member_added = False
+            next_ms = min(self._limits.initial_delay_ms, remaining_ms)
+            self._wait_initially(group, next_ms, max(0, remaining_ms - delay_ms))
+            return []
+        return self.complete_join(group)
+
+    def _complete_join_or_wait(self, group: Group) -> Records:
+        if group.has_all_joined:
+            return self.complete_join(group)
+        self._schedule_join(group, group.rebalance_timeout_ms)
+        return []
+
+    def _schedule_join(self, group: Group, delay_ms: int) -> None:
+        self._timers.schedule(("join", group.group_id), delay_ms, lambda: self._expire_join(group.group_id))
+
+    def _expire_join(self, group_id: str) -> Records:
+        group = self._registry.get(group_id)
+        return [] if group is None or not group.is_in(GroupState.PREPARING) else self.complete_join(group)
+
+    def _drop_absent(self, group: Group) -> None:
+        """Let go of dynamic members that did not join again; static ones keep their place while their session lasts."""
+        absent = [member for member in group.members.values() if not member.awaits_join and not member.is_static]
+        for member in absent:
+            self.remove(group, member.member_id, UnknownMember(f"member {member.member_id!r} did not join in time"))
+
+    def _expire_syncs(self, group_id: str, generation: int) -> Records:
+        group = self._registry.get(group_id)
+        if group is None or group.generation != generation or not group.pending_sync:
+            return []
+        if not group.is_in(GroupState.COMPLETING, GroupState.STABLE):
+            return []
+        late = sorted(group.pending_sync)
+        for member_id in late:
+            self.remove(group, member_id, UnknownMember(f"member {member_id!r} did not ask for its share in time"))
+        return self.prepare(group, f"{len(late)} members did not ask for their share in time")
+
+    def _refuse_syncs(self, group: Group, error: MillstreamError) -> None:
+        for member in group.members.values():
+            member.assignment = b""
+            if member.refuse_sync(error):
+                self.keep_alive(group, member)

@@ -1,0 +1,249 @@
+"""The records of `__consumer_offsets`, in Kafka's own formats, so that tools which read that topic understand it.
+
+    key 0, 1  (group, topic, partition)   value: a committed offset
+    key 2     (group)                     value: a generation of a group, with its members and their assignments
+
+Keys and values begin with a 16-bit number: of a key it says what the record is, of a value its version. Written are
+the versions that Kafka 4 writes (offsets: 3, or 1 when the client set a retention; groups: 3); read are all of them.
+Beside its value, an offset carries the id of its topic in the header `topic-id`: names can be given again after a
+topic was deleted, and offsets of the old topic must not count for the new one. Kafka's tools do not look at headers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+from uuid import UUID
+
+from millstream.broker.coordination.state import StateRecord
+from millstream.core.errors import ProtocolViolation
+from millstream.protocol.messages.primitives import Reader, Writer
+
+TOPIC_ID_HEADER: Final = "topic-id"
+
+_OFFSET_KEYS: Final = (0, 1)
+_GROUP_KEY: Final = 2
+_OFFSET_VERSION: Final = 3
+_OFFSET_VERSION_WITH_EXPIRY: Final = 1
+_GROUP_VERSION: Final = 3
+_VERSION_MAX: Final = 4
+_FLEXIBLE_SINCE: Final = 4
+_TOPIC_ID_TAG: Final = 0
+
+NO_TIME_MS: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class OffsetKey:
+    """Names a committed offset."""
+
+    group_id: str
+    topic: str
+    partition: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupKey:
+    """Names a group."""
+
+    group_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedOffset:
+    """How far a group has come in one partition. `expire_ms` is set only by clients that ask for a retention."""
+
+    offset: int
+    leader_epoch: int = -1
+    metadata: str = ""
+    commit_ms: int
+    expire_ms: int = NO_TIME_MS
+    topic_id: UUID | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredMember:
+    """A member as a generation remembers it."""
+
+    member_id: str
+    instance_id: str | None
+    client_id: str
+    client_host: str
+    rebalance_timeout_ms: int
+    session_timeout_ms: int
+    subscription: bytes
+    assignment: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredGroup:
+    """A generation of a group. One without members says that the group is empty."""
+
+    protocol_type: str
+    generation: int
+    protocol_name: str | None
+    leader_id: str | None
+    state_since_ms: int
+    members: tuple[StoredMember, ...]
+
+
+def offset_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
+    """The record of a commit."""
+    expires = committed.expire_ms != NO_TIME_MS
+    version = _OFFSET_VERSION_WITH_EXPIRY if expires else _OFFSET_VERSION
+    writer = Writer(flexible=False)
+    writer.int16(version)
+    writer.int64(committed.offset)
+    if version >= 3:
+        writer.int32(committed.leader_epoch)
+    writer.string(committed.metadata)
+    writer.int64(committed.commit_ms)
+    if version == 1:
+        writer.int64(committed.expire_ms)
+    headers = () if committed.topic_id is None else ((TOPIC_ID_HEADER, committed.topic_id.bytes),)
+    return StateRecord(_offset_key(key), bytes(writer.buffer), headers)
+
+
+def offset_tombstone(key: OffsetKey) -> StateRecord:
+    """The record that takes a committed offset away."""
+    return StateRecord(_offset_key(key), None)
+
+
+def group_record(group_id: str, group: StoredGroup) -> StateRecord:
+    """The record of a generation."""
+    writer = Writer(flexible=False)
+    writer.int16(_GROUP_VERSION)
+    writer.string(group.protocol_type)
+    writer.int32(group.generation)
+    writer.string(group.protocol_name)
+    writer.string(group.leader_id)
+    writer.int64(group.state_since_ms)
+    writer.array_length(len(group.members))
+    for member in group.members:
+        writer.string(member.member_id)
+        writer.string(member.instance_id)
+        writer.string(member.client_id)
+        writer.string(member.client_host)
+        writer.int32(member.rebalance_timeout_ms)
+        writer.int32(member.session_timeout_ms)
+        writer.blob(member.subscription)
+        writer.blob(member.assignment)
+    return StateRecord(_group_key(group_id), bytes(writer.buffer))
+
+
+def stored_group_record(group_id: str, value: bytes) -> StateRecord:
+    """The record of a generation whose value is at hand as it was written."""
+    return StateRecord(_group_key(group_id), value)
+
+
+def group_tombstone(group_id: str) -> StateRecord:
+    """The record that takes a group away."""
+    return StateRecord(_group_key(group_id), None)
+
+
+def read_key(key: bytes) -> OffsetKey | GroupKey | None:
+    """What a record is about; None for kinds that this broker does not keep."""
+    reader = Reader(key, flexible=False)
+    kind = reader.int16()
+    if kind in _OFFSET_KEYS:
+        return OffsetKey(reader.string(), reader.string(), reader.int32())
+    if kind == _GROUP_KEY:
+        return GroupKey(reader.string())
+    return None
+
+
+def read_offset(record: StateRecord) -> CommittedOffset:
+    """Read the value of an offset's record."""
+    reader, version = _begin(record)
+    offset = reader.int64()
+    leader_epoch = reader.int32() if version >= 3 else -1
+    metadata = reader.string()
+    commit_ms = reader.int64()
+    expire_ms = reader.int64() if version == 1 else NO_TIME_MS
+    topic_id = _topic_id(record)
+    for tag, content in reader.tags():
+        if tag == _TOPIC_ID_TAG and topic_id is None:
+            topic_id = content.uuid()
+    return CommittedOffset(
+        offset=offset,
+        leader_epoch=leader_epoch,
+        metadata=metadata,
+        commit_ms=commit_ms,
+        expire_ms=expire_ms,
+        topic_id=topic_id,
+    )
+
+
+def read_group(record: StateRecord) -> StoredGroup:
+    """Read the value of a group's record."""
+    reader, version = _begin(record)
+    protocol_type = reader.string()
+    generation = reader.int32()
+    protocol_name = reader.nullable_string()
+    leader_id = reader.nullable_string()
+    state_since_ms = reader.int64() if version >= 2 else NO_TIME_MS
+    members = tuple([_read_member(reader, version) for _ in range(max(0, reader.array_length()))])
+    reader.skip_tags()
+    return StoredGroup(
+        protocol_type=protocol_type,
+        generation=generation,
+        protocol_name=protocol_name,
+        leader_id=leader_id,
+        state_since_ms=state_since_ms,
+        members=members,
+    )
+
+
+def _read_member(reader: Reader, version: int) -> StoredMember:
+    member_id = reader.string()
+    instance_id = reader.nullable_string() if version >= 3 else None
+    client_id = reader.string()
+    client_host = reader.string()
+    rebalance_timeout_ms = reader.int32() if version >= 1 else -1
+    session_timeout_ms = reader.int32()
+    subscription = bytes(reader.blob() or b"")
+    assignment = bytes(reader.blob() or b"")
+    reader.skip_tags()
+    return StoredMember(
+        member_id=member_id,
+        instance_id=instance_id,
+        client_id=client_id,
+        client_host=client_host,
+        # The first version had no rebalance timeout: the session's stood for both.
+        rebalance_timeout_ms=session_timeout_ms if rebalance_timeout_ms == -1 else rebalance_timeout_ms,
+        session_timeout_ms=session_timeout_ms,
+        subscription=subscription,
+        assignment=assignment,
+    )
+
+
+def _begin(record: StateRecord) -> tuple[Reader, int]:
+    reader = Reader(record.value or b"", flexible=False)
+    version = reader.int16()
+    if not 0 <= version <= _VERSION_MAX:
+        raise ProtocolViolation(f"version {version} of a record in the offsets topic is unknown")
+    reader.flexible = version >= _FLEXIBLE_SINCE
+    return reader, version
+
+
+def _topic_id(record: StateRecord) -> UUID | None:
+    for name, content in record.headers:
+        if name == TOPIC_ID_HEADER and content is not None and len(content) == 16:
+            return UUID(bytes=content)
+    return None
+
+
+def _offset_key(key: OffsetKey) -> bytes:
+    writer = Writer(flexible=False)
+    writer.int16(_OFFSET_KEYS[-1])
+    writer.string(key.group_id)
+    writer.string(key.topic)
+    writer.int32(key.partition)
+    return bytes(writer.buffer)
+
+
+def _group_key(group_id: str) -> bytes:
+    writer = Writer(flexible=False)
+    writer.int16(_GROUP_KEY)
+    writer.string(group_id)
+    return bytes(writer.buffer)

@@ -1,0 +1,81 @@
+"""The groups that one shard knows, by id: classic ones and consumer groups, which never share an id."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.group import Group
+from millstream.broker.groups.offsets import Offsets
+from millstream.core.errors import PolicyViolation
+
+
+class Registry:
+    """Groups come with their first member or offset, and go when neither members, offsets nor log speak of them."""
+
+    def __init__(self, offsets: Offsets, *, groups_max: int) -> None:
+        self._offsets = offsets
+        self._groups_max = groups_max
+        self._groups: dict[str, Group] = {}
+        self._consumers: dict[str, ConsumerGroup] = {}
+
+    def __len__(self) -> int:
+        return len(self._groups) + len(self._consumers)
+
+    def __iter__(self) -> Iterator[Group]:
+        """The classic groups."""
+        return iter(self._groups.values())
+
+    @property
+    def consumers(self) -> Collection[ConsumerGroup]:
+        """The consumer groups."""
+        return self._consumers.values()
+
+    def ids(self) -> list[str]:
+        """The id of every group."""
+        return [*self._groups, *self._consumers]
+
+    def get(self, group_id: str) -> Group | None:
+        """The classic group of this id, if there is one."""
+        return self._groups.get(group_id)
+
+    def get_consumer(self, group_id: str) -> ConsumerGroup | None:
+        """The consumer group of this id, if there is one."""
+        return self._consumers.get(group_id)
+
+    def check_room(self, others: int = 0) -> None:
+        """Raise when no further group may be made; `others` are those that are kept elsewhere."""
+        if len(self) + others >= self._groups_max:
+            raise PolicyViolation(f"there are {len(self) + others} groups already; no more are made")
+
+    def put(self, group: Group) -> Group:
+        """Keep a group, in place of another one of the same id."""
+        self._groups[group.group_id] = group
+        return group
+
+    def drop(self, group_id: str) -> None:
+        """Forget a group."""
+        self._groups.pop(group_id, None)
+
+    def drop_if_unused(self, group: Group) -> None:
+        """Forget a group of which nothing is left."""
+        in_use = group.members or group.pending_members or group.stored_value is not None
+        if not in_use and not self._offsets.of_group(group.group_id):
+            self.drop(group.group_id)
+
+    def put_consumer(self, group: ConsumerGroup) -> ConsumerGroup:
+        """Keep a consumer group, in place of a classic one of the same id."""
+        self._groups.pop(group.group_id, None)
+        self._consumers[group.group_id] = group
+        return group
+
+    def drop_consumer(self, group_id: str) -> None:
+        """Forget a consumer group; offsets that it leaves behind belong to a classic group without protocol."""
+        self._consumers.pop(group_id, None)
+        self.keep_owner(group_id)
+
+    def keep_owner(self, group_id: str) -> None:
+        """Make sure that offsets, where there are any, belong to a group."""
+        known = group_id in self._groups or group_id in self._consumers
+        if not known and self._offsets.of_group(group_id):
+            self.put(Group(group_id))

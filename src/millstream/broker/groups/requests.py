@@ -1,0 +1,213 @@
+"""What members ask of their group and what they are answered, whatever version of the protocol they speak."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from millstream.core.errors import MillstreamError
+from millstream.core.group import HEARTBEAT, SESSION
+
+SettingsOf = Callable[[str], Mapping[str, int]]
+"""The settings that a group has of its own, by their names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinRequest:
+    """A consumer wants to be a member, or to take part in the next generation."""
+
+    group_id: str
+    member_id: str
+    instance_id: str | None = None
+    client_id: str
+    client_host: str
+    session_timeout_ms: int
+    rebalance_timeout_ms: int
+    protocol_type: str
+    protocols: tuple[tuple[str, bytes], ...]
+    """Names and metadata, the most wanted first."""
+    reason: str | None = None
+    knows_member_id_required: bool = True
+    """Whether the client can be told to join again with an id."""
+    knows_skip_assignment: bool = True
+    """Whether the client, as leader, can be told that the assignment stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedMember:
+    """One member, as the leader sees it."""
+
+    member_id: str
+    instance_id: str | None
+    metadata: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """The member belongs to this generation; only its leader is told of the others."""
+
+    member_id: str
+    generation: int
+    protocol_type: str | None
+    protocol_name: str | None
+    leader_id: str
+    skip_assignment: bool = False
+    members: tuple[JoinedMember, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberRef:
+    """Who speaks: a member of a generation."""
+
+    group_id: str
+    member_id: str
+    instance_id: str | None = None
+    generation: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncRequest:
+    """A member wants its assignment; the leader brings everyone's."""
+
+    member: MemberRef
+    protocol_type: str | None = None
+    protocol_name: str | None = None
+    assignments: Mapping[str, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The member's share."""
+
+    protocol_type: str | None
+    protocol_name: str | None
+    assignment: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leaver:
+    """A member that wants to go, or that an operator wants gone (then by instance id alone)."""
+
+    member_id: str
+    instance_id: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """What became of one leaver."""
+
+    leaver: Leaver
+    error: MillstreamError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartitionCommit:
+    """An offset to be kept."""
+
+    partition: int
+    offset: int
+    leader_epoch: int = -1
+    metadata: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitRequest:
+    """Offsets of some partitions, by topic name. Without generation and member it comes from outside any group."""
+
+    member: MemberRef
+    topics: Mapping[str, tuple[PartitionCommit, ...]]
+    retention_ms: int | None = None
+    knows_unknown_group: bool = True
+    """Whether the client understands that a group does not exist; older ones are told of a wrong generation."""
+
+
+CommitAnswer = Mapping[str, Mapping[int, MillstreamError | None]]
+"""By topic and partition: None if the offset is kept, else why not."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedOffset:
+    """A committed offset as a consumer gets it; -1 when there is none."""
+
+    offset: int = -1
+    leader_epoch: int = -1
+    metadata: str = ""
+    is_stable: bool = True
+    """False while a transaction that is not decided yet has committed another offset."""
+
+
+FetchedOffsets = Mapping[str, Mapping[int, FetchedOffset]]
+"""By topic and partition."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupListing:
+    """One line of the list of groups."""
+
+    group_id: str
+    protocol_type: str
+    state: str
+    group_type: str = "classic"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberDescription:
+    """A member, for people and tools."""
+
+    member_id: str
+    instance_id: str | None
+    client_id: str
+    client_host: str
+    metadata: bytes
+    assignment: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupDescription:
+    """A group, for people and tools."""
+
+    group_id: str
+    state: str
+    protocol_type: str
+    protocol_name: str
+    generation: int
+    members: tuple[MemberDescription, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLimits:
+    """Bounds and delays that groups live by."""
+
+    session_min_ms: int
+    session_max_ms: int
+    initial_delay_ms: int
+    members_max: int
+    offsets_retention_ms: int
+    groups_max: int = 100_000
+    """Groups of one shard."""
+    members_bytes_max: int = 4 * 1024 * 1024
+    """What all members of a group say of themselves, together."""
+    generation_bytes_max: int = 16 * 1024 * 1024
+    """The record of a generation: its members and their assignments."""
+    offset_metadata_max: int = 4096
+    tombstones_max: int = 1000
+    """Offsets that one operation takes away; more are taken away by several."""
+    consumer_session_ms: int = 45_000
+    """How long a member of a consumer group may not be heard of; those of classic groups choose for themselves."""
+    consumer_heartbeat_ms: int = 5_000
+    """How often members of consumer groups are told to send heartbeats."""
+    new_member_ms: int = 300_000
+    """How long a joining member without a session is waited for."""
+    sweep_ms: int = 600_000
+    """How often expired offsets are looked for."""
+    settings_of: SettingsOf = lambda _group_id: {}
+    """What single groups have otherwise."""
+
+    def session_of(self, group_id: str) -> int:
+        """How long a member of this consumer group may not be heard of."""
+        return self.settings_of(group_id).get(SESSION, self.consumer_session_ms)
+
+    def heartbeat_of(self, group_id: str) -> int:
+        """How often members of this consumer group are told to send heartbeats."""
+        return self.settings_of(group_id).get(HEARTBEAT, self.consumer_heartbeat_ms)

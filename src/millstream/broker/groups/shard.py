@@ -1,0 +1,584 @@
+"""The state machine of one partition of `__consumer_offsets`: its classic groups, and the offsets of all groups.
+
+Groups of the newer protocol are in `broker/groups/consumer/shard.py`; what concerns one of these is handed over there.
+
+Every public operation is a plain function of the state that returns the records to append and the response, now or
+later. Nothing here reads a clock that was not given to it, waits, or does I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from itertools import islice
+from typing import Final
+
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key
+from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
+from millstream.broker.groups.consumer.shard import ConsumerShard, ConsumerTopics
+from millstream.broker.groups.consumer.topic_view import NoTopics
+from millstream.broker.groups.group import Group, GroupState
+from millstream.broker.groups.join import Join, random_suffix
+from millstream.broker.groups.member import Member
+from millstream.broker.groups.offsets import Offsets, TopicIds
+from millstream.broker.groups.pending_offsets import MarkerKey, PendingKey, pending_tombstone, read_pending_key
+from millstream.broker.groups.rebalance import Rebalance, Records
+from millstream.broker.groups.records import (
+    NO_TIME_MS,
+    CommittedOffset,
+    GroupKey,
+    OffsetKey,
+    StoredGroup,
+    group_record,
+    group_tombstone,
+    offset_record,
+    offset_tombstone,
+    read_group,
+    read_key,
+    read_offset,
+    stored_group_record,
+)
+from millstream.broker.groups.registry import Registry
+from millstream.broker.groups.requests import (
+    CommitAnswer,
+    CommitRequest,
+    FetchedOffsets,
+    GroupDescription,
+    GroupLimits,
+    GroupListing,
+    Joined,
+    JoinRequest,
+    Leaver,
+    Left,
+    MemberRef,
+    PartitionCommit,
+    Synced,
+    SyncRequest,
+)
+from millstream.broker.groups.share.records import ShareKey, read_share_key
+from millstream.broker.groups.share.shard import ShareShard
+from millstream.broker.groups.transactional import AsRecord, Producer, Transactional
+from millstream.core.clock import Clock
+from millstream.core.errors import (
+    BatchTooLarge,
+    GroupNotEmpty,
+    IllegalGeneration,
+    InconsistentProtocol,
+    MetadataTooLarge,
+    MillstreamError,
+    NotCoordinator,
+    RebalanceInProgress,
+    StaleMemberEpoch,
+    SubscribedToTopic,
+    UnknownGroup,
+    UnknownMember,
+)
+
+_SWEEP: Final = "sweep"
+_SWEEP_PAUSE_MS: Final = 10
+_SWEEP_OFFSETS: Final = 2000
+"""How many offsets one step of a sweep looks at, about."""
+
+
+class GroupShard:
+    """Groups and offsets of one partition."""
+
+    def __init__(
+        self,
+        timers: Timers,
+        *,
+        limits: GroupLimits,
+        clock: Clock,
+        topic_id_of: TopicIds,
+        new_suffix: Callable[[], str] = random_suffix,
+        topics: ConsumerTopics | None = None,
+    ) -> None:
+        """`topics` are those that consumer groups share out; without them they have nothing to share."""
+        self._timers = timers
+        self._limits = limits
+        self._clock = clock
+        self._topic_id_of = topic_id_of
+        self._offsets = Offsets(topic_id_of)
+        self.transactional = Transactional(clock)
+        self._groups = Registry(self._offsets, groups_max=limits.groups_max)
+        self._rebalance = Rebalance(self._groups, timers, limits, clock)
+        self._join = Join(self._rebalance, limits, new_suffix=new_suffix)
+        self.consumers = ConsumerShard(
+            self._groups,
+            timers,
+            limits=limits,
+            clock=clock,
+            topics=topics or ConsumerTopics.of(NoTopics()),
+            new_suffix=new_suffix,
+            rebalance_classic=self._take_over,
+        )
+        self.shares = ShareShard(
+            timers,
+            limits=limits,
+            topics=(topics or ConsumerTopics.of(NoTopics())).topics,
+            is_taken=lambda group_id: self._taker(group_id) is not None,
+            check_room=lambda: self._groups.check_room(len(self.shares)),
+        )
+        self._loaded = False
+        self._to_sweep: list[str] = []
+
+    @property
+    def groups(self) -> Registry:
+        """Every group, for looking only."""
+        return self._groups
+
+    def consumer_heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
+        """A member of a consumer group joins, lives or goes."""
+        self._check_not_shared(request.group_id)
+        return self.consumers.heartbeat(request)
+
+    # Membership
+
+    def committed(self) -> Iterable[tuple[str, str, int, int]]:
+        """Every committed offset as group, topic, partition and offset; for looking only."""
+        for key, committed in self._offsets.current():
+            yield key.group_id, key.topic, key.partition, committed.offset
+
+    def join(self, request: JoinRequest) -> Outcome[Joined]:
+        """A consumer joins, or joins again."""
+        consumers = self.consumers.get_with_members(request.group_id)
+        if consumers is not None:
+            return self.consumers.join(consumers, request)
+        if self.shares.get(request.group_id) is not None:
+            raise InconsistentProtocol(f"{request.group_id!r} is a share group; its members are share consumers")
+        group = self._groups.get(request.group_id)
+        replaced = self.consumers.empty_away(request.group_id)
+        if group is None:
+            if request.member_id:
+                raise UnknownMember(f"group {request.group_id!r} has no member {request.member_id!r}")
+            if not replaced:
+                self._groups.check_room()
+            group = self._groups.put(Group(request.group_id, now_ms=self._clock.now_ms()))
+        try:
+            records, response = self._join.run(group, request)
+        except MillstreamError:
+            if replaced:
+                self._groups.drop(request.group_id)
+            raise
+        finally:
+            self._groups.drop_if_unused(group)
+        return [*replaced, *records], response
+
+    def sync(self, request: SyncRequest) -> Outcome[Synced]:
+        """A member asks for its assignment, or its leader brings everyone's."""
+        who = request.member
+        consumers = self.consumers.get_with_members(who.group_id)
+        if consumers is not None:
+            return self.consumers.sync(consumers, request)
+        group = self._known(who)
+        member = group.check_member(who.member_id, who.instance_id)
+        _check_generation(group, who.generation)
+        _check_protocol(group, request)
+        if group.is_in(GroupState.PREPARING):
+            raise RebalanceInProgress(f"group {group.group_id!r} is rebalancing")
+        self._rebalance.synced(group, member.member_id)
+        if group.is_in(GroupState.STABLE):
+            return [], _share(group, member)
+        reply: Later[Synced] = Later()
+        member.park_sync(reply)
+        if member.member_id != group.leader_id:
+            return [], reply
+        return self._complete(group, member, dict(request.assignments)), reply
+
+    def heartbeat(self, who: MemberRef) -> Outcome[None]:
+        """A member says that it lives."""
+        consumers = self.consumers.get_with_members(who.group_id)
+        if consumers is not None:
+            return self.consumers.classic_heartbeat(consumers, who)
+        group = self._known(who)
+        member = group.check_member(who.member_id, who.instance_id)
+        _check_generation(group, who.generation)
+        self._rebalance.keep_alive(group, member)
+        if group.is_in(GroupState.PREPARING):
+            reply: Later[None] = Later()
+            reply.refuse(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
+            return [], reply
+        return [], None
+
+    def leave(self, group_id: str, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
+        """Members go; what they had is shared out anew."""
+        consumers = self.consumers.get(group_id)
+        if consumers is not None:
+            return self.consumers.leave(consumers, leavers)
+        group = self._groups.get(group_id)
+        if group is None:
+            unknown = UnknownMember(f"there is no group {group_id!r}")
+            return [], [Left(leaver, unknown) for leaver in leavers]
+        results = [self._leave_one(group, leaver) for leaver in leavers]
+        gone = [left.leaver.member_id or left.leaver.instance_id or "" for left in results if left.error is None]
+        records = self._rebalance.after_leaving(group, f"{', '.join(gone)} left") if gone else []
+        self._groups.drop_if_unused(group)
+        return records, results
+
+    # Offsets
+
+    def commit(self, request: CommitRequest) -> Outcome[CommitAnswer]:
+        """Keep offsets. The state changes when the records are replayed, not before."""
+        self._check_not_shared(request.member.group_id)
+        self._check_commit(request)
+        return self._kept(request, offset_record)
+
+    def commit_in_transaction(self, request: CommitRequest, producer: Producer) -> Outcome[CommitAnswer]:
+        """Keep offsets that count only when the transaction is committed."""
+        self._check_not_shared(request.member.group_id)
+        self._check_transactional_commit(request)
+        return self._kept(request, self.transactional.recorder(producer))
+
+    def _kept(self, request: CommitRequest, as_record: AsRecord) -> Outcome[CommitAnswer]:
+        now_ms = self._clock.now_ms()
+        expire_ms = NO_TIME_MS if request.retention_ms is None else now_ms + request.retention_ms
+        records: Records = []
+        answer: dict[str, dict[int, MillstreamError | None]] = {}
+        for topic, commits in request.topics.items():
+            topic_id = self._topic_id_of(topic)
+            answers = answer[topic] = {}
+            for commit in commits:
+                error = self._check_metadata(commit)
+                answers[commit.partition] = error
+                if error is None:
+                    committed = CommittedOffset(
+                        offset=commit.offset,
+                        leader_epoch=commit.leader_epoch,
+                        metadata=commit.metadata or "",
+                        commit_ms=now_ms,
+                        expire_ms=expire_ms,
+                        topic_id=topic_id,
+                    )
+                    key = OffsetKey(request.member.group_id, topic, commit.partition)
+                    records.append(as_record(key, committed))
+        return records, answer
+
+    def fetch(
+        self,
+        group_id: str,
+        wanted: Mapping[str, Iterable[int]] | None,
+        *,
+        member_id: str | None = None,
+        epoch: int = -1,
+    ) -> Outcome[FetchedOffsets]:
+        """Committed offsets of some partitions, or of all when `wanted` is None.
+
+        All are also those of which the first is about to be committed by a transaction: -1, and not stable.
+        """
+        self._check_not_shared(group_id)
+        self.consumers.check_fetch(group_id, member_id, epoch)
+        pending = self.transactional.pending
+        if wanted is None:
+            fetched = pending.with_first(group_id, self._offsets.fetch_all(group_id))
+        else:
+            fetched = self._offsets.fetch(group_id, wanted)
+        return [], pending.marked(group_id, fetched)
+
+    def delete_offsets(
+        self, group_id: str, unwanted: Mapping[str, Iterable[int]]
+    ) -> Outcome[dict[str, dict[int, MillstreamError | None]]]:
+        """Take offsets away, but not those of topics that the group consumes."""
+        group = self._existing(group_id)
+        if isinstance(group, Group) and not group.is_empty and not group.uses_consumer_protocol:
+            raise GroupNotEmpty(f"group {group_id!r} has members, whose topics cannot be known")
+        records: Records = []
+        answer: dict[str, dict[int, MillstreamError | None]] = {}
+        for topic, partitions in unwanted.items():
+            consumed = SubscribedToTopic(f"group {group_id!r} consumes {topic!r}") if group.consumes(topic) else None
+            answer[topic] = dict.fromkeys(partitions, consumed)
+            keys = [OffsetKey(group_id, topic, partition) for partition in answer[topic]]
+            if consumed is None:
+                records += [offset_tombstone(key) for key in keys if self._offsets.get(key) is not None]
+        return records, answer
+
+    # Groups
+
+    def list_groups(self) -> Outcome[list[GroupListing]]:
+        """Every group in one line each."""
+        classic = (group.listing() for group in self._groups)
+        return [], [*classic, *self.consumers.listings(), *self.shares.listings()]
+
+    def describe(self, group_id: str) -> Outcome[GroupDescription]:
+        """One classic group with its members."""
+        group = self._groups.get(group_id)
+        if group is None:
+            raise UnknownGroup(f"there is no classic group {group_id!r}")
+        return [], group.description()
+
+    def delete(self, group_id: str) -> Outcome[bool]:
+        """Delete a group without members, at most so many offsets at a time; False when there is more to delete."""
+        share = self.shares.get(group_id)
+        group = share or self._existing(group_id)
+        if not group.is_empty:
+            raise GroupNotEmpty(f"group {group_id!r} has members")
+        if share is not None:
+            return self.shares.take_away(share), True
+        places = list(self._offsets.of_group(group_id))
+        limit = self._limits.tombstones_max
+        records = [offset_tombstone(OffsetKey(group_id, *place)) for place in places[:limit]]
+        done = len(places) <= limit
+        if done:
+            records += map(pending_tombstone, self.transactional.pending.of_group(group_id))
+            records += [group_tombstone(group_id)] if isinstance(group, Group) else self.consumers.empty_away(group_id)
+        return records, done
+
+    # The fold
+
+    def replay(self, record: StateRecord) -> None:
+        """Take one record of the log in."""
+        key = read_key(record.key)
+        if isinstance(key, OffsetKey):
+            self._replay_offset(key, record)
+        elif isinstance(key, GroupKey):
+            self._replay_group(key.group_id, record)
+        else:
+            self._replay_other(record)
+
+    def loaded(self) -> None:
+        """Give every member a session to be heard of, and begin to look for what has expired."""
+        self._loaded = True
+        for group in self._groups:
+            self._rebalance.restored(group)
+        self.consumers.restored()
+        self.shares.restored()
+        self.sweep_soon()
+
+    def unload(self) -> None:
+        """Send everyone who waits to find the coordinator again."""
+        moved = NotCoordinator("the state of this group is read back from the log")
+        for group in self._groups:
+            for member in group.members.values():
+                group.refuse_join(member, moved)
+                member.refuse_sync(moved)
+            group.move_to(GroupState.DEAD, self._clock.now_ms())
+
+    def durable_keys(self) -> list[Hashable]:
+        """A name for every record that the log has to hold."""
+        stored = [GroupKey(group.group_id) for group in self._groups if group.stored_value is not None]
+        pending = self.transactional.pending.durable_keys()
+        groups = (*self.consumers.durable_keys(), *self.shares.durable_keys())
+        return [*stored, *groups, *self._offsets.all_keys(), *pending]
+
+    def durable_record(self, key: Hashable) -> StateRecord | None:
+        """The record of this name, as it stands now."""
+        if isinstance(key, GroupKey):
+            group = self._groups.get(key.group_id)
+            value = None if group is None else group.stored_value
+            return None if value is None else stored_group_record(key.group_id, value)
+        if isinstance(key, OffsetKey):
+            committed = self._offsets.get(key)
+            return None if committed is None else offset_record(key, committed)
+        if isinstance(key, PendingKey | MarkerKey):
+            return self.transactional.pending.durable_record(key)
+        if isinstance(key, ShareKey):
+            return self.shares.durable_record(key)
+        return self.consumers.durable_record(key) if isinstance(key, ConsumerKey) else None
+
+    def sweep_soon(self) -> None:
+        """Look for offsets that have expired or whose topic is gone, from the first group on."""
+        self._to_sweep = self._groups.ids()
+        self._timers.schedule(_SWEEP, 0, self._sweep, pure=True)
+
+    # Below: how
+
+    def _known(self, who: MemberRef) -> Group:
+        group = self._groups.get(who.group_id)
+        if group is None or group.is_in(GroupState.EMPTY):
+            raise UnknownMember(f"group {who.group_id!r} has no member {who.member_id!r}")
+        return group
+
+    def _taker(self, group_id: str) -> Group | ConsumerGroup | None:
+        """Who has a group id, other than a share group."""
+        return self._groups.get(group_id) or self.consumers.get(group_id)
+
+    def _existing(self, group_id: str) -> Group | ConsumerGroup:
+        group = self._taker(group_id)
+        if group is None:
+            raise UnknownGroup(f"there is no group {group_id!r}")
+        return group
+
+    def _complete(self, group: Group, leader: Member, assignments: dict[str, bytes]) -> Records:
+        """The leader has shared out: write the generation down; its members are told when it is replayed."""
+        record = group_record(group.group_id, group.stored(assignments))
+        size_bytes = len(record.value or b"")
+        if size_bytes > self._limits.generation_bytes_max:
+            leader.refuse_sync(BatchTooLarge(f"a generation of {size_bytes} bytes is too large to be kept"))
+            return self._rebalance.prepare(group, "the assignment is too large to be kept")
+        return [record]
+
+    def _leave_one(self, group: Group, leaver: Leaver) -> Left:
+        left = UnknownMember(f"the member left group {group.group_id!r}")
+        member_id = leaver.member_id
+        if not member_id and leaver.instance_id in group.static_members:
+            # An operator removes a static member, whose current id is not known outside.
+            member_id = group.static_members[leaver.instance_id]
+        elif member_id not in group.pending_members:
+            try:
+                group.check_member(member_id, leaver.instance_id)
+            except MillstreamError as error:
+                return Left(leaver, error)
+        self._rebalance.remove(group, member_id, left)
+        return Left(leaver)
+
+    def _check_not_shared(self, group_id: str) -> None:
+        if self.shares.get(group_id) is not None:
+            raise UnknownGroup(f"{group_id!r} is a share group, which commits no offsets")
+
+    def _check_commit(self, request: CommitRequest) -> None:
+        who = request.member
+        consumers = self.consumers.get(who.group_id)
+        if consumers is not None:
+            self.consumers.check_commit(consumers, request)
+            return
+        group = self._groups.get(who.group_id)
+        if group is None:
+            if who.generation < 0:
+                self._groups.check_room()
+                return
+            message = f"there is no group {who.group_id!r}"
+            raise UnknownGroup(message) if request.knows_unknown_group else IllegalGeneration(message)
+        if who.generation < 0 and group.is_in(GroupState.EMPTY):
+            return
+        if who.generation < 0 and not who.member_id and who.instance_id is None:
+            raise UnknownMember(f"group {who.group_id!r} has members; only they can commit its offsets")
+        member = group.check_member(who.member_id, who.instance_id)
+        _check_generation(group, who.generation)
+        if group.is_in(GroupState.COMPLETING):
+            raise RebalanceInProgress(f"group {group.group_id!r} is rebalancing")
+        self._rebalance.keep_alive(group, member)
+
+    def _check_transactional_commit(self, request: CommitRequest) -> None:
+        """As for other commits, but producers of old clients name no member, and a rebalance does not hinder them."""
+        who = request.member
+        if who.generation < 0 and not who.member_id and who.instance_id is None:
+            return
+        try:
+            self._check_commit(request)
+        except RebalanceInProgress:
+            return
+        except (StaleMemberEpoch, UnknownGroup) as error:
+            raise IllegalGeneration(str(error)) from None
+
+    def _check_metadata(self, commit: PartitionCommit) -> MillstreamError | None:
+        limit = self._limits.offset_metadata_max
+        if len(commit.metadata or "") <= limit:
+            return None
+        return MetadataTooLarge(f"at most {limit} characters are kept beside an offset")
+
+    def _replay_other(self, record: StateRecord) -> None:
+        pending_key = read_pending_key(record.key)
+        if pending_key is not None:
+            self.transactional.pending.replay(pending_key, record)
+            return
+        consumer_key = read_consumer_key(record.key)
+        if consumer_key is not None:
+            self.consumers.replay(consumer_key, record)
+            return
+        share_key = read_share_key(record.key)
+        if share_key is not None:
+            self.shares.replay(share_key, record)
+
+    def _replay_offset(self, key: OffsetKey, record: StateRecord) -> None:
+        group = self._groups.get(key.group_id)
+        if record.value is not None:
+            self._offsets.put(key, read_offset(record))
+            # A consumer that assigns partitions itself has a group without protocol and members.
+            self._groups.keep_owner(key.group_id)
+            return
+        self._offsets.remove(key)
+        if group is not None:
+            self._groups.drop_if_unused(group)
+
+    def _replay_group(self, group_id: str, record: StateRecord) -> None:
+        group = self._groups.get(group_id)
+        if record.value is None:
+            if group is not None:
+                self._rebalance.forget(group)
+                group.refuse_all(RebalanceInProgress(f"group {group_id!r} goes, or becomes a consumer group"))
+                self._drop_stored(group)
+            return
+        stored = read_group(record)
+        if group is None or not self._loaded:
+            group = self._groups.put(Group.restored(group_id, stored))
+        elif group.is_in(GroupState.COMPLETING) and stored.generation == group.generation:
+            self._hand_out(group, stored)
+        group.stored_value = record.value
+
+    def _drop_stored(self, group: Group) -> None:
+        self._groups.drop(group.group_id)
+        if self._offsets.of_group(group.group_id):
+            # Not written by this broker, which deletes the offsets first; they stay what they are.
+            self._groups.put(Group(group.group_id))
+
+    def _hand_out(self, group: Group, stored: StoredGroup) -> None:
+        group.move_to(GroupState.STABLE, self._clock.now_ms())
+        for share in stored.members:
+            member = group.members[share.member_id]
+            member.assignment = share.assignment
+            if member.give_sync(_share(group, member)):
+                self._rebalance.keep_alive(group, member)
+
+    def _take_over(self, group_id: str) -> Records:
+        """A consumer group has become this classic one: its members share out by themselves from now on."""
+        group = self._groups.get(group_id)
+        if group is None or not group.is_in(GroupState.STABLE):
+            return []
+        self._rebalance.restored(group)
+        return self._rebalance.prepare(group, "its last member that spoke the newer protocol has gone")
+
+    def _sweep(self) -> Records:
+        """Look at some groups; the next step follows shortly, the next round after a pause."""
+        records: Records = []
+        looked_at = 0
+        now_ms = self._clock.now_ms()
+        while self._to_sweep and looked_at < _SWEEP_OFFSETS and len(records) < self._limits.tombstones_max:
+            group_id = self._to_sweep.pop()
+            group = self._groups.get(group_id) or self.consumers.get(group_id)
+            if group is not None:
+                looked_at += 1 + len(self._offsets.of_group(group.group_id))
+                records += self._dispose(group, now_ms)
+        if self._to_sweep:
+            self._timers.schedule(_SWEEP, _SWEEP_PAUSE_MS, self._sweep, pure=True)
+        else:
+            self._timers.schedule(_SWEEP, self._limits.sweep_ms, self._begin_sweep, pure=True)
+        return records
+
+    def _begin_sweep(self) -> Records:
+        self._to_sweep = self._groups.ids()
+        forgotten = self.transactional.forgotten(self._limits.offsets_retention_ms)
+        return [*islice(forgotten, self._limits.tombstones_max), *self._sweep()]
+
+    def _dispose(self, group: Group | ConsumerGroup, now_ms: int) -> Records:
+        expired = self._offsets.disposable(group, now_ms, self._limits.offsets_retention_ms)
+        keys = [key for key in expired if not self.transactional.pending.is_pending(key)]
+        limit = self._limits.tombstones_max
+        if len(keys) > limit:
+            self._to_sweep.append(group.group_id)
+        records = [offset_tombstone(key) for key in keys[:limit]]
+        remaining = len(self._offsets.of_group(group.group_id)) - len(records)
+        if isinstance(group, ConsumerGroup):
+            some_expired = bool(records)
+            return records + self.consumers.dispose(group, now_ms, offsets_left=remaining, some_expired=some_expired)
+        # A group that has only just become empty may be one whose consumers restart.
+        idle = bool(records) or now_ms - group.state_since_ms >= self._limits.sweep_ms
+        if idle and remaining == 0 and group.is_in(GroupState.EMPTY) and not group.pending_members:
+            records.append(group_tombstone(group.group_id))
+        return records
+
+
+def _check_generation(group: Group, generation: int) -> None:
+    if generation != group.generation:
+        raise IllegalGeneration(f"group {group.group_id!r} is at generation {group.generation}, not {generation}")
+
+
+def _check_protocol(group: Group, request: SyncRequest) -> None:
+    told = ((request.protocol_type, group.protocol_type), (request.protocol_name, group.protocol_name))
+    if any(theirs is not None and ours is not None and theirs != ours for theirs, ours in told):
+        raise InconsistentProtocol(f"group {group.group_id!r} uses {group.protocol_type}/{group.protocol_name}")
+
+
+def _share(group: Group, member: Member) -> Synced:
+    return Synced(group.protocol_type, group.protocol_name, member.assignment)

@@ -1,0 +1,106 @@
+"""One share group: its members and what each of them shall fetch. No time, no log, no timers.
+
+Members of a share group may have the same partition: the queue on it gives each message to one of them. So nothing is
+given up before others get it, and what a member shall have follows from who is there; it is not stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from millstream.broker.groups.consumer.topic_view import TopicView, existing, metadata_hash, partitions_of
+from millstream.broker.groups.share.assignor import Assignment, share_out
+
+GROUP_TYPE = "share"
+NO_EPOCH = -1
+"""Of a member that was read back from the log: it tells its epoch with its next heartbeat."""
+
+
+class ShareGroupState(StrEnum):
+    """Where a group is in its life; the texts are Kafka's."""
+
+    EMPTY = "Empty"
+    STABLE = "Stable"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareMember:
+    """What a member says of itself."""
+
+    member_id: str
+    rack_id: str | None
+    client_id: str
+    client_host: str
+    topics: frozenset[str]
+
+
+@dataclass(slots=True)
+class ToldMember:
+    """What a member was told last; soft."""
+
+    epoch: int = NO_EPOCH
+    previous_epoch: int = NO_EPOCH
+    assignment: Assignment | None = None
+
+
+class ShareGroup:
+    """The members of one group."""
+
+    def __init__(self, group_id: str) -> None:
+        self.group_id = group_id
+        self.epoch = 0
+        self.metadata_hash = 0
+        self.members: dict[str, ShareMember] = {}
+        # Soft, all of it.
+        self.checked_version: int | None = None
+        self._target: dict[str, Assignment] = {}
+        self._target_for: tuple[int, int] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody is in the group."""
+        return not self.members
+
+    @property
+    def state(self) -> ShareGroupState:
+        """Where the group is in its life."""
+        return ShareGroupState.EMPTY if self.is_empty else ShareGroupState.STABLE
+
+    @property
+    def protocol_type(self) -> str:
+        """What ListGroups calls it."""
+        return GROUP_TYPE
+
+    def consumes(self, topic: str) -> bool:
+        """Whether a member subscribes to a topic."""
+        return any(topic in member.topics for member in self.members.values())
+
+    def topics(self) -> frozenset[str]:
+        """What the members subscribe to, together."""
+        return frozenset().union(*(member.topics for member in self.members.values()))
+
+    def target(self, view: TopicView) -> dict[str, Assignment]:
+        """What each member shall fetch, now."""
+        current = (self.epoch, view.version)
+        if self._target_for != current:
+            self._target = target_of(self.members, view)
+            self._target_for = current
+        return self._target
+
+
+def target_of(members: dict[str, ShareMember], view: TopicView) -> dict[str, Assignment]:
+    """What each of some members shall fetch."""
+    names = frozenset().union(*(member.topics for member in members.values()))
+    topics = {topic.name: topic.topic_id for topic in existing(view, names)}
+    partitions = partitions_of(existing(view, names))
+    wanted = {
+        member.member_id: frozenset(topics[name] for name in member.topics if name in topics)
+        for member in members.values()
+    }
+    return share_out(wanted, partitions)
+
+
+def hash_of(members: dict[str, ShareMember], view: TopicView) -> int:
+    """A number that changes with everything about the topics that an assignment rests on."""
+    return metadata_hash(view, frozenset().union(*(member.topics for member in members.values())))

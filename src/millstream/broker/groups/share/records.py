@@ -1,0 +1,118 @@
+"""The records of share groups in `__consumer_offsets`, in Kafka's own formats.
+
+    key 10   (group, member)   value: what a member says of itself
+    key 11   (group)           value: the epoch of the group, and a hash of the topics that it rests on
+
+Kafka also keeps what members shall have (12 to 14) and which partitions' states were made (15); here the one follows
+from the members, and the other is kept with the states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final
+
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.share.group import ShareMember
+from millstream.core.errors import ProtocolViolation
+from millstream.protocol.messages.primitives import Reader, Writer
+
+_VERSION: Final = 0
+
+
+class ShareKind(IntEnum):
+    """What a record is about."""
+
+    MEMBER = 10
+    GROUP = 11
+
+
+_KINDS: Final = frozenset(ShareKind)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareKey:
+    """Names a record: the group, and the member where there is one."""
+
+    kind: ShareKind
+    group_id: str
+    member_id: str = ""
+
+
+def read_share_key(key: bytes) -> ShareKey | None:
+    """What a record is about; None for kinds that do not belong to share groups."""
+    reader = Reader(key, flexible=False)
+    number = reader.int16()
+    if number not in _KINDS:
+        return None
+    kind = ShareKind(number)
+    return ShareKey(kind, reader.string(), reader.string() if kind is ShareKind.MEMBER else "")
+
+
+def tombstone(key: ShareKey) -> StateRecord:
+    """The record that takes something away."""
+    return StateRecord(_key(key), None)
+
+
+def group_record(group_id: str, epoch: int, metadata_hash: int) -> StateRecord:
+    """The epoch of a group."""
+    writer = _begin()
+    writer.int32(epoch)
+    writer.int64(metadata_hash)
+    writer.no_tags()
+    return StateRecord(_key(ShareKey(ShareKind.GROUP, group_id)), bytes(writer.buffer))
+
+
+def read_group(record: StateRecord) -> tuple[int, int]:
+    """The epoch of a group, and the hash of its topics."""
+    reader = _open(record)
+    return reader.int32(), reader.int64()
+
+
+def member_record(group_id: str, member: ShareMember) -> StateRecord:
+    """What a member says of itself."""
+    writer = _begin()
+    writer.string(member.rack_id)
+    writer.string(member.client_id)
+    writer.string(member.client_host)
+    writer.array_length(len(member.topics))
+    for topic in sorted(member.topics):
+        writer.string(topic)
+    writer.no_tags()
+    return StateRecord(_key(ShareKey(ShareKind.MEMBER, group_id, member.member_id)), bytes(writer.buffer))
+
+
+def read_member(key: ShareKey, record: StateRecord) -> ShareMember:
+    """Read it back."""
+    reader = _open(record)
+    return ShareMember(
+        member_id=key.member_id,
+        rack_id=reader.nullable_string(),
+        client_id=reader.string(),
+        client_host=reader.string(),
+        topics=frozenset(reader.string() for _ in range(max(0, reader.array_length()))),
+    )
+
+
+def _begin() -> Writer:
+    writer = Writer(flexible=True)
+    writer.int16(_VERSION)
+    return writer
+
+
+def _open(record: StateRecord) -> Reader:
+    reader = Reader(record.value or b"", flexible=True)
+    version = reader.int16()
+    if version != _VERSION:
+        raise ProtocolViolation(f"version {version} of a share group's record is unknown")
+    return reader
+
+
+def _key(key: ShareKey) -> bytes:
+    writer = Writer(flexible=False)
+    writer.int16(key.kind)
+    writer.string(key.group_id)
+    if key.kind is ShareKind.MEMBER:
+        writer.string(key.member_id)
+    return bytes(writer.buffer)

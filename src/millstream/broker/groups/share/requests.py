@@ -1,0 +1,60 @@
+"""What is asked of share groups and what comes back, apart from any wire format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from uuid import UUID
+
+from millstream.broker.groups.share.assignor import Assignment
+
+JOIN_EPOCH = 0
+LEFT_EPOCH = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareHeartbeat:
+    """A member joins, lives or goes. None means: as before."""
+
+    group_id: str
+    member_id: str
+    epoch: int
+    rack_id: str | None
+    topics: frozenset[str] | None
+    client_id: str
+    client_host: str
+    session_ms: int
+    heartbeat_ms: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareAnswer:
+    """What a member is told."""
+
+    member_id: str
+    epoch: int
+    heartbeat_ms: int
+    assignment: Assignment | None
+    """None when it is what the member was told before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareMemberDescription:
+    """A member, for people and tools."""
+
+    member_id: str
+    rack_id: str | None
+    epoch: int
+    client_id: str
+    client_host: str
+    topics: frozenset[str]
+    assigned: tuple[tuple[UUID, str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareGroupDescription:
+    """A group, for people and tools."""
+
+    group_id: str
+    state: str
+    epoch: int
+    members: tuple[ShareMemberDescription, ...]

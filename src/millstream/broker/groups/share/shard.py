@@ -1,0 +1,319 @@
+"""Share groups of one partition of `__consumer_offsets`: who is in them, and which partitions they fetch (KIP-932).
+
+Operations only work out records; the groups change when these are replayed. What an operation changes itself is soft:
+timers, and what members were told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from uuid import UUID
+
+from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.groups.consumer.topic_view import TopicView
+from millstream.broker.groups.requests import GroupLimits, GroupListing
+from millstream.broker.groups.share.assignor import Assignment
+from millstream.broker.groups.share.group import (
+    GROUP_TYPE,
+    NO_EPOCH,
+    ShareGroup,
+    ShareMember,
+    ToldMember,
+    hash_of,
+    target_of,
+)
+from millstream.broker.groups.share.records import (
+    ShareKey,
+    ShareKind,
+    group_record,
+    member_record,
+    read_group,
+    read_member,
+    tombstone,
+)
+from millstream.broker.groups.share.requests import (
+    JOIN_EPOCH,
+    LEFT_EPOCH,
+    ShareAnswer,
+    ShareGroupDescription,
+    ShareHeartbeat,
+    ShareMemberDescription,
+)
+from millstream.core.errors import FencedMemberEpoch, GroupFull, InvalidRequest, UnknownGroup, UnknownMember
+
+Records = list[StateRecord]
+
+_SESSION = "share-session"
+_RETRY_MS = 1000
+
+
+class ShareShard:
+    """Share groups of one partition."""
+
+    def __init__(
+        self,
+        timers: Timers,
+        *,
+        limits: GroupLimits,
+        topics: TopicView,
+        is_taken: Callable[[str], bool],
+        check_room: Callable[[], None],
+    ) -> None:
+        """`is_taken` tells whether a group of another kind has an id; `check_room` raises when there are too many."""
+        self._timers = timers
+        self._limits = limits
+        self._topics = topics
+        self._is_taken = is_taken
+        self._check_room = check_room
+        self._groups: dict[str, ShareGroup] = {}
+        # Soft; beside the groups, since the first member of a group is told before there is one.
+        self._told: dict[tuple[str, str], ToldMember] = {}
+
+    def __iter__(self) -> Iterator[ShareGroup]:
+        return iter(self._groups.values())
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def get(self, group_id: str) -> ShareGroup | None:
+        """The share group of this id, if there is one."""
+        return self._groups.get(group_id)
+
+    def heartbeat(self, request: ShareHeartbeat) -> Outcome[ShareAnswer]:
+        """A member joins, lives or goes."""
+        group = self._find(request)
+        known = group.members.get(request.member_id)
+        if request.epoch == LEFT_EPOCH:
+            return self._leave(group, request)
+        if known is None and request.epoch != JOIN_EPOCH:
+            raise UnknownMember(f"share group {request.group_id!r} has no member {request.member_id!r}")
+        told = self._told.get((request.group_id, request.member_id)) or ToldMember()
+        if request.epoch != JOIN_EPOCH:
+            _check_epoch(group, request, told)
+        member = self._member(group, known, request)
+        members = {**group.members, member.member_id: member}
+        records, epoch = self._changes(group, known, member, members)
+        target = group.target(self._topics) if not records else target_of(members, self._topics)
+        assignment = target.get(member.member_id, {})
+        self._keep_alive(request.group_id, member.member_id, request.session_ms)
+        answer = ShareAnswer(
+            member_id=member.member_id,
+            epoch=epoch,
+            heartbeat_ms=request.heartbeat_ms,
+            assignment=assignment if request.epoch == JOIN_EPOCH or assignment != told.assignment else None,
+        )
+        self._tell(request.group_id, member.member_id, epoch, assignment)
+        return records, answer
+
+    def describe(self, group_id: str) -> Outcome[ShareGroupDescription]:
+        """One group with its members."""
+        group = self._existing(group_id)
+        target = group.target(self._topics)
+        members = tuple(
+            ShareMemberDescription(
+                member_id=member.member_id,
+                rack_id=member.rack_id,
+                epoch=max(0, self._told.get((group_id, member.member_id), ToldMember()).epoch),
+                client_id=member.client_id,
+                client_host=member.client_host,
+                topics=member.topics,
+                assigned=self._named(target.get(member.member_id, {})),
+            )
+            for member in group.members.values()
+        )
+        return [], ShareGroupDescription(group_id=group_id, state=group.state.value, epoch=group.epoch, members=members)
+
+    def open(self, group_id: str) -> Outcome[ShareGroupDescription]:
+        """One group, made without members if it is not there yet."""
+        if group_id in self._groups:
+            return self.describe(group_id)
+        self._check_free(group_id)
+        made = ShareGroup(group_id)
+        described = ShareGroupDescription(group_id=group_id, state=made.state.value, epoch=made.epoch, members=())
+        return [group_record(group_id, made.epoch, hash_of({}, self._topics))], described
+
+    def listings(self) -> Iterator[GroupListing]:
+        """Every group in one line each."""
+        for group in self:
+            yield GroupListing(
+                group_id=group.group_id,
+                protocol_type=GROUP_TYPE,
+                state=group.state.value,
+                group_type=GROUP_TYPE,
+            )
+
+    def take_away(self, group: ShareGroup) -> Records:
+        """The records that take an empty group away."""
+        return [tombstone(ShareKey(ShareKind.GROUP, group.group_id))]
+
+    # The fold
+
+    def replay(self, key: ShareKey, record: StateRecord) -> None:
+        """Take one record of the log in."""
+        group = self._groups.get(key.group_id)
+        if record.value is None:
+            if group is not None:
+                self._replay_removal(group, key)
+            return
+        if group is None:
+            group = self._groups[key.group_id] = ShareGroup(key.group_id)
+        if key.kind is ShareKind.GROUP:
+            group.epoch, group.metadata_hash = read_group(record)
+        else:
+            group.members[key.member_id] = read_member(key, record)
+
+    def restored(self) -> None:
+        """Give every member a session to be heard of."""
+        for group in self:
+            for member_id in group.members:
+                self._keep_alive(group.group_id, member_id, self._limits.consumer_session_ms)
+
+    def durable_keys(self) -> Iterator[ShareKey]:
+        """A name for every record that the log has to hold."""
+        for group in self:
+            yield ShareKey(ShareKind.GROUP, group.group_id)
+            for member_id in group.members:
+                yield ShareKey(ShareKind.MEMBER, group.group_id, member_id)
+
+    def durable_record(self, key: ShareKey) -> StateRecord | None:
+        """The record of this name, as it stands now."""
+        group = self._groups.get(key.group_id)
+        if group is None:
+            return None
+        if key.kind is ShareKind.GROUP:
+            return group_record(group.group_id, group.epoch, group.metadata_hash)
+        member = group.members.get(key.member_id)
+        return None if member is None else member_record(group.group_id, member)
+
+    # Below: how
+
+    def _find(self, request: ShareHeartbeat) -> ShareGroup:
+        group = self._groups.get(request.group_id)
+        if group is not None:
+            return group
+        if request.epoch != JOIN_EPOCH:
+            raise UnknownGroup(f"there is no share group {request.group_id!r}")
+        self._check_free(request.group_id)
+        return ShareGroup(request.group_id)
+
+    def _check_free(self, group_id: str) -> None:
+        if self._is_taken(group_id):
+            raise UnknownGroup(f"{group_id!r} is a group of another kind")
+        self._check_room()
+
+    def _existing(self, group_id: str) -> ShareGroup:
+        group = self._groups.get(group_id)
+        if group is None:
+            raise UnknownGroup(f"there is no share group {group_id!r}")
+        return group
+
+    def _member(self, group: ShareGroup, known: ShareMember | None, request: ShareHeartbeat) -> ShareMember:
+        if known is None:
+            if len(group.members) >= self._limits.members_max:
+                raise GroupFull(f"share group {group.group_id!r} has {len(group.members)} members already")
+            if not request.topics:
+                raise InvalidRequest("a member that joins has to tell its topics")
+            return ShareMember(
+                member_id=request.member_id,
+                rack_id=request.rack_id,
+                client_id=request.client_id,
+                client_host=request.client_host,
+                topics=request.topics,
+            )
+        return dataclasses.replace(
+            known,
+            rack_id=known.rack_id if request.rack_id is None else request.rack_id,
+            topics=known.topics if request.topics is None else request.topics,
+            client_id=request.client_id,
+            client_host=request.client_host,
+        )
+
+    def _changes(
+        self,
+        group: ShareGroup,
+        known: ShareMember | None,
+        member: ShareMember,
+        members: dict[str, ShareMember],
+    ) -> tuple[Records, int]:
+        records: Records = [member_record(group.group_id, member)] if member != known else []
+        moved = known is None or known.topics != member.topics
+        if not moved and group.checked_version == self._topics.version:
+            return records, group.epoch
+        rests_on = hash_of(members, self._topics)
+        if not moved and rests_on == group.metadata_hash:
+            group.checked_version = self._topics.version
+            return records, group.epoch
+        records.append(group_record(group.group_id, group.epoch + 1, rests_on))
+        return records, group.epoch + 1
+
+    def _leave(self, group: ShareGroup, request: ShareHeartbeat) -> Outcome[ShareAnswer]:
+        if request.member_id not in group.members:
+            raise UnknownMember(f"share group {request.group_id!r} has no member {request.member_id!r}")
+        answer = ShareAnswer(
+            member_id=request.member_id, epoch=LEFT_EPOCH, heartbeat_ms=request.heartbeat_ms, assignment=None
+        )
+        return self._removed(group, request.member_id), answer
+
+    def _removed(self, group: ShareGroup, member_id: str) -> Records:
+        left = {known: member for known, member in group.members.items() if known != member_id}
+        return [
+            tombstone(ShareKey(ShareKind.MEMBER, group.group_id, member_id)),
+            group_record(group.group_id, group.epoch + 1, hash_of(left, self._topics)),
+        ]
+
+    def _replay_removal(self, group: ShareGroup, key: ShareKey) -> None:
+        if key.kind is ShareKind.GROUP:
+            for member_id in group.members:
+                self._forget(group.group_id, member_id)
+            del self._groups[key.group_id]
+            return
+        group.members.pop(key.member_id, None)
+        self._forget(group.group_id, key.member_id)
+
+    def _forget(self, group_id: str, member_id: str) -> None:
+        self._told.pop((group_id, member_id), None)
+        self._timers.cancel((_SESSION, group_id, member_id))
+
+    def _keep_alive(self, group_id: str, member_id: str, session_ms: int) -> None:
+        self._timers.schedule(
+            (_SESSION, group_id, member_id), session_ms, lambda: self._expire(group_id, member_id), pure=True
+        )
+
+    def _expire(self, group_id: str, member_id: str) -> Records:
+        group = self._groups.get(group_id)
+        if group is None or member_id not in group.members:
+            # It was told that it is in, but the log did not take it.
+            self._told.pop((group_id, member_id), None)
+            return []
+        # Set once more, in case that the log does not take it now.
+        self._keep_alive(group_id, member_id, _RETRY_MS)
+        return self._removed(group, member_id)
+
+    def _tell(self, group_id: str, member_id: str, epoch: int, assignment: Assignment) -> None:
+        told = self._told.setdefault((group_id, member_id), ToldMember())
+        if told.epoch != epoch:
+            told.previous_epoch, told.epoch = told.epoch, epoch
+        told.assignment = assignment
+
+    def _named(self, assignment: Assignment) -> tuple[tuple[UUID, str, tuple[int, ...]], ...]:
+        found = [(self._topics.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
+        return tuple(
+            sorted(
+                (topic.topic_id, topic.name, tuple(sorted(partitions)))
+                for topic, partitions in found
+                if topic is not None
+            )
+        )
+
+
+def _check_epoch(group: ShareGroup, request: ShareHeartbeat, told: ToldMember) -> None:
+    if told.epoch == NO_EPOCH:
+        is_known = request.epoch <= group.epoch
+    else:
+        is_known = request.epoch in (told.epoch, told.previous_epoch)
+    if not is_known:
+        raise FencedMemberEpoch(
+            f"member {request.member_id!r} is in epoch {told.epoch}, not {request.epoch}; it has to join again"
+        )

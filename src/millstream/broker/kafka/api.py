@@ -1,0 +1,89 @@
+"""What every API of the Kafka front door has in common.
+
+An API serves a range of versions but is written once, against the newest of them: `upgrade` turns a request of
+any version into that one, `handle` answers it, `downgrade` turns the answer back. `answer` does all three.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.fenced import log_fenced
+from millstream.broker.net.presence import Presence
+from millstream.core.errors import MillstreamError
+from millstream.protocol.messages.codec import load_request_class, load_response_class
+from millstream.protocol.messages.shape import reshape
+
+RequestT = TypeVar("RequestT")
+ResponseT = TypeVar("ResponseT")
+
+
+def _cannot_mute(seconds: float) -> None:
+    """For clients without a connection: there is nobody to hold back."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ClientInfo:
+    """Who is at the other end of a connection; one per connection, filled in as the client tells and does more."""
+
+    connection_id: int
+    host: str
+    reached_at: str = "127.0.0.1"
+    """The address of this machine that it connected to."""
+    address: str = ""
+    client_id: str = ""
+    software_name: str = "unknown"
+    software_version: str = "unknown"
+    mute: Callable[[float], None] = _cannot_mute
+    """Takes no more requests from the client for some seconds."""
+    presence: Presence = field(default_factory=Presence)
+    """Whether the client is there to wait for an answer."""
+    produce_requests: int = 0
+    produced_bytes: int = 0
+    fetch_requests: int = 0
+    fetched_bytes: int = 0
+
+
+class Api(ABC, Generic[RequestT, ResponseT]):
+    """One API: its key, the versions it serves and how it answers."""
+
+    key: ClassVar[int]
+    versions: ClassVar[tuple[int, int]]
+    """The oldest and the newest version served."""
+    waits_for_others: ClassVar[bool] = False
+    """Whether the answer waits for what other clients do, so that it is given up when the client leaves."""
+
+    starts_at_once: ClassVar[bool] = False
+    """Whether a request is worked on as it arrives, not a turn of the loop later; up to its first wait it has no task,
+    so nothing there may need one, as timeouts do."""
+
+    @abstractmethod
+    async def handle(self, request: RequestT, client: ClientInfo) -> ResponseT:
+        """Answer a request of the newest version."""
+
+    def upgrade(self, version: int, request: Any) -> RequestT:
+        """Turn a request of any version served into one of the newest."""
+        upgraded: RequestT = reshape(request, load_request_class(self.key, self.versions[1]))
+        return upgraded
+
+    def downgrade(self, version: int, response: ResponseT) -> Any:
+        """Turn an answer of the newest version into one of the version asked for."""
+        return reshape(response, load_response_class(self.key, version))
+
+    def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
+        """Answer a request that failed as a whole; an API whose answer can say so overrides this."""
+        raise error
+
+    async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
+        """Answer a request of any version served in that version."""
+        upgraded = self.upgrade(version, request)
+        try:
+            response = await self.handle(upgraded, client)
+        except MillstreamError as error:
+            log_fenced(error_code(error), str(error), client)
+            response = self.failure(error, upgraded)
+        return self.downgrade(version, response)

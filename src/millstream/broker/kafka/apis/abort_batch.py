@@ -1,0 +1,41 @@
+"""AbortBatch (key 32012), version 0: Millstream's private request that aborts every attempt at a batch.
+
+    {"query": "q", "batch": 3, "run": "4f2a"}   answer: {"error": 0, "message": null, "aborted": 2}
+
+A batch that is committed cannot be aborted (INVALID_TXN_STATE). The same batch may be tried again afterwards, but not
+by the run that is named, if one is: its transactional ids, `spark/q/3/{partition}/4f2a-{random}`, are fenced from here
+on, so that a task which nobody has stopped yet cannot open a transaction that nobody would end.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+
+
+class NamedBatch(msgspec.Struct, frozen=True):
+    """A batch of a query."""
+
+    query: str
+    batch: int
+    run: str = ""
+
+
+class AbortBatch(PrivateApi[NamedBatch]):
+    """Aborts what was written for a batch."""
+
+    key = 32012
+    asks = NamedBatch
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def handle(self, request: NamedBatch) -> dict[str, Any]:
+        """Abort every attempt."""
+        return {"aborted": await self._transactions.abort_batch(request.query, request.batch, request.run)}

@@ -1,0 +1,38 @@
+"""AbortTransaction (key 32014), version 0: Millstream's private request that ends a transaction which hangs.
+
+    {"transactional_id": "tx"}   answer: {"error": 0, "message": null, "state": "Ongoing"}
+
+The producer is fenced, as after a timeout; prepared transactions of a batch are aborted too. `state` is the one before.
+An id without an open transaction, and one that is being committed, get INVALID_TXN_STATE.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+
+
+class NamedTransaction(msgspec.Struct, frozen=True):
+    """A transactional id."""
+
+    transactional_id: str
+
+
+class AbortTransaction(PrivateApi[NamedTransaction]):
+    """Ends transactions for administrators."""
+
+    key = 32014
+    asks = NamedTransaction
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def handle(self, request: NamedTransaction) -> dict[str, Any]:
+        """Abort the transaction."""
+        return {"state": await self._transactions.abort(request.transactional_id)}

@@ -1,0 +1,63 @@
+"""AddOffsetsToTxn (key 25), versions 0 to 4: the offsets of a group become part of a producer's transaction.
+
+What is added is the partition of `__consumer_offsets` that holds the group; TxnOffsetCommit brings the offsets.
+Clients of the second version of the protocol do not send this: there TxnOffsetCommit adds the partition itself.
+
+Version notes: up to 1 a fenced producer gets INVALID_PRODUCER_EPOCH, from 2 on PRODUCER_FENCED; 3 is flexible; 4 is the
+same.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kio.schema.add_offsets_to_txn.v4.request import AddOffsetsToTxnRequest
+from kio.schema.add_offsets_to_txn.v4.response import AddOffsetsToTxnResponse
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.fenced import fenced_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.versioned import Versioned
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.requests import ProducerRef
+from millstream.broker.transactions.transaction import FIRST_VERSION
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import ProducerId
+from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
+
+_FIRST_WITH_FENCED: Final = 2
+
+Call = Versioned[AddOffsetsToTxnRequest]
+
+
+class AddOffsetsToTxn(Api[Call, AddOffsetsToTxnResponse]):
+    """Adds the offsets of groups to transactions."""
+
+    key = 25
+    versions = (0, 4)
+
+    def __init__(self, transactions: TransactionCoordinator, groups: GroupCoordinator) -> None:
+        self._transactions = transactions
+        self._groups = groups
+
+    def upgrade(self, version: int, request: Any) -> Call:
+        """Remember the version, since a code depends on it."""
+        newest: Any = super().upgrade(version, request)
+        return Versioned(version, newest)
+
+    async def handle(self, request: Call, client: ClientInfo) -> AddOffsetsToTxnResponse:
+        """Add the partition that holds the group."""
+        message = request.message
+        who = ProducerRef(message.transactional_id, ProducerId(message.producer_id), message.producer_epoch)
+        await self._groups.ensure()
+        partition = TopicPartition(CONSUMER_OFFSETS, self._groups.partition_of(message.group_id))
+        await self._transactions.add_partitions(who, (partition,), version=FIRST_VERSION)
+        return AddOffsetsToTxnResponse(throttle_time=NO_THROTTLE, error_code=ErrorCode.none)
+
+    def failure(self, error: MillstreamError, request: Call) -> AddOffsetsToTxnResponse:
+        """The coordinator refused."""
+        code = fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED)
+        return AddOffsetsToTxnResponse(throttle_time=NO_THROTTLE, error_code=code)

@@ -1,0 +1,69 @@
+"""AlterConfigs (key 33), versions 0 to 2: replaces all settings of topics with those given.
+
+What a request does not name goes back to the node's default, which is why Kafka advises IncrementalAlterConfigs
+instead; old tools know no other. A node's settings live in its configuration and need a restart.
+
+Version notes: 2 is flexible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kio.schema.alter_configs.v2.request import AlterConfigsRequest, AlterConfigsResource
+from kio.schema.alter_configs.v2.response import AlterConfigsResourceResponse, AlterConfigsResponse
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.apis.incremental_alter_configs import check_alterable
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
+from millstream.core.topic import check_topic_name
+
+
+class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
+    """Replaces the settings of topics."""
+
+    key = 33
+    versions = (0, 2)
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def handle(self, request: AlterConfigsRequest, client: ClientInfo) -> AlterConfigsResponse:
+        """Answer each resource on its own."""
+        named = Counter((resource.resource_type, resource.resource_name) for resource in request.resources)
+        responses = []
+        for resource in request.resources:
+            code, message = ErrorCode.none, None
+            try:
+                if named[resource.resource_type, resource.resource_name] > 1:
+                    raise InvalidRequest(f"{resource.resource_name!r} is named more than once in the request")
+                await self._alter(resource, validate_only=request.validate_only)
+            except MillstreamError as error:
+                code, message = error_code(error), error_message(error)
+            responses.append(
+                AlterConfigsResourceResponse(
+                    error_code=code,
+                    error_message=message,
+                    resource_type=resource.resource_type,
+                    resource_name=resource.resource_name,
+                )
+            )
+        return AlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
+
+    async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
+        check_alterable(resource.resource_type)
+        check_topic_name(resource.resource_name)
+        topic = topic_named(self._topics, resource.resource_name)
+        settings: dict[str, str | None] = {}
+        for config in resource.configs:
+            if config.name in settings:
+                raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
+            if config.value is None:
+                raise InvalidSetting(f"{config.name} has no value")
+            settings[config.name] = config.value
+        await self._topics.alter(topic.name, settings, replace=True, validate_only=validate_only)

@@ -1,0 +1,86 @@
+"""AlterPartitionReassignments (key 45), versions 0 and 1: moves partitions to other nodes.
+
+The answer comes when a move has begun: its new replicas are added and follow, and once all of them are in sync the old
+ones are taken out. No nodes means to cancel a move under way: NO_REASSIGNMENT_IN_PROGRESS where there is none. Nodes
+that are not alive are INVALID_REPLICA_ASSIGNMENT. A single node has nowhere to move anything to.
+
+Version notes: 1 adds whether the number of replicas may change; if it may not, another number is
+INVALID_REPLICATION_FACTOR.
+"""
+
+from __future__ import annotations
+
+from kio.schema.alter_partition_reassignments.v1.request import (
+    AlterPartitionReassignmentsRequest,
+    ReassignablePartition,
+)
+from kio.schema.alter_partition_reassignments.v1.response import (
+    AlterPartitionReassignmentsResponse,
+    ReassignablePartitionResponse,
+    ReassignableTopicResponse,
+)
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.assignment import check_replicas
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.core.errors import InvalidReplication, MillstreamError
+from millstream.core.ids import NodeId
+
+
+class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterPartitionReassignmentsResponse]):
+    """Begins and cancels moves of partitions."""
+
+    key = 45
+    versions = (0, 1)
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        self._topics = topics
+        self._membership = membership
+
+    async def handle(
+        self, request: AlterPartitionReassignmentsRequest, client: ClientInfo
+    ) -> AlterPartitionReassignmentsResponse:
+        """Answer each partition on its own."""
+        responses = []
+        for topic in request.topics:
+            answers = [
+                await self._answer(topic.name, wanted, may_change=request.allow_replication_factor_change)
+                for wanted in topic.partitions
+            ]
+            responses.append(ReassignableTopicResponse(name=topic.name, partitions=tuple(answers)))
+        return AlterPartitionReassignmentsResponse(
+            throttle_time=NO_THROTTLE,
+            allow_replication_factor_change=request.allow_replication_factor_change,
+            error_code=ErrorCode.none,
+            error_message=None,
+            responses=tuple(responses),
+        )
+
+    async def _answer(
+        self, topic: str, wanted: ReassignablePartition, *, may_change: bool
+    ) -> ReassignablePartitionResponse:
+        code, message = ErrorCode.none, None
+        try:
+            await self._move(topic, wanted, may_change=may_change)
+        except MillstreamError as error:
+            code, message = error_code(error), error_message(error)
+        return ReassignablePartitionResponse(
+            partition_index=wanted.partition_index, error_code=code, error_message=message
+        )
+
+    async def _move(self, name: str, wanted: ReassignablePartition, *, may_change: bool) -> None:
+        topic = topic_named(self._topics, name)
+        target: tuple[NodeId, ...] | None = None
+        if wanted.replicas is not None:
+            # A partition that is not there is told before nodes that are not.
+            self._topics.state_of(topic, wanted.partition_index)
+            check_replicas(wanted.replicas, self._membership)
+            target = tuple(NodeId(node) for node in wanted.replicas)
+            if not may_change and len(target) != topic.replication:
+                raise InvalidReplication(f"topic {name!r} has {topic.replication} replicas, and that may not change")
+        await self._topics.reassign(topic, wanted.partition_index, target)

@@ -1,0 +1,60 @@
+"""AlterReplicaLogDirs (key 34), versions 1 and 2: moves replicas between the folders of a node, which has one.
+
+A replica that is asked to be where it is stays there. Any other folder is LOG_DIR_NOT_FOUND, and a partition of which
+this node has no replica is REPLICA_NOT_AVAILABLE, as in Kafka.
+
+Version notes: 2 is flexible.
+"""
+
+from __future__ import annotations
+
+from kio.schema.alter_replica_log_dirs.v2.request import AlterReplicaLogDirsRequest
+from kio.schema.alter_replica_log_dirs.v2.response import (
+    AlterReplicaLogDirPartitionResult,
+    AlterReplicaLogDirsResponse,
+    AlterReplicaLogDirTopicResult,
+)
+from kio.schema.errors import ErrorCode
+from kio.schema.types import TopicName
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.throttle import NO_THROTTLE
+
+
+class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsResponse]):
+    """Leaves replicas in the one folder there is."""
+
+    key = 34
+    versions = (1, 2)
+
+    def __init__(self, topics: Topics, *, folder: str) -> None:
+        self._topics = topics
+        self._folder = folder
+
+    async def handle(self, request: AlterReplicaLogDirsRequest, client: ClientInfo) -> AlterReplicaLogDirsResponse:
+        """Answer for every partition."""
+        results: dict[TopicName, list[AlterReplicaLogDirPartitionResult]] = {}
+        for wanted in request.dirs:
+            for topic in wanted.topics:
+                results.setdefault(topic.name, []).extend(
+                    AlterReplicaLogDirPartitionResult(
+                        partition_index=index, error_code=self._code(wanted.path, topic.name, index)
+                    )
+                    for index in topic.partitions
+                )
+        return AlterReplicaLogDirsResponse(
+            throttle_time=NO_THROTTLE,
+            results=tuple(
+                AlterReplicaLogDirTopicResult(topic_name=name, partitions=tuple(partitions))
+                for name, partitions in results.items()
+            ),
+        )
+
+    def _code(self, path: str, name: str, index: int) -> ErrorCode:
+        if path.rstrip("/") != self._folder.rstrip("/"):
+            return ErrorCode.log_dir_not_found
+        topic = self._topics.get(name)
+        carried = () if topic is None else self._topics.partitions_of(topic)
+        is_here = any(partition.index == index for partition in carried)
+        return ErrorCode.none if is_here else ErrorCode.replica_not_available

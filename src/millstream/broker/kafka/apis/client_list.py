@@ -1,0 +1,74 @@
+"""ClientList (key 32001), version 0: Millstream's private request for the clients that are connected to a node.
+
+`millstream client list` asks it. The request has no body. The answer is one JSON document of UTF-8:
+
+    {"clock_s": …, "clients": [{"connection": 1, "address": "host:port", "client_id": "…", "software": "…",
+     "software_version": "…", "idle_s": …, "produce_requests": …, "produced_bytes": …, "fetch_requests": …,
+     "fetched_bytes": …}, …], "left_out": 0}
+
+The numbers count from the connection's start; whoever wants rates asks twice and divides by the difference of
+`clock_s`, which is no time of day. Those that produced or fetched come first. An answer has at most `CLIENTS_MAX` of
+them, so that it never holds up the loop; `left_out` says how many more there are.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+from typing import Any, Final
+
+import msgspec
+
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.net.connection import Answer, Connection
+from millstream.protocol.messages.codec import RequestHeader, response_head
+
+CLIENTS_MAX: Final = 2000
+
+
+class ClientList:
+    """Tells who is connected and what they do."""
+
+    key = 32001
+    versions = (0, 0)
+
+    def __init__(self, connections: Collection[Connection]) -> None:
+        self._connections = connections
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Answer at once."""
+        body = msgspec.json.encode(self.snapshot(asyncio.get_running_loop().time()))
+        return [response_head(header.api_key, header.version, header.correlation_id, len(body)), body]
+
+    def snapshot(self, now: float) -> dict[str, Any]:
+        """The document that the answer carries."""
+        busy: list[tuple[Connection, ClientInfo]] = []
+        others: list[tuple[Connection, ClientInfo]] = []
+        for connection in self._connections:
+            client: ClientInfo | None = connection.state
+            if client is not None:
+                moves_data = client.produce_requests or client.fetch_requests
+                (busy if moves_data else others).append((connection, client))
+        known = [*busy, *others]
+        return {
+            "clock_s": now,
+            "clients": [_described(connection, client, now) for connection, client in known[:CLIENTS_MAX]],
+            "left_out": max(0, len(known) - CLIENTS_MAX),
+        }
+
+
+def _described(connection: Connection, client: ClientInfo, now: float) -> dict[str, Any]:
+    return {
+        "connection": client.connection_id,
+        "address": client.address,
+        "client_id": client.client_id,
+        "software": client.software_name,
+        "software_version": client.software_version,
+        "idle_s": round(max(0.0, now - connection.last_activity), 3),
+        "produce_requests": client.produce_requests,
+        "produced_bytes": client.produced_bytes,
+        "fetch_requests": client.fetch_requests,
+        "fetched_bytes": client.fetched_bytes,
+    }

@@ -1,0 +1,58 @@
+"""CompleteBatch (key 32011), version 0: Millstream's private request that commits all parts of a batch together.
+
+    {"query": "q", "batch": 3,
+     "members": [{"transactional_id": "spark/q/3/0/…", "producer_id": 7, "producer_epoch": 0}, …]}
+    answer: {"error": 0, "message": null, "done_now": true}
+
+The decision, the last batch of the query and the end of every other attempt up to this batch are one append to
+`__transaction_state`; markers follow, and are written again after a crash. A member that is not prepared fails the
+whole (INVALID_TXN_STATE), as does one that was fenced. A batch that is committed already is a success, with `done_now`
+false: nothing is committed then.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.transactions.batch import Member
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.core.ids import ProducerId
+
+
+class BatchMember(msgspec.Struct, frozen=True):
+    """One prepared transaction."""
+
+    transactional_id: str
+    producer_id: int
+    producer_epoch: int
+
+
+class WholeBatch(msgspec.Struct, frozen=True):
+    """A batch and everything that belongs to it."""
+
+    query: str
+    batch: int
+    members: tuple[BatchMember, ...]
+
+
+class CompleteBatch(PrivateApi[WholeBatch]):
+    """Commits batches."""
+
+    key = 32011
+    asks = WholeBatch
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def handle(self, request: WholeBatch) -> dict[str, Any]:
+        """Commit all members together."""
+        members = tuple(
+            Member(one.transactional_id, ProducerId(one.producer_id), one.producer_epoch) for one in request.members
+        )
+        done_now = await self._transactions.complete_batch(request.query, request.batch, members)
+        return {"done_now": done_now}

@@ -1,0 +1,93 @@
+"""ConsumerGroupDescribe (key 69), versions 0 to 1: consumer groups (KIP-848) with their members and assignments.
+
+A group that does not exist, or is a classic one, is GROUP_ID_NOT_FOUND; DescribeGroups has those. Of each member the
+assignment that it has and the one that it shall have are told. Version 1 adds whether a member speaks the classic
+protocol.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from kio.schema.consumer_group_describe.v1.request import ConsumerGroupDescribeRequest
+from kio.schema.consumer_group_describe.v1.response import (
+    Assignment,
+    ConsumerGroupDescribeResponse,
+    DescribedGroup,
+    Member,
+    TopicPartitions,
+)
+from kio.schema.errors import ErrorCode
+from kio.schema.types import GroupId, TopicName
+from kio.static.primitive import i8, i32
+
+from millstream.broker.groups.consumer.requests import (
+    ConsumerGroupDescription,
+    ConsumerMemberDescription,
+    NamedPartitions,
+)
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.group_answer import named_partitions, not_described
+from millstream.broker.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import MillstreamError
+
+_CLASSIC_MEMBER: Final = i8(0)
+_CONSUMER_MEMBER: Final = i8(1)
+
+
+class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescribeResponse]):
+    """Describes consumer groups."""
+
+    key = 69
+    versions = (0, 1)
+
+    def __init__(self, groups: GroupCoordinator) -> None:
+        self._groups = groups
+
+    async def handle(self, request: ConsumerGroupDescribeRequest, client: ClientInfo) -> ConsumerGroupDescribeResponse:
+        """Describe each group."""
+        operations = GROUP_OPERATIONS if request.include_authorized_operations else NOT_ASKED
+        described = await asyncio.gather(*(self._describe(group_id, operations) for group_id in request.group_ids))
+        return ConsumerGroupDescribeResponse(throttle_time=NO_THROTTLE, groups=tuple(described))
+
+    async def _describe(self, group_id: GroupId, operations: i32) -> DescribedGroup:
+        try:
+            return _described(await self._groups.describe_consumer_group(group_id), operations)
+        except MillstreamError as error:
+            return not_described(DescribedGroup, group_id, error)
+
+
+def _described(group: ConsumerGroupDescription, operations: i32) -> DescribedGroup:
+    return DescribedGroup(
+        error_code=ErrorCode.none,
+        group_id=GroupId(group.group_id),
+        group_state=group.state,
+        group_epoch=i32(group.epoch),
+        assignment_epoch=i32(group.target_epoch),
+        assignor_name=group.assignor,
+        members=tuple(map(_member, group.members)),
+        authorized_operations=operations,
+    )
+
+
+def _member(member: ConsumerMemberDescription) -> Member:
+    return Member(
+        member_id=member.member_id,
+        instance_id=member.instance_id,
+        rack_id=member.rack_id,
+        member_epoch=i32(member.epoch),
+        client_id=member.client_id,
+        client_host=member.client_host,
+        subscribed_topic_names=tuple(map(TopicName, sorted(member.topics))),
+        subscribed_topic_regex=member.expression,
+        assignment=_assignment(member.assigned),
+        target_assignment=_assignment(member.target),
+        member_type=_CLASSIC_MEMBER if member.speaks_classic else _CONSUMER_MEMBER,
+    )
+
+
+def _assignment(partitions: NamedPartitions) -> Assignment:
+    return Assignment(topic_partitions=named_partitions(TopicPartitions, partitions))

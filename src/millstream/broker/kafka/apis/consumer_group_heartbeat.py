@@ -1,0 +1,149 @@
+"""ConsumerGroupHeartbeat (key 68), versions 0 to 1: a consumer joins its group, lives in it and leaves it (KIP-848).
+
+One request does it all. Epoch 0 joins, with everything that the group has to know of the member; a positive epoch says
+that the member lives, and only what has changed; -1 leaves, -2 leaves a static member's place for its next process.
+The answer tells the epoch, when to send the next heartbeat, and the partitions where the member may not know them: the
+coordinator shares out by `uniform` (the default) or `range`. A member gives partitions up before others get them; it
+has its rebalance timeout for that.
+
+Refused are: an epoch that is not the member's (FENCED_MEMBER_EPOCH: give up everything and join again), an unknown
+member (UNKNOWN_MEMBER_ID), an instance id that another process has not left (UNRELEASED_INSTANCE_ID) or has taken
+(FENCED_INSTANCE_ID), an unknown assignor (UNSUPPORTED_ASSIGNOR), a full group (GROUP_MAX_SIZE_REACHED), and a group
+that does not exist, or is a classic one that cannot become a consumer group (GROUP_ID_NOT_FOUND).
+
+Version 1 adds subscriptions by regular expression, of RE2's kind (INVALID_REGULAR_EXPRESSION), and has the member
+choose its id itself.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+from kio.schema.consumer_group_heartbeat.v1.request import ConsumerGroupHeartbeatRequest
+from kio.schema.consumer_group_heartbeat.v1.response import (
+    Assignment,
+    ConsumerGroupHeartbeatResponse,
+    TopicPartitions,
+)
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i32
+
+from millstream.broker.groups.consumer.assignment import assignment_of
+from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
+from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
+from millstream.broker.groups.consumer.target import ASSIGNORS
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.group_answer import check_text, milliseconds, partitions_by_topic
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.versioned import Versioned
+from millstream.core.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
+
+_MILLISECOND: Final = timedelta(milliseconds=1)
+_FIRST_WITH_OWN_MEMBER_ID: Final = 1
+_AS_BEFORE: Final = -1
+
+
+class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], ConsumerGroupHeartbeatResponse]):
+    """Keeps members of consumer groups alive, and tells them what they have."""
+
+    key = 68
+    versions = (0, 1)
+    starts_at_once = True
+
+    def __init__(self, groups: GroupCoordinator) -> None:
+        self._groups = groups
+
+    async def handle(
+        self, request: Versioned[ConsumerGroupHeartbeatRequest], client: ClientInfo
+    ) -> ConsumerGroupHeartbeatResponse:
+        """Check the request and hand it to the group."""
+        version, message = request
+        _check(message, version)
+        return _accepted(await self._groups.consumer_heartbeat(_as_heartbeat(message, client)))
+
+    def upgrade(self, version: int, request: Any) -> Versioned[ConsumerGroupHeartbeatRequest]:
+        """Keep the version, which decides who chooses the member's id."""
+        newest: Any = super().upgrade(version, request)
+        return Versioned(version, newest)
+
+    def failure(
+        self, error: MillstreamError, request: Versioned[ConsumerGroupHeartbeatRequest]
+    ) -> ConsumerGroupHeartbeatResponse:
+        """Say why the member is refused."""
+        return ConsumerGroupHeartbeatResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=error_code(error),
+            error_message=error_message(error),
+            member_id=None,
+            member_epoch=i32(0),
+            heartbeat_interval=milliseconds(0),
+            assignment=None,
+        )
+
+
+def _check(message: ConsumerGroupHeartbeatRequest, version: int) -> None:
+    """What can be checked without the group, in Kafka's order."""
+    epoch = message.member_epoch
+    needs_member_id = version >= _FIRST_WITH_OWN_MEMBER_ID or epoch > 0 or epoch == LEFT_EPOCH
+    check_text("member id", message.member_id if needs_member_id else message.member_id or None)
+    check_text("group id", message.group_id)
+    check_text("instance id", message.instance_id)
+    check_text("rack id", message.rack_id)
+    if epoch == 0:
+        _check_join(message)
+    elif epoch == AWAY_EPOCH and message.instance_id is None:
+        raise InvalidRequest("only a member with an instance id can leave for a while")
+    elif epoch < AWAY_EPOCH:
+        raise InvalidRequest(f"there is no member epoch {epoch}")
+    if message.server_assignor is not None and message.server_assignor not in ASSIGNORS:
+        raise UnsupportedAssignor(
+            f"assignor {message.server_assignor!r} is not known; there are {', '.join(ASSIGNORS)}"
+        )
+
+
+def _check_join(message: ConsumerGroupHeartbeatRequest) -> None:
+    if message.rebalance_timeout // _MILLISECOND == _AS_BEFORE:
+        raise InvalidRequest("a member that joins has to tell its rebalance timeout")
+    if message.topic_partitions is None or message.topic_partitions:
+        raise InvalidRequest("a member that joins has to say that it has no partitions")
+    if message.subscribed_topic_names is None and message.subscribed_topic_regex is None:
+        raise InvalidRequest("a member that joins has to tell its topics, by name or by regular expression")
+
+
+def _as_heartbeat(message: ConsumerGroupHeartbeatRequest, client: ClientInfo) -> ConsumerHeartbeat:
+    rebalance_timeout_ms = message.rebalance_timeout // _MILLISECOND
+    names, owned = message.subscribed_topic_names, message.topic_partitions
+    return ConsumerHeartbeat(
+        group_id=message.group_id,
+        member_id=message.member_id,
+        epoch=message.member_epoch,
+        instance_id=message.instance_id,
+        rack_id=message.rack_id,
+        rebalance_timeout_ms=None if rebalance_timeout_ms == _AS_BEFORE else rebalance_timeout_ms,
+        topics=None if names is None else frozenset(names),
+        expression=message.subscribed_topic_regex,
+        assignor=message.server_assignor,
+        owned=None
+        if owned is None
+        else assignment_of((topic.topic_id, topic.partitions) for topic in owned if topic.topic_id is not None),
+        client_id=client.client_id,
+        # Kafka shows the address of a member in the form that Java prints.
+        client_host=f"/{client.host}",
+    )
+
+
+def _accepted(answer: HeartbeatAnswer) -> ConsumerGroupHeartbeatResponse:
+    assignment = None
+    if answer.assignment is not None:
+        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, answer.assignment))
+    return ConsumerGroupHeartbeatResponse(
+        throttle_time=NO_THROTTLE,
+        error_code=ErrorCode.none,
+        member_id=answer.member_id,
+        member_epoch=i32(answer.epoch),
+        heartbeat_interval=milliseconds(answer.heartbeat_ms),
+        assignment=assignment,
+    )

@@ -1,0 +1,94 @@
+"""CreatePartitions (key 37), versions 0 to 3: gives topics more partitions; they never get fewer.
+
+The new partitions may be placed on nodes by hand, one list of nodes for each of them.
+
+Version notes: 2 is flexible, 3 is the same.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from kio.schema.create_partitions.v3.request import CreatePartitionsRequest, CreatePartitionsTopic
+from kio.schema.create_partitions.v3.response import CreatePartitionsResponse, CreatePartitionsTopicResult
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.told import Placement
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.agreement import agreement_s
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.assignment import check_replicas
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.core.errors import (
+    InvalidAssignment,
+    InvalidPartitions,
+    InvalidRequest,
+    MillstreamError,
+    PolicyViolation,
+)
+from millstream.core.ids import NodeId
+
+
+class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
+    """Grows topics."""
+
+    key = 37
+    versions = (0, 3)
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        self._topics = topics
+        self._membership = membership
+
+    async def handle(self, request: CreatePartitionsRequest, client: ClientInfo) -> CreatePartitionsResponse:
+        """Grow the topics one after the other."""
+        named = Counter(topic.name for topic in request.topics)
+        results: dict[str, CreatePartitionsTopicResult] = {}
+        for wanted in request.topics:
+            code, message = ErrorCode.none, None
+            try:
+                if named[wanted.name] > 1:
+                    raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
+                await self._topics.add_partitions(
+                    wanted.name,
+                    wanted.count,
+                    validate_only=request.validate_only,
+                    placement=self._checked(wanted),
+                    timeout_s=agreement_s(request.timeout),
+                )
+            except MillstreamError as error:
+                code, message = error_code(error), error_message(error)
+            results[wanted.name] = CreatePartitionsTopicResult(name=wanted.name, error_code=code, error_message=message)
+        return CreatePartitionsResponse(throttle_time=NO_THROTTLE, results=tuple(results.values()))
+
+    def _checked(self, wanted: CreatePartitionsTopic) -> Placement | None:
+        """Raise if the topic cannot grow so; returns where its new partitions are to be, if that is said."""
+        topic = topic_named(self._topics, wanted.name)
+        if topic.is_internal:
+            raise PolicyViolation(f"topic {wanted.name!r} holds the broker's own state; its partitions are fixed")
+        if wanted.count == topic.partitions:
+            raise InvalidPartitions(f"topic {wanted.name!r} has {topic.partitions} partitions already")
+        if wanted.count < topic.partitions:
+            raise InvalidPartitions(
+                f"topic {wanted.name!r} has {topic.partitions} partitions; {wanted.count} would not be an increase"
+            )
+        if wanted.assignments is None:
+            return None
+        added = wanted.count - topic.partitions
+        if len(wanted.assignments) != added:
+            raise InvalidAssignment(
+                f"{added} partitions are added, but {len(wanted.assignments)} assignments are given"
+            )
+        for assigned in wanted.assignments:
+            check_replicas(assigned.broker_ids, self._membership)
+            if len(assigned.broker_ids) != topic.replication:
+                raise InvalidAssignment(
+                    f"topic {wanted.name!r} has {topic.replication} replicas of each partition, "
+                    f"the assignment gives {len(assigned.broker_ids)}"
+                )
+        return {
+            index: tuple(NodeId(node) for node in assigned.broker_ids)
+            for index, assigned in enumerate(wanted.assignments, topic.partitions)
+        }

@@ -1,0 +1,135 @@
+"""CreateTopics (key 19), versions 2 to 7: declares topics, durably, each on its own.
+
+-1 partitions or -1 replicas leave the number to the node. Instead of numbers, a request may place every partition on
+nodes by hand; then both numbers must be -1. A name that comes twice in a request is refused for both. `validate_only`
+checks everything and creates nothing. In a cluster the answer waits until all nodes agree on the topic and its leaders;
+REQUEST_TIMED_OUT when that takes longer than the request allows, though the topic is declared and will come.
+
+Version notes: 4 allows -1 for both numbers, 5 is flexible and returns the numbers and settings that the topic has got,
+7 returns its id.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from kio.schema.create_topics.v7.request import CreatableTopic, CreateTopicsRequest
+from kio.schema.create_topics.v7.response import CreatableTopicConfigs, CreatableTopicResult, CreateTopicsResponse
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i8, i16, i32
+
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.told import Placement
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.agreement import agreement_s
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.assignment import check_assignments
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.setting_view import topic_settings
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import (
+    InvalidAssignment,
+    InvalidPartitions,
+    InvalidReplication,
+    InvalidRequest,
+    InvalidSetting,
+    MillstreamError,
+)
+from millstream.core.ids import NodeId
+from millstream.core.topic import Topic
+
+_DEFAULT: Final = -1
+
+
+class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
+    """Creates topics."""
+
+    key = 19
+    versions = (2, 7)
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        self._topics = topics
+        self._membership = membership
+
+    async def handle(self, request: CreateTopicsRequest, client: ClientInfo) -> CreateTopicsResponse:
+        """Create the topics one after the other."""
+        named = Counter(topic.name for topic in request.topics)
+        results: dict[str, CreatableTopicResult] = {}
+        for wanted in request.topics:
+            try:
+                if named[wanted.name] > 1:
+                    raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
+                timeout_s = agreement_s(request.timeout)
+                topic = await self._create(wanted, validate_only=request.validate_only, timeout_s=timeout_s)
+                results[wanted.name] = self._created(wanted, topic)
+            except MillstreamError as error:
+                results[wanted.name] = _refused(wanted, error)
+        return CreateTopicsResponse(throttle_time=NO_THROTTLE, topics=tuple(results.values()))
+
+    async def _create(self, wanted: CreatableTopic, *, validate_only: bool, timeout_s: float) -> Topic:
+        partitions, replication, placement = self._numbers(wanted)
+        overrides: dict[str, str] = {}
+        for config in wanted.configs:
+            if config.value is None:
+                raise InvalidSetting(f"setting {config.name} of topic {wanted.name!r} has no value")
+            overrides[config.name] = config.value
+        return await self._topics.create(
+            wanted.name,
+            partitions=partitions,
+            replication=replication,
+            overrides=overrides,
+            validate_only=validate_only,
+            placement=placement,
+            timeout_s=timeout_s,
+        )
+
+    def _numbers(self, wanted: CreatableTopic) -> tuple[int, int, Placement | None]:
+        """How many partitions and replicas are asked for, by number or by hand, and where they are to be."""
+        if not wanted.assignments:
+            if wanted.num_partitions != _DEFAULT and wanted.num_partitions < 1:
+                raise InvalidPartitions(
+                    f"a topic has at least 1 partition, not {wanted.num_partitions} (-1 asks for the default)"
+                )
+            if wanted.replication_factor != _DEFAULT and wanted.replication_factor < 1:
+                raise InvalidReplication(
+                    f"a topic has at least 1 replica, not {wanted.replication_factor} (-1 asks for the default)"
+                )
+            return wanted.num_partitions, wanted.replication_factor, None
+        if wanted.num_partitions != _DEFAULT or wanted.replication_factor != _DEFAULT:
+            raise InvalidRequest("with an assignment by hand, the numbers of partitions and replicas must both be -1")
+        indexes = sorted(assigned.partition_index for assigned in wanted.assignments)
+        if indexes != list(range(len(indexes))):
+            raise InvalidAssignment(f"the assignment must name every partition from 0 on once, not {indexes}")
+        replication = check_assignments([assigned.broker_ids for assigned in wanted.assignments], self._membership)
+        placement = {
+            int(assigned.partition_index): tuple(NodeId(node) for node in assigned.broker_ids)
+            for assigned in wanted.assignments
+        }
+        return len(indexes), replication, placement
+
+    def _created(self, wanted: CreatableTopic, topic: Topic) -> CreatableTopicResult:
+        return CreatableTopicResult(
+            name=wanted.name,
+            topic_id=topic.topic_id,
+            error_code=ErrorCode.none,
+            error_message=None,
+            num_partitions=i32(topic.partitions),
+            replication_factor=i16(topic.replication),
+            configs=tuple(
+                CreatableTopicConfigs(
+                    name=view.declared.name,
+                    value=view.value,
+                    read_only=view.read_only,
+                    config_source=i8(view.source),
+                    is_sensitive=False,
+                )
+                for view in topic_settings(self._topics, topic)
+            ),
+        )
+
+
+def _refused(wanted: CreatableTopic, error: MillstreamError) -> CreatableTopicResult:
+    return CreatableTopicResult(
+        name=wanted.name, topic_id=None, error_code=error_code(error), error_message=error_message(error), configs=()
+    )

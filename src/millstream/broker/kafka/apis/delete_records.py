@@ -1,0 +1,81 @@
+"""DeleteRecords (key 21), versions 0 to 2: cuts the beginning of partitions off, up to an offset.
+
+-1 cuts off everything that is acknowledged. An offset beyond that is OFFSET_OUT_OF_RANGE; one below the start changes
+nothing. Topics that keep the last record per key (`cleanup.policy=compact`) refuse it, and so do the broker's own.
+
+Version notes: 2 is flexible.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kio.schema.delete_records.v2.request import DeleteRecordsPartition, DeleteRecordsRequest
+from kio.schema.delete_records.v2.response import (
+    DeleteRecordsPartitionResult,
+    DeleteRecordsResponse,
+    DeleteRecordsTopicResult,
+)
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i64
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import InvalidTopicName, MillstreamError, OffsetOutOfRange, PolicyViolation
+from millstream.core.ids import NO_EPOCH, Offset
+
+_TO_THE_END: Final = -1
+_NO_LOW_WATERMARK: Final = i64(-1)
+
+
+class DeleteRecords(Api[DeleteRecordsRequest, DeleteRecordsResponse]):
+    """Cuts off the beginning of partitions."""
+
+    key = 21
+    versions = (0, 2)
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def handle(self, request: DeleteRecordsRequest, client: ClientInfo) -> DeleteRecordsResponse:
+        """Answer each partition on its own."""
+        topics = tuple(
+            DeleteRecordsTopicResult(
+                name=topic.name, partitions=tuple(self._answer(topic.name, wanted) for wanted in topic.partitions)
+            )
+            for topic in request.topics
+        )
+        return DeleteRecordsResponse(throttle_time=NO_THROTTLE, topics=topics)
+
+    def _answer(self, topic: str, wanted: DeleteRecordsPartition) -> DeleteRecordsPartitionResult:
+        code, low_watermark = ErrorCode.none, _NO_LOW_WATERMARK
+        try:
+            low_watermark = i64(self._delete(topic, wanted))
+        except MillstreamError as error:
+            code = error_code(error)
+        return DeleteRecordsPartitionResult(
+            partition_index=wanted.partition_index, low_watermark=low_watermark, error_code=code
+        )
+
+    def _delete(self, topic: str, wanted: DeleteRecordsPartition) -> Offset:
+        partition = self._topics.partition(topic, wanted.partition_index)
+        partition.check_leader_epoch(NO_EPOCH)
+        if partition.topic.is_internal:
+            raise InvalidTopicName(f"records of {topic!r} are the broker's own state and cannot be deleted")
+        if not partition.log.settings.deletes:
+            raise PolicyViolation(
+                f"topic {topic!r} keeps the last record per key; its records are not deleted by offset"
+            )
+        end = partition.high_watermark
+        before = end if wanted.offset == _TO_THE_END else Offset(wanted.offset)
+        if not 0 <= before <= end:
+            raise OffsetOutOfRange(
+                f"{topic}-{wanted.partition_index} can be cut up to {end}, not {before}",
+                start=partition.log_start,
+                end=end,
+            )
+        if before > partition.log_start:
+            partition.delete_before(before)
+        return partition.log_start

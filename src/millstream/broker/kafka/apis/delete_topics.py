@@ -1,0 +1,89 @@
+"""DeleteTopics (key 20), versions 1 to 6: deletes topics and everything in them, each on its own.
+
+A topic is named by its name or, from version 6 on, by its id; naming it by both, by neither, or twice is refused.
+
+A dead letter topic that holds open letters is POLICY_VIOLATION: Kafka's clients cannot say that they mean to lose them.
+
+Version notes: 4 is flexible, 5 adds error messages, 6 adds topic ids.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Final
+
+from kio.schema.delete_topics.v6.request import DeleteTopicsRequest, DeleteTopicState
+from kio.schema.delete_topics.v6.response import DeletableTopicResult, DeleteTopicsResponse
+from kio.schema.errors import ErrorCode
+from kio.schema.types import TopicName
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.agreement import agreement_s
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.topic_lookup import topic_named, topic_with_id
+from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.topic import Topic
+
+_FIRST_WITH_IDS: Final = 6
+
+
+class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
+    """Deletes topics."""
+
+    key = 20
+    versions = (1, 6)
+
+    def __init__(self, topics: Topics, service: SubscriptionService | None = None) -> None:
+        self._topics = topics
+        self._service = service
+
+    async def handle(self, request: DeleteTopicsRequest, client: ClientInfo) -> DeleteTopicsResponse:
+        """Delete the topics one after the other."""
+        # The same topic may be named by name and by id, so they are counted by what they resolve to.
+        named = Counter(self._identity(wanted) for wanted in request.topics)
+        results: dict[Any, DeletableTopicResult] = {}
+        for wanted in request.topics:
+            identity = self._identity(wanted)
+            try:
+                if named[identity] > 1:
+                    raise InvalidRequest(f"topic {wanted.name or wanted.topic_id} is named more than once")
+                topic = self._find(wanted)
+                if self._service is not None:
+                    await self._service.check_letters_kept(topic.name)
+                await self._topics.delete(topic.name, timeout_s=agreement_s(request.timeout))
+                if self._service is not None:
+                    await self._service.topic_deleted(topic.name)
+                results[identity] = DeletableTopicResult(
+                    name=TopicName(topic.name), topic_id=topic.topic_id, error_code=ErrorCode.none
+                )
+            except MillstreamError as error:
+                results[identity] = DeletableTopicResult(
+                    name=wanted.name,
+                    topic_id=wanted.topic_id,
+                    error_code=error_code(error),
+                    error_message=error_message(error),
+                )
+        return DeleteTopicsResponse(throttle_time=NO_THROTTLE, responses=tuple(results.values()))
+
+    def upgrade(self, version: int, request: Any) -> DeleteTopicsRequest:
+        """Before version 6, topics were a list of names."""
+        if version >= _FIRST_WITH_IDS:
+            return super().upgrade(version, request)
+        topics = tuple(DeleteTopicState(name=name, topic_id=None) for name in request.topic_names)
+        return DeleteTopicsRequest(topics=topics, timeout=request.timeout)
+
+    def _identity(self, wanted: DeleteTopicState) -> Any:
+        topic = self._topics.get(wanted.name) if wanted.name is not None else None
+        return wanted.topic_id or (topic.topic_id if topic is not None else wanted.name)
+
+    def _find(self, wanted: DeleteTopicState) -> Topic:
+        if wanted.name is not None and wanted.topic_id is not None:
+            raise InvalidRequest("a topic to delete is named by its name or by its id, not by both")
+        if wanted.topic_id is not None:
+            return topic_with_id(self._topics, wanted.topic_id)
+        if wanted.name is None:
+            raise InvalidRequest("a topic to delete has neither a name nor an id")
+        return topic_named(self._topics, wanted.name)

@@ -1,0 +1,99 @@
+"""DescribeClientQuotas (key 48), versions 0 and 1: the quotas of clients that a filter lets through.
+
+A filter names a type of entity (`user`, `client-id`) with an exact name, the default, or any name; `strict` leaves out
+entities that have other types too. An empty filter asks for all quotas, and for none if it is strict.
+
+Version notes: 1 is flexible.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kio.schema.describe_client_quotas.v1.request import ComponentData, DescribeClientQuotasRequest
+from kio.schema.describe_client_quotas.v1.response import (
+    DescribeClientQuotasResponse,
+    EntityData,
+    EntryData,
+    ValueData,
+)
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import f64
+
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.quota import CLIENT_ID, DEFAULT, ENTITY_TYPES, IP, USER, QuotaFilter
+
+EXACT: Final = 0
+THE_DEFAULT: Final = 1
+ANY_NAME: Final = 2
+
+
+class _Refused(Exception):
+    """The filter cannot be; what the answer says."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotasResponse]):
+    """Shows the quotas of clients."""
+
+    key = 48
+    versions = (0, 1)
+
+    def __init__(self, quotas: ClientQuotas) -> None:
+        self._quotas = quotas
+
+    async def handle(self, request: DescribeClientQuotasRequest, client: ClientInfo) -> DescribeClientQuotasResponse:
+        """Show what the filter lets through."""
+        try:
+            wanted = _filter(request)
+        except _Refused as refused:
+            return DescribeClientQuotasResponse(
+                throttle_time=NO_THROTTLE, error_code=refused.code, error_message=str(refused), entries=None
+            )
+        entries = tuple(
+            EntryData(
+                entity=tuple(EntityData(entity_type=kind, entity_name=name) for kind, name in entity.parts),
+                values=tuple(ValueData(key=key, value=f64(value)) for key, value in sorted(limits.items())),
+            )
+            for entity, limits in self._quotas.all().items()
+            if wanted.matches(entity)
+        )
+        return DescribeClientQuotasResponse(
+            throttle_time=NO_THROTTLE, error_code=ErrorCode.none, error_message=None, entries=entries
+        )
+
+
+def _filter(request: DescribeClientQuotasRequest) -> QuotaFilter:
+    named: dict[str, str | None] = {}
+    any_name: set[str] = set()
+    for component in request.components:
+        kind = component.entity_type
+        if kind in named or kind in any_name:
+            raise _Refused(ErrorCode.invalid_request, f"the type {kind} is named twice in the filter")
+        _check(component)
+        if component.match_type == ANY_NAME:
+            any_name.add(kind)
+        else:
+            named[kind] = component.match if component.match_type == EXACT else DEFAULT
+    types = named.keys() | any_name
+    if IP in types and types & {USER, CLIENT_ID}:
+        raise _Refused(ErrorCode.invalid_request, "quotas by address have no user and no client id")
+    return QuotaFilter(named=named, any_name=frozenset(any_name), strict=request.strict)
+
+
+def _check(component: ComponentData) -> None:
+    kind = component.entity_type
+    if not kind:
+        raise _Refused(ErrorCode.invalid_request, "a type of the filter is empty")
+    if kind not in ENTITY_TYPES:
+        # As in Kafka: a newer version may know more types.
+        raise _Refused(ErrorCode.unsupported_version, f"quotas are for users and client ids; {kind!r} is unknown")
+    if component.match_type not in (EXACT, THE_DEFAULT, ANY_NAME):
+        raise _Refused(ErrorCode.invalid_request, f"the match type {component.match_type} is unknown")
+    if (component.match is not None) != (component.match_type == EXACT):
+        raise _Refused(ErrorCode.invalid_request, f"the {kind} has a name to match just if it is matched exactly")

@@ -1,0 +1,70 @@
+"""DescribeCluster (key 60), versions 0 to 2: the cluster's id, its nodes and its controller.
+
+Version notes: 1 adds the kind of endpoint that is asked for; this one speaks for brokers, and a request that wants
+controllers is told so. 2 adds fenced nodes, of which a single node has none.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kio.schema.describe_cluster.v2.request import DescribeClusterRequest
+from kio.schema.describe_cluster.v2.response import DescribeClusterBroker, DescribeClusterResponse
+from kio.schema.errors import ErrorCode
+from kio.schema.types import BrokerId
+from kio.static.primitive import i8, i32
+
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED
+from millstream.broker.kafka.throttle import NO_THROTTLE
+
+_BROKERS: Final = i8(1)
+_CONTROLLERS: Final = 2
+
+
+class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
+    """Describes the cluster."""
+
+    key = 60
+    versions = (0, 2)
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+
+    async def handle(self, request: DescribeClusterRequest, client: ClientInfo) -> DescribeClusterResponse:
+        """Describe the cluster, unless something else than brokers is wanted."""
+        if request.endpoint_type == _CONTROLLERS:
+            return _refused(ErrorCode.mismatched_endpoint_type, "controllers are asked for, this endpoint has brokers")
+        if request.endpoint_type != _BROKERS:
+            return _refused(ErrorCode.unsupported_endpoint_type, f"endpoint type {request.endpoint_type} is unknown")
+        asked = request.include_cluster_authorized_operations
+        return DescribeClusterResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=ErrorCode.none,
+            endpoint_type=_BROKERS,
+            cluster_id=self._membership.cluster_id,
+            controller_id=BrokerId(self._membership.controller_id),
+            brokers=tuple(
+                DescribeClusterBroker(
+                    broker_id=BrokerId(node.node_id),
+                    host=node.host_for(client.reached_at),
+                    port=i32(node.port),
+                    rack=node.rack,
+                    is_fenced=False,
+                )
+                for node in self._membership.nodes()
+            ),
+            cluster_authorized_operations=CLUSTER_OPERATIONS if asked else NOT_ASKED,
+        )
+
+
+def _refused(code: ErrorCode, message: str) -> DescribeClusterResponse:
+    return DescribeClusterResponse(
+        throttle_time=NO_THROTTLE,
+        error_code=code,
+        error_message=message,
+        endpoint_type=_BROKERS,
+        cluster_id="",
+        brokers=(),
+    )

@@ -1,0 +1,99 @@
+"""DescribeGroups (key 15), versions 0 to 6: the state of classic groups and their members.
+
+A group that does not exist, or is a consumer group (which ConsumerGroupDescribe has), is GROUP_ID_NOT_FOUND from
+version 6 on, which also adds error messages, and an answer without error in the state "Dead" before. Metadata and
+assignments are told only while the group is stable, since they mean nothing else. Version 3 adds what the client may do
+with the group, 4 static members.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Final
+
+from kio.schema.describe_groups.v6.request import DescribeGroupsRequest
+from kio.schema.describe_groups.v6.response import DescribedGroup, DescribedGroupMember, DescribeGroupsResponse
+from kio.schema.errors import ErrorCode
+from kio.schema.types import GroupId
+from kio.static.primitive import i32
+
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.requests import GroupDescription
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.versioned import Versioned
+from millstream.core.errors import MillstreamError, UnknownGroup
+
+_FIRST_WITH_UNKNOWN_GROUP: Final = 6
+
+
+class DescribeGroups(Api[Versioned[DescribeGroupsRequest], DescribeGroupsResponse]):
+    """Describes groups."""
+
+    key = 15
+    versions = (0, 6)
+
+    def __init__(self, groups: GroupCoordinator) -> None:
+        self._groups = groups
+
+    async def handle(self, request: Versioned[DescribeGroupsRequest], client: ClientInfo) -> DescribeGroupsResponse:
+        """Describe each group."""
+        operations = GROUP_OPERATIONS if request.message.include_authorized_operations else NOT_ASKED
+        described = await asyncio.gather(
+            *(self._describe(group_id, request.version, operations) for group_id in request.message.groups)
+        )
+        return DescribeGroupsResponse(throttle_time=NO_THROTTLE, groups=tuple(described))
+
+    def upgrade(self, version: int, request: Any) -> Versioned[DescribeGroupsRequest]:
+        """Keep the version, which decides what a missing group is."""
+        newest: Any = super().upgrade(version, request)
+        return Versioned(version, newest)
+
+    async def _describe(self, group_id: str, version: int, operations: i32) -> DescribedGroup:
+        try:
+            return _described(await self._groups.describe(group_id), operations)
+        except UnknownGroup as error:
+            if version < _FIRST_WITH_UNKNOWN_GROUP:
+                return _missing(group_id, ErrorCode.none, None, operations)
+            return _missing(group_id, error_code(error), error_message(error), operations)
+        except MillstreamError as error:
+            return _missing(group_id, error_code(error), error_message(error), NOT_ASKED, state="")
+
+
+def _described(group: GroupDescription, operations: i32) -> DescribedGroup:
+    return DescribedGroup(
+        error_code=ErrorCode.none,
+        group_id=GroupId(group.group_id),
+        group_state=group.state,
+        protocol_type=group.protocol_type,
+        protocol_data=group.protocol_name,
+        members=tuple(
+            DescribedGroupMember(
+                member_id=member.member_id,
+                group_instance_id=member.instance_id,
+                client_id=member.client_id,
+                client_host=member.client_host,
+                member_metadata=member.metadata,
+                member_assignment=member.assignment,
+            )
+            for member in group.members
+        ),
+        authorized_operations=operations,
+    )
+
+
+def _missing(
+    group_id: str, code: ErrorCode, message: str | None, operations: i32, *, state: str = "Dead"
+) -> DescribedGroup:
+    return DescribedGroup(
+        error_code=code,
+        error_message=message,
+        group_id=GroupId(group_id),
+        group_state=state,
+        protocol_type="",
+        protocol_data="",
+        members=(),
+        authorized_operations=operations,
+    )

@@ -1,0 +1,85 @@
+"""DescribeLogDirs (key 35), versions 1 to 5: where partitions lie, and how large they and the disk are.
+
+A node has one folder. A partition that is asked for and is not there is left out, as in Kafka; no list of topics means
+all of them.
+
+Version notes: 2 is flexible, 3 adds an error for the whole answer, 4 the size of the disk and what is free of it, 5
+whether new partitions are kept off the folder, which they never are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+from kio.schema.describe_log_dirs.v5.request import DescribableLogDirTopic, DescribeLogDirsRequest
+from kio.schema.describe_log_dirs.v5.response import (
+    DescribeLogDirsPartition,
+    DescribeLogDirsResponse,
+    DescribeLogDirsResult,
+    DescribeLogDirsTopic,
+)
+from kio.schema.errors import ErrorCode
+from kio.schema.types import TopicName
+from kio.static.primitive import i32, i64
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.replication.partition import Partition
+
+
+class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
+    """Tells the sizes of partitions and of their disk."""
+
+    key = 35
+    versions = (1, 5)
+
+    def __init__(self, topics: Topics, *, folder: str) -> None:
+        self._topics = topics
+        self._folder = folder
+
+    async def handle(self, request: DescribeLogDirsRequest, client: ClientInfo) -> DescribeLogDirsResponse:
+        """Describe the one folder."""
+        try:
+            # A disk that hangs must not hold up the loop.
+            usage = await asyncio.to_thread(shutil.disk_usage, self._folder)
+        except OSError:
+            result = DescribeLogDirsResult(error_code=ErrorCode.kafka_storage_error, log_dir=self._folder, topics=())
+        else:
+            result = DescribeLogDirsResult(
+                error_code=ErrorCode.none,
+                log_dir=self._folder,
+                topics=self._described(request.topics),
+                total_bytes=i64(usage.total),
+                usable_bytes=i64(usage.free),
+            )
+        return DescribeLogDirsResponse(throttle_time=NO_THROTTLE, error_code=ErrorCode.none, results=(result,))
+
+    def _described(self, wanted: tuple[DescribableLogDirTopic, ...] | None) -> tuple[DescribeLogDirsTopic, ...]:
+        if wanted is None:
+            by_topic = {topic.name: self._topics.partitions_of(topic) for topic in self._topics.all()}
+        else:
+            by_topic = {one.topic: self._chosen(one) for one in wanted}
+        return tuple(
+            DescribeLogDirsTopic(name=TopicName(name), partitions=tuple(_sized(partition) for partition in partitions))
+            for name, partitions in by_topic.items()
+            if partitions
+        )
+
+    def _chosen(self, wanted: DescribableLogDirTopic) -> list[Partition]:
+        topic = self._topics.get(wanted.topic)
+        if topic is None:
+            return []
+        carried = {int(partition.index): partition for partition in self._topics.partitions_of(topic)}
+        return [carried[index] for index in dict.fromkeys(wanted.partitions) if index in carried]
+
+
+def _sized(partition: Partition) -> DescribeLogDirsPartition:
+    return DescribeLogDirsPartition(
+        partition_index=i32(partition.index),
+        partition_size=i64(partition.size_bytes),
+        # What is written but not acknowledged yet.
+        offset_lag=i64(max(0, partition.log.end_offset - partition.high_watermark)),
+        is_future_key=False,
+    )

@@ -1,0 +1,108 @@
+"""DescribeProducers (key 61), version 0: the producers that partitions remember, and their open transactions.
+
+A producer is remembered for as long as `producer-expiry-ms` says, and while it has a transaction open. The epoch of its
+coordinator is known once that has ended a transaction here.
+
+In `__consumer_offsets` they are the producers whose transactions have committed offsets and are not decided. Those are
+not kept as batches of a transaction, so it is said to begin at offset 0.
+
+Version notes: version 0 is the only one.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from kio.schema.describe_producers.v0.request import DescribeProducersRequest
+from kio.schema.describe_producers.v0.response import (
+    DescribeProducersResponse,
+    PartitionResponse,
+    ProducerState,
+    TopicResponse,
+)
+from kio.schema.errors import ErrorCode
+from kio.schema.types import ProducerId
+from kio.static.primitive import i32, i64
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.pending_offsets import PendingProducer
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.log.producer import Producer
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import NO_EPOCH
+from millstream.core.topic import CONSUMER_OFFSETS, check_topic_name
+
+_NO_SEQUENCE: Final = -1
+
+
+class OffsetTransactions(Protocol):
+    """The groups of this node, as far as transactions commit offsets of theirs."""
+
+    async def pending_producers(self, index: int) -> list[PendingProducer]:
+        """Whose transactions have committed offsets in one partition of the offsets topic, and are not decided."""
+
+
+class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]):
+    """Tells who writes to partitions."""
+
+    key = 61
+    versions = (0, 0)
+
+    def __init__(self, topics: Topics, groups: OffsetTransactions) -> None:
+        self._topics = topics
+        self._groups = groups
+
+    async def handle(self, request: DescribeProducersRequest, client: ClientInfo) -> DescribeProducersResponse:
+        """Answer each partition on its own."""
+        topics = [
+            TopicResponse(
+                name=topic.name,
+                partitions=tuple([await self._answer(topic.name, index) for index in topic.partition_indexes]),
+            )
+            for topic in request.topics
+        ]
+        return DescribeProducersResponse(throttle_time=NO_THROTTLE, topics=tuple(topics))
+
+    async def _answer(self, topic: str, index: i32) -> PartitionResponse:
+        try:
+            check_topic_name(topic)
+            partition = self._topics.partition(topic, index)
+            partition.check_leader_epoch(NO_EPOCH)
+            producers = (
+                [_pending(one) for one in await self._groups.pending_producers(index)]
+                if topic == CONSUMER_OFFSETS
+                else [_described(one) for one in partition.log.producers]
+            )
+        except MillstreamError as error:
+            return PartitionResponse(
+                partition_index=index,
+                error_code=error_code(error),
+                error_message=error_message(error),
+                active_producers=(),
+            )
+        return PartitionResponse(partition_index=index, error_code=ErrorCode.none, active_producers=tuple(producers))
+
+
+def _pending(producer: PendingProducer) -> ProducerState:
+    return ProducerState(
+        producer_id=ProducerId(producer.producer_id),
+        producer_epoch=i32(producer.epoch),
+        last_sequence=i32(_NO_SEQUENCE),
+        last_timestamp=i64(producer.last_ms),
+        coordinator_epoch=i32(producer.coordinator_epoch),
+        current_txn_start_offset=i64(0),
+    )
+
+
+def _described(producer: Producer) -> ProducerState:
+    last_sequence = producer.batches[-1].last_sequence if producer.batches else _NO_SEQUENCE
+    return ProducerState(
+        producer_id=ProducerId(producer.producer_id),
+        producer_epoch=i32(producer.epoch),
+        last_sequence=i32(last_sequence),
+        last_timestamp=i64(producer.last_ms),
+        coordinator_epoch=i32(producer.coordinator_epoch),
+        current_txn_start_offset=i64(producer.open_from),
+    )

@@ -1,0 +1,80 @@
+"""DescribeTransactions (key 65), version 0: transactional ids, their producers, and what their transactions hold.
+
+An id that nobody uses gets TRANSACTIONAL_ID_NOT_FOUND. Beside Kafka's states there is `Prepared`, for a member of a
+batch commit that is not decided. Version notes: version 0 is the only one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime, timedelta
+from typing import cast
+
+from kio.schema.describe_transactions.v0.request import DescribeTransactionsRequest
+from kio.schema.describe_transactions.v0.response import (
+    DescribeTransactionsResponse,
+    TopicData,
+    TransactionState,
+)
+from kio.schema.errors import ErrorCode
+from kio.schema.types import ProducerId, TopicName, TransactionalId
+from kio.static.primitive import TZAware, i16, i32, i32Timedelta
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.requests import TransactionDescription
+from millstream.core.errors import MillstreamError
+from millstream.core.topic import by_topic
+
+
+class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactionsResponse]):
+    """Tells what transactions are about."""
+
+    key = 65
+    versions = (0, 0)
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    async def handle(self, request: DescribeTransactionsRequest, client: ClientInfo) -> DescribeTransactionsResponse:
+        """Describe every id asked for."""
+        states = await asyncio.gather(*(self._describe(one) for one in request.transactional_ids))
+        return DescribeTransactionsResponse(throttle_time=NO_THROTTLE, transaction_states=tuple(states))
+
+    async def _describe(self, transactional_id: str) -> TransactionState:
+        try:
+            return _described(await self._transactions.describe(transactional_id))
+        except MillstreamError as error:
+            return TransactionState(
+                error_code=error_code(error),
+                transactional_id=TransactionalId(transactional_id),
+                transaction_state="",
+                transaction_timeout=i32Timedelta.parse(timedelta(0)),
+                transaction_start_time=_time(0),
+                producer_id=ProducerId(0),
+                producer_epoch=i16(0),
+                topics=(),
+            )
+
+
+def _described(found: TransactionDescription) -> TransactionState:
+    return TransactionState(
+        error_code=ErrorCode.none,
+        transactional_id=TransactionalId(found.transactional_id),
+        transaction_state=found.state,
+        transaction_timeout=i32Timedelta.parse(timedelta(milliseconds=found.timeout_ms)),
+        transaction_start_time=_time(found.started_ms),
+        producer_id=ProducerId(found.producer_id),
+        producer_epoch=i16(found.epoch),
+        topics=tuple(
+            TopicData(topic=TopicName(name), partitions=tuple(map(i32, indexes)))
+            for name, indexes in by_topic(found.partitions).items()
+        ),
+    )
+
+
+def _time(milliseconds: int) -> TZAware:
+    # kio has no time before 1970, which Kafka uses for one that is not known.
+    return cast("TZAware", datetime.fromtimestamp(0, tz=UTC) + timedelta(milliseconds=milliseconds))

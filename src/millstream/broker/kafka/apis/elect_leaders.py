@@ -1,0 +1,80 @@
+"""ElectLeaders (key 43), versions 0 to 2: asks for the election of leaders.
+
+The preferred election gives partitions back to the first of their replicas: ELECTION_NOT_NEEDED where it leads already,
+PREFERRED_LEADER_NOT_AVAILABLE where it is down or not in sync. The unclean one has any replica lead where nobody can,
+at the price of acknowledged records: ELIGIBLE_LEADERS_NOT_AVAILABLE where no replica is alive. No list of partitions
+means all of them; then, as in Kafka, those that need no election are left out. A single node never needs one.
+
+Version notes: 1 adds the kind of election (before, it was that of the preferred replica) and an error for the whole
+answer, 2 is flexible.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Final
+
+from kio.schema.elect_leaders.v2.request import ElectLeadersRequest
+from kio.schema.elect_leaders.v2.response import ElectLeadersResponse, PartitionResult, ReplicaElectionResult
+from kio.schema.errors import ErrorCode
+from kio.schema.types import TopicName
+from kio.static.primitive import i32
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.core.errors import MillstreamError
+
+_PREFERRED, _UNCLEAN = 0, 1
+_AT_ONCE_MAX: Final = 16
+_Wanted = list[tuple[TopicName, list[i32]]]
+
+
+class ElectLeaders(Api[ElectLeadersRequest, ElectLeadersResponse]):
+    """Elects leaders."""
+
+    key = 43
+    versions = (0, 2)
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def handle(self, request: ElectLeadersRequest, client: ClientInfo) -> ElectLeadersResponse:
+        """Answer each partition on its own."""
+        if request.election_type not in (_PREFERRED, _UNCLEAN):
+            return _response(ErrorCode.invalid_request, ())
+        named = request.topic_partitions is not None
+        room = asyncio.Semaphore(_AT_ONCE_MAX)
+        results = []
+        for topic, indexes in self._wanted(request):
+            elections = (self._elect(topic, index, request.election_type == _UNCLEAN, room) for index in indexes)
+            answers = [
+                one
+                for one in await asyncio.gather(*elections)
+                if named or one.error_code is not ErrorCode.election_not_needed
+            ]
+            if answers or named:
+                results.append(ReplicaElectionResult(topic=topic, partition_result=tuple(answers)))
+        return _response(ErrorCode.none, results)
+
+    def _wanted(self, request: ElectLeadersRequest) -> _Wanted:
+        if request.topic_partitions is not None:
+            return [(one.topic, list(one.partitions)) for one in request.topic_partitions]
+        return [
+            (TopicName(topic.name), [i32(index) for index in range(topic.partitions)]) for topic in self._topics.all()
+        ]
+
+    async def _elect(self, topic: TopicName, index: i32, unclean: bool, room: asyncio.Semaphore) -> PartitionResult:
+        try:
+            async with room:
+                await self._topics.elect(topic_named(self._topics, topic), index, unclean=unclean)
+        except MillstreamError as error:
+            return PartitionResult(partition_id=index, error_code=error_code(error), error_message=error_message(error))
+        return PartitionResult(partition_id=index, error_code=ErrorCode.none, error_message=None)
+
+
+def _response(code: ErrorCode, results: Iterable[ReplicaElectionResult]) -> ElectLeadersResponse:
+    return ElectLeadersResponse(throttle_time=NO_THROTTLE, error_code=code, replica_election_results=tuple(results))

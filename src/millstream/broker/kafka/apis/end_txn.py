@@ -1,0 +1,70 @@
+"""EndTxn (key 26), versions 0 to 5: commits or aborts a transaction.
+
+The answer comes when the decision is durable; the markers are written from then on, and whatever happens they will be.
+Repeated requests are recognised, and the first answer is given again. While markers are written, each request gets
+CONCURRENT_TRANSACTIONS, from version 5 on whatever its producer id and epoch. INVALID_TXN_STATE answers what cannot be,
+such as to commit what has been aborted.
+
+Version notes: up to 1 a fenced producer gets INVALID_PRODUCER_EPOCH, from 2 on PRODUCER_FENCED. 5 is the second version
+of the protocol (KIP-890): the epoch rises with each end, and the answer holds the id and epoch for the next
+transaction; a transaction without a single record can be aborted too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kio.schema.end_txn.v5.request import EndTxnRequest
+from kio.schema.end_txn.v5.response import EndTxnResponse
+from kio.schema.errors import ErrorCode
+from kio.schema.types import ProducerId as WireProducerId
+from kio.static.primitive import i16
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.fenced import fenced_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.versioned import Versioned
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.requests import ProducerRef
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import ProducerId
+
+_FIRST_WITH_FENCED: Final = 2
+_FIRST_WITH_EPOCHS: Final = 5
+
+Call = Versioned[EndTxnRequest]
+
+
+class EndTxn(Api[Call, EndTxnResponse]):
+    """Ends transactions."""
+
+    key = 26
+    versions = (0, 5)
+
+    def __init__(self, transactions: TransactionCoordinator) -> None:
+        self._transactions = transactions
+
+    def upgrade(self, version: int, request: Any) -> Call:
+        """Remember the version, since the protocol depends on it."""
+        newest: Any = super().upgrade(version, request)
+        return Versioned(version, newest)
+
+    async def handle(self, request: Call, client: ClientInfo) -> EndTxnResponse:
+        """Commit or abort."""
+        message = request.message
+        who = ProducerRef(message.transactional_id, ProducerId(message.producer_id), message.producer_epoch)
+        version = EPOCH_PER_TRANSACTION if request.version >= _FIRST_WITH_EPOCHS else FIRST_VERSION
+        following = await self._transactions.end(who, commit=message.committed, version=version)
+        return EndTxnResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=ErrorCode.none,
+            producer_id=WireProducerId(following.producer_id),
+            producer_epoch=i16(following.epoch),
+        )
+
+    def failure(self, error: MillstreamError, request: Call) -> EndTxnResponse:
+        """The coordinator refused."""
+        code = fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED)
+        return EndTxnResponse(throttle_time=NO_THROTTLE, error_code=code)

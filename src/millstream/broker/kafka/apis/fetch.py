@@ -1,0 +1,556 @@
+"""Fetch (key 1), versions 4 to 18: reads batches, with topic ids, sessions, and a long poll that wakes on append.
+
+Hand-laid, since this is the hot path: stored batches go to the socket as they are. What a large answer is made of is
+read when its turn comes to be sent, so a consumer costs the memory of a piece, and has one while the next is read.
+
+A request that finds fewer than `min_bytes` waits for its partitions' high watermarks to move or for `max_wait`,
+whichever comes first. The last stable offset moves only with the high watermark, so that goes for `read_committed` too.
+
+Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id,
+15 moves the replica id into a tag, 18 adds a tag that only followers send. A request of a follower is handed over to
+`follower_fetch`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import struct
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, cast
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.fetch_session import (
+    FIRST_EPOCH,
+    SESSIONLESS_EPOCH,
+    FetchSession,
+    FetchSessions,
+    PartitionKey,
+    Position,
+)
+from millstream.broker.kafka.follower_fetch import FollowerFetch
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.log.stretch import Stretch
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import Answer
+from millstream.broker.net.promise import Buffers, Reply
+from millstream.broker.net.stream import Piece, Stored, Stream
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import Offset
+from millstream.core.metric import Metric, gauge
+from millstream.protocol.messages.codec import RequestHeader, response_head
+from millstream.protocol.messages.primitives import Reader, Writer
+from millstream.protocol.wire.replica_fetching import is_replica_fetch
+
+FIRST_WITH_LOG_START = 5
+FIRST_WITH_SESSIONS = 7
+FIRST_WITH_LEADER_EPOCH = 9
+FIRST_WITH_RACK = 11
+FIRST_WITH_LAST_EPOCH = 12
+FIRST_FLEXIBLE = 12
+FIRST_WITH_TOPIC_IDS = 13
+FIRST_WITHOUT_REPLICA_ID = 15
+MAX_WAIT_S_MAX = 300.0
+READ_BYTES_MAX = 64 * 1024
+"""Records of a partition up to this size are read at once; more are read while the answer is being sent."""
+
+READ_ALL_BYTES_MAX = 1024 * 1024
+"""In an answer of this size, everything else is."""
+
+READ_COMMITTED = 1
+_NO_PREFERRED_REPLICA = -1
+_WANTED = struct.Struct(">iqi")
+_WANTED_WITH_START = struct.Struct(">iq8xi")
+_WANTED_WITH_EPOCH = struct.Struct(">iiq8xi")
+_WANTED_WITH_LAST_EPOCH = struct.Struct(">iiq4x8xi")
+# A partition up to its records, with no aborted transactions and no preferred replica; the latter with compact lengths.
+_PLAIN = struct.Struct(">ihqqqii")
+_PLAIN_COMPACT = struct.Struct(">ihqqqBi")
+_FOUND = struct.Struct(">ihqq")
+_FOUND_WITH_START = struct.Struct(">ihqqq")
+
+
+class _Request(NamedTuple):
+    max_wait_ms: int
+    min_bytes: int
+    max_bytes: int
+    session_id: int
+    session_epoch: int
+    wanted: dict[PartitionKey, Position]
+    forgotten: list[PartitionKey]
+    read_committed: bool
+    is_follower: bool
+
+
+class _Found(NamedTuple):
+    """What is said about one partition."""
+
+    key: PartitionKey
+    code: ErrorCode
+    high_watermark: int
+    log_start: int
+    stretch: Stretch | None
+    last_stable: int = -1
+    aborted: Sequence[tuple[int, int]] | None = None
+    """The aborted transactions among the records, each as producer id and first offset; None if nobody asked."""
+
+    @property
+    def size(self) -> int:
+        """How many bytes of records there are."""
+        return 0 if self.stretch is None else self.stretch.size
+
+
+_FoundByKey = dict[PartitionKey, _Found]
+
+
+def _size_of(found: _FoundByKey) -> int:
+    return sum([one.stretch.size for one in found.values() if one.stretch is not None])
+
+
+class _Context(NamedTuple):
+    """One request with the partitions it is about, of its own or of its session."""
+
+    request: _Request
+    positions: dict[PartitionKey, Position]
+    session: FetchSession | None
+    incremental: bool
+    client: ClientInfo
+    bytes_max: int
+
+
+class _Wait:
+    """A long poll: woken at the first advance of any of its partitions, or of what is committed there."""
+
+    __slots__ = ("_bounds", "_partitions", "moved", "woken")
+
+    def __init__(self, *, committed: bool) -> None:
+        self._bounds: dict[Partition, tuple[Offset, Offset]] | None = {} if committed else None
+        self._partitions: dict[Partition, PartitionKey] = {}
+        self.moved: dict[PartitionKey, None] = {}
+        """The partitions to which something has happened."""
+        self.woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def listen(self, partition: Partition, key: PartitionKey) -> None:
+        self._partitions[partition] = key
+        if self._bounds is not None:
+            self._bounds[partition] = self._bounds_of(partition)
+        partition.listen(self)
+
+    def _bounds_of(self, partition: Partition) -> tuple[Offset, Offset]:
+        return partition.log_start, partition.last_stable_offset
+
+    def advanced(self, partition: Partition) -> None:
+        self.moved[self._partitions[partition]] = None
+        # What is written behind an open transaction is nothing to wake up for.
+        if self._bounds is None or not partition.is_leader or self._bounds_of(partition) != self._bounds[partition]:
+            self.finish()
+
+    def finish(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
+
+    def go_on(self) -> list[PartitionKey]:
+        """Wait once more; tells what has moved."""
+        moved, self.moved = list(self.moved), {}
+        self.woken = asyncio.get_running_loop().create_future()
+        if self._bounds is not None:
+            self._bounds = {partition: self._bounds_of(partition) for partition in self._partitions}
+        return moved
+
+    def close(self) -> None:
+        for partition in self._partitions:
+            partition.forget(self)
+
+
+class Fetch:
+    """Reads batches from the log, at once or when there are enough."""
+
+    key = 1
+    versions = (4, 18)
+
+    def __init__(self, topics: Topics, budget: Budget, quota: QuotaMeter, *, bytes_max: int) -> None:
+        self._topics = topics
+        self._quota = quota
+        self._budget = budget
+        self._bytes_max = bytes_max
+        self._sessions = FetchSessions()
+        self._followers = FollowerFetch(
+            topics, budget, bytes_max=bytes_max, new_id=_new_session_id, may_follow=topics.may_follow
+        )
+        self._waits: set[_Wait] = set()
+        self._stopping = False
+
+    def metrics(self) -> Iterable[Metric]:
+        """Long polls and sessions."""
+        yield gauge("millstream_fetch_waiting", "Fetches that wait for records.", len(self._waits))
+        yield gauge("millstream_fetch_sessions", "Fetch sessions that are remembered.", len(self._sessions))
+        yield gauge("millstream_fetch_followers", "Nodes that follow partitions of this one.", len(self._followers))
+
+    def stop(self) -> None:
+        """Answer every long poll now and start no more: the broker is stopping."""
+        self._stopping = True
+        self._followers.stop()
+        for wait in tuple(self._waits):
+            wait.finish()
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Answer at once when there is enough to send, else have the connection wait."""
+        if header.version >= FIRST_WITHOUT_REPLICA_ID and is_replica_fetch(frame):
+            return self._followers.handle_frame(frame, header, client.presence)
+        request = _read(frame, header)
+        if request.is_follower:
+            return self._followers.handle_frame(frame, header, client.presence)
+        client.fetch_requests += 1
+        context = self._context(request, header, client)
+        if isinstance(context, ErrorCode):
+            return _write(header, context, 0, [])
+        found = self._look(context)
+        if self._is_enough(context, found):
+            return self._answer(header, context, found)
+        return self._wait(header, context, found)
+
+    # -- sessions -------------------------------------------------------------------------------------------
+
+    def _context(self, request: _Request, header: RequestHeader, client: ClientInfo) -> _Context | ErrorCode:
+        by_id = header.version >= FIRST_WITH_TOPIC_IDS
+        bytes_max = min(request.max_bytes, self._bytes_max)
+        if self._quota.is_limiting:
+            bytes_max = self._quota.allowance(client, bytes_max)
+        if request.session_epoch in (SESSIONLESS_EPOCH, FIRST_EPOCH):
+            self._sessions.close(request.session_id)
+            session = None
+            if request.session_epoch == FIRST_EPOCH and header.version >= FIRST_WITH_SESSIONS:
+                session = self._sessions.open(request.wanted, by_id=by_id)
+            return _Context(request, request.wanted, session, False, client, bytes_max)
+        resumed = self._sessions.resume(request.session_id, request.session_epoch, by_id=by_id)
+        if isinstance(resumed, ErrorCode):
+            return resumed
+        resumed.update(request.wanted, request.forgotten)
+        return _Context(request, resumed.positions, resumed, True, client, bytes_max)
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def _partition(self, key: PartitionKey) -> Partition:
+        topic, index = key
+        if isinstance(topic, str):
+            return self._topics.partition(topic, index)
+        return self._topics.partition_by_id(topic, index)
+
+    def _look(self, context: _Context) -> _FoundByKey:
+        """What there is now, within the limits of the request and of the broker."""
+        found: _FoundByKey = {}
+        self._look_again(context, found, context.positions)
+        return found
+
+    def _look_again(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
+        """The same of some of the partitions; what was found of the others stands."""
+        size = _size_of(found)
+        share_bytes = self._budget.share_bytes
+        left = min(context.bytes_max, share_bytes) - size
+        committed = context.request.read_committed
+        # A single partition's records are one piece, and sooner read at once than found first.
+        most_at_once = READ_BYTES_MAX if len(context.positions) > 1 else READ_ALL_BYTES_MAX
+        # As in Kafka, only the first partition with records may exceed the limits, by its first batch: the client makes
+        # progress, and every other partition keeps to what is left of `max_bytes` and to its own.
+        for key in keys:
+            at_once = most_at_once if size < READ_ALL_BYTES_MAX else 0
+            one = self._look_at(
+                key,
+                context.positions[key],
+                left,
+                committed=committed,
+                at_once=at_once,
+                at_least_one=share_bytes > 0 and not size,
+            )
+            found[key] = one
+            if one.stretch is not None:
+                left -= one.stretch.size
+                size += one.stretch.size
+
+    def _look_at(
+        self, key: PartitionKey, position: Position, left: int, *, committed: bool, at_once: int, at_least_one: bool
+    ) -> _Found:
+        try:
+            partition = self._partition(key)
+            partition.check_leader_epoch(position.leader_epoch)
+            stretch: Stretch | None = None
+            aborted: Sequence[tuple[int, int]] | None = () if committed else None
+            max_bytes = max(0, min(position.max_bytes, left))
+            watermark = partition.high_watermark
+            if max_bytes or at_least_one or position.offset > watermark:
+                if committed:
+                    stretch, aborted = partition.committed_stretch(
+                        position.offset, max_bytes=max_bytes, at_once=at_once, at_least_one=at_least_one
+                    )
+                else:
+                    stretch = partition.stretch(
+                        position.offset, max_bytes=max_bytes, at_once=at_once, at_least_one=at_least_one
+                    )
+            stable = partition.last_stable_offset
+            return _Found(key, ErrorCode.none, watermark, partition.log_start, stretch, stable, aborted)
+        except MillstreamError as error:
+            return _Found(key, error_code(error), -1, -1, None, -1, () if committed else None)
+
+    def _is_enough(self, context: _Context, found: _FoundByKey) -> bool:
+        size = _size_of(found)
+        return (
+            size >= min(context.request.min_bytes, max(context.bytes_max, 1))
+            or context.request.max_wait_ms <= 0
+            or not context.positions
+            or self._stopping
+            or context.client.presence.has_left
+            or any(one.code is not ErrorCode.none for one in found.values())
+            or (size > 0 and _is_full(context, found))
+        )
+
+    # -- waiting --------------------------------------------------------------------------------------------
+
+    async def _wait(self, header: RequestHeader, context: _Context, found: _FoundByKey) -> Reply:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(context.request.max_wait_ms / 1000, MAX_WAIT_S_MAX)
+        wait = _Wait(committed=context.request.read_committed)
+        self._waits.add(wait)
+        try:
+            if self._listen(context, wait, found):
+                found = self._look(context)
+            while loop.time() < deadline and not self._is_enough(context, found):
+                is_short_of_memory = self._wait_for_memory(wait)
+                context.client.presence.when_left = wait.finish
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(deadline):
+                        await wait.woken
+                moved = wait.go_on()
+                if is_short_of_memory or not moved:
+                    found = self._look(context)
+                else:
+                    self._look_at_moved(context, found, moved)
+            return self._answer(header, context, found)
+        finally:
+            self._waits.discard(wait)
+            self._budget.stop_waiting(wait)
+            wait.close()
+
+    def _wait_for_memory(self, wait: _Wait) -> bool:
+        if self._budget.has_room:
+            return False
+        self._budget.wait(wait, wait.finish)
+        return True
+
+    def _look_at_moved(self, context: _Context, found: _FoundByKey, moved: list[PartitionKey]) -> None:
+        """Look at the partitions to which something has happened, and once more at what there is to send already."""
+        keys = dict.fromkeys(moved) | {key: None for key, one in found.items() if one.size}
+        for key in keys:
+            found.pop(key, None)
+        self._look_again(context, found, [key for key in context.positions if key in keys])
+
+    def _listen(self, context: _Context, wait: _Wait, found: _FoundByKey) -> bool:
+        """Be told of every advance from now on; whether something has changed since the partitions were looked at."""
+        changed = self._stopping or context.client.presence.has_left
+        for key in context.positions:
+            try:
+                partition = self._partition(key)
+            except MillstreamError:
+                # A topic that went away in the meantime is what the next look reports to the client.
+                changed = True
+                continue
+            wait.listen(partition, key)
+            one = found.get(key)
+            if (
+                one is None
+                or not partition.is_leader
+                or (one.high_watermark, one.log_start, one.last_stable)
+                != (
+                    partition.high_watermark,
+                    partition.log_start,
+                    partition.last_stable_offset,
+                )
+            ):
+                changed = True
+        return changed
+
+    def _answer(self, header: RequestHeader, context: _Context, looked: _FoundByKey) -> Reply:
+        size = _size_of(looked)
+        found = list(looked.values())
+        if context.incremental:
+            positions = context.positions
+            found = [one for one in found if one.key in positions and _is_news(one, positions[one.key])]
+        context.client.fetched_bytes += size
+        throttle_ms = self._quota.charge(context.client, size) if self._quota.is_limiting else 0
+        session = context.session
+        if session is not None:
+            for one in found:
+                position = session.positions.get(one.key)
+                if position is None:
+                    continue
+                position.watermark_told = Offset(one.high_watermark)
+                position.log_start_told = Offset(one.log_start)
+                if one.size:
+                    session.served(one.key)
+        session_id = 0 if session is None else session.session_id
+        return _write(header, ErrorCode.none, session_id, found, throttle_ms=throttle_ms)
+
+
+def _is_full(context: _Context, found: _FoundByKey) -> bool:
+    """Whether a partition has records that did not fit in: waiting would not bring more."""
+    positions = context.positions
+    return any(
+        not one.size
+        and one.key in positions
+        and positions[one.key].offset < (one.high_watermark if one.aborted is None else one.last_stable)
+        for one in found.values()
+    )
+
+
+def _is_news(one: _Found, position: Position) -> bool:
+    """Whether an incremental answer has to mention the partition."""
+    return (
+        bool(one.size)
+        or one.code is not ErrorCode.none
+        or one.high_watermark != position.watermark_told
+        or one.log_start != position.log_start_told
+    )
+
+
+def _read(frame: memoryview, header: RequestHeader) -> _Request:
+    version = header.version
+    reader = Reader(frame, header.body_at, flexible=header.flexible)
+    is_follower = version < FIRST_WITHOUT_REPLICA_ID and _is_follower(reader.int32())
+    max_wait_ms, min_bytes, max_bytes = reader.int32(), reader.int32(), reader.int32()
+    read_committed = reader.int8() == READ_COMMITTED
+    session_id, session_epoch = 0, SESSIONLESS_EPOCH
+    if version >= FIRST_WITH_SESSIONS:
+        session_id, session_epoch = reader.int32(), reader.int32()
+    wanted = _read_wanted(reader, version)
+    forgotten: list[PartitionKey] = []
+    if version >= FIRST_WITH_SESSIONS:
+        for _ in range(reader.array_length()):
+            topic: str | UUID = reader.uuid() if version >= FIRST_WITH_TOPIC_IDS else reader.string()
+            forgotten.extend((topic, index) for index in reader.int32_array())
+            reader.skip_tags()
+    if version >= FIRST_WITH_RACK:
+        reader.string()
+    for tag, content in reader.tags():
+        if tag == 1 and version >= FIRST_WITHOUT_REPLICA_ID:
+            is_follower = _is_follower(content.int32())
+    return _Request(
+        max_wait_ms, min_bytes, max_bytes, session_id, session_epoch, wanted, forgotten, read_committed, is_follower
+    )
+
+
+def _is_follower(replica_id: int) -> bool:
+    # -1 is a consumer and -2 a debugging tool.
+    return replica_id not in (-1, -2)
+
+
+def _new_session_id() -> int:
+    return secrets.randbelow(2**31 - 1) + 1
+
+
+def _wanted_layout(version: int) -> struct.Struct:
+    """One partition of a request; the epoch of the last record and the log start only followers make use of."""
+    if version >= FIRST_WITH_LAST_EPOCH:
+        return _WANTED_WITH_LAST_EPOCH
+    if version >= FIRST_WITH_LEADER_EPOCH:
+        return _WANTED_WITH_EPOCH
+    return _WANTED_WITH_START if version >= FIRST_WITH_LOG_START else _WANTED
+
+
+def _read_wanted(reader: Reader, version: int) -> dict[PartitionKey, Position]:
+    wanted: dict[PartitionKey, Position] = {}
+    layout = _wanted_layout(version)
+    for _ in range(reader.array_length()):
+        topic: str | UUID = reader.uuid() if version >= FIRST_WITH_TOPIC_IDS else reader.string()
+        for _ in range(reader.array_length()):
+            if version >= FIRST_WITH_LEADER_EPOCH:
+                index, leader_epoch, offset, max_bytes = reader.fields(layout)
+            else:
+                leader_epoch = -1
+                index, offset, max_bytes = reader.fields(layout)
+            wanted[topic, index] = Position(offset, max_bytes, leader_epoch)
+            reader.skip_tags()
+        reader.skip_tags()
+    return wanted
+
+
+def _write(
+    header: RequestHeader,
+    code: ErrorCode,
+    session_id: int,
+    found: list[_Found],
+    *,
+    throttle_ms: int = 0,
+) -> Reply:
+    """Lay out the reply as a list of parts: records are sent from where they were read to, or read when it is time."""
+    version = header.version
+    writer = Writer(flexible=header.flexible)
+    writer.int32(throttle_ms)
+    if version >= FIRST_WITH_SESSIONS:
+        writer.int16(code)
+        writer.int32(session_id)
+    by_topic: dict[str | UUID, list[_Found]] = {}
+    for one in found:
+        by_topic.setdefault(one.key[0], []).append(one)
+    writer.array_length(len(by_topic))
+    pieces: list[Piece | Stored] = []
+    for topic, of_topic in by_topic.items():
+        if isinstance(topic, UUID):
+            writer.uuid(topic)
+        else:
+            writer.string(topic)
+        writer.array_length(len(of_topic))
+        for one in of_topic:
+            _write_found(writer, version, one)
+            if one.stretch is not None and one.stretch.size:
+                pieces += (writer.buffer, one.stretch.data or one.stretch)
+                writer.buffer = bytearray()
+            writer.no_tags()
+        writer.no_tags()
+    writer.no_tags()
+    pieces.append(writer.buffer)
+    size = sum(map(len, pieces))
+    parts = [response_head(1, version, header.correlation_id, size), *pieces]
+    unread = [part for part in parts if isinstance(part, Stretch)]
+    if not unread:
+        return cast("Buffers", parts)
+    for stretch in unread:
+        stretch.hold()
+    return Stream(parts)
+
+
+def _write_found(writer: Writer, version: int, one: _Found) -> None:
+    if version >= FIRST_WITH_RACK and one.aborted is None:
+        # What most consumers ask for all day long, without a call for each field.
+        is_flexible = version >= FIRST_FLEXIBLE
+        writer.buffer += (_PLAIN_COMPACT if is_flexible else _PLAIN).pack(
+            one.key[1],
+            one.code,
+            one.high_watermark,
+            one.last_stable,
+            one.log_start,
+            0 if is_flexible else -1,
+            _NO_PREFERRED_REPLICA,
+        )
+        writer.blob_length(one.size)
+        return
+    if version >= FIRST_WITH_LOG_START:
+        writer.buffer += _FOUND_WITH_START.pack(
+            one.key[1], one.code, one.high_watermark, one.last_stable, one.log_start
+        )
+    else:
+        writer.buffer += _FOUND.pack(one.key[1], one.code, one.high_watermark, one.last_stable)
+    # Only `read_committed` asks for the aborted transactions.
+    writer.array_length(-1 if one.aborted is None else len(one.aborted))
+    for producer_id, first_offset in one.aborted or ():
+        writer.int64(producer_id)
+        writer.int64(first_offset)
+        writer.no_tags()
+    if version >= FIRST_WITH_RACK:
+        writer.int32(_NO_PREFERRED_REPLICA)
+    writer.blob_length(one.size)

@@ -1,0 +1,114 @@
+"""FindCoordinator (key 10), versions 0 to 6: which node coordinates a group (type 0) or a transactional id (type 1).
+
+The first question makes the internal topic, so that its answer can be relied on. A name is coordinated by the leader of
+its partition of that topic; while that has none, COORDINATOR_NOT_AVAILABLE has clients ask again. Transactional ids of
+batch commits are placed by their query, see `docs/protocol.md`.
+
+Version notes: up to 3 a request has one key, from 4 on several. 1 adds the type of the key; 6 allows share groups
+(type 2), which are not served yet and get INVALID_REQUEST.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, Protocol
+
+from kio.schema.errors import ErrorCode
+from kio.schema.find_coordinator.v3.response import FindCoordinatorResponse as SingleResponse
+from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
+from kio.schema.find_coordinator.v6.response import Coordinator, FindCoordinatorResponse
+from kio.schema.types import BrokerId
+from kio.static.primitive import i32
+
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import NodeId
+from millstream.protocol.messages.codec import load_response_class
+from millstream.protocol.messages.shape import reshape
+
+_GROUP, _TRANSACTION = 0, 1
+_FIRST_WITH_MANY: Final = 4
+
+
+class Placement(Protocol):
+    """A kind of coordinator, and where it keeps what."""
+
+    async def ensure(self) -> None:
+        """Make the internal topic if this is its first use."""
+
+    def leader_of(self, name: str, /) -> NodeId | None:
+        """The node that coordinates a name; None while nobody does."""
+
+
+class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
+    """Tells clients where their group is looked after."""
+
+    key = 10
+    versions = (0, 6)
+
+    def __init__(self, groups: Placement, transactions: Placement, membership: Membership) -> None:
+        self._placements = {_GROUP: groups, _TRANSACTION: transactions}
+        self._membership = membership
+
+    async def handle(self, request: FindCoordinatorRequest, client: ClientInfo) -> FindCoordinatorResponse:
+        """Name the coordinator of every key."""
+        placement = self._placements.get(request.key_type)
+        if placement is None:
+            return _refused(request, ErrorCode.invalid_request, f"no coordinator for keys of type {request.key_type}")
+        await placement.ensure()
+        found = tuple(self._find(key, placement, client) for key in request.coordinator_keys)
+        return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=found)
+
+    def _find(self, key: str, placement: Placement, client: ClientInfo) -> Coordinator:
+        try:
+            leader = placement.leader_of(key)
+        except MillstreamError as error:
+            return _not_found(key, error_code(error), error_message(error))
+        node = None if leader is None else self._membership.node(leader)
+        if node is None:
+            return _not_found(key, ErrorCode.coordinator_not_available, f"nobody leads the partition of {key!r}")
+        return Coordinator(
+            key=key,
+            node_id=BrokerId(node.node_id),
+            host=node.host_for(client.reached_at),
+            port=i32(node.port),
+            error_code=ErrorCode.none,
+            error_message="",
+        )
+
+    def upgrade(self, version: int, request: Any) -> FindCoordinatorRequest:
+        """Make a list of the one key of older versions."""
+        upgraded = super().upgrade(version, request)
+        if version >= _FIRST_WITH_MANY:
+            return upgraded
+        return FindCoordinatorRequest(key_type=upgraded.key_type, coordinator_keys=(request.key,))
+
+    def downgrade(self, version: int, response: FindCoordinatorResponse) -> Any:
+        """Take the one answer out for older versions."""
+        if version >= _FIRST_WITH_MANY:
+            return super().downgrade(version, response)
+        only = response.coordinators[0]
+        single = SingleResponse(
+            throttle_time=response.throttle_time,
+            error_code=only.error_code,
+            error_message=only.error_message,
+            node_id=only.node_id,
+            host=only.host,
+            port=only.port,
+        )
+        return reshape(single, load_response_class(self.key, version))
+
+    def failure(self, error: MillstreamError, request: FindCoordinatorRequest) -> FindCoordinatorResponse:
+        """Give the error to every key."""
+        return _refused(request, error_code(error), error_message(error))
+
+
+def _refused(request: FindCoordinatorRequest, code: ErrorCode, message: str) -> FindCoordinatorResponse:
+    refused = tuple(_not_found(key, code, message) for key in request.coordinator_keys)
+    return FindCoordinatorResponse(throttle_time=NO_THROTTLE, coordinators=refused)
+
+
+def _not_found(key: str, code: ErrorCode, message: str) -> Coordinator:
+    return Coordinator(key=key, node_id=BrokerId(-1), host="", port=i32(-1), error_code=code, error_message=message)

@@ -1,0 +1,49 @@
+"""Heartbeat (key 12), versions 0 to 4: a member says that it lives, and hears whether it has to join again.
+
+While the group is being read back from the log the answer is "all is well", as in Kafka: the member's session begins
+anew once that is done. Version 3 adds static members.
+"""
+
+from __future__ import annotations
+
+from kio.schema.errors import ErrorCode
+from kio.schema.heartbeat.v4.request import HeartbeatRequest
+from kio.schema.heartbeat.v4.response import HeartbeatResponse
+
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.requests import MemberRef
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import CoordinatorLoading, MillstreamError
+
+
+class Heartbeat(Api[HeartbeatRequest, HeartbeatResponse]):
+    """Keeps members alive."""
+
+    key = 12
+    versions = (0, 4)
+    starts_at_once = True
+
+    def __init__(self, groups: GroupCoordinator) -> None:
+        self._groups = groups
+
+    async def handle(self, request: HeartbeatRequest, client: ClientInfo) -> HeartbeatResponse:
+        """Begin the member's session anew."""
+        await self._groups.heartbeat(
+            MemberRef(
+                group_id=request.group_id,
+                member_id=request.member_id,
+                instance_id=request.group_instance_id,
+                generation=request.generation_id,
+            )
+        )
+        return _response(ErrorCode.none)
+
+    def failure(self, error: MillstreamError, request: HeartbeatRequest) -> HeartbeatResponse:
+        """Tell the member what to do."""
+        return _response(ErrorCode.none if isinstance(error, CoordinatorLoading) else error_code(error))
+
+
+def _response(code: ErrorCode) -> HeartbeatResponse:
+    return HeartbeatResponse(throttle_time=NO_THROTTLE, error_code=code)

@@ -1,0 +1,168 @@
+"""IncrementalAlterConfigs (key 44), versions 0 and 1: sets some settings of topics and leaves the others.
+
+The operations are set, delete (back to the node's default), and, for settings that take a list, append and subtract.
+All changes of one topic are made together or not at all. Those of a consumer group are kept
+for its name alone (`consumer.session.timeout.ms`, `consumer.heartbeat.interval.ms`); those of a share group are the
+settings of the subscription of that name. A node's settings live in its configuration and need a
+restart, so a request to change them is refused with a sentence that says where they are.
+
+Version notes: 1 is flexible.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Final
+
+from kio.schema.errors import ErrorCode
+from kio.schema.incremental_alter_configs.v1.request import (
+    AlterableConfig,
+    AlterConfigsResource,
+    IncrementalAlterConfigsRequest,
+)
+from kio.schema.incremental_alter_configs.v1.response import (
+    AlterConfigsResourceResponse,
+    IncrementalAlterConfigsResponse,
+)
+
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.apis.describe_configs import GROUP_RESOURCE, NODE_RESOURCE, TOPIC_RESOURCE
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.setting_view import is_list
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
+from millstream.core.group import DECLARED
+from millstream.core.missing_setting import unknown_setting
+from millstream.core.topic import Topic, TopicSettings, check_topic_name
+
+SET: Final = 0
+DELETE: Final = 1
+APPEND: Final = 2
+SUBTRACT: Final = 3
+
+
+class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlterConfigsResponse]):
+    """Changes settings of topics."""
+
+    key = 44
+    versions = (0, 1)
+
+    def __init__(self, topics: Topics, groups: DeclaredGroups, subscriptions: Subscriptions | None = None) -> None:
+        self._topics = topics
+        self._groups = groups
+        self._subscriptions = subscriptions
+
+    async def handle(
+        self, request: IncrementalAlterConfigsRequest, client: ClientInfo
+    ) -> IncrementalAlterConfigsResponse:
+        """Answer each resource on its own."""
+        named = Counter((resource.resource_type, resource.resource_name) for resource in request.resources)
+        responses = []
+        for resource in request.resources:
+            try:
+                if named[resource.resource_type, resource.resource_name] > 1:
+                    raise InvalidRequest(f"{resource.resource_name!r} is named more than once in the request")
+                await self._alter(resource, validate_only=request.validate_only)
+                responses.append(_response(resource, ErrorCode.none, None))
+            except MillstreamError as error:
+                responses.append(_response(resource, error_code(error), error_message(error)))
+        return IncrementalAlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
+
+    async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
+        if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
+            await self._alter_group(self._subscriptions, resource, validate_only=validate_only)
+            return
+        check_alterable(resource.resource_type)
+        check_topic_name(resource.resource_name)
+        topic = topic_named(self._topics, resource.resource_name)
+        changes = self._changes(topic, resource.configs)
+        await self._topics.alter(topic.name, changes, validate_only=validate_only)
+
+    async def _alter_group(
+        self, subscriptions: Subscriptions, resource: AlterConfigsResource, *, validate_only: bool
+    ) -> None:
+        """Change a group's settings; one that does not exist yet will have them.
+
+        A consumer group's are its own; all others are those of a share group, which is a subscription.
+        """
+        name = resource.resource_name
+        changes: dict[str, str | None] = {}
+        for config in resource.configs:
+            if config.name in changes:
+                raise InvalidRequest(f"{config.name} is named more than once for group {name!r}")
+            if config.config_operation not in (SET, DELETE):
+                raise InvalidSetting(f"{config.name} takes one value; set it")
+            if config.config_operation == SET and config.value is None:
+                raise InvalidRequest(f"{config.name} has no value")
+            changes[config.name] = config.value if config.config_operation == SET else None
+        own = {key: value for key, value in changes.items() if key in DECLARED}
+        shared = {key: value for key, value in changes.items() if key not in DECLARED}
+        # Both are checked before either is changed.
+        if own:
+            await self._groups.alter(name, own, validate_only=True)
+        if shared:
+            await self._alter_share_group(subscriptions, name, shared, validate_only=validate_only)
+        if own:
+            await self._groups.alter(name, own, validate_only=validate_only)
+
+    async def _alter_share_group(
+        self, subscriptions: Subscriptions, name: str, changes: dict[str, str | None], *, validate_only: bool
+    ) -> None:
+        wanted = {key: value for key, value in changes.items() if value is not None}
+        if subscriptions.get(name) is not None:
+            await subscriptions.alter(name, changes, validate_only=validate_only)
+        elif wanted:
+            await subscriptions.create(name, (), wanted, validate_only=validate_only)
+
+    def _changes(self, topic: Topic, configs: tuple[AlterableConfig, ...]) -> dict[str, str | None]:
+        changes: dict[str, str | None] = {}
+        for config in configs:
+            if config.name in changes:
+                raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
+            # Deleting what is not there is no error, as in Kafka: tools clean up settings of other versions so.
+            if config.config_operation != DELETE and config.name not in TopicSettings.declared():
+                raise unknown_setting(config.name, TopicSettings.declared())
+            changes[config.name] = self._changed(topic, config)
+        return changes
+
+    def _changed(self, topic: Topic, config: AlterableConfig) -> str | None:
+        """The new value of one setting; None takes it back to the default."""
+        if config.config_operation == DELETE:
+            return None
+        if config.value is None:
+            raise InvalidRequest(f"{config.name} has no value")
+        if config.config_operation == SET:
+            return config.value
+        if config.config_operation not in (APPEND, SUBTRACT):
+            raise InvalidRequest(f"operation {config.config_operation} is unknown")
+        if not is_list(TopicSettings.declared()[config.name]):
+            verb = "appended to" if config.config_operation == APPEND else "subtracted from"
+            raise InvalidSetting(f"{config.name} takes one value and cannot be {verb}; set it")
+        values = self._topics.settings_of(topic).as_strings()[config.name].split(",")
+        given = [part.strip() for part in config.value.split(",")]
+        if config.config_operation == SUBTRACT:
+            return ",".join(value for value in values if value not in given)
+        return ",".join(dict.fromkeys([*values, *given]))
+
+
+def check_alterable(resource_type: int) -> None:
+    """Raise `InvalidRequest` for everything but topics."""
+    if resource_type == NODE_RESOURCE:
+        raise InvalidRequest(
+            "the settings of a node are in its flags, environment and millstream.toml, and need a restart to change"
+        )
+    if resource_type != TOPIC_RESOURCE:
+        raise InvalidRequest(f"resource type {resource_type} has no settings here; topics have")
+
+
+def _response(resource: AlterConfigsResource, code: ErrorCode, message: str | None) -> AlterConfigsResourceResponse:
+    return AlterConfigsResourceResponse(
+        error_code=code,
+        error_message=message,
+        resource_type=resource.resource_type,
+        resource_name=resource.resource_name,
+    )

@@ -1,0 +1,89 @@
+"""InitProducerId (key 22), versions 0 to 5: the number that makes a producer idempotent, or transactional.
+
+Without a transactional id every call gets a new producer id at epoch 0, also one that names the id it has (version 3
+and later), as in Kafka: the client begins anew and its old numbers are never used again. An id without its epoch, or
+an epoch without its id, is INVALID_REQUEST.
+
+With a transactional id the coordinator answers: whoever had the id before is fenced, and a transaction it left open is
+aborted first (CONCURRENT_TRANSACTIONS if that takes longer than a moment). A timeout beyond
+`transaction-timeout-max-ms` is INVALID_TRANSACTION_TIMEOUT.
+
+Version notes: 3 lets a producer go on after an error with the id and epoch it had; up to 3 a fenced producer gets
+INVALID_PRODUCER_EPOCH, from 4 on PRODUCER_FENCED; 5 is the same. Version 6 (two-phase commit) is not stable in Kafka
+and not served.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Final
+
+from kio.schema.errors import ErrorCode
+from kio.schema.init_producer_id.v5.request import InitProducerIdRequest
+from kio.schema.init_producer_id.v5.response import InitProducerIdResponse
+from kio.schema.types import ProducerId as WireProducerId
+from kio.static.primitive import i16
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.fenced import fenced_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.versioned import Versioned
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.requests import InitRequest
+from millstream.broker.transactions.spare_ids import ProducerIds
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import NO_PRODUCER_ID, ProducerId
+
+_FIRST_WITH_FENCED: Final = 4
+_MILLISECOND: Final = timedelta(milliseconds=1)
+
+Call = Versioned[InitProducerIdRequest]
+
+
+class InitProducerId(Api[Call, InitProducerIdResponse]):
+    """Hands out producer ids."""
+
+    key = 22
+    versions = (0, 5)
+
+    def __init__(self, producer_ids: ProducerIds, transactions: TransactionCoordinator) -> None:
+        self._producer_ids = producer_ids
+        self._transactions = transactions
+
+    def upgrade(self, version: int, request: Any) -> Call:
+        """Remember the version, since a code depends on it."""
+        newest: Any = super().upgrade(version, request)
+        return Versioned(version, newest)
+
+    async def handle(self, request: Call, client: ClientInfo) -> InitProducerIdResponse:
+        """Give a producer its id and epoch."""
+        message = request.message
+        if (message.producer_id < 0) != (message.producer_epoch < 0):
+            return _response(ErrorCode.invalid_request)
+        if message.transactional_id is None:
+            return _response(ErrorCode.none, await self._producer_ids.next(), epoch=0)
+        expected = None
+        if message.producer_id >= 0:
+            expected = (ProducerId(message.producer_id), int(message.producer_epoch))
+        begun = await self._transactions.init(
+            InitRequest(
+                transactional_id=message.transactional_id,
+                timeout_ms=message.transaction_timeout // _MILLISECOND,
+                expected=expected,
+            )
+        )
+        return _response(ErrorCode.none, begun.producer_id, epoch=begun.epoch)
+
+    def failure(self, error: MillstreamError, request: Call) -> InitProducerIdResponse:
+        """No id could be allocated, or the coordinator refused."""
+        return _response(fenced_code(error_code(error), request.version, first=_FIRST_WITH_FENCED))
+
+
+def _response(code: ErrorCode, producer_id: ProducerId = NO_PRODUCER_ID, *, epoch: int = -1) -> InitProducerIdResponse:
+    return InitProducerIdResponse(
+        throttle_time=NO_THROTTLE,
+        error_code=code,
+        producer_id=WireProducerId(producer_id),
+        producer_epoch=i16(epoch),
+    )

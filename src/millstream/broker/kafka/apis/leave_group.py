@@ -1,0 +1,74 @@
+"""LeaveGroup (key 13), versions 0 to 5: members go, or an operator takes static members out.
+
+From version 3 on several members can leave at once, each with an answer of its own; before, the one member's error
+is the answer's. Version 5 adds a reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kio.schema.errors import ErrorCode
+from kio.schema.leave_group.v2.response import LeaveGroupResponse as SingleResponse
+from kio.schema.leave_group.v5.request import LeaveGroupRequest, MemberIdentity
+from kio.schema.leave_group.v5.response import LeaveGroupResponse, MemberResponse
+
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.requests import Leaver, Left
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import MillstreamError
+from millstream.protocol.messages.codec import load_response_class
+from millstream.protocol.messages.shape import reshape
+
+_FIRST_WITH_MANY: Final = 3
+
+
+class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
+    """Lets members go."""
+
+    key = 13
+    versions = (0, 5)
+    starts_at_once = True
+
+    def __init__(self, groups: GroupCoordinator) -> None:
+        self._groups = groups
+
+    async def handle(self, request: LeaveGroupRequest, client: ClientInfo) -> LeaveGroupResponse:
+        """Take the members out."""
+        leavers = [Leaver(member.member_id, member.group_instance_id, member.reason) for member in request.members]
+        results = await self._groups.leave(request.group_id, leavers)
+        return LeaveGroupResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=ErrorCode.none,
+            members=tuple(_member_response(left) for left in results),
+        )
+
+    def upgrade(self, version: int, request: Any) -> LeaveGroupRequest:
+        """Make a list of the one member of older versions."""
+        if version >= _FIRST_WITH_MANY:
+            return super().upgrade(version, request)
+        return LeaveGroupRequest(group_id=request.group_id, members=(MemberIdentity(member_id=request.member_id),))
+
+    def downgrade(self, version: int, response: LeaveGroupResponse) -> Any:
+        """Take the one answer out for older versions."""
+        if version >= _FIRST_WITH_MANY:
+            return super().downgrade(version, response)
+        code = response.error_code
+        if code is ErrorCode.none and response.members:
+            code = response.members[0].error_code
+        single = SingleResponse(throttle_time=response.throttle_time, error_code=code)
+        return reshape(single, load_response_class(self.key, version))
+
+    def failure(self, error: MillstreamError, request: LeaveGroupRequest) -> LeaveGroupResponse:
+        """Refuse all of them."""
+        return LeaveGroupResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), members=())
+
+
+def _member_response(left: Left) -> MemberResponse:
+    return MemberResponse(
+        member_id=left.leaver.member_id,
+        group_instance_id=left.leaver.instance_id,
+        error_code=ErrorCode.none if left.error is None else error_code(left.error),
+    )

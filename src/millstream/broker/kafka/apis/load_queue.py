@@ -1,0 +1,31 @@
+"""LoadQueue (key 32020), version 0: Millstream's private request of a queue's leader for the state that is kept of it.
+
+    [subscription id, topic id, partition, leader epoch]     answer: [error, message, snapshot or nil, last sequence]
+
+Once it is answered, leaders with an older epoch can write no more (FENCED_LEADER_EPOCH). May be repeated.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.subscriptions.state_coordinator import StateCoordinator
+from millstream.broker.subscriptions.state_messages import LOAD_KEY, LoadQueue, QueueLoaded
+from millstream.core.ids import Epoch
+
+
+class LoadQueueState(PackedApi[LoadQueue]):
+    """Gives out what this node keeps of a queue."""
+
+    key = LOAD_KEY
+    asks = LoadQueue
+    answers = QueueLoaded
+
+    def __init__(self, states: StateCoordinator) -> None:
+        self._states = states
+
+    async def handle(self, request: LoadQueue) -> QueueLoaded:
+        """Read a queue back for its leader."""
+        stored = await self._states.load(request.key, Epoch(request.leader_epoch))
+        return QueueLoaded(0, None, stored.snapshot, stored.sequence)

@@ -1,0 +1,192 @@
+"""Metadata (key 3), versions 0 to 13: the nodes of the cluster, and topics with the leaders of their partitions.
+
+No list of topics means all of them; an empty list means none, but all in version 0, which has no other way to say it.
+A topic that is named neither by name nor by id is passed over.
+A topic that is missing is created when both the request and the node's `auto-create-topics` allow it, and is then
+answered like any other; if the cluster does not agree on it in time, with LEADER_NOT_AVAILABLE, so that clients ask
+again. A partition that nobody leads has that error too, and replicas on nodes that are down are told as offline.
+
+Version notes: 4 adds `allow_auto_topic_creation` (older clients always allow it), 8 to 10 can ask for what the client
+may do with the cluster, 10 adds topic ids, and from 12 on a topic can be asked for by its id. 10 and 11 have the
+field, but a client that fills it in gets INVALID_REQUEST, as in Kafka. 13 adds an error for the whole answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Final, cast
+
+from kio.schema.errors import ErrorCode
+from kio.schema.metadata.v13.request import MetadataRequest, MetadataRequestTopic
+from kio.schema.metadata.v13.response import (
+    MetadataResponse,
+    MetadataResponseBroker,
+    MetadataResponsePartition,
+    MetadataResponseTopic,
+)
+from kio.schema.types import BrokerId, TopicName
+from kio.static.primitive import i32
+
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.topic_lookup import topic_named, topic_with_id
+from millstream.core.errors import (
+    CatalogUnavailable,
+    InvalidRequest,
+    MillstreamError,
+    RequestTimedOut,
+    StoreUnavailable,
+)
+from millstream.core.partition_state import PartitionState
+from millstream.core.topic import INTERNAL_TOPICS, Topic, check_topic_name
+
+_FIRST_BY_ID: Final = 12
+_CLUSTER_OPERATIONS_IN: Final = (8, 10)
+_NOBODY: Final = BrokerId(-1)
+_LATER: Final = (RequestTimedOut, StoreUnavailable, CatalogUnavailable)
+
+
+class Metadata(Api[MetadataRequest, MetadataResponse]):
+    """Tells clients where to send what."""
+
+    key = 3
+    versions = (0, 13)
+
+    def __init__(self, topics: Topics, membership: Membership) -> None:
+        self._topics = topics
+        self._membership = membership
+
+    async def handle(self, request: MetadataRequest, client: ClientInfo) -> MetadataResponse:
+        """Describe the cluster and the topics asked for."""
+        operations = TOPIC_OPERATIONS if request.include_topic_authorized_operations else NOT_ASKED
+        if request.topics is None:
+            alive = self._alive()
+            described = [self._describe(topic, operations, alive) for topic in self._topics.all()]
+        else:
+            described = [
+                await self._look_up(wanted, create=request.allow_auto_topic_creation, operations=operations)
+                for wanted in dict.fromkeys(request.topics)
+                if wanted.name is not None or wanted.topic_id is not None
+            ]
+        return self._response(tuple(described), client.reached_at)
+
+    def upgrade(self, version: int, request: Any) -> MetadataRequest:
+        """Turn version 0's empty list into "all"."""
+        if version == 0 and not request.topics:
+            return MetadataRequest(topics=None, include_topic_authorized_operations=False)
+        return super().upgrade(version, request)
+
+    async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
+        """Answer, with what only some versions have: refused topic ids and what may be done with the cluster."""
+        if version < _FIRST_BY_ID and _names_ids(request):
+            error = InvalidRequest(
+                f"topics cannot be asked for by id in version {version}, only from {_FIRST_BY_ID} on"
+            )
+            return self.downgrade(version, self.failure(error, self.upgrade(version, request)))
+        response = await super().answer(version, request, client)
+        oldest, newest = _CLUSTER_OPERATIONS_IN
+        if oldest <= version <= newest and request.include_cluster_authorized_operations:
+            return dataclasses.replace(response, cluster_authorized_operations=CLUSTER_OPERATIONS)
+        return response
+
+    def failure(self, error: MillstreamError, request: MetadataRequest) -> MetadataResponse:
+        """Give the error to every topic asked for, since older versions have no other place for it."""
+        refused = tuple(_refused(error_code(error), wanted) for wanted in request.topics or ())
+        return self._response(refused, "", error=error_code(error))
+
+    def _response(
+        self, topics: tuple[MetadataResponseTopic, ...], reached_at: str, error: ErrorCode = ErrorCode.none
+    ) -> MetadataResponse:
+        return MetadataResponse(
+            throttle_time=NO_THROTTLE,
+            brokers=tuple(
+                MetadataResponseBroker(
+                    node_id=BrokerId(node.node_id),
+                    host=node.host_for(reached_at),
+                    port=i32(node.port),
+                    rack=node.rack,
+                )
+                for node in self._membership.nodes()
+            ),
+            cluster_id=self._membership.cluster_id,
+            controller_id=BrokerId(self._membership.controller_id),
+            topics=topics,
+            error_code=error,
+        )
+
+    async def _look_up(self, wanted: MetadataRequestTopic, *, create: bool, operations: i32) -> MetadataResponseTopic:
+        try:
+            topic = await self._find(wanted, create=create)
+        except MillstreamError as error:
+            code = ErrorCode.leader_not_available if isinstance(error, _LATER) else error_code(error)
+            return _refused(code, wanted, operations)
+        return self._describe(topic, operations, self._alive())
+
+    def _alive(self) -> frozenset[int]:
+        return frozenset(node.node_id for node in self._membership.nodes())
+
+    async def _find(self, wanted: MetadataRequestTopic, *, create: bool) -> Topic:
+        if wanted.topic_id is not None:
+            return topic_with_id(self._topics, wanted.topic_id)
+        name = wanted.name or ""
+        if create:
+            return await self._topics.ensure(name)
+        check_topic_name(name)
+        return topic_named(self._topics, name)
+
+    def _describe(self, topic: Topic, operations: i32, alive: frozenset[int]) -> MetadataResponseTopic:
+        return MetadataResponseTopic(
+            error_code=ErrorCode.none,
+            name=cast("TopicName", topic.name),
+            topic_id=topic.topic_id,
+            is_internal=topic.is_internal,
+            partitions=tuple(
+                [_partition(index, state, alive) for index, state in enumerate(self._topics.states_of(topic))]
+            ),
+            topic_authorized_operations=operations,
+        )
+
+
+def _partition(index: int, state: PartitionState | None, alive: frozenset[int]) -> MetadataResponsePartition:
+    # Plain casts: the checked conversions of kio's types would double the cost of a long list.
+    if state is None:
+        return MetadataResponsePartition(
+            error_code=ErrorCode.leader_not_available,
+            partition_index=cast("i32", index),
+            leader_id=_NOBODY,
+            replica_nodes=(),
+            isr_nodes=(),
+        )
+    led = state.leader in alive
+    return MetadataResponsePartition(
+        error_code=ErrorCode.none if led else ErrorCode.leader_not_available,
+        partition_index=cast("i32", index),
+        leader_id=cast("BrokerId", state.leader) if led else _NOBODY,
+        leader_epoch=cast("i32", state.leader_epoch),
+        replica_nodes=cast("tuple[BrokerId, ...]", state.replicas),
+        isr_nodes=cast("tuple[BrokerId, ...]", state.in_sync),
+        offline_replicas=() if alive.issuperset(state.replicas) else _offline(state, alive),
+    )
+
+
+def _offline(state: PartitionState, alive: frozenset[int]) -> tuple[BrokerId, ...]:
+    return tuple(BrokerId(node) for node in state.replicas if node not in alive)
+
+
+def _names_ids(request: Any) -> bool:
+    return any(topic.name is None or getattr(topic, "topic_id", None) is not None for topic in request.topics or ())
+
+
+def _refused(code: ErrorCode, wanted: MetadataRequestTopic, operations: i32 = NOT_ASKED) -> MetadataResponseTopic:
+    return MetadataResponseTopic(
+        error_code=code,
+        name=wanted.name,
+        topic_id=wanted.topic_id,
+        is_internal=wanted.name in INTERNAL_TOPICS,
+        partitions=(),
+        topic_authorized_operations=operations,
+    )

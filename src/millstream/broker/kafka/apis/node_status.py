@@ -1,0 +1,149 @@
+"""NodeStatus (key 32000), version 0: Millstream's private request for a node's health and numbers.
+
+The HTTP gateway and `millstream doctor` ask it. The request has no body. The answer is one JSON document of UTF-8:
+
+    {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
+     "reasons": ["…"], "warnings": ["…"], "started_ms": …, "now_ms": …,
+     "kafka": "host:port", "http": "host:port", "data": "/folder",
+     "damage": [{"topic": …, "partition": …, "first": …, "next": …, "repair": false}, …],
+     "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
+     "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
+
+`reasons` says why the node should get no traffic now; it is empty exactly when the node is ready and unharmed.
+`warnings` says what is not well although the node takes traffic, for example that the coordination store is away.
+`damage` names the ranges of offsets that the disk lost, each from `first` up to but without `next`, at most
+`DAMAGE_MAX` of them; `repair` tells whether a range is being fetched from other replicas. `behind` names replicas on
+other nodes that lack records of what this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample
+is `{"bounds": […], "cumulative": […], "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so
+that a node with very many partitions answers as quickly as any; `left_out` tells whether there are more.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from millstream import __version__
+from millstream.broker.cluster.behind import Behind
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.net.connection import Answer
+from millstream.core.clock import Clock
+from millstream.core.metric import Distribution, Metric, MetricSource
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import RequestHeader, response_head
+
+SAMPLES_MAX = 2000
+"""Samples of one metric at most: about 2 ms of the loop's time for the largest."""
+
+DAMAGE_MAX = 1000
+"""Damaged ranges that are named; the metrics count all."""
+
+BEHIND_MAX = 1000
+
+Damaged = Iterable[tuple[TopicPartition, Iterable[tuple[int, int, bool]]]]
+"""Partitions with the ranges of offsets that were lost, and whether other replicas are asked for each."""
+
+STARTING, READY, STOPPING = "starting", "ready", "stopping"
+
+
+@dataclass(slots=True, kw_only=True)
+class NodeState:
+    """What a node is and how it is. The composition root keeps it true; everybody else reads."""
+
+    node_id: int
+    cluster_id: str
+    started_ms: int
+    kafka: str
+    http: str
+    data: str
+    state: str = STARTING
+
+
+class NodeStatus:
+    """Tells how the node is, and every number that its parts count."""
+
+    key = 32000
+    versions = (0, 0)
+
+    def __init__(
+        self,
+        node: NodeState,
+        sources: Sequence[MetricSource],
+        clock: Clock,
+        *,
+        troubles: Callable[[], Iterable[str]] = tuple,
+        damage: Callable[[], Damaged] = tuple,
+        behind: Callable[[], Iterable[Behind]] = tuple,
+        warnings: Callable[[], Iterable[str]] = tuple,
+        samples_max: int = SAMPLES_MAX,
+    ) -> None:
+        self._node = node
+        self._sources = sources
+        self._clock = clock
+        self._troubles = troubles
+        self._damage = damage
+        self._behind = behind
+        self._warnings = warnings
+        self._samples_max = samples_max
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Answer at once."""
+        body = msgspec.json.encode(self.snapshot())
+        return [response_head(header.api_key, header.version, header.correlation_id, len(body)), body]
+
+    def health(self) -> dict[str, Any]:
+        """The part of the document that health checks need."""
+        return {
+            "node_id": self._node.node_id,
+            "version": __version__,
+            "reasons": self._reasons(),
+            "warnings": list(self._warnings()),
+        }
+
+    def snapshot(self) -> dict[str, Any]:
+        """The document that the answer carries."""
+        node = self._node
+        return {
+            **self.health(),
+            "cluster_id": node.cluster_id,
+            "state": node.state,
+            "started_ms": node.started_ms,
+            "now_ms": self._clock.now_ms(),
+            "kafka": node.kafka,
+            "http": node.http,
+            "data": node.data,
+            "damage": list(islice(self._damaged_ranges(), DAMAGE_MAX)),
+            "behind": [_lacking(one) for one in islice(self._behind(), BEHIND_MAX)],
+            "metrics": [self._described(metric) for source in self._sources for metric in source.metrics()],
+        }
+
+    def _reasons(self) -> list[str]:
+        reasons = [] if self._node.state == READY else [f"the node is {self._node.state}"]
+        return [*reasons, *self._troubles()]
+
+    def _damaged_ranges(self) -> Iterator[dict[str, Any]]:
+        for partition, ranges in self._damage():
+            for first, after, repair in ranges:
+                place = {"topic": partition.topic, "partition": partition.partition}
+                yield {**place, "first": first, "next": after, "repair": repair}
+
+    def _described(self, metric: Metric) -> dict[str, Any]:
+        samples = iter(metric.samples)
+        taken = [(_value(sample.value), dict(sample.labels)) for sample in islice(samples, self._samples_max)]
+        left_out = next(samples, None) is not None
+        return {"name": metric.name, "kind": metric.kind, "help": metric.help, "samples": taken, "left_out": left_out}
+
+
+def _lacking(one: Behind) -> dict[str, Any]:
+    where = one.partition
+    return {"topic": where.topic, "partition": where.partition, "replica": one.replica, "records": one.records}
+
+
+def _value(value: float | Distribution) -> Any:
+    return value._asdict() if isinstance(value, Distribution) else value

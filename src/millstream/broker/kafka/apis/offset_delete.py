@@ -1,0 +1,75 @@
+"""OffsetDelete (key 47), version 0: a group forgets how far it has come in some partitions.
+
+Offsets of a topic that the group consumes stay (GROUP_SUBSCRIBED_TO_TOPIC), those of partitions that do not exist get
+UNKNOWN_TOPIC_OR_PARTITION. To forget what was never committed is no error.
+"""
+
+from __future__ import annotations
+
+from kio.schema.errors import ErrorCode
+from kio.schema.offset_delete.v0.request import OffsetDeleteRequest, OffsetDeleteRequestTopic
+from kio.schema.offset_delete.v0.response import (
+    OffsetDeleteResponse,
+    OffsetDeleteResponsePartition,
+    OffsetDeleteResponseTopic,
+)
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import MillstreamError
+
+
+class OffsetDelete(Api[OffsetDeleteRequest, OffsetDeleteResponse]):
+    """Deletes offsets."""
+
+    key = 47
+    versions = (0, 0)
+
+    def __init__(self, groups: GroupCoordinator, topics: Topics) -> None:
+        self._groups = groups
+        self._topics = topics
+
+    async def handle(self, request: OffsetDeleteRequest, client: ClientInfo) -> OffsetDeleteResponse:
+        """Delete the offsets of partitions that exist."""
+        unwanted: dict[str, list[int]] = {}
+        for topic in request.topics:
+            indexes = [partition.partition_index for partition in topic.partitions]
+            existing = [index for index in indexes if self._exists(topic.name, index)]
+            unwanted.setdefault(topic.name, []).extend(existing)
+        answer = await self._groups.delete_offsets(request.group_id, unwanted)
+        codes = {
+            (name, index): ErrorCode.none if error is None else error_code(error)
+            for name, partitions in answer.items()
+            for index, error in partitions.items()
+        }
+        return OffsetDeleteResponse(
+            error_code=ErrorCode.none,
+            throttle_time=NO_THROTTLE,
+            topics=tuple(_topic_response(topic, codes) for topic in request.topics),
+        )
+
+    def failure(self, error: MillstreamError, request: OffsetDeleteRequest) -> OffsetDeleteResponse:
+        """Refuse all of them."""
+        return OffsetDeleteResponse(error_code=error_code(error), throttle_time=NO_THROTTLE, topics=())
+
+    def _exists(self, name: str, partition: int) -> bool:
+        topic = self._topics.get(name)
+        return topic is not None and 0 <= partition < topic.partitions
+
+
+def _topic_response(
+    topic: OffsetDeleteRequestTopic, codes: dict[tuple[str, int], ErrorCode]
+) -> OffsetDeleteResponseTopic:
+    return OffsetDeleteResponseTopic(
+        name=topic.name,
+        partitions=tuple(
+            OffsetDeleteResponsePartition(
+                partition_index=partition.partition_index,
+                error_code=codes.get((topic.name, partition.partition_index), ErrorCode.unknown_topic_or_partition),
+            )
+            for partition in topic.partitions
+        ),
+    )

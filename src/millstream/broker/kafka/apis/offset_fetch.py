@@ -1,0 +1,276 @@
+"""OffsetFetch (key 9), versions 1 to 10: how far groups have come.
+
+An offset of -1 means that none is committed. A list of topics that is null asks for all of them (from 2 on). Every
+answer is durable: an offset whose append is not acknowledged yet is waited for. With `require_stable` (from 7 on), a
+partition whose offset an open transaction is about to change gets UNSTABLE_OFFSET_COMMIT. Version notes: up to 7 for
+one group, from 8 on for several; 1 has no error for the group, so that each partition carries it; 10 names topics by
+id, where an unknown one gets UNKNOWN_TOPIC_ID. From 9 on a member of a consumer group tells its id and epoch: an
+unknown one gets UNKNOWN_MEMBER_ID, another epoch STALE_MEMBER_EPOCH.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+from kio.schema.offset_fetch.v7 import response as single
+from kio.schema.offset_fetch.v9 import response as by_name
+from kio.schema.offset_fetch.v10 import response as by_id
+from kio.schema.types import GroupId, TopicName
+from kio.static.primitive import i32, i64
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.requests import FetchedOffset, FetchedOffsets
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import MillstreamError
+from millstream.protocol.messages.codec import load_response_class
+from millstream.protocol.messages.shape import reshape
+
+_FIRST_WITH_GROUP_ERROR: Final = 2
+_FIRST_WITH_MANY: Final = 8
+_FIRST_BY_ID: Final = 10
+_NO_OFFSET: Final = FetchedOffset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicQuery:
+    """Partitions of one topic, by its name or by its id, as the version has it."""
+
+    name: str = ""
+    topic_id: UUID | None = None
+    partitions: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupQuery:
+    """What is asked of one group; None means all its topics."""
+
+    version: int
+    group_id: str
+    member_id: str | None = None
+    member_epoch: int = -1
+    require_stable: bool = False
+    topics: tuple[TopicQuery, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicAnswer:
+    """Offsets of one topic."""
+
+    name: str
+    topic_id: UUID | None
+    partitions: tuple[tuple[int, FetchedOffset, ErrorCode], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAnswer:
+    """Offsets of one group, or why there are none."""
+
+    group_id: str
+    topics: tuple[TopicAnswer, ...]
+    code: ErrorCode = ErrorCode.none
+
+
+class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
+    """Tells consumers where to go on."""
+
+    key = 9
+    versions = (1, 10)
+    starts_at_once = True
+
+    def __init__(self, groups: GroupCoordinator, topics: Topics) -> None:
+        self._groups = groups
+        self._topics = topics
+
+    async def handle(self, request: tuple[GroupQuery, ...], client: ClientInfo) -> tuple[GroupAnswer, ...]:
+        """Answer for every group."""
+        if len(request) == 1:
+            return (await self._fetch(request[0]),)
+        return tuple(await asyncio.gather(*(self._fetch(query) for query in request)))
+
+    def upgrade(self, version: int, request: Any) -> tuple[GroupQuery, ...]:
+        """Bring every version into one form."""
+        asked = request.groups if version >= _FIRST_WITH_MANY else (request,)
+        return tuple(
+            GroupQuery(
+                version=version,
+                group_id=group.group_id,
+                member_id=getattr(group, "member_id", None),
+                member_epoch=getattr(group, "member_epoch", -1),
+                require_stable=getattr(request, "require_stable", False),
+                topics=None if group.topics is None else tuple(_topic_query(topic) for topic in group.topics),
+            )
+            for group in asked
+        )
+
+    def downgrade(self, version: int, response: tuple[GroupAnswer, ...]) -> Any:
+        """Answer in the shape of the version."""
+        if version >= _FIRST_BY_ID:
+            return _answer_by_id(response)
+        if version >= _FIRST_WITH_MANY:
+            return reshape(_answer_by_name(response), load_response_class(self.key, version))
+        return reshape(_answer_single(response[0]), load_response_class(self.key, version))
+
+    async def _fetch(self, query: GroupQuery) -> GroupAnswer:
+        try:
+            if query.topics is None:
+                fetched = await self._offsets(query, None)
+                return GroupAnswer(group_id=query.group_id, topics=self._all_topics(query.version, fetched))
+            return GroupAnswer(group_id=query.group_id, topics=await self._fetch_topics(query, query.topics))
+        except MillstreamError as error:
+            code = error_code(error)
+            in_partitions = query.version < _FIRST_WITH_GROUP_ERROR
+            topics = tuple(_refused(topic, code) for topic in query.topics or ()) if in_partitions else ()
+            return GroupAnswer(group_id=query.group_id, topics=topics, code=code)
+
+    async def _fetch_topics(self, query: GroupQuery, asked: tuple[TopicQuery, ...]) -> tuple[TopicAnswer, ...]:
+        names = [self._name_of(query.version, topic) for topic in asked]
+        wanted: dict[str, list[int]] = {}
+        for name, topic in zip(names, asked, strict=True):
+            if name is not None:
+                wanted.setdefault(name, []).extend(topic.partitions)
+        fetched = await self._offsets(query, wanted)
+        return tuple(
+            _refused(topic, ErrorCode.unknown_topic_id) if name is None else _answered(topic, fetched[name])
+            for name, topic in zip(names, asked, strict=True)
+        )
+
+    async def _offsets(self, query: GroupQuery, wanted: dict[str, list[int]] | None) -> FetchedOffsets:
+        fetched = await self._groups.fetch(query.group_id, wanted, member_id=query.member_id, epoch=query.member_epoch)
+        return fetched if query.require_stable else _all_stable(fetched)
+
+    def _all_topics(self, version: int, fetched: FetchedOffsets) -> tuple[TopicAnswer, ...]:
+        answers = []
+        for name, listed in fetched.items():
+            # What only a transaction has, who does not ask for what is stable is not told of.
+            offsets = {index: one for index, one in listed.items() if one.offset >= 0 or not one.is_stable}
+            if not offsets:
+                continue
+            topic = self._topics.get(name)
+            topic_id = None if topic is None else topic.topic_id
+            if topic_id is None and version >= _FIRST_BY_ID:
+                # A topic without an id cannot be spoken of any more.
+                continue
+            query = TopicQuery(name=name, topic_id=topic_id, partitions=tuple(offsets))
+            answers.append(_answered(query, offsets))
+        return tuple(answers)
+
+    def _name_of(self, version: int, topic: TopicQuery) -> str | None:
+        if version < _FIRST_BY_ID:
+            return topic.name
+        known = None if topic.topic_id is None else self._topics.by_id(topic.topic_id)
+        return None if known is None else known.name
+
+
+def _topic_query(topic: Any) -> TopicQuery:
+    return TopicQuery(
+        name=getattr(topic, "name", ""),
+        topic_id=getattr(topic, "topic_id", None),
+        partitions=tuple(topic.partition_indexes),
+    )
+
+
+def _answered(topic: TopicQuery, offsets: Any) -> TopicAnswer:
+    return TopicAnswer(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        partitions=tuple(_checked(index, offsets[index]) for index in topic.partitions),
+    )
+
+
+def _checked(index: int, offset: FetchedOffset) -> tuple[int, FetchedOffset, ErrorCode]:
+    if offset.is_stable:
+        return index, offset, ErrorCode.none
+    return index, _NO_OFFSET, ErrorCode.unstable_offset_commit
+
+
+def _all_stable(fetched: FetchedOffsets) -> FetchedOffsets:
+    """For clients that take what is committed, whatever a transaction is about to do."""
+    if all(offset.is_stable for offsets in fetched.values() for offset in offsets.values()):
+        return fetched
+    return {
+        topic: {index: dataclasses.replace(offset, is_stable=True) for index, offset in offsets.items()}
+        for topic, offsets in fetched.items()
+    }
+
+
+def _refused(topic: TopicQuery, code: ErrorCode) -> TopicAnswer:
+    return TopicAnswer(
+        name=topic.name,
+        topic_id=topic.topic_id,
+        partitions=tuple((index, _NO_OFFSET, code) for index in topic.partitions),
+    )
+
+
+def _answer_by_id(groups: tuple[GroupAnswer, ...]) -> by_id.OffsetFetchResponse:
+    return by_id.OffsetFetchResponse(
+        throttle_time=NO_THROTTLE,
+        groups=tuple(
+            by_id.OffsetFetchResponseGroup(
+                group_id=GroupId(group.group_id),
+                topics=tuple(
+                    by_id.OffsetFetchResponseTopics(
+                        topic_id=topic.topic_id,
+                        partitions=_partitions(by_id.OffsetFetchResponsePartitions, topic),
+                    )
+                    for topic in group.topics
+                ),
+                error_code=group.code,
+            )
+            for group in groups
+        ),
+    )
+
+
+def _answer_by_name(groups: tuple[GroupAnswer, ...]) -> by_name.OffsetFetchResponse:
+    return by_name.OffsetFetchResponse(
+        throttle_time=NO_THROTTLE,
+        groups=tuple(
+            by_name.OffsetFetchResponseGroup(
+                group_id=GroupId(group.group_id),
+                topics=tuple(
+                    by_name.OffsetFetchResponseTopics(
+                        name=TopicName(topic.name),
+                        partitions=_partitions(by_name.OffsetFetchResponsePartitions, topic),
+                    )
+                    for topic in group.topics
+                ),
+                error_code=group.code,
+            )
+            for group in groups
+        ),
+    )
+
+
+def _answer_single(group: GroupAnswer) -> single.OffsetFetchResponse:
+    return single.OffsetFetchResponse(
+        throttle_time=NO_THROTTLE,
+        topics=tuple(
+            single.OffsetFetchResponseTopic(
+                name=TopicName(topic.name), partitions=_partitions(single.OffsetFetchResponsePartition, topic)
+            )
+            for topic in group.topics
+        ),
+        error_code=group.code,
+    )
+
+
+def _partitions(kind: Any, topic: TopicAnswer) -> tuple[Any, ...]:
+    """The partitions of a topic as the class of one version, which all have the same fields."""
+    return tuple(
+        kind(
+            partition_index=i32(index),
+            committed_offset=i64(fetched.offset),
+            committed_leader_epoch=i32(fetched.leader_epoch),
+            metadata=fetched.metadata,
+            error_code=code,
+        )
+        for index, fetched, code in topic.partitions
+    )

@@ -1,0 +1,60 @@
+"""OffsetForLeaderEpoch (key 23), versions 2 to 4: where the log of a leader epoch ends.
+
+Consumers use it to find out whether records they have read were cut off by a change of leader, followers to find
+where to truncate. The answer is the largest epoch up to the one asked for and its end; an epoch that the log has never
+seen is answered with -1 and -1, without an error.
+
+Version notes: 3 adds the id of the follower that asks, 4 is flexible.
+"""
+
+from __future__ import annotations
+
+from kio.schema.errors import ErrorCode
+from kio.schema.offset_for_leader_epoch.v4.request import OffsetForLeaderEpochRequest, OffsetForLeaderPartition
+from kio.schema.offset_for_leader_epoch.v4.response import (
+    EpochEndOffset,
+    OffsetForLeaderEpochResponse,
+    OffsetForLeaderTopicResult,
+)
+from kio.static.primitive import i32, i64
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import Epoch
+
+
+class OffsetForLeaderEpoch(Api[OffsetForLeaderEpochRequest, OffsetForLeaderEpochResponse]):
+    """Tells where epochs end."""
+
+    key = 23
+    versions = (2, 4)
+
+    def __init__(self, topics: Topics) -> None:
+        self._topics = topics
+
+    async def handle(self, request: OffsetForLeaderEpochRequest, client: ClientInfo) -> OffsetForLeaderEpochResponse:
+        """Answer each partition on its own."""
+        topics = tuple(
+            OffsetForLeaderTopicResult(
+                topic=topic.topic, partitions=tuple(self._answer(topic.topic, wanted) for wanted in topic.partitions)
+            )
+            for topic in request.topics
+        )
+        return OffsetForLeaderEpochResponse(throttle_time=NO_THROTTLE, topics=topics)
+
+    def _answer(self, topic: str, wanted: OffsetForLeaderPartition) -> EpochEndOffset:
+        try:
+            partition = self._topics.partition(topic, wanted.partition)
+            partition.check_leader_epoch(wanted.current_leader_epoch)
+        except MillstreamError as error:
+            return EpochEndOffset(error_code=error_code(error), partition=wanted.partition)
+        epoch, end_offset = partition.log.end_of_epoch(Epoch(wanted.leader_epoch))
+        return EpochEndOffset(
+            error_code=ErrorCode.none,
+            partition=wanted.partition,
+            leader_epoch=i32(epoch),
+            end_offset=i64(end_offset),
+        )

@@ -1,0 +1,34 @@
+"""PipelineLanded (key 32055), version 0: Millstream's private request that tells how far a topic was landed.
+
+    {"pipeline_id": "…", "lake": "", "format": "delta", "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
+    answer: {"error": 0, "message": null}
+
+The driver tells it to all nodes after each batch, with the lake and the format that the pipeline is declared with. A
+topic with `retention.until.landed` keeps what lies beyond.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.landed_board import LandedBoard
+from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed
+
+
+class PipelineLanded(PrivateApi[Landed]):
+    """Hears how far pipelines have come."""
+
+    key = LANDED_KEY
+    asks = Landed
+
+    def __init__(self, board: LandedBoard) -> None:
+        self._board = board
+
+    async def handle(self, request: Landed) -> dict[str, Any]:
+        """Note it."""
+        for topic in request.topics:
+            self._board.take(request.pipeline_id, (request.lake, request.format), topic.topic_id, topic.offsets)
+        return {}

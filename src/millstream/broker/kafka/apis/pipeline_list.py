@@ -1,0 +1,60 @@
+"""PipelineList (key 32053), version 0: Millstream's private request for pipelines and how they do.
+
+    {"names": ["land-orders"]}, or null for all
+    answer: {"error": 0, "message": null, "pipelines": [{"name": …, "pipeline_id": …, "kind": "land", "group": …,
+    "settings": {…}, "overrides": {…}, "wanted": true, "parked": "", "created_ms": …, "version": …, "rules": [{…}],
+    "lag": …, "report": {"state": "running", "rows": …, "rows_per_s": …, "lag": …, "batches": …, "restarts": …,
+    "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…}, "node": 1}}]}
+
+Every node knows all pipelines; `report` and `lag` are null unless the node that is asked runs the driver, so a client
+asks all nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes. Rules, of
+which there may be many, are told only of pipelines that are named.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.pipeline_board import PipelineBoard
+from millstream.core.pipeline import Pipeline, Rule
+from millstream.protocol.private.pipeline_messages import LIST_KEY, PipelineNames, ToldRule
+
+
+class PipelineList(PrivateApi[PipelineNames]):
+    """Tells of pipelines."""
+
+    key = LIST_KEY
+    asks = PipelineNames
+
+    def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
+        self._pipelines = pipelines
+        self._board = board
+
+    async def handle(self, request: PipelineNames) -> dict[str, Any]:
+        """Tell of some, or of all."""
+        if request.names is None:
+            return {"pipelines": [self._told(one, ()) for one in self._pipelines.all()]}
+        wanted = [await self._pipelines.find(name) for name in request.names]
+        return {"pipelines": [self._told(one, one.rules) for one in wanted]}
+
+    def _told(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
+        return {
+            "name": pipeline.name,
+            "pipeline_id": str(pipeline.pipeline_id),
+            "kind": pipeline.kind,
+            "group": pipeline.group,
+            "settings": pipeline.settings.as_strings(),
+            "overrides": pipeline.overrides,
+            "wanted": pipeline.is_wanted,
+            "parked": pipeline.parked,
+            "created_ms": pipeline.created_ms,
+            "version": pipeline.version,
+            "rules": [ToldRule.of(rule) for rule in rules],
+            "lag": self._board.lag(pipeline.name),
+            "report": self._board.told(pipeline.name),
+        }

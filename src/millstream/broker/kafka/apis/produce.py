@@ -1,0 +1,346 @@
+"""Produce (key 0), versions 3 to 13: appends batches, and answers once they are as durable as was asked for.
+
+Versions 0 to 2 are advertised for old librdkafka, which needs to see them, and refused.
+
+Hand-laid, since this is the hot path: the batches are patched and written to disk straight from the frame they
+arrived in. All partitions of a request are appended before the first await, in the order of the request, so
+requests of one connection are appended in the order they were sent, and the reply is a promise that is kept once
+every partition is acknowledged as `acks` and the topic's `flush` say.
+
+A batch with which a transaction begins on a partition is appended once the coordinator of the transaction knows of it
+(`transaction_opening`); the connection waits meanwhile. All further ones go the way of any other batch.
+
+What only the internals of the broker may write is refused here: internal topics, and batches of a transaction that
+the request does not name.
+
+A batch is stored as a whole or not at all. If some of its records are to blame, the answer names them.
+
+Version notes: 7 is the first that may send zstd, 8 adds the error message and the records to blame, 9 is flexible, 10
+adds the current leader (a tag we leave out), 11 knows TRANSACTION_ABORTABLE, from 12 on a partition is added to the
+transaction by writing to it, 13 names topics by id. With `acks=0` there is no reply; an error then closes the
+connection, as in Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Iterable, Mapping
+from typing import cast
+
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.fenced import log_fenced
+from millstream.broker.kafka.produce_layout import Portion, Request, read, write
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.kafka.transaction_opening import Opening, is_open
+from millstream.broker.log.admission import check_records, needs_time
+from millstream.broker.log.log import AppendedRange
+from millstream.broker.log.transactions import Guard
+from millstream.broker.net.connection import Answer
+from millstream.broker.net.promise import Buffers, Promise, Reply
+from millstream.broker.replication.partition import Partition
+from millstream.broker.replication.transaction_gate import TransactionGate
+from millstream.core.errors import (
+    CorruptBatch,
+    InvalidBatch,
+    InvalidTimestamp,
+    InvalidTopicName,
+    MillstreamError,
+    ProtocolViolation,
+    UnsupportedCompression,
+)
+from millstream.core.metric import Metric, counter, gauge
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.records.batch import (
+    COMPRESSION_MASK,
+    COMPRESSION_ZSTD,
+    HEADER_BYTES,
+    LOG_OVERHEAD_BYTES,
+    MAGIC,
+    TRANSACTIONAL_FLAG,
+    read_header,
+)
+from millstream.protocol.records.compression import check_declared_size
+
+FIRST_SERVED = 3
+FIRST_WITH_ZSTD = 7
+ACKS_NONE = 0
+_ACKS_VALID = (-1, 0, 1)
+_PENDING_SWEEP_S = 0.25
+_TIMEOUT_S_MAX = 600.0
+# The lower byte of a batch's attributes, which holds the codec and all flags.
+_FLAGS_AT = 22
+_MANY_RECORDS_BYTES = 8 * 1024
+"""What is smaller, and not compressed, holds few records."""
+_FIRST_FIELDS = struct.Struct(">qiib")
+_TIMED_OUT = "the records were not acknowledged within the request's timeout"
+_NO_TRANSACTION = "the record batch belongs to a transaction, but the request names none"
+
+
+class _Waiting:
+    """A partition of a request whose reply waits for it to be acknowledged."""
+
+    __slots__ = ("is_over", "partition", "pending", "portion")
+
+    def __init__(self, pending: _Pending, portion: Portion, partition: Partition) -> None:
+        self.pending = pending
+        self.portion = portion
+        self.partition = partition
+        self.is_over = False
+
+    def acknowledged(self, error: MillstreamError | None) -> None:
+        """Called once by the partition."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if error is not None:
+            self.portion.fail(error_code(error), str(error))
+        self.pending.one_less()
+
+
+class _Pending(Promise):
+    """A request whose reply waits for acknowledgements."""
+
+    __slots__ = ("_produce", "deadline", "header", "portions", "throttle_ms", "waiting", "waits_for")
+
+    def __init__(self, produce: Produce, header: RequestHeader, portions: list[Portion], throttle_ms: int) -> None:
+        super().__init__()
+        self._produce = produce
+        self.header = header
+        self.portions = portions
+        self.throttle_ms = throttle_ms
+        self.deadline = 0.0
+        self.waiting: list[_Waiting] = []
+        self.waits_for = 0
+
+    def one_less(self) -> None:
+        """One of the partitions is acknowledged, or never will be."""
+        self.waits_for -= 1
+        if not self.waits_for:
+            self._produce.keep(self)
+
+    def time_out(self) -> list[Partition]:
+        """Tell of every partition that is still waited for that nothing is known; returns these."""
+        left = [waiting for waiting in self.waiting if not waiting.is_over]
+        for waiting in left:
+            waiting.is_over = True
+            waiting.portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
+        return [waiting.partition for waiting in left]
+
+
+class Produce:
+    """Appends batches and answers once they are as durable as was asked for."""
+
+    key = 0
+    versions = (0, 13)
+
+    def __init__(self, topics: Topics, quota: QuotaMeter, gate: TransactionGate | None = None) -> None:
+        self._topics = topics
+        self._gate = gate
+        self._quota = quota
+        self._pending: dict[_Pending, None] = {}
+        self._sweep: asyncio.TimerHandle | None = None
+        self.batches_rejected = 0
+
+    def metrics(self) -> Iterable[Metric]:
+        """What waits and what was refused."""
+        yield gauge("millstream_produce_waiting", "Produce requests that wait to be acknowledged.", len(self._pending))
+        yield counter("millstream_batches_rejected_total", "Batches that were not stored.", self.batches_rejected)
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Append everything in the frame; the answer is ready, promised, or none."""
+        if header.version < FIRST_SERVED:
+            raise ProtocolViolation(f"Produce v{header.version} is not served; versions 3 and later are")
+        request = read(frame, header)
+        opening = None
+        if request.transactional_id is not None and not is_open(self._topics, request):
+            opening = Opening(self._topics, request, header.version)
+        heavy = [portion for portion in request.portions if self._is_heavy(portion)]
+        if opening or heavy:
+            request.keep_records()
+            return self._prepare(header, request, client, opening or None, heavy, len(frame))
+        return self._answer(header, request, client, len(frame), None)
+
+    async def _prepare(
+        self,
+        header: RequestHeader,
+        request: Request,
+        client: ClientInfo,
+        opening: Opening | None,
+        heavy: list[Portion],
+        size: int,
+    ) -> Reply | None:
+        """Check heavy batches beside the loop, and ask the coordinator, before anything is appended."""
+        for portion in heavy:
+            try:
+                records, log = portion.records or b"", self._partition(portion).log
+                await asyncio.to_thread(check_records, records, read_header(records), log.settings, log.clock.now_ms())
+                portion.is_checked = True
+            except MillstreamError as error:
+                self._reject(portion, error)
+        if opening is not None and self._gate is not None:
+            await opening.ask(self._gate)
+        answer = self._answer(header, request, client, size, None if opening is None else opening.guards)
+        return await answer if isinstance(answer, Promise) else answer
+
+    def _is_heavy(self, portion: Portion) -> bool:
+        """Whether looking for the keys of a compacted topic's records would hold up the loop."""
+        records = portion.records
+        if records is None or not (len(records) >= _MANY_RECORDS_BYTES or _flags(records) & COMPRESSION_MASK):
+            return False
+        try:
+            return self._partition(portion).log.settings.compacts and needs_time(records)
+        except MillstreamError:
+            # It is refused when it is appended.
+            return False
+
+    def _answer(
+        self,
+        header: RequestHeader,
+        request: Request,
+        client: ClientInfo,
+        size: int,
+        guards: Mapping[Portion, Guard] | None,
+    ) -> Buffers | Promise | None:
+        version = header.version
+        waiting: list[tuple[Partition, Portion]] = []
+        for portion in request.portions:
+            partition = self._append(portion, request, version, guards)
+            if partition is not None:
+                waiting.append((partition, portion))
+            elif portion.code is not ErrorCode.none:
+                log_fenced(portion.code, portion.message or "", client, transactional_id=request.transactional_id)
+        client.produce_requests += 1
+        client.produced_bytes += size
+        throttle_ms = self._quota.charge(client, size) if self._quota.is_limiting else 0
+        if request.acks == ACKS_NONE:
+            _check_unanswered(request.portions)
+            return None
+        if not waiting:
+            return write(header, request.portions, throttle_ms)
+        pending = _Pending(self, header, request.portions, throttle_ms)
+        self._wait(pending, waiting, request)
+        return pending
+
+    def _append(
+        self, portion: Portion, request: Request, version: int, guards: Mapping[Portion, Guard] | None
+    ) -> Partition | None:
+        """Append what is given for one partition; returns the partition if it has to be waited for."""
+        if request.acks not in _ACKS_VALID:
+            portion.fail(ErrorCode.invalid_required_acks, f"acks must be -1, 0 or 1, not {request.acks}")
+        elif request.transactional_id is None and _is_transactional(portion.records):
+            portion.fail(ErrorCode.transactional_id_authorization_failed, _NO_TRANSACTION)
+        elif portion.code is not ErrorCode.none:
+            self.batches_rejected += 1
+        else:
+            try:
+                return self._store(portion, request.acks, version, guards.get(portion) if guards else None)
+            except CorruptBatch as error:
+                self._reject(portion, _as_told(error, portion.records))
+            except MillstreamError as error:
+                self._reject(portion, error)
+        return None
+
+    def _store(self, portion: Portion, acks: int, version: int, guard: Guard | None) -> Partition | None:
+        records = portion.records
+        if records is None:
+            raise CorruptBatch("the request holds no records for this partition")
+        partition = self._partition(portion)
+        if partition.topic.is_internal or version < FIRST_WITH_ZSTD:
+            _check_allowed(partition, records, version)
+        codec = _flags(records) & COMPRESSION_MASK
+        if codec:
+            check_declared_size(codec, records[HEADER_BYTES:])
+        appended = portion.appended = partition.write(records, acks=acks, guard=guard, is_checked=portion.is_checked)
+        # The memory they lie in is not the request's any more once it is answered or promised.
+        portion.records = None
+        return None if partition.is_acknowledged(appended, acks) else partition
+
+    def _partition(self, portion: Portion) -> Partition:
+        if isinstance(portion.topic, str):
+            return self._topics.partition(portion.topic, portion.index)
+        return self._topics.partition_by_id(portion.topic, portion.index)
+
+    def _reject(self, portion: Portion, error: MillstreamError) -> None:
+        self.batches_rejected += 1
+        portion.fail(error_code(error), str(error))
+        if isinstance(error, InvalidBatch | InvalidTimestamp):
+            portion.record_errors = error.records
+
+    def _wait(self, pending: _Pending, waiting: list[tuple[Partition, Portion]], request: Request) -> None:
+        loop = asyncio.get_running_loop()
+        pending.deadline = loop.time() + min(max(request.timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
+        self._pending[pending] = None
+        pending.waits_for = len(waiting)
+        for partition, portion in waiting:
+            one = _Waiting(pending, portion, partition)
+            pending.waiting.append(one)
+            partition.tell(cast("AppendedRange", portion.appended), one, request.acks)
+        if self._sweep is None:
+            self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
+
+    def keep(self, pending: _Pending) -> None:
+        """Answer a request that waits for nothing any more."""
+        del self._pending[pending]
+        # Each of them refers back to the request: apart, both are freed at once and the collector has nothing to find.
+        pending.waiting.clear()
+        pending.keep(write(pending.header, pending.portions, pending.throttle_ms))
+
+    def _time_out(self) -> None:
+        """Answer what has waited longer than its client is willing to; the records may still become durable."""
+        self._sweep = None
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        given_up: dict[Partition, None] = {}
+        for pending in tuple(self._pending):
+            if pending.deadline <= now:
+                given_up.update(dict.fromkeys(pending.time_out()))
+                self.keep(pending)
+        for partition in given_up:
+            partition.drop_over()
+        if self._pending:
+            self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
+
+
+def _flags(records: memoryview | None) -> int:
+    """Codec and flags of the first batch; what is too short to have them, the log refuses."""
+    return 0 if records is None or len(records) <= _FLAGS_AT else records[_FLAGS_AT]
+
+
+def _is_transactional(records: memoryview | None) -> bool:
+    return records is not None and len(records) > _FLAGS_AT and bool(records[_FLAGS_AT] & TRANSACTIONAL_FLAG)
+
+
+def _check_allowed(partition: Partition, records: memoryview, version: int) -> None:
+    if partition.topic.is_internal:
+        raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
+    if version < FIRST_WITH_ZSTD and _flags(records) & COMPRESSION_MASK == COMPRESSION_ZSTD:
+        raise UnsupportedCompression(f"zstd needs Produce v{FIRST_WITH_ZSTD} or later, not v{version}")
+
+
+def _as_told(error: CorruptBatch, records: memoryview | None) -> MillstreamError:
+    """What a client is told of a batch that cannot be read.
+
+    As in Kafka, a wrong checksum, an impossible length or an impossible format is corruption on the way, and clients
+    send the batch again; anything else in its frame is how they made it, and sending it again would not help.
+    """
+    if records is not None and len(records) >= _FIRST_FIELDS.size:
+        _offset, length, _epoch, magic = _FIRST_FIELDS.unpack_from(records)
+        if length < HEADER_BYTES - LOG_OVERHEAD_BYTES or not 0 <= magic <= MAGIC:
+            return error
+    try:
+        read_header(records or b"")
+    except CorruptBatch as framing:
+        return InvalidBatch(str(framing))
+    return error
+
+
+def _check_unanswered(portions: list[Portion]) -> None:
+    for portion in portions:
+        if portion.code is not ErrorCode.none:
+            # There is no reply that could carry the error, so the connection itself has to tell.
+            raise ProtocolViolation(f"produce with acks=0 failed: {portion.message}")

@@ -1,0 +1,199 @@
+"""PublishOnce (key 32038), version 0: Millstream's private request that stores messages unless they were before.
+
+    [topic, partition, one record batch, window ms or nil, timeout ms]
+    answer, when they are acknowledged by all:
+    [error, message, for each record [offset, timestamp ms, is new], throttle ms]
+
+Every record has a `message-id` header. One whose id the partition was given within the window, through any door, is
+not stored again: the answer tells where it stands. The batch is no producer's and no transaction's, since what is left
+out of it would be a gap. The window is the topic's `deduplication.window.ms` unless a shorter one is given. What a
+client sends while it is in debt to its `producer_byte_rate` is refused with THROTTLING_QUOTA_EXCEEDED; `throttle ms` is
+how long it has to wait.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.log.log import AppendedRange
+from millstream.broker.replication.partition import Partition
+from millstream.broker.replication.published_ids import MESSAGE_ID, Published, PublishedIds, id_of
+from millstream.core.errors import InvalidBatch, InvalidRequest, InvalidTopicName, RequestTimedOut
+from millstream.core.ids import Offset
+from millstream.core.metric import Metric, counter, gauge
+from millstream.core.topic import Topic
+from millstream.protocol.private.publish_once import PUBLISH_ONCE_KEY, PublishOnceAnswer, PublishOnceRequest
+from millstream.protocol.records.batch import check_crc, read_header
+from millstream.protocol.records.record import NewRecord, Record, decode_batch, encode_batch
+
+RECORDS_MAX: Final = 10_000
+TIMEOUT_MS_MAX: Final = 600_000
+NODE_IDS_MAX: Final = 1_000_000
+"""How many ids a node remembers; beyond, partitions that were not asked for lately are read again when they are."""
+COUNT_EVERY: Final = 64
+"""After so many requests the ids of all partitions are counted."""
+_ACKS_ALL: Final = -1
+
+
+class PublishOnce(PackedApi[PublishOnceRequest]):
+    """Stores messages that are not there yet."""
+
+    key = PUBLISH_ONCE_KEY
+    asks = PublishOnceRequest
+    answers = PublishOnceAnswer
+
+    def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
+        self._topics = topics
+        self._quota = quota
+        self._ids: OrderedDict[Partition, PublishedIds] = OrderedDict()
+        self.duplicates = 0
+        self._forgotten = 0
+        self._turn = 0
+        topics.when_deleted(self._topic_deleted)
+
+    def metrics(self) -> Iterable[Metric]:
+        """What was found to be there already, and what is remembered for that."""
+        held = list(self._ids.values())
+        yield counter(
+            "millstream_duplicate_messages_total", "Messages that were published again by id.", self.duplicates
+        )
+        yield gauge("millstream_deduplication_ids", "Ids of messages that are remembered.", sum(map(len, held)))
+        yield counter(
+            "millstream_deduplication_ids_forgotten_total",
+            "Ids that were forgotten before their window was over, since there were too many.",
+            self._forgotten + sum(one.forgotten for one in held),
+        )
+
+    async def handle_from(self, client: ClientInfo, request: PublishOnceRequest) -> PublishOnceAnswer:
+        """Store what is new, unless the client has taken more than its quota gives."""
+        owed_ms = self._quota.owed_ms(client)
+        if owed_ms:
+            said = f"client {client.client_id!r} is beyond its {self._quota.key}; wait for {owed_ms} ms"
+            return PublishOnceAnswer(int(ErrorCode.throttling_quota_exceeded), said, [], owed_ms)
+        client.produce_requests += 1
+        client.produced_bytes += len(request.batch)
+        if self._quota.is_limiting:
+            self._quota.take(client, len(request.batch))
+        return await self.handle(request)
+
+    async def handle(self, request: PublishOnceRequest) -> PublishOnceAnswer:
+        """Store what is new; answer once everything is acknowledged, also what was there."""
+        partition = self._topics.partition(request.topic, request.partition)
+        if partition.topic.is_internal:
+            raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
+        window_ms = _window(request.window_ms, partition.log.settings.deduplication_window_ms)
+        records = _read(request.batch, partition.log.clock.now_ms())
+        try:
+            async with asyncio.timeout(min(max(request.timeout_ms, 1), TIMEOUT_MS_MAX) / 1000):
+                placed, end = await self._publish(partition, records, request.batch, window_ms)
+                waiting = partition.acknowledged(AppendedRange(Offset(0), Offset(end), -1, Offset(0), False), _ACKS_ALL)
+                if waiting is not None:
+                    await waiting
+        except TimeoutError:
+            raise RequestTimedOut("the messages were not acknowledged in time; publish them again") from None
+        self.duplicates += sum(not is_new for _, _, is_new in placed)
+        return PublishOnceAnswer(0, None, placed)
+
+    async def _publish(
+        self, partition: Partition, records: Sequence[Record], batch: bytes, window_ms: int
+    ) -> tuple[list[tuple[int, int, bool]], int]:
+        """Append what is new; where every message stands, and up to where the log has to be acknowledged."""
+        ids = self._ids_of(partition)
+        async with ids.turn:
+            await ids.catch_up()
+            # From here to the append nothing is awaited, so nothing can come in between.
+            known: dict[bytes, Published] = {}
+            new: list[Record] = []
+            named = [id_of(record.headers) or b"" for record in records]
+            for message_id, record in zip(named, records, strict=True):
+                found = known.get(message_id) or ids.find(message_id, window_ms)
+                if found is None:
+                    found = Published(-1 - len(new), record.timestamp_ms)
+                    new.append(record)
+                known[message_id] = found
+            appended = None if not new else partition.write(_batch_of(new, records, batch), acks=_ACKS_ALL)
+        placed: list[tuple[int, int, bool]] = []
+        told: set[bytes] = set()
+        for message_id in named:
+            offset, timestamp_ms = known[message_id]
+            is_new = offset < 0 and message_id not in told
+            told.add(message_id)
+            if offset < 0 and appended is not None:
+                offset = appended.base_offset - 1 - offset
+                timestamp_ms = timestamp_ms if appended.append_time_ms < 0 else appended.append_time_ms
+            placed.append((offset, timestamp_ms, is_new))
+        return placed, max(offset for offset, _, _ in placed) + 1
+
+    def _ids_of(self, partition: Partition) -> PublishedIds:
+        window_ms = partition.log.settings.deduplication_window_ms
+        found = self._ids.get(partition)
+        if found is None or not found.is_current or found.window_ms < window_ms:
+            self._drop(partition)
+            if not partition.is_leader:
+                # Raises what clients are told in this case.
+                partition.check_leader_epoch(-1)
+            found = self._ids[partition] = PublishedIds(partition, window_ms)
+        found.window_ms = window_ms
+        self._ids.move_to_end(partition)
+        self._turn += 1
+        if self._turn % COUNT_EVERY == 0:
+            # What this node does not lead any more is never asked for here.
+            for known in [one for one, ids in self._ids.items() if not ids.is_current]:
+                self._drop(known)
+            while len(self._ids) > 1 and sum(map(len, self._ids.values())) > NODE_IDS_MAX:
+                self._drop(next(iter(self._ids)))
+        return found
+
+    def _topic_deleted(self, topic: Topic) -> None:
+        for known in [one for one in self._ids if one.topic.topic_id == topic.topic_id]:
+            self._drop(known)
+
+    def _drop(self, partition: Partition) -> None:
+        gone = self._ids.pop(partition, None)
+        self._forgotten += 0 if gone is None else gone.forgotten
+
+
+def _window(asked_ms: int | None, most_ms: int) -> int:
+    if asked_ms is None:
+        return most_ms
+    if not 0 < asked_ms <= most_ms:
+        raise InvalidRequest(
+            f"messages can be told apart from those of the last {most_ms} ms, not {asked_ms}; set the topic's "
+            "deduplication.window.ms for a longer time"
+        )
+    return asked_ms
+
+
+def _read(batch: bytes, now_ms: int) -> list[Record]:
+    """The messages; those without a time are of now, or they could not be known by it later."""
+    header = read_header(batch)
+    if header.end_position != len(batch):
+        raise InvalidBatch("messages that are published once come as one record batch")
+    if header.is_control or header.is_transactional or header.producer_id >= 0:
+        raise InvalidBatch("a batch that is published once belongs to no producer and no transaction")
+    if not 0 < header.record_count <= RECORDS_MAX:
+        raise InvalidBatch(f"1 to {RECORDS_MAX} messages are published once together, not {header.record_count}")
+    check_crc(batch, header)
+    records = list(decode_batch(batch, header))
+    if any(id_of(record.headers) is None for record in records):
+        raise InvalidRequest(f"every message that is published once needs a {MESSAGE_ID} header")
+    return [record if record.timestamp_ms >= 0 else record._replace(timestamp_ms=now_ms) for record in records]
+
+
+def _batch_of(new: Sequence[Record], records: Sequence[Record], batch: bytes) -> bytearray:
+    header = read_header(batch)
+    if len(new) == len(records) and header.base_timestamp_ms >= 0 and header.max_timestamp_ms >= 0:
+        return bytearray(batch)
+    left = [NewRecord(record.key, record.value, record.headers, record.timestamp_ms) for record in new]
+    return encode_batch(left, compression=header.compression)

@@ -1,0 +1,117 @@
+"""ShareAcknowledge (key 79), versions 1 to 2: a share consumer acknowledges messages without asking for more (KIP-932).
+
+Acknowledgements are 1 accept, 2 release, 3 reject and, where `is_renew_ack` says so, 4 renew; 0 stands for an offset
+without a message. It is answered once it is durable; of each partition, all is done or nothing. It goes on with the
+session that ShareFetch opened; epoch -1 closes it.
+
+Epoch 0 is INVALID_SHARE_SESSION_EPOCH; what cannot be an acknowledgement is INVALID_REQUEST, and one of a message that
+the member does not hold (any more) INVALID_RECORD_STATE. NOT_LEADER_OR_FOLLOWER comes with the leader.
+
+Version notes: 2 adds renewals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+from kio.schema.share_acknowledge.v2.request import ShareAcknowledgeRequest
+from kio.schema.share_acknowledge.v2.response import (
+    LeaderIdAndEpoch,
+    NodeEndpoint,
+    PartitionData,
+    ShareAcknowledgeResponse,
+    ShareAcknowledgeTopicResponse,
+)
+from kio.schema.types import BrokerId
+from kio.static.primitive import i32, i32Timedelta
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.share_door import Acknowledgements, ShareDoor, check_member_id
+from millstream.broker.kafka.share_session import CLOSES, OPENS, SharePartition
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import MillstreamError
+
+
+class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
+    """Settles leases of share consumers."""
+
+    key = 79
+    versions = (1, 2)
+
+    def __init__(self, door: ShareDoor) -> None:
+        self._door = door
+
+    async def handle(self, request: ShareAcknowledgeRequest, client: ClientInfo) -> ShareAcknowledgeResponse:
+        """Settle each partition on its own."""
+        member_id = check_member_id(request.member_id)
+        group_id, epoch = request.group_id or "", request.share_session_epoch
+        if epoch == OPENS:
+            return _refused(ErrorCode.invalid_share_session_epoch)
+        session = self._door.session((group_id, member_id), epoch, client.presence)
+        if isinstance(session, ErrorCode):
+            return _refused(session)
+        try:
+            subscription = await self._door.service.declared.find(group_id)
+            results = await self._door.acknowledge(
+                subscription, member_id, _acknowledgements(request), renews=request.is_renew_ack
+            )
+        finally:
+            if epoch == CLOSES:
+                self._door.release(session)
+        return self._answer(results, self._door.service.declared.settings_of(subscription).lease_ms)
+
+    def failure(self, error: MillstreamError, request: ShareAcknowledgeRequest) -> ShareAcknowledgeResponse:
+        """Say why nothing is settled."""
+        return _refused(error_code(error), error_message(error))
+
+    def _answer(
+        self, results: Mapping[SharePartition, MillstreamError | None], lease_ms: int
+    ) -> ShareAcknowledgeResponse:
+        by_topic: dict[UUID, list[PartitionData]] = {}
+        for place, error in results.items():
+            leader = self._door.leader(place, error)
+            by_topic.setdefault(place[0], []).append(
+                PartitionData(
+                    partition_index=i32(place[1]),
+                    error_code=ErrorCode.none if error is None else error_code(error),
+                    error_message=None if error is None else error_message(error),
+                    current_leader=LeaderIdAndEpoch(leader_id=i32(leader.node_id), leader_epoch=i32(leader.epoch)),
+                )
+            )
+        return ShareAcknowledgeResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=ErrorCode.none,
+            acquisition_lock_timeout=i32Timedelta.parse(timedelta(milliseconds=lease_ms)),
+            responses=tuple(
+                ShareAcknowledgeTopicResponse(topic_id=topic_id, partitions=tuple(partitions))
+                for topic_id, partitions in by_topic.items()
+            ),
+            node_endpoints=tuple(
+                NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
+                for node in self._door.leaders(results)
+            ),
+        )
+
+
+def _acknowledgements(request: ShareAcknowledgeRequest) -> Acknowledgements:
+    return {
+        (topic.topic_id, partition.partition_index): partition.acknowledgement_batches
+        for topic in request.topics
+        if topic.topic_id is not None
+        for partition in topic.partitions
+    }
+
+
+def _refused(code: ErrorCode, message: str | None = None) -> ShareAcknowledgeResponse:
+    return ShareAcknowledgeResponse(
+        throttle_time=NO_THROTTLE,
+        error_code=code,
+        error_message=message,
+        acquisition_lock_timeout=i32Timedelta.parse(timedelta(0)),
+        responses=(),
+        node_endpoints=(),
+    )

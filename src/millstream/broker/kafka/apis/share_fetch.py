@@ -1,0 +1,284 @@
+"""ShareFetch (key 78), versions 1 to 2: a share consumer acquires messages, and acknowledges earlier ones (KIP-932).
+
+The queue behind each partition of the member's session leases messages to it, oldest first, and the answer carries the
+batches in which they are, with the ranges that are the member's. Without any, it waits up to `max_wait`. The session
+remembers the partitions: epoch 0 opens it, each further request counts one up, -1 closes it and gives what the member
+holds to others.
+
+What a session gets wrong is SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
+connection. An acknowledgement of a message that the member does not hold (any more) is INVALID_RECORD_STATE for that
+partition, of which then nothing is acknowledged. NOT_LEADER_OR_FOLLOWER comes with the leader.
+
+Version 2 adds renewals (the acknowledgement 4), which `is_renew_ack` announces: such a request acquires nothing, and
+its limits must be 0. It also adds `share_acquire_mode`: by default a batch is acquired as a whole, beyond
+`max_records`; in mode 1 that is a limit.
+
+What is given counts to the client's `consumer_byte_rate`. One that is in debt gets no messages before that is paid. It
+is not muted, and told no throttle time, since its acknowledgements would be late then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Final
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+from kio.schema.share_fetch.v2.request import ShareFetchRequest
+from kio.schema.share_fetch.v2.response import (
+    AcquiredRecords,
+    LeaderIdAndEpoch,
+    NodeEndpoint,
+    PartitionData,
+    ShareFetchableTopicResponse,
+    ShareFetchResponse,
+)
+from kio.schema.types import BrokerId
+from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.kafka.share_door import Acknowledgements, ShareDoor, check_member_id
+from millstream.broker.kafka.share_session import CLOSES, OPENS, SharePartition, ShareSession
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.subscriptions.lease import Lease
+from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.subscription import Subscription
+
+_MILLISECOND: Final = timedelta(milliseconds=1)
+_RECORD_LIMIT: Final = 1
+_WAIT_MS_MAX: Final = 300_000
+_ACKNOWLEDGED_MS_MAX: Final = 20
+"""An answer that tells of acknowledgements is not held back for longer: a client may wait for them. Where messages come
+often it carries some, which saves a request for each."""
+_BYTES_MAX: Final = 16 * 1024 * 1024
+"""An answer is held in memory as a whole; one batch is given however large it is."""
+_PAUSE_MS: Final = 100
+_FOR_CLIENTS: Final = frozenset(
+    {
+        ErrorCode.not_leader_or_follower,
+        ErrorCode.fenced_leader_epoch,
+        ErrorCode.kafka_storage_error,
+        ErrorCode.unknown_topic_or_partition,
+        ErrorCode.unknown_topic_id,
+        ErrorCode.corrupt_message,
+    }
+)
+"""What share consumers know what to do about; Java's ends with any other code but UNKNOWN_SERVER_ERROR, after which it
+asks again."""
+
+
+class _Told:
+    """What is said about each partition."""
+
+    def __init__(self) -> None:
+        self.acknowledged: Mapping[SharePartition, MillstreamError | None] = {}
+        self.failed: dict[SharePartition, MillstreamError] = {}
+        self.leases: dict[SharePartition, list[Lease]] = {}
+        self.records: dict[SharePartition, bytes] = {}
+
+
+class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
+    """Leases messages to share consumers."""
+
+    key = 78
+    versions = (1, 2)
+    waits_for_others = True
+
+    def __init__(self, door: ShareDoor, quota: QuotaMeter, *, bytes_max: int) -> None:
+        self._door = door
+        self._quota = quota
+        self._bytes_max = bytes_max
+
+    async def handle(self, request: ShareFetchRequest, client: ClientInfo) -> ShareFetchResponse:
+        """Acknowledge, then acquire."""
+        member_id = check_member_id(request.member_id)
+        group_id, epoch = request.group_id or "", request.share_session_epoch
+        acknowledged = _acknowledgements(request)
+        _check(request, acknowledged)
+        session = self._door.session(
+            (group_id, member_id), epoch, client.presence, wanted=_wanted(request), forgotten=_forgotten(request)
+        )
+        if isinstance(session, ErrorCode):
+            return _refused(session)
+        told = _Told()
+        try:
+            subscription = await self._door.service.declared.find(group_id)
+            settled = await self._door.settle(subscription, member_id, acknowledged, renews=request.is_renew_ack)
+        finally:
+            if epoch == CLOSES:
+                self._door.release(session)
+        # What is settled becomes durable while more is acquired.
+        confirming = asyncio.ensure_future(self._door.confirm(settled)) if settled else None
+        try:
+            if epoch != CLOSES and request.max_records > 0 and request.max_bytes > 0:
+                await self._acquire(request, client, subscription, session, confirming, told)
+            if confirming is not None:
+                told.acknowledged = await confirming
+        finally:
+            if confirming is not None:
+                confirming.cancel()
+        size = sum(map(len, told.records.values()))
+        client.fetched_bytes += size
+        if self._quota.is_limiting:
+            self._quota.take(client, size)
+        return self._answer(subscription, told)
+
+    def downgrade(self, version: int, response: ShareFetchResponse) -> ShareFetchResponse:
+        """Both versions of the answer are laid alike."""
+        return response
+
+    def failure(self, error: MillstreamError, request: ShareFetchRequest) -> ShareFetchResponse:
+        """Say why nothing is given."""
+        return _refused(error_code(error), error_message(error))
+
+    async def _acquire(
+        self,
+        request: ShareFetchRequest,
+        client: ClientInfo,
+        subscription: Subscription,
+        session: ShareSession,
+        confirming: asyncio.Future[Any] | None,
+        told: _Told,
+    ) -> None:
+        # Loaded with the first subscription; the node has one now.
+        from millstream.broker.subscriptions.delivery import Wanted
+        from millstream.broker.subscriptions.receiving import receive
+
+        deliveries = {}
+        for place in session.partitions:
+            try:
+                deliveries[place] = await self._door.delivery(subscription, place)
+            except MillstreamError as error:
+                told.failed[place] = error
+        places = {delivery.key: place for place, delivery in deliveries.items()}
+        wanted = Wanted(
+            self._door.worker(request.member_id or ""),
+            request.max_records,
+            self._quota.allowance(client, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
+            whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
+        )
+        patience_ms = 0 if told.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX
+        wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
+        if any(_code(error) == ErrorCode.unknown_server_error for error in told.failed.values()):
+            # The client asks again at once.
+            await asyncio.sleep(_PAUSE_MS / 1000)
+        left_ms = await self._paid(client, max(0, wait_ms))
+        if left_ms is None:
+            return
+        session.turn += 1
+        given = await receive(
+            list(deliveries.values()),
+            wanted,
+            self._door.service.budget,
+            wait_s=left_ms / 1000,
+            first=session.turn % max(1, len(deliveries)),
+            beside=confirming,
+        )
+        for delivery, received, _ in given:
+            place = places[delivery.key]
+            told.leases[place] = received.leases
+            told.records[place] = b"".join(received.batches)
+
+    async def _paid(self, client: ClientInfo, wait_ms: int) -> int | None:
+        """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
+        while owed_ms := self._quota.owed_ms(client):
+            await asyncio.sleep(min(owed_ms, wait_ms) / 1000)
+            if owed_ms > wait_ms:
+                return None
+            wait_ms -= owed_ms
+        return wait_ms
+
+    def _answer(self, subscription: Subscription, told: _Told) -> ShareFetchResponse:
+        by_topic: dict[UUID, list[PartitionData]] = {}
+        for topic_id, index in dict.fromkeys([*told.acknowledged, *told.failed, *told.leases]):
+            by_topic.setdefault(topic_id, []).append(self._partition((topic_id, index), told))
+        settings = self._door.service.declared.settings_of(subscription)
+        return ShareFetchResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=ErrorCode.none,
+            acquisition_lock_timeout=i32Timedelta.parse(timedelta(milliseconds=settings.lease_ms)),
+            responses=tuple(
+                ShareFetchableTopicResponse(topic_id=topic_id, partitions=tuple(partitions))
+                for topic_id, partitions in by_topic.items()
+            ),
+            node_endpoints=tuple(
+                NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
+                for node in self._door.leaders({**told.acknowledged, **told.failed})
+            ),
+        )
+
+    def _partition(self, place: SharePartition, told: _Told) -> PartitionData:
+        failed = told.failed.get(place)
+        refused = told.acknowledged.get(place)
+        leader = self._door.leader(place, failed or refused)
+        return PartitionData(
+            partition_index=i32(place[1]),
+            error_code=ErrorCode.none if failed is None else _code(failed),
+            error_message=None if failed is None else error_message(failed),
+            acknowledge_error_code=i16(0) if refused is None else i16(int(error_code(refused))),
+            acknowledge_error_message=None if refused is None else error_message(refused),
+            current_leader=LeaderIdAndEpoch(leader_id=i32(leader.node_id), leader_epoch=i32(leader.epoch)),
+            records=Records(told.records.get(place, b"")),
+            acquired_records=tuple(
+                AcquiredRecords(
+                    first_offset=i64(lease.first), last_offset=i64(lease.last), delivery_count=i16(lease.attempt)
+                )
+                for lease in told.leases.get(place, ())
+            ),
+        )
+
+
+def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
+    if acknowledged and request.share_session_epoch == OPENS:
+        raise InvalidRequest("a session that is opened has nothing to acknowledge yet")
+    limits = (request.max_wait // _MILLISECOND, request.min_bytes, request.max_bytes, request.max_records)
+    if request.is_renew_ack and any(limits):
+        raise InvalidRequest("a request that renews leases fetches nothing, so its limits have to be 0")
+
+
+def _code(error: MillstreamError) -> ErrorCode:
+    code = error_code(error)
+    return code if code in _FOR_CLIENTS else ErrorCode.unknown_server_error
+
+
+def _wanted(request: ShareFetchRequest) -> list[SharePartition]:
+    return [
+        (topic.topic_id, partition.partition_index)
+        for topic in request.topics
+        if topic.topic_id is not None
+        for partition in topic.partitions
+    ]
+
+
+def _forgotten(request: ShareFetchRequest) -> list[SharePartition]:
+    return [
+        (topic.topic_id, index)
+        for topic in request.forgotten_topics_data
+        if topic.topic_id is not None
+        for index in topic.partitions
+    ]
+
+
+def _acknowledgements(request: ShareFetchRequest) -> Acknowledgements:
+    return {
+        (topic.topic_id, partition.partition_index): partition.acknowledgement_batches
+        for topic in request.topics
+        if topic.topic_id is not None
+        for partition in topic.partitions
+        if partition.acknowledgement_batches
+    }
+
+
+def _refused(code: ErrorCode, message: str | None = None) -> ShareFetchResponse:
+    return ShareFetchResponse(
+        throttle_time=NO_THROTTLE,
+        error_code=code,
+        error_message=message,
+        acquisition_lock_timeout=i32Timedelta.parse(timedelta(0)),
+        responses=(),
+        node_endpoints=(),
+    )

@@ -1,0 +1,105 @@
+"""ShareGroupHeartbeat (key 76), version 1: a share consumer joins its group, lives in it and leaves it (KIP-932).
+
+One request does it all. Epoch 0 joins, with the topics of the member; a positive epoch says that the member lives, and
+only what has changed; -1 leaves. The answer tells the epoch, when to send the next heartbeat, and the partitions where
+the member may not know them. Several members may have the same partition: each message goes to one of them.
+
+A share group is a subscription of the same name. It is declared when the first member joins, unless it was before;
+`share.session.timeout.ms`, `share.heartbeat.interval.ms` and the other settings are the subscription's.
+
+Refused are: an epoch that is not the member's (FENCED_MEMBER_EPOCH), an unknown member (UNKNOWN_MEMBER_ID), a full
+group (GROUP_MAX_SIZE_REACHED), and a group that does not exist or is of another kind (GROUP_ID_NOT_FOUND).
+"""
+
+from __future__ import annotations
+
+from kio.schema.errors import ErrorCode
+from kio.schema.share_group_heartbeat.v1.request import ShareGroupHeartbeatRequest
+from kio.schema.share_group_heartbeat.v1.response import (
+    Assignment,
+    ShareGroupHeartbeatResponse,
+    TopicPartitions,
+)
+from kio.static.primitive import i32
+
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.share.requests import JOIN_EPOCH, LEFT_EPOCH, ShareAnswer, ShareHeartbeat
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.group_answer import check_text, milliseconds, partitions_by_topic
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.subscription import SubscriptionSettings
+
+
+class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatResponse]):
+    """Keeps members of share groups alive, and tells them what to fetch."""
+
+    key = 76
+    versions = (1, 1)
+
+    def __init__(self, groups: GroupCoordinator, subscriptions: Subscriptions) -> None:
+        self._groups = groups
+        self._subscriptions = subscriptions
+
+    async def handle(self, request: ShareGroupHeartbeatRequest, client: ClientInfo) -> ShareGroupHeartbeatResponse:
+        """Check the request and hand it to the group."""
+        _check(request)
+        settings = self._settings(request.group_id)
+        names = request.subscribed_topic_names
+        heartbeat = ShareHeartbeat(
+            group_id=request.group_id,
+            member_id=request.member_id,
+            epoch=request.member_epoch,
+            rack_id=request.rack_id,
+            topics=None if names is None else frozenset(names),
+            client_id=client.client_id,
+            # Kafka shows the address of a member in the form that Java prints.
+            client_host=f"/{client.host}",
+            session_ms=settings.session_ms,
+            heartbeat_ms=settings.heartbeat_ms,
+        )
+        answer = await self._groups.share_heartbeat(heartbeat)
+        if request.member_epoch == JOIN_EPOCH:
+            await self._subscriptions.ensure(request.group_id)
+        return _accepted(answer)
+
+    def failure(self, error: MillstreamError, request: ShareGroupHeartbeatRequest) -> ShareGroupHeartbeatResponse:
+        """Say why the member is refused."""
+        return ShareGroupHeartbeatResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=error_code(error),
+            error_message=error_message(error),
+            member_epoch=i32(0),
+            heartbeat_interval=milliseconds(0),
+        )
+
+    def _settings(self, group_id: str) -> SubscriptionSettings:
+        declared = self._subscriptions.get(group_id)
+        return SubscriptionSettings() if declared is None else self._subscriptions.settings_of(declared)
+
+
+def _check(message: ShareGroupHeartbeatRequest) -> None:
+    check_text("member id", message.member_id)
+    check_text("group id", message.group_id)
+    if message.rack_id is not None:
+        check_text("rack id", message.rack_id)
+    if message.member_epoch < LEFT_EPOCH:
+        raise InvalidRequest(f"there is no member epoch {message.member_epoch}")
+    if message.member_epoch == JOIN_EPOCH and not message.subscribed_topic_names:
+        raise InvalidRequest("a member that joins has to tell its topics")
+
+
+def _accepted(answer: ShareAnswer) -> ShareGroupHeartbeatResponse:
+    assignment = None
+    if answer.assignment is not None:
+        assignment = Assignment(topic_partitions=partitions_by_topic(TopicPartitions, answer.assignment))
+    return ShareGroupHeartbeatResponse(
+        throttle_time=NO_THROTTLE,
+        error_code=ErrorCode.none,
+        member_id=answer.member_id,
+        member_epoch=i32(answer.epoch),
+        heartbeat_interval=milliseconds(answer.heartbeat_ms),
+        assignment=assignment,
+    )

@@ -1,0 +1,52 @@
+"""SubscriptionAlter (key 32033), version 0: Millstream's private request that changes a subscription.
+
+    {"name": "billing", "settings": {"millstream.paused": "true", "millstream.filter": null}, "topics": null}
+    answer: {"error": 0, "message": null}
+
+A setting of null goes back to its default; topics of null stay as they are.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.protocol.private.subscription_messages import ALTER_KEY
+
+
+class ChangedSubscription(msgspec.Struct, frozen=True):
+    """What is changed."""
+
+    name: str
+    settings: dict[str, str | None] = {}
+    topics: list[str] | None = None
+    validate_only: bool = False
+
+
+class SubscriptionAlter(PrivateApi[ChangedSubscription]):
+    """Changes subscriptions."""
+
+    key = ALTER_KEY
+    asks = ChangedSubscription
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+
+    async def handle(self, request: ChangedSubscription) -> dict[str, Any]:
+        """Change it durably."""
+        found = await self._subscriptions.find(request.name)
+        further = [topic for topic in request.topics or () if topic not in found.topics]
+        await self._subscriptions.alter(
+            request.name,
+            request.settings,
+            topics=request.topics,
+            starts=await self._service.starts(further, found.settings) if further else None,
+            validate_only=request.validate_only,
+        )
+        return {}

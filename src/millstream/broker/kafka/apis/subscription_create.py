@@ -1,0 +1,59 @@
+"""SubscriptionCreate (key 32032), version 0: Millstream's private request that declares a subscription.
+
+    {"name": "billing", "topics": ["orders"], "settings": {"millstream.filter": "…"}, "validate_only": false}
+    answer: {"error": 0, "message": null, "subscription_id": "…"}
+
+A name that is taken is DUPLICATE_RESOURCE, and the group of a pipeline is refused. Settings are those of
+docs/configuration.md.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.core.errors import InvalidSubscription
+from millstream.core.subscription import check_subscription
+from millstream.protocol.private.subscription_messages import CREATE_KEY
+
+
+class NewSubscription(msgspec.Struct, frozen=True):
+    """What is declared."""
+
+    name: str
+    topics: list[str]
+    settings: dict[str, str] = {}
+    validate_only: bool = False
+
+
+class SubscriptionCreate(PrivateApi[NewSubscription]):
+    """Declares subscriptions."""
+
+    key = CREATE_KEY
+    asks = NewSubscription
+
+    def __init__(self, service: SubscriptionService, pipelines: Pipelines) -> None:
+        self._service = service
+        self._pipelines = pipelines
+        self._subscriptions = service.declared
+
+    async def handle(self, request: NewSubscription) -> dict[str, Any]:
+        """Declare it durably."""
+        settings = check_subscription(request.name, request.topics, request.settings)
+        pipeline = self._pipelines.of_group(request.name)
+        if pipeline is not None:
+            raise InvalidSubscription(f"{request.name!r} is the group of pipeline {pipeline!r}; choose another name")
+        made = await self._subscriptions.create(
+            request.name,
+            request.topics,
+            request.settings,
+            starts=await self._service.starts(request.topics, settings),
+            validate_only=request.validate_only,
+        )
+        return {"subscription_id": str(made.subscription_id)}

@@ -1,0 +1,41 @@
+"""SubscriptionDelete (key 32034), version 0: Millstream's private request that takes a subscription away.
+
+    {"name": "billing", "force": false}     answer: {"error": 0, "message": null}
+
+What its queues hold goes with it; the messages stay in their topics. An unknown name is GROUP_ID_NOT_FOUND. One with
+open dead letters is NON_EMPTY_GROUP unless it is forced; the letters stay in their topic then.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.protocol.private.subscription_messages import DELETE_KEY
+
+
+class GoneSubscription(msgspec.Struct, frozen=True):
+    """Which one."""
+
+    name: str
+    force: bool = False
+
+
+class SubscriptionDelete(PrivateApi[GoneSubscription]):
+    """Deletes subscriptions."""
+
+    key = DELETE_KEY
+    asks = GoneSubscription
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+
+    async def handle(self, request: GoneSubscription) -> dict[str, Any]:
+        """Take it out durably."""
+        await self._service.delete(request.name, force=request.force)
+        return {}

@@ -1,0 +1,121 @@
+"""SubscriptionList (key 32035), version 0: Millstream's private request for subscriptions and their queues.
+
+    {"names": ["billing"], "open": [["orders", 0]]}, or null for all
+    answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
+    "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
+    "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}]}]}
+
+Every node knows all subscriptions; of the queues it tells those that it leads and has open, so a client asks all nodes.
+`kept` are those whose states it keeps, for subscriptions that are named; of those that are to be opened it opens what
+it leads, and tells of them too. The topics of a share group for which none are declared are those of `kept`, and those
+that members subscribe to, if the node coordinates the group. `push` is how the node's push process does with the
+subscription's endpoint, if its messages are pushed. Values of secret settings are never told.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+import msgspec
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.core.subscription import Subscription, shown
+from millstream.protocol.private.subscription_messages import LIST_KEY
+
+if TYPE_CHECKING:
+    from millstream.broker.subscriptions.delivery import Delivery
+
+_COUNTERS = {
+    "accepted": DeltaKind.ACCEPTED,
+    "released": DeltaKind.RELEASED,
+    "expired": DeltaKind.EXPIRED,
+    "rejected": DeltaKind.REJECTING,
+    "dead_lettered": DeltaKind.DEAD_LETTERED,
+    "dropped": DeltaKind.DROPPED,
+    "filtered": DeltaKind.FILTERED,
+}
+
+
+class WantedSubscriptions(msgspec.Struct, frozen=True):
+    """Which ones."""
+
+    names: list[str] | None = None
+    open: list[tuple[str, int]] = []
+
+
+class SubscriptionList(PrivateApi[WantedSubscriptions]):
+    """Tells of subscriptions."""
+
+    key = LIST_KEY
+    asks = WantedSubscriptions
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+
+    async def handle(self, request: WantedSubscriptions) -> dict[str, Any]:
+        """Tell of some, or of all."""
+        if request.names is None:
+            wanted = self._subscriptions.all()
+        else:
+            wanted = [await self._subscriptions.find(name) for name in request.names]
+            await self._open(wanted, request.open)
+        begun = self._service.share_topics.kept()
+        queues: dict[UUID, list[Delivery]] = {}
+        engine = self._service.loaded
+        for delivery in () if engine is None else engine.deliveries:
+            queues.setdefault(delivery.key.subscription_id, []).append(delivery)
+        told = [self._told(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
+        return {"subscriptions": [{**one, "kept": []} for one in told] if request.names is None else told}
+
+    async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
+        for topic, index in places:
+            partition = self._service.topics.partition(topic, index)
+            if partition.is_leader:
+                engine = await self._service.engine()
+                for subscription in subscriptions:
+                    await engine.delivery(subscription, partition)
+
+    def _pushed(self, subscription: Subscription) -> list[dict[str, Any]]:
+        """How push goes here; a client puts those of all nodes together."""
+        told = self._service.push.told(subscription.name)
+        return [] if told is None else [{"node": self._service.node_id, **told}]
+
+    def _told(
+        self,
+        subscription: Subscription,
+        queues: Mapping[UUID, Iterable[Delivery]],
+        kept: Sequence[tuple[str, int]],
+    ) -> dict[str, Any]:
+        known = self._service.share_topics.members(subscription.name) | {topic for topic, _ in kept}
+        return {
+            "name": subscription.name,
+            "subscription_id": str(subscription.subscription_id),
+            "topics": subscription.topics or sorted(known),
+            "settings": self._subscriptions.settings_of(subscription).as_strings(),
+            "overrides": shown(subscription.overrides),
+            "created_ms": subscription.created_ms,
+            "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
+            "kept": kept,
+            "push": self._pushed(subscription),
+        }
+
+
+def _queue(delivery: Delivery) -> dict[str, Any]:
+    queue = delivery.queue
+    return {
+        "topic": delivery.partition.topic.name,
+        "partition": delivery.partition.index,
+        "oldest": queue.oldest,
+        "backlog": delivery.backlog,
+        "waiting_workers": delivery.waiting,
+        **queue.counts._asdict(),
+        **{name: queue.counter(kind) for name, kind in _COUNTERS.items()},
+        "redelivered": queue.redelivered,
+    }

@@ -1,0 +1,171 @@
+"""SubscriptionReceive (key 32030), version 0: Millstream's private request of a worker for messages of a subscription.
+
+    [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here,
+    whether the first batch may exceed max bytes]
+    answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …],
+    throttle ms, waited ms]
+
+Messages are leased to the worker until the deadline. The worker's clock may differ from the broker's, so it is told
+how long its request waited before they were leased. Leases of an answer that never leaves the connection are returned
+at once. The batches hold the leased messages, and others that are not
+this worker's. Without any, the answer waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets
+no messages before that is paid; if the wait is over before, `throttle ms` tells how much longer it takes.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.quota_meter import QuotaMeter
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import InvalidRequest
+from millstream.core.subscription import AT_MOST_ONCE, Subscription
+from millstream.protocol.private.subscription_messages import (
+    RECEIVE_KEY,
+    LeasedRange,
+    PartitionMessages,
+    Receive,
+    ReceiveAnswer,
+)
+
+if TYPE_CHECKING:
+    from millstream.broker.subscriptions.engine import Engine
+    from millstream.broker.subscriptions.receiving import Given
+
+RECORDS_MAX = 100_000
+BYTES_MAX = 64 * 1024 * 1024
+WAIT_MS_MAX = 300_000
+WORKER_LENGTH_MAX = 249
+
+
+class SubscriptionReceive(PackedApi[Receive]):
+    """Leases messages to workers."""
+
+    key = RECEIVE_KEY
+    asks = Receive
+    answers = ReceiveAnswer
+    waits_for_others = True
+
+    def __init__(self, service: SubscriptionService, quota: QuotaMeter) -> None:
+        self._service = service
+        self._quota = quota
+        self._subscriptions = service.declared
+        self._topics = service.topics
+        # Queues take turns at being asked first.
+        self._turn = itertools.count()
+
+    async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
+        """Lease what is there, or wait for it, once the client's quota lets it."""
+        arrived = monotonic()
+        _check(request)
+        if not self._quota.is_limiting:
+            given = await self._lease(request)
+        else:
+            left_ms = min(request.wait_ms, WAIT_MS_MAX)
+            while owed_ms := self._quota.owed_ms(client):
+                if owed_ms > left_ms:
+                    await asyncio.sleep(left_ms / 1000)
+                    return ReceiveAnswer(0, None, [], owed_ms - left_ms)
+                await asyncio.sleep(owed_ms / 1000)
+                left_ms -= owed_ms
+            bytes_max = self._quota.allowance(client, request.max_bytes)
+            given = await self._lease(msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max)))
+        if given:
+            client.presence.when_undelivered(partial(self._give_back, given, request.worker))
+        answer = _answer(given, arrived)
+        size = sum(len(one.batches) for one in answer.partitions)
+        client.fetch_requests += 1
+        client.fetched_bytes += size
+        if self._quota.is_limiting:
+            self._quota.take(client, size)
+        return answer
+
+    async def handle(self, request: Receive) -> ReceiveAnswer:
+        """Lease what is there, or wait for it, whoever asks."""
+        arrived = monotonic()
+        _check(request)
+        return _answer(await self._lease(request), arrived)
+
+    async def _lease(self, request: Receive) -> list[Given]:
+        subscription = await self._subscriptions.find(request.subscription)
+        engine = await self._service.engine()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(request.wait_ms, WAIT_MS_MAX) / 1000
+        while True:
+            # Partitions may come to this node while a worker waits here.
+            opening = engine.next_opening(subscription)
+            given = await self._receive(engine, subscription, request, deadline - loop.time(), opening)
+            if given or not opening.done() or loop.time() >= deadline:
+                return given
+            subscription = await self._subscriptions.find(request.subscription)
+
+    async def _receive(
+        self, engine: Engine, subscription: Subscription, request: Receive, wait_s: float, opening: asyncio.Future[None]
+    ) -> list[Given]:
+        # Imported when the first worker asks, with what queues are made of.
+        from millstream.broker.subscriptions.delivery import Wanted
+        from millstream.broker.subscriptions.receiving import receive
+
+        topics = () if request.partitions is not None else await self._service.share_topics.of(subscription)
+        partitions = self._partitions(topics, request.partitions)
+        deliveries = await engine.deliveries_of(subscription, partitions)
+        return await receive(
+            deliveries,
+            Wanted(
+                request.worker,
+                min(request.max_records, RECORDS_MAX),
+                min(request.max_bytes, BYTES_MAX),
+                at_least_one=request.at_least_one,
+            ),
+            self._service.budget,
+            wait_s=max(0.0, wait_s),
+            first=next(self._turn) % max(1, len(deliveries)),
+            until=opening,
+        )
+
+    @staticmethod
+    def _give_back(given: list[Given], worker: str) -> None:
+        from millstream.broker.subscriptions.receiving import give_back
+
+        give_back(given, worker)
+
+    def _partitions(self, topics: tuple[str, ...], wanted: list[tuple[str, int]] | None) -> list[Partition]:
+        if wanted is not None:
+            return [self._topics.partition(name, index) for name, index in wanted]
+        found = [topic for name in topics if (topic := self._topics.get(name)) is not None]
+        return [one for topic in found for one in self._topics.partitions_of(topic) if one.is_leader]
+
+
+def _check(request: Receive) -> None:
+    if not 0 < len(request.worker) <= WORKER_LENGTH_MAX:
+        raise InvalidRequest(f"a worker has a name of at most {WORKER_LENGTH_MAX} characters")
+    if request.max_records < 1 or request.max_bytes < 1 or request.wait_ms < 0:
+        raise InvalidRequest("at least one record and one byte are asked for, and no wait is negative")
+
+
+def _answer(given: list[Given], arrived: float) -> ReceiveAnswer:
+    waited_s = min((one.granted_at for one in given), default=arrived) - arrived
+    return ReceiveAnswer(0, None, [_told(one) for one in given], waited_ms=max(0, int(waited_s * 1000)))
+
+
+def _told(given: Given) -> PartitionMessages:
+    partition, settings = given.delivery.partition, given.delivery.settings
+    return PartitionMessages(
+        partition.topic.name,
+        partition.topic.topic_id.bytes,
+        partition.index,
+        [LeasedRange(*lease) for lease in given.received.leases],
+        b"".join(given.received.batches),
+        None if settings.delivery == AT_MOST_ONCE else settings.lease_ms,
+    )

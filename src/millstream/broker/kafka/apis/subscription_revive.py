@@ -1,0 +1,74 @@
+"""SubscriptionRevive (key 32040), version 0: Millstream's private request that has dead letters delivered again.
+
+    {"name": "billing", "topic": "orders", "topic_id": "…", "partition": 0, "letter_topic_id": "…",
+    "letters": [[offset, letter partition, letter offset], …], "closed": [[…], …]}
+    answer, when it is durable: {"error": 0, "message": null, "missing": [offset, …]}
+
+The messages at these offsets are available again in this one subscription, as if they had never been delivered, in
+the order of their offsets; in an ordered subscription before all later messages of their keys. Asking again with the
+same letters does nothing, until the letters are named in `closed`. `missing` are messages that the log no longer has;
+they are all that are asked for when the topic is another one by now. The leader of the partition answers.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any, Final
+from uuid import UUID
+
+import msgspec
+from msgspec import Meta
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.core.errors import InvalidSubscription
+from millstream.core.ids import Offset
+from millstream.protocol.private.subscription_messages import REVIVE_KEY
+
+LETTERS_MAX: Final = 1000
+_PLACE: Final = struct.Struct(">iq")
+
+OffsetNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Letters = Annotated[
+    list[tuple[OffsetNumber, Annotated[int, Meta(ge=0, le=2**31 - 1)], OffsetNumber]], Meta(max_length=LETTERS_MAX)
+]
+
+
+class Revived(msgspec.Struct, frozen=True):
+    """Which messages, and by which letters."""
+
+    name: str
+    topic: str
+    topic_id: UUID
+    partition: int
+    letter_topic_id: UUID
+    letters: Letters
+    closed: Letters = []
+
+
+class SubscriptionRevive(PrivateApi[Revived]):
+    """Revives dead letters."""
+
+    key = REVIVE_KEY
+    asks = Revived
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+
+    async def handle(self, request: Revived) -> dict[str, Any]:
+        """Revive all that can be; answered once it is durable."""
+        subscription = await self._service.declared.find(request.name)
+        if request.topic not in await self._service.share_topics.of(subscription):
+            raise InvalidSubscription(f"subscription {request.name!r} no longer delivers topic {request.topic!r}")
+        partition = self._service.topics.partition(request.topic, request.partition)
+        if partition.topic.topic_id != request.topic_id:
+            return {"missing": [offset for offset, _, _ in request.letters]}
+        engine = await self._service.engine()
+        delivery = await engine.delivery(subscription, partition)
+        letters, closed = (
+            {Offset(offset): request.letter_topic_id.bytes + _PLACE.pack(*place) for offset, *place in listed}
+            for listed in (request.letters, request.closed)
+        )
+        return {"missing": await delivery.revive(letters, closed)}

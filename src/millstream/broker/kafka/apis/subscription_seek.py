@@ -1,0 +1,92 @@
+"""SubscriptionSeek (key 32036), version 0: Millstream's private request that has a subscription go on elsewhere.
+
+    {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
+    answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
+
+It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes. Leases that
+are out become void; what was delivered before is delivered again where the new place lies before it.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import InvalidRequest
+from millstream.core.ids import Offset
+from millstream.core.subscription import READ_COMMITTED
+from millstream.protocol.private.subscription_messages import SEEK_KEY
+
+AT_OFFSET = "offset:"
+AT_TIME = "at:"
+_DIGITS_MAX = 18
+
+
+class Sought(msgspec.Struct, frozen=True):
+    """What moves, and where to."""
+
+    name: str
+    to: str
+    topic: str | None = None
+    partition: int | None = None
+
+
+class SubscriptionSeek(PrivateApi[Sought]):
+    """Moves queues."""
+
+    key = SEEK_KEY
+    asks = Sought
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+        self._topics = service.topics
+
+    async def handle(self, request: Sought) -> dict[str, Any]:
+        """Move each queue; told once it is durable."""
+        subscription = await self._subscriptions.find(request.name)
+        _check(request.to)
+        engine = await self._service.engine()
+        moved = []
+        topics = await self._service.share_topics.of(subscription) if request.topic is None else (request.topic,)
+        for partition in self._partitions(topics, request.partition):
+            delivery = await engine.delivery(subscription, partition)
+            offset = _place(partition, delivery.settings.isolation, request.to)
+            delivery.seek(offset)
+            await delivery.durable()
+            moved.append({"topic": partition.topic.name, "partition": partition.index, "offset": offset})
+        return {"queues": moved}
+
+    def _partitions(self, topics: tuple[str, ...], index: int | None) -> list[Partition]:
+        found = [topic for name in topics if (topic := self._topics.get(name)) is not None]
+        return [
+            one
+            for topic in found
+            for one in self._topics.partitions_of(topic)
+            if one.is_leader and index in (None, one.index)
+        ]
+
+
+def _check(to: str) -> None:
+    number = to.removeprefix(AT_OFFSET).removeprefix(AT_TIME)
+    is_number = number.isascii() and number.isdigit() and len(number) <= _DIGITS_MAX
+    if to not in ("earliest", "latest") and not (is_number and to.startswith((AT_OFFSET, AT_TIME))):
+        raise InvalidRequest(f"a place is earliest, latest, at:<milliseconds since 1970> or offset:<n>, not {to!r}")
+
+
+def _place(partition: Partition, isolation: str, to: str) -> Offset:
+    end = partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
+    if to == "earliest":
+        return partition.log_start
+    if to == "latest":
+        return end
+    if to.startswith(AT_OFFSET):
+        return Offset(max(partition.log_start, min(end, int(to.removeprefix(AT_OFFSET)))))
+    found = partition.log.offset_for_time(int(to.removeprefix(AT_TIME)), up_to=end)
+    return end if found is None else Offset(max(partition.log_start, found[0]))

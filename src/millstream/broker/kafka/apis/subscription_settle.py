@@ -1,0 +1,91 @@
+"""SubscriptionSettle (key 32031), version 0: Millstream's private request of a worker that settles its leases.
+
+    [subscription, worker, [[topic, partition, [[first, last, verb, delay ms or nil, reason, attempt or nil], …]], …]]
+    answer, when it is durable: [error, message, for each partition [[error, message], …]]
+
+Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
+`delay ms`, else the declared lease), 5 return (nobody has looked at it: at once to another worker, and the delivery
+does not count). A lease that has expired, is another worker's, or is of another attempt than
+the one that is named, is INVALID_RECORD_STATE.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.subscriptions.lease import Settle
+from millstream.core.errors import InvalidRequest, MillstreamError
+from millstream.core.ids import Offset
+from millstream.core.subscription import Subscription
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscription_messages import (
+    SETTLE_KEY,
+    PartitionSettles,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
+
+Results = list[tuple[int, str | None]]
+
+REASON_LENGTH_MAX = 1000
+DELAY_MS_MAX = 366 * 24 * 3600 * 1000
+OFFSET_MAX = 2**63 - 1
+_VERBS = frozenset(Verb)
+
+
+class SubscriptionSettle(PackedApi[SettleRequest]):
+    """Carries out what workers say of their leases."""
+
+    key = SETTLE_KEY
+    asks = SettleRequest
+    answers = SettleAnswer
+
+    def __init__(self, service: SubscriptionService) -> None:
+        self._service = service
+        self._subscriptions = service.declared
+        self._topics = service.topics
+
+    async def handle(self, request: SettleRequest) -> SettleAnswer:
+        """Settle each partition on its own."""
+        subscription = await self._subscriptions.find(request.subscription)
+        results = await asyncio.gather(*(self._settle(subscription, request.worker, one) for one in request.partitions))
+        return SettleAnswer(0, None, results)
+
+    async def _settle(self, subscription: Subscription, worker: str, asked: PartitionSettles) -> Results:
+        try:
+            verbs = [_verb(one) for one in asked.verbs]
+            engine = await self._service.engine()
+            delivery = await engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
+            results = await delivery.settle(worker, verbs)
+        except MillstreamError as error:
+            return [(int(error_code(error)), error_message(error))] * len(asked.verbs)
+        return [
+            (int(ErrorCode.none), None) if error is None else (int(error_code(error)), error_message(error))
+            for error in results
+        ]
+
+
+def _verb(asked: SettledRange) -> Settle:
+    if asked.verb not in _VERBS:
+        known = "1 accept, 2 release, 3 reject, 4 extend, 5 return"
+        raise InvalidRequest(f"verb {asked.verb} is not known; there are {known}")
+    if not 0 <= asked.first <= asked.last < OFFSET_MAX:
+        raise InvalidRequest(f"messages {asked.first} to {asked.last} are none")
+    if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
+        raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
+    return Settle(
+        Offset(asked.first),
+        Offset(asked.last),
+        Verb(asked.verb),
+        asked.delay_ms,
+        asked.reason[:REASON_LENGTH_MAX],
+        asked.attempt,
+    )

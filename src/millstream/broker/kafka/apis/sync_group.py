@@ -1,0 +1,69 @@
+"""SyncGroup (key 14), versions 0 to 5: the leader brings the assignment, every member fetches its share.
+
+A follower's answer waits for the leader, and everyone's until the log has the generation. Version 3 adds static
+members; from 5 on the client must name protocol type and name, and gets INCONSISTENT_GROUP_PROTOCOL if it does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kio.schema.errors import ErrorCode
+from kio.schema.sync_group.v5.request import SyncGroupRequest
+from kio.schema.sync_group.v5.response import SyncGroupResponse
+
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.requests import MemberRef, SyncRequest
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.versioned import Versioned
+from millstream.core.errors import InconsistentProtocol, MillstreamError
+
+_FIRST_WITH_PROTOCOL: Final = 5
+
+
+class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
+    """Hands out assignments."""
+
+    key = 14
+    versions = (0, 5)
+    waits_for_others = True
+
+    def __init__(self, groups: GroupCoordinator) -> None:
+        self._groups = groups
+
+    async def handle(self, request: Versioned[SyncGroupRequest], client: ClientInfo) -> SyncGroupResponse:
+        """Wait for the member's share."""
+        version, message = request
+        if version >= _FIRST_WITH_PROTOCOL and (message.protocol_type is None or message.protocol_name is None):
+            raise InconsistentProtocol("protocol type and name have to be given")
+        synced = await self._groups.sync(
+            SyncRequest(
+                member=MemberRef(
+                    group_id=message.group_id,
+                    member_id=message.member_id,
+                    instance_id=message.group_instance_id,
+                    generation=message.generation_id,
+                ),
+                protocol_type=message.protocol_type,
+                protocol_name=message.protocol_name,
+                assignments={share.member_id: share.assignment for share in message.assignments},
+            )
+        )
+        return SyncGroupResponse(
+            throttle_time=NO_THROTTLE,
+            error_code=ErrorCode.none,
+            protocol_type=synced.protocol_type,
+            protocol_name=synced.protocol_name,
+            assignment=synced.assignment,
+        )
+
+    def upgrade(self, version: int, request: Any) -> Versioned[SyncGroupRequest]:
+        """Keep the version, which decides what must be given."""
+        newest: Any = super().upgrade(version, request)
+        return Versioned(version, newest)
+
+    def failure(self, error: MillstreamError, request: Versioned[SyncGroupRequest]) -> SyncGroupResponse:
+        """Refuse."""
+        return SyncGroupResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), assignment=b"")

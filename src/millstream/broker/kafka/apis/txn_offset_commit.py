@@ -1,0 +1,160 @@
+"""TxnOffsetCommit (key 28), versions 0 to 5: offsets that count when the producer's transaction is committed.
+
+Before they are kept, the coordinator of the transaction is asked whether the group's partition of `__consumer_offsets`
+belongs to it. Until the transaction ends, consumers that ask for stable offsets get UNSTABLE_OFFSET_COMMIT.
+
+Version notes: up to 1 a coordinator that is loading answers COORDINATOR_NOT_AVAILABLE, since old clients do not know
+the other code; 2 adds the leader epoch; 3 tells the member and its generation, which are checked (ILLEGAL_GENERATION,
+UNKNOWN_MEMBER_ID, FENCED_INSTANCE_ID); from 4 on a transaction that does not hold the group is TRANSACTION_ABORTABLE,
+INVALID_TXN_STATE before; from 5 on, the second version of the protocol, the partition is added to the transaction
+instead of AddOffsetsToTxn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NamedTuple
+
+from kio.schema.errors import ErrorCode
+from kio.schema.txn_offset_commit.v5.request import TxnOffsetCommitRequest
+from kio.schema.txn_offset_commit.v5.response import (
+    TxnOffsetCommitResponse,
+    TxnOffsetCommitResponsePartition,
+    TxnOffsetCommitResponseTopic,
+)
+
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.fenced import log_fenced
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.replication.transaction_gate import TransactionGate
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import ProducerId
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.shape import reshape
+
+_FIRST_WITH_LOADING: Final = 2
+_FIRST_WITH_ABORTABLE: Final = 4
+_FIRST_THAT_ADDS: Final = 5
+
+Codes = dict[tuple[str, int], ErrorCode]
+
+
+class TxnOffsetCommitCall(NamedTuple):
+    """A request and its version."""
+
+    version: int
+    message: TxnOffsetCommitRequest
+
+
+class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
+    """Keeps offsets provisionally."""
+
+    key = 28
+    versions = (0, 5)
+
+    def __init__(self, groups: GroupCoordinator, topics: Topics, gate: TransactionGate) -> None:
+        self._groups = groups
+        self._topics = topics
+        self._gate = gate
+
+    def upgrade(self, version: int, request: Any) -> TxnOffsetCommitCall:
+        """Remember the version, since the protocol depends on it."""
+        return TxnOffsetCommitCall(version, reshape(request, TxnOffsetCommitRequest))
+
+    async def handle(self, request: TxnOffsetCommitCall, client: ClientInfo) -> TxnOffsetCommitResponse:
+        """Keep the offsets of partitions that exist."""
+        version, message = request
+        valid: dict[str, list[PartitionCommit]] = {}
+        codes: Codes = {}
+        for topic in message.topics:
+            for one in topic.partitions:
+                if self._exists(topic.name, one.partition_index):
+                    valid.setdefault(topic.name, []).append(_commit(one))
+                else:
+                    codes[topic.name, one.partition_index] = ErrorCode.unknown_topic_or_partition
+        if valid:
+            codes.update(await self._commit(version, message, valid, client))
+        return TxnOffsetCommitResponse(
+            throttle_time=NO_THROTTLE,
+            topics=tuple(
+                TxnOffsetCommitResponseTopic(
+                    name=topic.name,
+                    partitions=tuple(
+                        TxnOffsetCommitResponsePartition(
+                            partition_index=one.partition_index, error_code=codes[topic.name, one.partition_index]
+                        )
+                        for one in topic.partitions
+                    ),
+                )
+                for topic in message.topics
+            ),
+        )
+
+    async def _commit(
+        self,
+        version: int,
+        message: TxnOffsetCommitRequest,
+        valid: dict[str, list[PartitionCommit]],
+        client: ClientInfo,
+    ) -> Codes:
+        adds = version >= _FIRST_THAT_ADDS
+
+        async def admit(partition: TopicPartition) -> None:
+            answers = await self._gate.admit(
+                message.transactional_id,
+                message.producer_id,
+                message.producer_epoch,
+                (partition,),
+                add=adds,
+            )
+            error = answers.get(partition)
+            if error is not None:
+                raise error
+
+        request = CommitRequest(
+            member=MemberRef(
+                group_id=message.group_id,
+                member_id=message.member_id,
+                instance_id=message.group_instance_id,
+                generation=message.generation_id,
+            ),
+            topics={name: tuple(commits) for name, commits in valid.items()},
+        )
+        try:
+            answer = await self._groups.commit_in_transaction(
+                request, ProducerId(message.producer_id), message.producer_epoch, admit=admit, adds=adds
+            )
+        except MillstreamError as error:
+            code = _as_told(error_code(error), version)
+            log_fenced(code, str(error), client, transactional_id=message.transactional_id)
+            return {(name, one.partition): code for name, commits in valid.items() for one in commits}
+        return {
+            (name, index): ErrorCode.none if error is None else error_code(error)
+            for name, answers in answer.items()
+            for index, error in answers.items()
+        }
+
+    def _exists(self, name: str, index: int) -> bool:
+        topic = self._topics.get(name)
+        return topic is not None and 0 <= index < topic.partitions
+
+
+def _as_told(code: ErrorCode, version: int) -> ErrorCode:
+    if code is ErrorCode.coordinator_load_in_progress and version < _FIRST_WITH_LOADING:
+        return ErrorCode.coordinator_not_available
+    if code is ErrorCode.transaction_abortable and version < _FIRST_WITH_ABORTABLE:
+        return ErrorCode.invalid_txn_state
+    # Producers know this one from appends, but not from here.
+    return ErrorCode.coordinator_not_available if code is ErrorCode.not_enough_replicas else code
+
+
+def _commit(one: Any) -> PartitionCommit:
+    return PartitionCommit(
+        partition=one.partition_index,
+        offset=one.committed_offset,
+        leader_epoch=one.committed_leader_epoch,
+        metadata=one.committed_metadata,
+    )

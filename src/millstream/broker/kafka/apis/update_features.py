@@ -1,0 +1,97 @@
+"""UpdateFeatures (key 57), versions 0 to 2: asks for other levels of features, which are fixed by the release.
+
+The level that is in force already is answered with success; every other one with INVALID_UPDATE_VERSION and a sentence
+that says which levels there are. `broker/kafka/feature.py` says what the features mean.
+
+Version notes: 0 has `allow_downgrade` in the place of the kind of upgrade, 1 adds `validate_only`. All or nothing: an
+error is one of the whole request. 0 and 1 have a list of the features besides, which is empty then, as in Kafka.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kio.schema.errors import ErrorCode
+from kio.schema.update_features.v2.request import FeatureUpdateKey, UpdateFeaturesRequest
+from kio.schema.update_features.v2.response import UpdateFeaturesResponse
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.apis.api_versions import ServedApi
+from millstream.broker.kafka.feature import Feature, features_of
+from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.versioned import Versioned
+from millstream.protocol.messages.codec import load_response_class
+from millstream.protocol.messages.shape import reshape
+
+_FIRST_WITHOUT_RESULTS: Final = 2
+_UPGRADE_TYPES: Final = (1, 2, 3)
+
+Refusal = tuple[ErrorCode, str | None]
+_ACCEPTED: Final[Refusal] = (ErrorCode.none, None)
+
+
+class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
+    """Says which levels features have. `served` may still grow until the first request."""
+
+    key = 57
+    versions = (0, 2)
+
+    def __init__(self, served: Sequence[ServedApi]) -> None:
+        self._served = served
+
+    def upgrade(self, version: int, request: Any) -> Versioned[UpdateFeaturesRequest]:
+        """Remember the version, since the answer depends on it."""
+        newest: UpdateFeaturesRequest = reshape(request, UpdateFeaturesRequest)
+        return Versioned(version, newest)
+
+    async def handle(self, request: Versioned[UpdateFeaturesRequest], client: ClientInfo) -> Any:
+        """Answer all features together."""
+        version, message = request
+        features = {feature.name: feature for feature in features_of({api.key for api in self._served})}
+        named = Counter(update.feature for update in message.feature_updates)
+        refusals = [_check(update, features, twice=named[update.feature] > 1) for update in message.feature_updates]
+        code, text = next((refusal for refusal in refusals if refusal != _ACCEPTED), _ACCEPTED)
+        if version >= _FIRST_WITHOUT_RESULTS:
+            return UpdateFeaturesResponse(throttle_time=NO_THROTTLE, error_code=code, error_message=text)
+        accepted = list(named) if code is ErrorCode.none else []
+        return _with_results(version, code, text, accepted)
+
+    def downgrade(self, version: int, response: Any) -> Any:
+        """The answer is of the right version already."""
+        return response
+
+
+def _check(update: FeatureUpdateKey, features: dict[str, Feature], *, twice: bool) -> Refusal:
+    name, wanted = update.feature, update.max_version_level
+    if twice:
+        return ErrorCode.invalid_request, f"feature {name!r} is named more than once in the request"
+    if update.upgrade_type not in _UPGRADE_TYPES:
+        return ErrorCode.invalid_update_version, f"the kind of upgrade {update.upgrade_type} of {name} is unknown"
+    feature = features.get(name)
+    if feature is None:
+        known = ", ".join(sorted(features))
+        return ErrorCode.invalid_update_version, f"there is no feature {name!r} here; there are {known}"
+    if not feature.oldest <= wanted <= feature.newest:
+        return (
+            ErrorCode.invalid_update_version,
+            f"{name} has levels {feature.oldest} to {feature.newest} here, not {wanted}",
+        )
+    if wanted != feature.level:
+        return (
+            ErrorCode.invalid_update_version,
+            f"{name} is at level {feature.level}, which is fixed by the release and cannot be set to {wanted}",
+        )
+    return _ACCEPTED
+
+
+def _with_results(version: int, code: ErrorCode, text: str | None, accepted: list[str]) -> Any:
+    response: Any = load_response_class(UpdateFeatures.key, version)
+    result: Any = response.__dataclass_fields__["results"].type.__args__[0]
+    return response(
+        throttle_time=NO_THROTTLE,
+        error_code=code,
+        error_message=text,
+        results=tuple(result(feature=name, error_code=ErrorCode.none, error_message=None) for name in accepted),
+    )

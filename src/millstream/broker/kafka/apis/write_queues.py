@@ -1,0 +1,36 @@
+"""WriteQueues (key 32021), version 0: Millstream's private request of a node whose queues have changed.
+
+    [state partition, [[subscription id, topic id, partition, leader epoch, sequence, deltas], …]]
+    answer, when all of it is durable: [error, message, [[error, message], …]]
+
+Writes of one queue are numbered without gaps; one that is repeated counts once, one that leaves a gap is
+OUT_OF_ORDER_SEQUENCE_NUMBER, and one of a leader that was replaced is FENCED_LEADER_EPOCH.
+
+Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
+"""
+
+from __future__ import annotations
+
+from millstream.broker.kafka.errors import error_code, error_message
+from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.subscriptions.state_coordinator import StateCoordinator
+from millstream.broker.subscriptions.state_messages import WRITE_KEY, QueuesWritten, WriteQueues
+from millstream.core.ids import PartitionIndex
+
+
+class WriteQueueStates(PackedApi[WriteQueues]):
+    """Takes in what happened to queues of other nodes."""
+
+    key = WRITE_KEY
+    asks = WriteQueues
+    answers = QueuesWritten
+
+    def __init__(self, states: StateCoordinator) -> None:
+        self._states = states
+
+    async def handle(self, request: WriteQueues) -> QueuesWritten:
+        """Make it durable."""
+        writes = [write.read() for write in request.writes]
+        results = await self._states.write(PartitionIndex(request.state_partition), writes)
+        told = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
+        return QueuesWritten(0, None, told)

@@ -1,0 +1,93 @@
+"""WriteTxnMarkers (key 27), versions 1 to 2: a coordinator has the end of transactions written to partitions.
+
+Sent by the coordinators of other nodes, and by tools that end a transaction which hangs. A marker that is there already
+is not written again. One of a coordinator that has been replaced gets TRANSACTION_COORDINATOR_FENCED, one of an epoch
+that the producer has left INVALID_PRODUCER_EPOCH. Markers for `__consumer_offsets` decide about the offsets that the
+transaction has committed.
+
+A coordinator epoch above all that this node knows gets UNKNOWN_LEADER_EPOCH, so that a request which made it up cannot
+fence the coordinators that there are; a coordinator of which this node has not heard yet tries again. Producer ids and
+epochs below 0 get INVALID_REQUEST, and `__transaction_state`, where no transaction writes, INVALID_TOPIC_EXCEPTION.
+
+Version notes: 2 tells the version of the protocol, from which a partition knows whether the marker's epoch is above
+that of the transaction's records (KIP-890), so that late copies are told from new ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from kio.schema.errors import ErrorCode
+from kio.schema.write_txn_markers.v2.request import (
+    WritableTxnMarker,
+    WritableTxnMarkerTopic,
+    WriteTxnMarkersRequest,
+)
+from kio.schema.write_txn_markers.v2.response import (
+    WritableTxnMarkerPartitionResult,
+    WritableTxnMarkerResult,
+    WritableTxnMarkerTopicResult,
+    WriteTxnMarkersResponse,
+)
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.local_markers import PartitionMarkers
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
+from millstream.core.errors import InvalidRequest, InvalidTopicName, MillstreamError
+from millstream.core.ids import PartitionIndex, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.topic import TRANSACTION_STATE, TopicPartition
+
+
+class WriteTxnMarkers(Api[WriteTxnMarkersRequest, WriteTxnMarkersResponse]):
+    """Writes markers to this node's partitions."""
+
+    key = 27
+    versions = (1, 2)
+
+    def __init__(self, markers: PartitionMarkers) -> None:
+        self._markers = markers
+
+    async def handle(self, request: WriteTxnMarkersRequest, client: ClientInfo) -> WriteTxnMarkersResponse:
+        """Write every marker to every partition named."""
+        results = await asyncio.gather(*(self._write_all(one) for one in request.markers))
+        return WriteTxnMarkersResponse(markers=tuple(results))
+
+    async def _write_all(self, one: WritableTxnMarker) -> WritableTxnMarkerResult:
+        marker = Marker(
+            producer_id=ProducerId(one.producer_id),
+            producer_epoch=ProducerEpoch(one.producer_epoch),
+            commit=one.transaction_result,
+            coordinator_epoch=one.coordinator_epoch,
+            bumps_epoch=one.transaction_version >= EPOCH_PER_TRANSACTION,
+        )
+        topics = await asyncio.gather(*(self._write_topic(marker, topic) for topic in one.topics))
+        return WritableTxnMarkerResult(producer_id=one.producer_id, topics=tuple(topics))
+
+    async def _write_topic(self, marker: Marker, topic: WritableTxnMarkerTopic) -> WritableTxnMarkerTopicResult:
+        indexes = topic.partition_indexes
+        partitions = (TopicPartition(topic.name, PartitionIndex(index)) for index in indexes)
+        codes = await asyncio.gather(*(self._write(marker, partition) for partition in partitions))
+        return WritableTxnMarkerTopicResult(
+            name=topic.name,
+            partitions=tuple(
+                WritableTxnMarkerPartitionResult(partition_index=index, error_code=code)
+                for index, code in zip(indexes, codes, strict=True)
+            ),
+        )
+
+    async def _write(self, marker: Marker, partition: TopicPartition) -> ErrorCode:
+        try:
+            _check(marker, partition)
+            await self._markers.write(marker, partition)
+        except MillstreamError as error:
+            return error_code(error)
+        return ErrorCode.none
+
+
+def _check(marker: Marker, partition: TopicPartition) -> None:
+    if marker.producer_id < 0 or marker.producer_epoch < 0:
+        raise InvalidRequest(f"no producer has the id {marker.producer_id} and the epoch {marker.producer_epoch}")
+    if partition.topic == TRANSACTION_STATE:
+        raise InvalidTopicName(f"topic {TRANSACTION_STATE!r} takes no part in transactions")

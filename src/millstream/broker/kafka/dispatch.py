@@ -1,0 +1,169 @@
+"""From a frame to the API it asks for and back: reads the header, finds the API, encodes the answer.
+
+The APIs are loaded when the broker is up, since their message classes are slow to import; a request that comes
+before that waits. What cannot be read, or asks for what is not served, closes the connection, as in Kafka;
+ApiVersions alone answers every version, so that clients can find out what is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Iterable
+from itertools import count
+from typing import Any, Protocol
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.net.connection import Answer, Connection
+from millstream.broker.net.promise import Buffers, Promise, Reply, start
+from millstream.broker.net.stream import Stream
+from millstream.core.errors import ProtocolViolation
+from millstream.core.metric import Histogram, Metric, Sample
+from millstream.protocol.messages.codec import (
+    API_VERSIONS_KEY,
+    RequestHeader,
+    read_request,
+    read_request_header,
+    write_response,
+)
+
+_logger = logging.getLogger(__name__)
+
+
+class RawApi(Protocol):
+    """An API that reads its own frames: the hot paths and Millstream's private requests."""
+
+    key: int
+    versions: tuple[int, int]
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Answer a frame; see `net.connection.Service` for what the kinds of answer mean."""
+
+
+class Dispatch:
+    """The service behind every Kafka connection."""
+
+    def __init__(self) -> None:
+        self._apis: dict[int, Api[Any, Any] | RawApi] = {}
+        self._loaded = asyncio.Event()
+        self._connection_ids = count(1)
+        self._latencies: dict[int, Histogram] = {}
+
+    def serve(self, apis: Iterable[Api[Any, Any] | RawApi]) -> None:
+        """Begin to answer with these APIs."""
+        self._apis = {api.key: api for api in apis}
+        self._latencies = {key: Histogram() for key in self._apis}
+        self._loaded.set()
+
+    async def loaded(self) -> None:
+        """Wait until requests are answered."""
+        await self._loaded.wait()
+
+    def metrics(self) -> Iterable[Metric]:
+        """How often each API was asked and how long its answers took."""
+        yield Metric(
+            "millstream_request_seconds",
+            "histogram",
+            "Time from a request's arrival to its answer, by API.",
+            tuple(
+                Sample(latency.distribution(), (("api", type(self._apis[key]).__name__),))
+                for key, latency in self._latencies.items()
+                if latency.observations
+            ),
+        )
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        """Answer one frame."""
+        if not self._apis:
+            return self._when_loaded(bytearray(frame), connection)
+        started = time.perf_counter()
+        header = read_request_header(frame)
+        client: ClientInfo | None = connection.state
+        if client is None or client.client_id != header.client_id:
+            client = self._client(connection, header)
+        api = self._find(header)
+        if isinstance(api, Api):
+            return self._answer(api, header, frame, client, started)
+        answer = api.handle_frame(frame, header, client)
+        if isinstance(answer, list):
+            self._latencies[api.key].observe(time.perf_counter() - started)
+            return answer
+        return self._observe(self._latencies[api.key], answer, started)
+
+    async def _when_loaded(self, frame: bytearray, connection: Connection) -> Reply | None:
+        await self._loaded.wait()
+        answer = self.handle(memoryview(frame), connection)
+        if isinstance(answer, Awaitable):
+            return await answer
+        return answer
+
+    def _client(self, connection: Connection, header: RequestHeader) -> ClientInfo:
+        client: ClientInfo | None = connection.state
+        if client is None:
+            client = ClientInfo(
+                connection_id=next(self._connection_ids),
+                host=connection.host,
+                reached_at=connection.reached_at,
+                address=connection.peer,
+                mute=connection.mute,
+                presence=connection.presence,
+            )
+            connection.state = client
+        if header.client_id is not None:
+            client.client_id = header.client_id
+        return client
+
+    def _find(self, header: RequestHeader) -> Api[Any, Any] | RawApi:
+        api = self._apis.get(header.api_key)
+        if api is None:
+            raise ProtocolViolation(f"API key {header.api_key} is not served")
+        oldest, newest = api.versions
+        if not oldest <= header.version <= newest and header.api_key != API_VERSIONS_KEY:
+            raise ProtocolViolation(
+                f"{type(api).__name__} v{header.version} is not served; versions {oldest} to {newest} are"
+            )
+        return api
+
+    def _answer(
+        self, api: Api[Any, Any], header: RequestHeader, frame: memoryview, client: ClientInfo, started: float
+    ) -> Answer:
+        version = header.version
+        if not api.versions[0] <= version <= api.versions[1]:
+            # ApiVersions only: an unknown version is answered in the oldest, which says what is served.
+            return [_unsupported(api, header)]
+        # The frame is not there any more when the coroutine begins.
+        request = read_request(api.key, version, frame, header.body_at)
+        answer = self._answer_with(api, header, request, client, started)
+        return start(answer) if api.starts_at_once else answer
+
+    async def _answer_with(
+        self, api: Api[Any, Any], header: RequestHeader, request: Any, client: ClientInfo, started: float
+    ) -> Buffers:
+        version = header.version
+        if api.waits_for_others:
+            client.presence.give_up_when_left()
+        response = await api.answer(version, request, client)
+        encoded = write_response(api.key, version, header.correlation_id, response)
+        self._latencies[api.key].observe(time.perf_counter() - started)
+        return [encoded]
+
+    def _observe(self, latency: Histogram, answer: Answer, started: float) -> Answer:
+        if answer is None or isinstance(answer, (list, Stream)):
+            latency.observe(time.perf_counter() - started)
+            return answer
+        if isinstance(answer, Promise):
+            answer.observe(latency, started)
+            return answer
+        return _observed(latency, answer, started)
+
+
+async def _observed(latency: Histogram, answer: Awaitable[Reply | None], started: float) -> Reply | None:
+    try:
+        return await answer
+    finally:
+        latency.observe(time.perf_counter() - started)
+
+
+def _unsupported(api: Any, header: RequestHeader) -> bytes:
+    return write_response(api.key, 0, header.correlation_id, api.unsupported())

@@ -1,0 +1,374 @@
+"""Fetch by a follower, versions 15 to 18: what replication stands on.
+
+Fetch hands a request over that names a replica. It reads up to the end of the log, not only to the high watermark, and
+what it asks for tells the leader how far the follower has got. So only the process may that was the last to register as
+the node it names, and only for partitions of which that node carries a replica; the leader epoch has to be the current
+one; a follower whose history is another one is told where they part (KIP-595). It is no consumer, so quotas do not
+count it.
+
+A fetch that finds nothing waits for an append. It is also answered when only a high watermark has moved, a little
+later, so that a busy follower hears of it with the records that follow (KIP-1166). Followers get through when the
+budget for bytes in flight is used up: producers that wait for `acks=all` may be what uses it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable
+from itertools import islice
+from typing import Protocol
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.follower_session import FollowedPartition, FollowerSession
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import Answer, Buffers
+from millstream.broker.net.presence import Presence
+from millstream.broker.net.promise import Promise
+from millstream.broker.replication.in_sync import MayJoin, anybody
+from millstream.broker.replication.partition import Partition
+from millstream.broker.replication.shared_reads import SharedReads
+from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
+from millstream.core.ids import NO_OFFSET, NodeId, Offset
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.wire.replica_fetching import (
+    CLOSED_SESSION_EPOCH,
+    FIRST_SESSION_EPOCH,
+    NO_SESSION,
+    OLDEST,
+    PartitionKey,
+    ReplicaAnswer,
+    ReplicaAnswers,
+    ReplicaFetch,
+    next_session_epoch,
+    read_replica_fetch,
+    write_replica_answers,
+)
+
+SESSIONS_MAX = 1000
+WATERMARK_DELAY_S = 0.02
+"""How long a fetch waits for records to go with the news that only a high watermark has moved."""
+
+BYTES_MIN = 1024 * 1024
+"""So much a follower gets in any case."""
+
+LOOK_MAX = 2000
+"""So many partitions are looked at for one answer; the others come with the next, so that nobody waits for long."""
+
+MAX_WAIT_S_MAX = 300.0
+
+
+_STRANGER = ReplicaAnswer(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
+"""What a process is told that is not registered as the node it claims to be, as in Kafka (KIP-903)."""
+
+
+class Partitions(Protocol):
+    """Where partitions are found."""
+
+    def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
+        """One partition by the topic's id."""
+
+
+class FollowerFetch:
+    """Answers the fetches of followers, each in a session of its own."""
+
+    def __init__(
+        self,
+        partitions: Partitions,
+        budget: Budget,
+        *,
+        bytes_max: int,
+        new_id: Callable[[], int],
+        may_follow: MayJoin = anybody,
+    ) -> None:
+        self._partitions = partitions
+        self._may_follow = may_follow
+        self._budget = budget
+        self._bytes_max = bytes_max
+        self._new_id = new_id
+        self._reads = SharedReads()
+        self._sessions: OrderedDict[NodeId, FollowerSession] = OrderedDict()
+        self._stopping = False
+
+    def __len__(self) -> int:
+        """How many followers have a session."""
+        return len(self._sessions)
+
+    def stop(self) -> None:
+        """Answer every fetch that waits, and let none wait any more."""
+        self._stopping = True
+        for session in self._sessions.values():
+            session.wake()
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, presence: Presence | None = None) -> Answer:
+        """Answer at once when there is something to tell, else have the connection wait."""
+        if header.version < OLDEST:
+            raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
+        fetch = read_replica_fetch(frame, header.body_at)
+        if not self._may_follow(fetch.node, fetch.registration):
+            return _written(header, _told_strangers(fetch))
+        if fetch.is_repair:
+            return _written(header, ReplicaAnswers(ErrorCode.none, NO_SESSION, self._read_for_repair(fetch)))
+        session = self._session(fetch)
+        if isinstance(session, ErrorCode):
+            return _written(header, ReplicaAnswers(session, NO_SESSION))
+        found = self._look(session, fetch)
+        if fetch.max_wait_ms <= 0 or self.is_enough(session, found):
+            return self.answer(header, session, found)
+        if presence is not None and presence.has_left:
+            return self.answer(header, session, found)
+        wait = _Wait(self, header, fetch, session, found)
+        if presence is not None:
+            presence.when_left = wait.finish
+        return wait
+
+    def look_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:
+        """What there is to say by now; None when the follower has begun another session, on another connection."""
+        return self._look(session, fetch) if self._sessions.get(session.node) is session else None
+
+    def is_enough(self, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]) -> bool:
+        """Whether an answer is to be given at once."""
+        return bool(session.unread) or self._stopping or any(map(_is_urgent, found.values()))
+
+    # -- sessions -------------------------------------------------------------------------------------------
+
+    def _session(self, fetch: ReplicaFetch) -> FollowerSession | ErrorCode:
+        session = self._sessions.get(fetch.node)
+        if fetch.session_epoch in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
+            session = self._open(fetch.node)
+        elif session is None or session.session_id != fetch.session_id:
+            return ErrorCode.fetch_session_id_not_found
+        elif session.epoch != fetch.session_epoch:
+            return ErrorCode.invalid_fetch_session_epoch
+        else:
+            if session.waiting is not None:
+                # Nobody sends the next one before the answer to this one, but if so, an answer is due for each.
+                session.waiting.finish()
+            session.epoch = next_session_epoch(session.epoch)
+        session.update(fetch.wanted.items(), fetch.forgotten)
+        return session
+
+    def _open(self, node: NodeId) -> FollowerSession:
+        """A new session in the place of the one that the node had."""
+        before = self._sessions.pop(node, None)
+        if before is not None:
+            before.close()
+        while len(self._sessions) >= SESSIONS_MAX:
+            self._sessions.popitem(last=False)[1].close()
+        session = self._sessions[node] = FollowerSession(node, self._new_id())
+        return session
+
+    # -- looking --------------------------------------------------------------------------------------------
+
+    def _look(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
+        """What there is to say of the partitions to which something has happened, within the bytes allowed."""
+        room = max(BYTES_MIN, self._budget.share_bytes)
+        left = min(fetch.max_bytes, self._bytes_max, room)
+        is_first = True
+        found: dict[PartitionKey, ReplicaAnswer] = {}
+        for key in tuple(islice(session.unread, LOOK_MAX)):
+            followed = session.partitions[key]
+            # A partition whose turn comes when nothing is left still notes where the follower is.
+            answer = self._look_at(session, key, followed, fetch.registration, left, at_least_one=is_first)
+            left -= len(answer.records)
+            is_first = is_first and not answer.records
+            if not _is_held_back(answer, followed):
+                del session.unread[key]
+            if _is_news(answer, followed):
+                found[key] = answer
+        for key in tuple(session.moved):
+            if key not in found:
+                self._look_at_watermark(session, key, found)
+        session.moved.clear()
+        return found
+
+    def _look_at(
+        self,
+        session: FollowerSession,
+        key: PartitionKey,
+        followed: FollowedPartition,
+        registration: int,
+        left: int,
+        *,
+        at_least_one: bool,
+    ) -> ReplicaAnswer:
+        position = followed.position
+        try:
+            partition = followed.partition
+            if partition is None or not partition.is_leader:
+                # It may be another one by now, or gone, which is what the follower is told then.
+                partition = self._partitions.partition_by_id(*key)
+                session.listen(followed, partition)
+            read = partition.read_for_follower(
+                session.node,
+                offset=position.offset,
+                last_epoch=position.last_epoch,
+                leader_epoch=position.leader_epoch,
+                max_bytes=min(position.max_bytes, max(left, 0)),
+                at_least_one=at_least_one,
+                registration=registration,
+                reads=self._reads,
+            )
+        except OffsetOutOfRange as error:
+            return ReplicaAnswer(ErrorCode.offset_out_of_range, NO_OFFSET, Offset(error.start), None, b"")
+        except MillstreamError as error:
+            return ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
+        return ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, read.diverging, read.records)
+
+    def _read_for_repair(self, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
+        """Give a replica what its disk lost, within the bytes allowed."""
+        left = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
+        found: dict[PartitionKey, ReplicaAnswer] = {}
+        for key, position in fetch.wanted.items():
+            try:
+                read = self._partitions.partition_by_id(*key).read_for_repair(
+                    fetch.node,
+                    offset=position.offset,
+                    leader_epoch=position.last_epoch,
+                    max_bytes=min(position.max_bytes, left),
+                )
+            except MillstreamError as error:
+                found[key] = ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
+            else:
+                found[key] = ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, None, read.records)
+                left = max(0, left - len(read.records))
+        return found
+
+    def _look_at_watermark(
+        self, session: FollowerSession, key: PartitionKey, found: dict[PartitionKey, ReplicaAnswer]
+    ) -> None:
+        followed = session.partitions[key]
+        partition = followed.partition
+        if partition is None or not partition.is_leader:
+            return
+        answer = ReplicaAnswer(ErrorCode.none, partition.high_watermark, partition.log_start, None, b"")
+        if partition.leader_epoch == followed.position.leader_epoch and _is_news(answer, followed):
+            found[key] = answer
+
+    # -- answering ------------------------------------------------------------------------------------------
+
+    def answer(
+        self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]
+    ) -> Buffers:
+        """Lay an answer, and remember what the follower knows then."""
+        for key, answer in found.items():
+            followed = session.partitions.get(key)
+            if followed is not None:
+                followed.watermark_told = answer.high_watermark
+                followed.log_start_told = answer.log_start
+        return _written(header, ReplicaAnswers(ErrorCode.none, session.session_id, found))
+
+
+class _Wait(Promise):
+    """A fetch that waits until there is something to tell or its time is over; what is not urgent waits a little.
+
+    It is no task: the fetches of followers are so many that what a task costs would be seen.
+    """
+
+    __slots__ = ("_due", "_fetch", "_followers", "_found", "_header", "_is_woken", "_session", "_timer")
+
+    def __init__(
+        self,
+        followers: FollowerFetch,
+        header: RequestHeader,
+        fetch: ReplicaFetch,
+        session: FollowerSession,
+        found: dict[PartitionKey, ReplicaAnswer],
+    ) -> None:
+        super().__init__()
+        self._followers = followers
+        self._header = header
+        self._fetch = fetch
+        self._session = session
+        self._found = found
+        self._is_woken = False
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + min(fetch.max_wait_ms / 1000, MAX_WAIT_S_MAX)
+        self._timer = loop.call_at(self._due, self.finish)
+        if found:
+            self._hurry()
+        session.waiting = self
+
+    def wake(self) -> None:
+        """Look again when everything is done that is under way in this turn of the loop."""
+        if not self._is_woken:
+            self._is_woken = True
+            asyncio.get_running_loop().call_soon(self._look_again)
+
+    def _look_again(self) -> None:
+        self._is_woken = False
+        if self.is_kept:
+            return
+        found = self._followers.look_again(self._session, self._fetch)
+        if found is None:
+            self._end(_written(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+            return
+        self._found.update(found)
+        if self._followers.is_enough(self._session, self._found):
+            self._end(self._followers.answer(self._header, self._session, self._found))
+        elif self._found:
+            self._hurry()
+
+    def _hurry(self) -> None:
+        """Wait for a little only, so that records may go with what is known."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + WATERMARK_DELAY_S
+        if due < self._due:
+            self._due = due
+            self._timer.cancel()
+            self._timer = loop.call_at(due, self.finish)
+
+    def finish(self) -> None:
+        """Answer with what is there."""
+        if self.is_kept:
+            return
+        found = self._followers.look_again(self._session, self._fetch)
+        if found is None:
+            self._end(_written(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+        else:
+            self._found.update(found)
+            self._end(self._followers.answer(self._header, self._session, self._found))
+
+    def _end(self, buffers: Buffers) -> None:
+        self._timer.cancel()
+        if self._session.waiting is self:
+            self._session.waiting = None
+        self.keep(buffers)
+
+
+def _is_news(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
+    return (
+        _is_urgent(answer)
+        or answer.high_watermark != followed.watermark_told
+        or answer.log_start != followed.log_start_told
+    )
+
+
+def _is_held_back(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
+    """Whether the partition has records for the follower that did not fit into the answer."""
+    position, partition = followed.position, followed.partition
+    return (
+        not _is_urgent(answer)
+        and partition is not None
+        and position.max_bytes > 0
+        and position.offset < partition.log.end_offset
+    )
+
+
+def _is_urgent(answer: ReplicaAnswer) -> bool:
+    """Whether the follower has something to do, more than to note a number."""
+    return bool(answer.records) or answer.code != ErrorCode.none or answer.diverging is not None
+
+
+def _told_strangers(fetch: ReplicaFetch) -> ReplicaAnswers:
+    """A session of an earlier registration is over; a request in it that names nothing would else never wait."""
+    if fetch.session_epoch not in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
+        return ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)
+    return ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _STRANGER))
+
+
+def _written(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:
+    return write_replica_answers(header.version, header.correlation_id, answers)

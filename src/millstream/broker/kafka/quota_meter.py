@@ -1,0 +1,148 @@
+"""Holds clients to their quotas, as Kafka does: whoever goes beyond is told to wait, and is not read from meanwhile.
+
+A quota is a bucket that fills with `rate` bytes a second and holds those of ten seconds, which is the time over which
+Kafka measures a rate too. A request takes its bytes out whether they are there or not. If the bucket is then in debt,
+the client waits for as long as the debt takes to fill up: the answer says so (`throttle_time_ms`, which clients heed by
+themselves) and the connection is muted for that time.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.kafka.api import ClientInfo
+from millstream.core.metric import Metric, Sample, gauge
+from millstream.core.quota import CONSUMER_BYTE_RATE, PRODUCER_BYTE_RATE
+
+WINDOW_S: Final = 10.0
+"""How many seconds' worth of bytes a client may take at once after it was silent."""
+
+THROTTLE_MS_MAX: Final = 300_000
+"""No client is muted for longer, however large its debt: it has to notice that the broker is there."""
+
+CLIENTS_MAX: Final = 10_000
+"""Client ids that are remembered; beyond it the one that was looked up first begins anew."""
+
+
+class Bucket:
+    """The bytes that whoever shares a quota may still take."""
+
+    __slots__ = ("_at", "_level", "_rate")
+
+    def __init__(self, rate: float, now: float) -> None:
+        self._rate = rate
+        self._level = rate * WINDOW_S
+        self._at = now
+
+    @property
+    def size(self) -> int:
+        """The most that fits in."""
+        return int(self._rate * WINDOW_S)
+
+    def take(self, size: int, now: float) -> float:
+        """Take bytes out; return how many seconds it takes until they are there."""
+        filled = self._level + (now - self._at) * self._rate
+        self._level = min(filled, self._rate * WINDOW_S) - size
+        self._at = now
+        return max(0.0, -self._level / self._rate)
+
+
+class QuotaMeter:
+    """One kind of quota, for all clients."""
+
+    def __init__(self, quotas: ClientQuotas, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._quotas = quotas
+        self._clock = clock
+        self._shared: Bucket | None = None
+        self._by_client: OrderedDict[str, Bucket | None] = OrderedDict()
+        self.key = key
+        self.is_limiting = False
+        """Whether there is any quota of this kind. While there is none, nothing else here is touched."""
+        self.throttled = 0
+        self.throttled_ms = 0
+        quotas.when_changed(self._begin_anew)
+        self._begin_anew()
+
+    def charge(self, client: ClientInfo, size: int) -> int:
+        """Account for bytes of a client; if that is too much, mute it, and return for how many milliseconds."""
+        throttle_ms = self.take(client, size)
+        if throttle_ms:
+            client.mute(throttle_ms / 1000)
+        return throttle_ms
+
+    def take(self, client: ClientInfo, size: int) -> int:
+        """As `charge`, for requests that share their connection with others: these are held back by `owed_ms`."""
+        bucket = self._bucket(client.client_id)
+        debt_s = 0.0 if bucket is None else bucket.take(size, self._clock())
+        if not debt_s:
+            return 0
+        throttle_ms = min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
+        self.throttled += 1
+        self.throttled_ms += throttle_ms
+        return throttle_ms
+
+    def owed_ms(self, client: ClientInfo) -> int:
+        """For how many milliseconds a client has to wait for what it has taken already."""
+        bucket = self._bucket(client.client_id) if self.is_limiting else None
+        debt_s = 0.0 if bucket is None else bucket.take(0, self._clock())
+        return min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
+
+    def allowance(self, client: ClientInfo, size: int) -> int:
+        """How much of `size` to give at once: not more than the client's bucket holds, so that waits stay short."""
+        bucket = self._bucket(client.client_id) if self.is_limiting else None
+        return size if bucket is None else min(size, bucket.size)
+
+    def _bucket(self, client_id: str) -> Bucket | None:
+        try:
+            return self._by_client[client_id]
+        except KeyError:
+            bucket = self._by_client[client_id] = self._look_up(client_id)
+            if len(self._by_client) > CLIENTS_MAX:
+                self._by_client.popitem(last=False)
+            return bucket
+
+    def _look_up(self, client_id: str) -> Bucket | None:
+        found = self._quotas.find(self.key, client_id)
+        if found is None:
+            return None
+        if not found.is_shared:
+            return Bucket(found.rate, self._clock())
+        if self._shared is None:
+            self._shared = Bucket(found.rate, self._clock())
+        return self._shared
+
+    def _begin_anew(self) -> None:
+        self.is_limiting = self._quotas.has(self.key)
+        self._shared = None
+        self._by_client.clear()
+
+
+class QuotaMeters:
+    """The quotas of producers and of consumers."""
+
+    def __init__(self, quotas: ClientQuotas) -> None:
+        self._quotas = quotas
+        self.produce = QuotaMeter(quotas, PRODUCER_BYTE_RATE)
+        self.fetch = QuotaMeter(quotas, CONSUMER_BYTE_RATE)
+
+    def metrics(self) -> Iterable[Metric]:
+        """How many quotas there are, how often clients were throttled, and for how long."""
+        meters = (self.produce, self.fetch)
+        yield gauge("millstream_quotas", "Entities with a quota.", len(self._quotas.all()))
+        yield Metric(
+            "millstream_throttled_requests_total",
+            "counter",
+            "Requests beyond a quota.",
+            tuple(Sample(meter.throttled, (("quota", meter.key),)) for meter in meters),
+        )
+        yield Metric(
+            "millstream_throttled_seconds_total",
+            "counter",
+            "How long clients were told to wait.",
+            tuple(Sample(meter.throttled_ms / 1000, (("quota", meter.key),)) for meter in meters),
+        )

@@ -1,0 +1,342 @@
+"""Every API that is served, each given just the parts it needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.broker.cluster.behind import replicas_behind
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import Api
+from millstream.broker.kafka.apis.abort_batch import AbortBatch
+from millstream.broker.kafka.apis.abort_transaction import AbortTransaction
+from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
+from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsToTxn
+from millstream.broker.kafka.apis.alter_client_quotas import AlterClientQuotas
+from millstream.broker.kafka.apis.alter_configs import AlterConfigs
+from millstream.broker.kafka.apis.alter_partition_reassignments import AlterPartitionReassignments
+from millstream.broker.kafka.apis.alter_replica_log_dirs import AlterReplicaLogDirs
+from millstream.broker.kafka.apis.alter_share_group_offsets import AlterShareGroupOffsets
+from millstream.broker.kafka.apis.api_versions import ApiVersions
+from millstream.broker.kafka.apis.client_list import ClientList
+from millstream.broker.kafka.apis.complete_batch import CompleteBatch
+from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
+from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
+from millstream.broker.kafka.apis.create_acls import CreateAcls
+from millstream.broker.kafka.apis.create_partitions import CreatePartitions
+from millstream.broker.kafka.apis.create_topics import CreateTopics
+from millstream.broker.kafka.apis.delete_acls import DeleteAcls
+from millstream.broker.kafka.apis.delete_groups import DeleteGroups
+from millstream.broker.kafka.apis.delete_records import DeleteRecords
+from millstream.broker.kafka.apis.delete_share_group_offsets import DeleteShareGroupOffsets
+from millstream.broker.kafka.apis.delete_topics import DeleteTopics
+from millstream.broker.kafka.apis.delivery_state import DeliveryState
+from millstream.broker.kafka.apis.describe_acls import DescribeAcls
+from millstream.broker.kafka.apis.describe_client_quotas import DescribeClientQuotas
+from millstream.broker.kafka.apis.describe_cluster import DescribeCluster
+from millstream.broker.kafka.apis.describe_configs import DescribeConfigs
+from millstream.broker.kafka.apis.describe_groups import DescribeGroups
+from millstream.broker.kafka.apis.describe_log_dirs import DescribeLogDirs
+from millstream.broker.kafka.apis.describe_producers import DescribeProducers
+from millstream.broker.kafka.apis.describe_share_group_offsets import DescribeShareGroupOffsets
+from millstream.broker.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
+from millstream.broker.kafka.apis.describe_transactions import DescribeTransactions
+from millstream.broker.kafka.apis.elect_leaders import ElectLeaders
+from millstream.broker.kafka.apis.end_txn import EndTxn
+from millstream.broker.kafka.apis.fetch import Fetch
+from millstream.broker.kafka.apis.find_coordinator import FindCoordinator
+from millstream.broker.kafka.apis.heartbeat import Heartbeat
+from millstream.broker.kafka.apis.incremental_alter_configs import IncrementalAlterConfigs
+from millstream.broker.kafka.apis.init_producer_id import InitProducerId
+from millstream.broker.kafka.apis.join_group import JoinGroup
+from millstream.broker.kafka.apis.last_batch import LastBatch
+from millstream.broker.kafka.apis.leave_group import LeaveGroup
+from millstream.broker.kafka.apis.list_config_resources import ListConfigResources
+from millstream.broker.kafka.apis.list_groups import ListGroups
+from millstream.broker.kafka.apis.list_offsets import ListOffsets
+from millstream.broker.kafka.apis.list_partition_reassignments import ListPartitionReassignments
+from millstream.broker.kafka.apis.list_transactions import ListTransactions
+from millstream.broker.kafka.apis.load_queue import LoadQueueState
+from millstream.broker.kafka.apis.metadata import Metadata
+from millstream.broker.kafka.apis.node_status import READY, STOPPING, Damaged, NodeState, NodeStatus
+from millstream.broker.kafka.apis.offset_commit import OffsetCommit
+from millstream.broker.kafka.apis.offset_delete import OffsetDelete
+from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
+from millstream.broker.kafka.apis.offset_for_leader_epoch import OffsetForLeaderEpoch
+from millstream.broker.kafka.apis.pipeline_alter import PipelineAlter
+from millstream.broker.kafka.apis.pipeline_create import PipelineCreate
+from millstream.broker.kafka.apis.pipeline_delete import PipelineDelete
+from millstream.broker.kafka.apis.pipeline_landed import PipelineLanded
+from millstream.broker.kafka.apis.pipeline_list import PipelineList
+from millstream.broker.kafka.apis.prepare_transaction import PrepareTransaction
+from millstream.broker.kafka.apis.produce import Produce
+from millstream.broker.kafka.apis.publish_once import PublishOnce
+from millstream.broker.kafka.apis.rule_change import RuleChange
+from millstream.broker.kafka.apis.share_acknowledge import ShareAcknowledge
+from millstream.broker.kafka.apis.share_fetch import ShareFetch
+from millstream.broker.kafka.apis.share_group_describe import ShareGroupDescribe
+from millstream.broker.kafka.apis.share_group_heartbeat import ShareGroupHeartbeat
+from millstream.broker.kafka.apis.subscription_alter import SubscriptionAlter
+from millstream.broker.kafka.apis.subscription_create import SubscriptionCreate
+from millstream.broker.kafka.apis.subscription_delete import SubscriptionDelete
+from millstream.broker.kafka.apis.subscription_forget import SubscriptionForget
+from millstream.broker.kafka.apis.subscription_list import SubscriptionList
+from millstream.broker.kafka.apis.subscription_receive import SubscriptionReceive
+from millstream.broker.kafka.apis.subscription_revive import SubscriptionRevive
+from millstream.broker.kafka.apis.subscription_seek import SubscriptionSeek
+from millstream.broker.kafka.apis.subscription_settle import SubscriptionSettle
+from millstream.broker.kafka.apis.sync_group import SyncGroup
+from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
+from millstream.broker.kafka.apis.update_features import UpdateFeatures
+from millstream.broker.kafka.apis.write_queues import WriteQueueStates
+from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
+from millstream.broker.kafka.dispatch import RawApi
+from millstream.broker.kafka.node_metrics import GroupMetrics, ProcessMetrics
+from millstream.broker.kafka.quota_meter import QuotaMeters
+from millstream.broker.kafka.share_door import ShareDoor
+from millstream.broker.kafka.share_offsets import ShareOffsets
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.kafka.transaction_service import TransactionService
+from millstream.broker.landed_board import LandedBoard
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import Connection
+from millstream.broker.pipeline_board import PipelineBoard
+from millstream.broker.pipeline_notes import PipelineNotes
+from millstream.core.clock import Clock
+from millstream.core.config import Config
+from millstream.core.metric import MetricSource
+from millstream.core.supervise import Supervise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the APIs stand on."""
+
+    config: Config
+    clock: Clock
+    topics: Topics
+    membership: Membership
+    producer_ids: ProducerIds
+    quotas: ClientQuotas
+    groups: DeclaredGroups
+    subscriptions: Subscriptions
+    pipelines: Pipelines
+    budget: Budget
+    connections: Collection[Connection]
+    sources: Sequence[MetricSource]
+    troubles: Callable[[], Iterable[str]]
+    node: NodeState
+    supervise: Supervise
+    damage: Callable[[], Damaged] = tuple
+    warnings: Callable[[], Iterable[str]] = tuple
+
+
+class Served:
+    """The APIs of a running node, and the coordinators behind them."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._groups = GroupCoordinator(
+            parts.topics,
+            parts.config,
+            parts.clock,
+            pipeline_of=parts.pipelines.of_group,
+            settings_of=parts.groups.values_of,
+        )
+        self._meters = QuotaMeters(parts.quotas)
+        self._fetch = Fetch(parts.topics, parts.budget, self._meters.fetch, bytes_max=parts.config.fetch_bytes_max)
+        self._transactions = TransactionService(
+            parts.topics,
+            self._groups,
+            parts.membership,
+            parts.producer_ids,
+            config=parts.config,
+            clock=parts.clock,
+        )
+        self._subscriptions = SubscriptionService(
+            parts.topics,
+            parts.membership,
+            parts.subscriptions,
+            parts.producer_ids,
+            parts.budget,
+            config=parts.config,
+            clock=parts.clock,
+            supervise=parts.supervise,
+        )
+        self._subscriptions.share_topics.members = self._groups.share_topics
+        self.pipeline_board = PipelineBoard(parts.pipelines.all)
+        """How the pipelines do that this node runs."""
+        self._landed = LandedBoard(parts.pipelines, parts.topics)
+        self._produce = Produce(parts.topics, self._meters.produce, self._transactions.gate)
+        self._publish_once = PublishOnce(parts.topics, self._meters.produce)
+        self.apis: list[Api[Any, Any] | RawApi] = [
+            self._produce,
+            self._publish_once,
+            self._fetch,
+            *self._topic_apis(),
+            *self._group_apis(),
+            *self._transaction_apis(),
+            *self._subscription_apis(),
+            *self._share_apis(),
+            *self._pipeline_apis(),
+            *self._cluster_apis(),
+            *self._client_apis(),
+        ]
+        self.apis += [ApiVersions(self.apis), UpdateFeatures(self.apis)]
+
+    @property
+    def subscriptions(self) -> SubscriptionService:
+        """Everything about subscriptions."""
+        return self._subscriptions
+
+    async def start(self) -> None:
+        """Begin to load what the coordinators keep in the log."""
+        await self._groups.start()
+        await self._transactions.start()
+        await self._subscriptions.start()
+        self._landed.start()
+        self._parts.topics.when_deleted(lambda _topic: self._groups.topic_deleted())
+        self._parts.node.state = READY
+
+    async def close(self) -> None:
+        """Answer everybody who waits, and let what was written be acknowledged."""
+        self._parts.node.state = STOPPING
+        self._fetch.stop()
+        await self._subscriptions.close()
+        await self._transactions.close()
+        await self._groups.close()
+
+    def _topic_apis(self) -> Iterable[Api[Any, Any]]:
+        topics, membership = self._parts.topics, self._parts.membership
+        yield Metadata(topics, membership)
+        yield DescribeTopicPartitions(topics, membership)
+        yield ListOffsets(topics)
+        yield OffsetForLeaderEpoch(topics)
+        yield CreateTopics(topics, membership)
+        yield DeleteTopics(topics, self._subscriptions)
+        yield CreatePartitions(topics, membership)
+        yield DeleteRecords(topics)
+        yield DescribeConfigs(topics, membership, self._parts.config, self._parts.groups, self._parts.subscriptions)
+        yield IncrementalAlterConfigs(topics, self._parts.groups, self._parts.subscriptions)
+        yield AlterConfigs(topics)
+        yield ListConfigResources(topics, membership, self._parts.groups, self._parts.subscriptions)
+        yield DescribeProducers(topics, self._groups)
+        yield DescribeLogDirs(topics, folder=self._parts.node.data)
+        yield AlterReplicaLogDirs(topics, folder=self._parts.node.data)
+        yield ElectLeaders(topics)
+        yield AlterPartitionReassignments(topics, membership)
+        yield ListPartitionReassignments(topics)
+
+    def _group_apis(self) -> Iterable[Api[Any, Any]]:
+        groups, topics = self._groups, self._parts.topics
+        yield FindCoordinator(groups, self._transactions.coordinator, self._parts.membership)
+        yield JoinGroup(groups)
+        yield SyncGroup(groups)
+        yield Heartbeat(groups)
+        yield LeaveGroup(groups)
+        yield OffsetCommit(groups, topics)
+        yield OffsetFetch(groups, topics)
+        yield OffsetDelete(groups, topics)
+        yield ListGroups(groups)
+        yield DescribeGroups(groups)
+        yield DeleteGroups(groups, self._subscriptions)
+        yield ConsumerGroupHeartbeat(groups)
+        yield ConsumerGroupDescribe(groups)
+
+    def _transaction_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
+        parts, service = self._parts, self._transactions
+        coordinator = service.coordinator
+        yield InitProducerId(parts.producer_ids, coordinator)
+        yield AddPartitionsToTxn(coordinator, parts.topics)
+        yield AddOffsetsToTxn(coordinator, self._groups)
+        yield EndTxn(coordinator)
+        yield WriteTxnMarkers(service.markers)
+        yield TxnOffsetCommit(self._groups, parts.topics, service.gate)
+        yield DescribeTransactions(coordinator)
+        yield ListTransactions(coordinator)
+        yield PrepareTransaction(coordinator)
+        yield CompleteBatch(coordinator)
+        yield AbortBatch(coordinator)
+        yield LastBatch(coordinator)
+        yield AbortTransaction(coordinator)
+
+    def _subscription_apis(self) -> Iterable[RawApi]:
+        service = self._subscriptions
+        yield LoadQueueState(service.states)
+        yield WriteQueueStates(service.states)
+        yield SubscriptionReceive(service, self._meters.fetch)
+        yield SubscriptionSettle(service)
+        yield SubscriptionCreate(service, self._parts.pipelines)
+        yield SubscriptionAlter(service)
+        yield SubscriptionDelete(service)
+        yield SubscriptionList(service)
+        yield SubscriptionSeek(service)
+        yield SubscriptionRevive(service)
+        yield SubscriptionForget(service)
+        yield DeliveryState(service)
+
+    def _share_apis(self) -> Iterable[Api[Any, Any]]:
+        groups, service = self._groups, self._subscriptions
+        door = ShareDoor(service, self._parts.membership)
+        yield ShareGroupHeartbeat(groups, service.declared)
+        yield ShareGroupDescribe(groups)
+        yield ShareFetch(door, self._meters.fetch, bytes_max=self._parts.config.fetch_bytes_max)
+        yield ShareAcknowledge(door)
+        offsets = ShareOffsets(service, self._parts.membership)
+        yield DescribeShareGroupOffsets(offsets, self._parts.topics)
+        yield AlterShareGroupOffsets(groups, offsets, self._parts.topics)
+        yield DeleteShareGroupOffsets(groups, offsets, self._parts.topics)
+
+    def _pipeline_apis(self) -> Iterable[RawApi]:
+        pipelines, subscriptions = self._parts.pipelines, self._parts.subscriptions
+        notes = PipelineNotes(pipelines, self._parts.topics)
+        yield PipelineCreate(pipelines, subscriptions, notes)
+        yield PipelineAlter(pipelines, subscriptions, notes)
+        yield PipelineDelete(pipelines)
+        yield PipelineList(pipelines, self.pipeline_board)
+        yield RuleChange(pipelines, subscriptions, notes)
+        yield PipelineLanded(self._landed)
+
+    def _cluster_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
+        parts = self._parts
+        yield DescribeCluster(parts.membership)
+        process = ProcessMetrics(started_ms=parts.node.started_ms)
+        lag = GroupMetrics(self._groups, parts.topics)
+        sources = (
+            *parts.sources,
+            self._produce,
+            self._publish_once,
+            self._fetch,
+            self._transactions,
+            self._subscriptions,
+            self.pipeline_board,
+            self._meters,
+            lag,
+            process,
+        )
+        self.node_status = NodeStatus(
+            parts.node,
+            sources,
+            parts.clock,
+            troubles=parts.troubles,
+            damage=parts.damage,
+            behind=lambda: replicas_behind(parts.topics.carried()),
+            warnings=parts.warnings,
+        )
+        yield self.node_status
+
+    def _client_apis(self) -> Iterable[Api[Any, Any] | RawApi]:
+        yield ClientList(self._parts.connections)
+        yield DescribeClientQuotas(self._parts.quotas)
+        yield AlterClientQuotas(self._parts.quotas)
+        yield DescribeAcls()
+        yield CreateAcls()
+        yield DeleteAcls()

@@ -1,0 +1,249 @@
+"""What ShareFetch and ShareAcknowledge have in common: sessions, the queues behind partitions, and acknowledgements."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import groupby
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
+from uuid import UUID
+
+from kio.schema.errors import ErrorCode
+
+from millstream.broker.cluster.membership import Membership, Node
+from millstream.broker.kafka.errors import error_code
+from millstream.broker.kafka.share_session import (
+    CLOSES,
+    OPENS,
+    PARTITIONS_MAX,
+    SharePartition,
+    ShareSession,
+    ShareSessions,
+)
+from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.net.presence import Presence
+from millstream.broker.replication.partition import Partition
+from millstream.broker.subscriptions.lease import Settle
+from millstream.core.errors import InvalidRequest, MillstreamError, UnknownTopicId
+from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.subscription import QueueKey, Subscription
+from millstream.core.verb import Verb
+
+if TYPE_CHECKING:
+    from millstream.broker.subscriptions.delivery import Delivery
+
+GAP: Final = 0
+RENEW: Final = 4
+_VERBS: Final = {GAP: Verb.ACCEPT, 1: Verb.ACCEPT, 2: Verb.RELEASE, 3: Verb.REJECT, RENEW: Verb.EXTEND}
+"""A gap is an offset without a message: nothing is left to be done about it."""
+_KINDS: Final = frozenset(_VERBS)
+_WITHOUT_RENEW: Final = _KINDS - {RENEW}
+
+OFFSETS_MAX: Final = 1_000_000
+MEMBER_ID_LENGTH_MAX: Final = 36
+_MOVED: Final = (ErrorCode.not_leader_or_follower, ErrorCode.fenced_leader_epoch)
+
+
+class AcknowledgementBatch(Protocol):
+    """Acknowledgements as both requests carry them."""
+
+    @property
+    def first_offset(self) -> int:
+        """Of the range."""
+
+    @property
+    def last_offset(self) -> int:
+        """Of the range."""
+
+    @property
+    def acknowledge_types(self) -> Sequence[int]:
+        """One for all offsets, or one for each."""
+
+
+Acknowledgements = dict[SharePartition, Sequence[AcknowledgementBatch]]
+"""What a request acknowledges."""
+
+Settled = dict[SharePartition, "Delivery | MillstreamError"]
+"""The queues in which it was settled, or why not."""
+
+
+class Leader(NamedTuple):
+    """Who leads a partition."""
+
+    node_id: int
+    epoch: int
+
+
+NO_LEADER: Final = Leader(-1, -1)
+
+
+class ShareDoor:
+    """Where share consumers come in; one for a node."""
+
+    def __init__(self, service: SubscriptionService, membership: Membership) -> None:
+        self.service = service
+        self._membership = membership
+        self._sessions = ShareSessions(self.release)
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def worker(self, member_id: str) -> str:
+        """The name under which a member holds leases."""
+        return f"share/{member_id}"
+
+    def session(
+        self,
+        member: tuple[str, str],
+        epoch: int,
+        presence: Presence,
+        *,
+        wanted: Iterable[SharePartition] = (),
+        forgotten: Iterable[SharePartition] = (),
+    ) -> ShareSession | ErrorCode:
+        """The session of a request, with what it changes; the last request of a session still has it."""
+        if epoch == CLOSES:
+            closed = self._sessions.close(member)
+            return ErrorCode.share_session_not_found if closed is None else closed
+        opened = self._sessions.open(member, presence) if epoch == OPENS else self._sessions.resume(member, epoch)
+        if isinstance(opened, ErrorCode):
+            return opened
+        for partition in forgotten:
+            opened.partitions.pop(partition, None)
+        opened.partitions.update(dict.fromkeys(wanted))
+        if len(opened.partitions) > PARTITIONS_MAX:
+            self._sessions.close(member)
+            return ErrorCode.share_session_limit_reached
+        return opened
+
+    def partition(self, topic_id: UUID, index: int) -> Partition:
+        """A partition that this node leads."""
+        topic = self.service.topics.by_id(topic_id)
+        if topic is None or topic.is_internal:
+            raise UnknownTopicId(f"no topic that can be shared has the id {topic_id}")
+        partition = self.service.topics.partition_by_id(topic_id, index)
+        partition.check_leader_epoch(-1)
+        return partition
+
+    async def delivery(self, subscription: Subscription, place: SharePartition) -> Delivery:
+        """The queue of a share group on a partition."""
+        engine = await self.service.engine()
+        return await engine.delivery(subscription, self.partition(*place))
+
+    async def acknowledge(
+        self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
+    ) -> dict[SharePartition, MillstreamError | None]:
+        """Settle what a member acknowledges: of each partition everything, or nothing. Ends when it is durable."""
+        return await self.confirm(await self.settle(subscription, member_id, asked, renews=renews))
+
+    async def settle(
+        self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
+    ) -> Settled:
+        """The same, without the wait: `confirm` tells when it may be answered."""
+        return {
+            place: await self._settle(subscription, member_id, place, batches, renews)
+            for place, batches in asked.items()
+        }
+
+    async def confirm(self, settled: Settled) -> dict[SharePartition, MillstreamError | None]:
+        """Wait until what was settled is durable; what went wrong with each partition."""
+        results: dict[SharePartition, MillstreamError | None] = {}
+        for place, delivery in settled.items():
+            results[place] = delivery if isinstance(delivery, MillstreamError) else None
+            if not isinstance(delivery, MillstreamError):
+                try:
+                    await delivery.durable()
+                except MillstreamError as error:
+                    results[place] = error
+        return results
+
+    async def _settle(
+        self,
+        subscription: Subscription,
+        member_id: str,
+        place: SharePartition,
+        batches: Sequence[AcknowledgementBatch],
+        renews: bool,
+    ) -> Delivery | MillstreamError:
+        # Loaded with the first subscription; the node has one now.
+        from millstream.broker.subscriptions.settling import settle_all
+
+        try:
+            verbs, gaps = verbs_of(batches, renews=renews)
+            delivery = await self.delivery(subscription, place)
+            settle_all(delivery, self.worker(member_id), verbs, gaps)
+        except MillstreamError as error:
+            return error
+        return delivery
+
+    def release(self, session: ShareSession) -> None:
+        """A session has ended: others get what its member holds."""
+        group_id, member_id = session.member
+        engine, subscription = self.service.loaded, self.service.declared.get(group_id)
+        if engine is None or subscription is None:
+            return
+        for topic_id, index in session.partitions:
+            # Whoever leads a queue that is not open here lets the leases run out.
+            found = engine.opened(QueueKey(subscription.subscription_id, topic_id, PartitionIndex(index)))
+            if found is not None:
+                # A queue that has just closed keeps no other from hearing of it.
+                with suppress(MillstreamError):
+                    found.worker_gone(self.worker(member_id))
+
+    def leader(self, place: SharePartition, error: MillstreamError | None) -> Leader:
+        """Where to ask instead, for a partition that is not led here."""
+        topics = self.service.topics
+        topic = topics.by_id(place[0]) if error is not None and error_code(error) in _MOVED else None
+        state = None if topic is None else topics.state_of(topic, place[1])
+        return Leader(state.leader, state.leader_epoch) if state is not None and state.has_leader else NO_LEADER
+
+    def leaders(self, errors: Mapping[SharePartition, MillstreamError | None]) -> list[Node]:
+        """The nodes to ask instead."""
+        leaders = {self.leader(place, error).node_id for place, error in errors.items()}
+        return [node for leader in sorted(leaders) if (node := self._membership.node(NodeId(leader))) is not None]
+
+
+def check_member_id(member_id: str | None) -> str:
+    """The id of a member as Kafka has them, or `InvalidRequest`."""
+    if not member_id or len(member_id) > MEMBER_ID_LENGTH_MAX:
+        raise InvalidRequest(f"a member id has 1 to {MEMBER_ID_LENGTH_MAX} characters")
+    return member_id
+
+
+def verbs_of(batches: Sequence[AcknowledgementBatch], *, renews: bool = False) -> tuple[list[Settle], list[Settle]]:
+    """The acknowledgements of one partition as the queue takes them, and the gaps; or `InvalidRequest`."""
+    verbs: list[Settle] = []
+    gaps: list[Settle] = []
+    before = -1
+    offsets = 0
+    for batch in batches:
+        _check_batch(batch, before, renews=renews)
+        before = batch.last_offset
+        offsets += before - batch.first_offset + 1
+        if offsets > OFFSETS_MAX:
+            raise InvalidRequest(f"more than {OFFSETS_MAX} messages are acknowledged at once")
+        at = batch.first_offset
+        for kind, size in _runs(batch):
+            (gaps if kind == GAP else verbs).append(Settle(Offset(at), Offset(at + size - 1), _VERBS[kind]))
+            at += size
+    return verbs, gaps
+
+
+def _check_batch(batch: AcknowledgementBatch, before: int, *, renews: bool) -> None:
+    first, last, types = batch.first_offset, batch.last_offset, batch.acknowledge_types
+    size = last - first + 1
+    if first < 0 or size < 1 or first <= before:
+        raise InvalidRequest(f"acknowledgements of {first} to {last} are out of order")
+    if len(types) not in (1, size):
+        raise InvalidRequest(f"{len(types)} acknowledgements are given for {size} messages")
+    known = _KINDS if renews else _WITHOUT_RENEW
+    if not known.issuperset(types):
+        raise InvalidRequest(f"an acknowledgement is one of {sorted(known)} here")
+
+
+def _runs(batch: AcknowledgementBatch) -> list[tuple[int, int]]:
+    """Kinds of acknowledgements, each with how many messages in a row have it."""
+    types = batch.acknowledge_types
+    if len(types) == 1:
+        return [(types[0], batch.last_offset - batch.first_offset + 1)]
+    return [(kind, sum(1 for _ in run)) for kind, run in groupby(types)]

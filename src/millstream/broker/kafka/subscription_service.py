@@ -1,0 +1,329 @@
+"""Everything about subscriptions on this node, put together: what is declared, the queues, and where they are kept.
+
+The queues work on columns, and the libraries for that take a while to load and some memory to hold. A node that has
+no subscriptions never loads them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from random import SystemRandom
+from typing import TYPE_CHECKING
+from uuid import UUID
+
+from millstream.broker.cluster.membership import Membership
+from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.share_topics import ShareTopics
+from millstream.broker.net.budget import Budget
+from millstream.broker.push_board import PushBoard
+from millstream.broker.subscriptions.expiry import Expiry
+from millstream.broker.subscriptions.routed_store import RoutedStateStore
+from millstream.broker.subscriptions.state_coordinator import StateCoordinator
+from millstream.broker.subscriptions.state_store import QueueImage
+from millstream.broker.transactions.peers import WirePeers
+from millstream.core.clock import Clock
+from millstream.core.config import Config
+from millstream.core.errors import (
+    GroupNotEmpty,
+    MillstreamError,
+    PartitionClosed,
+    PolicyViolation,
+    UnknownSubscription,
+)
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.metric import Metric, gauge
+from millstream.core.subscription import (
+    EARLIEST,
+    LETTERS_PREFIX,
+    READ_COMMITTED,
+    QueueKey,
+    SubscriptionSettings,
+    start_key,
+)
+from millstream.core.supervise import Supervise
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire.client import Client
+
+if TYPE_CHECKING:
+    from millstream.broker.replication.partition import Partition
+    from millstream.broker.subscriptions.delivery import Delivery
+    from millstream.broker.subscriptions.engine import Engine
+    from millstream.protocol.filter.filter import Filter
+
+_END_MS = -1
+"""In the place of a time: the end of what may be read."""
+
+
+class SubscriptionService:
+    """The subscriptions of one node."""
+
+    def __init__(
+        self,
+        topics: Topics,
+        membership: Membership,
+        subscriptions: Subscriptions,
+        producer_ids: ProducerIds,
+        budget: Budget,
+        *,
+        config: Config,
+        clock: Clock,
+        supervise: Supervise,
+    ) -> None:
+        me = self.node_id = membership.me.node_id
+        self.topics = topics
+        self.declared = subscriptions
+        self.budget = budget
+        self.push = PushBoard()
+        """How the messages of subscriptions that are pushed get on."""
+        self.states = StateCoordinator(topics, config, clock, _image)
+        self._membership = membership
+        self._producer_ids = producer_ids
+        self._clock = clock
+        self._random = SystemRandom()
+        self._peers = WirePeers(membership.node, me=me)
+        self.share_topics = ShareTopics(topics, self.states, membership, clock, self.ask_node)
+        self._store = RoutedStateStore(self.states, self._peers, self._random, me=me)
+        self._engine: Engine | None = None
+        self._making: asyncio.Task[None] | None = None
+        self._client: Client | None = None
+        self._supervise = supervise
+        self._expiry = Expiry(subscriptions, clock, self._last_used_ms, self.delete)
+        self._looking_after: asyncio.Task[None] | None = None
+        self._closed = False
+
+    def metrics(self) -> Iterable[Metric]:
+        """How many queues are kept and open, and what is in them."""
+        yield from self.push.metrics()
+        opened = 0 if self._engine is None else self._engine.open_count
+        yield gauge("millstream_queues_kept", "Queues whose state this node keeps.", self.states.queues)
+        yield gauge("millstream_queues_open", "Queues that this node leads and has open.", opened)
+        if self._engine is not None:
+            from millstream.broker.subscriptions.delivery_metrics import delivery_metrics, letter_metrics
+
+            yield from delivery_metrics(self._engine.deliveries, self._name_of, self._clock)
+            yield from letter_metrics(self._open_letters(), self._clock)
+
+    async def start(self) -> None:
+        """Begin to load what the log has, and the queues of what is declared."""
+        self.declared.use_filters(_compiled)
+        self.declared.use_topics(lambda name: self.topics.get(name) is not None)
+        self.declared.when_changed(self._changed)
+        self.topics.use_delivery_floor(self._floor)
+        await self.states.start()
+        self._changed()
+        self._looking_after = self._supervise("unused subscriptions", self._expiry.run())
+
+    async def close(self) -> None:
+        """Send workers who wait away, and let what was written become durable."""
+        self._closed = True
+        if self._looking_after is not None:
+            self._looking_after.cancel()
+            await asyncio.wait([self._looking_after])
+        if self._making is not None:
+            await asyncio.wait([self._making])
+        if self._engine is not None:
+            await self._engine.close()
+        if self._client is not None:
+            await self._client.close()
+        await self._store.close()
+        await self.states.close()
+        await self._peers.close()
+
+    async def engine(self) -> Engine:
+        """The queues, loaded when they are first needed."""
+        if self._making is None and not self._closed:
+            self._making = self._supervise("loading of subscriptions", self._make())
+        if self._engine is None and self._making is not None:
+            await asyncio.shield(self._making)
+        if self._engine is None:
+            raise PartitionClosed("the broker is stopping")
+        return self._engine
+
+    async def starts(self, topics: Iterable[str], settings: SubscriptionSettings) -> dict[str, tuple[int, ...]]:
+        """Where queues on these topics begin that are made now; topics that do not exist yet begin at their start."""
+        asked = [topic for name in topics if (topic := self.topics.get(name)) is not None]
+        if settings.start == EARLIEST:
+            return {start_key(topic.name, topic.topic_id): (0,) * topic.partitions for topic in asked}
+        time_ms = settings.start_time_ms(self._clock.now_ms())
+        wanted_ms = _END_MS if time_ms is None else time_ms
+        client = self._wire_client()
+        isolation = int(settings.isolation == READ_COMMITTED)
+        found: dict[str, tuple[int, ...]] = {}
+        for topic in asked:
+            name, partitions = topic.name, topic.partitions
+            ends = await client.list_offsets(name, dict.fromkeys(range(partitions), _END_MS), isolation=isolation)
+            listed = ends
+            if wanted_ms != _END_MS:
+                times = dict.fromkeys(range(partitions), wanted_ms)
+                listed = await client.list_offsets(name, times, isolation=isolation)
+            found[start_key(name, topic.topic_id)] = tuple(
+                listed[index].offset if listed[index].offset >= 0 else ends[index].offset for index in range(partitions)
+            )
+        return found
+
+    async def check_letters_kept(self, topic: str) -> None:
+        """Raise `PolicyViolation` for a dead letter topic that holds open letters, which would go with it."""
+        writers = [one.name for one in self.declared.all() if self.declared.settings_of(one).dead_letter_topic == topic]
+        if not writers and self.declared.get(LETTERS_PREFIX + topic) is None:
+            return
+        from millstream.protocol.private.open_letters import letters_would_be_lost, open_letters
+
+        letters = await open_letters(self._wire_client(), topic)
+        if letters:
+            raise PolicyViolation(letters_would_be_lost(topic, letters, writers))
+
+    async def check_no_letters(self, name: str) -> None:
+        """Raise `GroupNotEmpty` for a subscription with open letters, which nobody could redrive without it."""
+        settings = self.declared.settings_of(await self.declared.find(name))
+        topic = settings.dead_letter_topic
+        if not settings.has_dead_letters or self.topics.get(topic) is None:
+            return
+        from millstream.protocol.private.open_letters import open_letters
+
+        letters = await open_letters(self._wire_client(), topic)
+        if letters:
+            said, them = ("letter", "it") if letters == 1 else ("letters", "them")
+            raise GroupNotEmpty(
+                f"subscription {name!r} has {letters:,} open dead {said} in topic {topic!r}; redrive or purge {them} "
+                f"first, or leave {them} behind with --force"
+            )
+
+    async def delete(self, name: str, *, force: bool = False) -> None:
+        """Delete a subscription; one with open letters only by force."""
+        if not force:
+            await self.check_no_letters(name)
+        await self.declared.delete(name)
+
+    async def topic_deleted(self, topic: str) -> None:
+        """Forget which letters of a dead letter topic were open."""
+        with suppress(UnknownSubscription):
+            await self.declared.delete(LETTERS_PREFIX + topic)
+
+    def _letter_topics(self) -> set[str]:
+        """Every topic that is declared as a dead letter topic."""
+        settings = [self.declared.settings_of(one) for one in self.declared.all()]
+        return {one.dead_letter_topic for one in settings if one.has_dead_letters}
+
+    def _open_letters(self) -> Iterator[tuple[Partition, Delivery | None]]:
+        """The partitions of dead letter topics that this node leads, each with the queue of its open letters."""
+        for name in sorted(self._letter_topics()):
+            topic = self.topics.get(name)
+            desk = self.declared.get(LETTERS_PREFIX + name)
+            for partition in () if topic is None else self.topics.partitions_of(topic):
+                if not partition.is_leader:
+                    continue
+                opened = None
+                if desk is not None and self._engine is not None:
+                    key = QueueKey(desk.subscription_id, partition.topic.topic_id, PartitionIndex(partition.index))
+                    opened = self._engine.opened(key)
+                yield partition, opened
+
+    def _wire_client(self) -> Client:
+        if self._client is None:
+            self._client = Client.connect(self._addresses(), client_id="subscriptions")
+        return self._client
+
+    @property
+    def loaded(self) -> Engine | None:
+        """The queues, if they were needed so far."""
+        return self._engine
+
+    def worker_gone(self, worker: str) -> None:
+        """Give what a worker holds of any subscription to others."""
+        if self._engine is None or self._closed:
+            return
+        for delivery in self._engine.deliveries:
+            # One that is led elsewhere now, or begins anew, lets the lease run out.
+            with suppress(MillstreamError):
+                delivery.worker_gone(worker)
+
+    async def ask_node(self, node: NodeId, key: int, body: bytes) -> memoryview:
+        """Send another node one of Millstream's own requests."""
+        return await self._peers.ask_privately(node, key, body)
+
+    def _changed(self) -> None:
+        if self._engine is None and self._making is None and self.declared.all() and not self._closed:
+            self._making = self._supervise("loading of subscriptions", self._make())
+
+    async def _make(self) -> None:
+        await asyncio.to_thread(_import_engine, any(one.settings.filter for one in self.declared.all()))
+        from millstream.broker.subscriptions.engine import Engine, Surroundings
+        from millstream.broker.subscriptions.filter_worker import FilterWorker
+        from millstream.broker.subscriptions.letter_box import LetterBox
+        from millstream.broker.subscriptions.sieve import Sieve
+
+        engine = Engine(
+            Surroundings(
+                topics=self.topics,
+                subscriptions=self.declared,
+                store=self._store,
+                clock=self._clock,
+                random=self._random,
+                box=LetterBox(self.topics, self._addresses),
+                next_producer_id=self._producer_ids.next,
+                sieve=Sieve(FilterWorker()),
+                forget=self.states.forget,
+            )
+        )
+        engine.start()
+        self._engine = engine
+
+    def _floor(self, place: TopicPartition) -> int | None:
+        """From where on subscriptions need a partition; all of it while that is not known."""
+        topic = self.topics.get(place.topic)
+        if topic is None:
+            return None
+        try:
+            partition = self.topics.partition(place.topic, place.partition)
+        except MillstreamError:
+            # It is coming here or going away, and nothing of it may be deleted for its age meanwhile.
+            return 0
+        subscribed = [one for one in self.declared.all() if place.topic in one.topics]
+        if not partition.is_leader or (subscribed and self._engine is None):
+            # The leader knows, and others begin where it does.
+            return partition.log_start
+        if place.topic in self._letter_topics() and self.declared.get(LETTERS_PREFIX + place.topic) is None:
+            # Nobody has looked at its letters yet, so all of them are open.
+            return partition.log_start
+        needed = [] if self._engine is None else self._engine.needed(topic.topic_id, place.partition, subscribed)
+        return min(needed, default=None)
+
+    def _last_used_ms(self, subscription_id: UUID) -> int:
+        deliveries = () if self._engine is None else self._engine.deliveries
+        ours = [one for one in deliveries if one.key.subscription_id == subscription_id]
+        if any(one.waiting for one in ours):
+            return self._clock.now_ms()
+        return max((one.last_used_ms for one in ours), default=0)
+
+    def _name_of(self, subscription_id: UUID) -> str | None:
+        declared = self.declared.by_id(subscription_id)
+        return None if declared is None else declared.name
+
+    def _addresses(self) -> str:
+        return ",".join(f"{node.host}:{node.port}" for node in self._membership.nodes())
+
+
+def _import_engine(with_filters: bool) -> None:
+    import millstream.broker.subscriptions.engine
+
+    if with_filters:
+        import millstream.protocol.filter.translation  # noqa: F401
+
+
+def _compiled(text: str) -> Filter:
+    from millstream.protocol.filter.filter import compile_filter
+
+    return compile_filter(text)
+
+
+def _image(key: QueueKey, snapshot: bytes | None) -> QueueImage:
+    from millstream.broker.subscriptions.image import Image
+
+    image = Image(key)
+    if snapshot is not None:
+        image.replay(snapshot)
+    return image

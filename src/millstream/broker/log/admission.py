@@ -1,0 +1,146 @@
+"""What a batch must be before it enters the log.
+
+Records are looked at on compacted topics only, for their keys, and in a batch that is refused for some of them, to name
+these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millstream.core.errors import BatchRejected, BatchTooLarge, InvalidBatch, InvalidTimestamp, RecordError
+from millstream.core.topic import TopicSettings
+from millstream.protocol.records.batch import HEADER_BYTES, BatchHeader, Buffer, iterate_headers, read_header
+from millstream.protocol.records.compression import size_bound
+from millstream.protocol.records.raw_record import find_without_key, read_timestamp_deltas, records_section
+
+KEYED_RECORDS_MAX = 100_000
+"""Of more records keys are not looked for: a compacted topic refuses the batch."""
+NAMED_MAX = 10
+"""So many records the message of an error names by their index."""
+
+_LIGHT_RECORDS_MAX = 2_000
+_LIGHT_BYTES_MAX = 1024 * 1024
+
+
+def read_headers(batches: Buffer, *, internal: bool, max_message_bytes: int) -> list[BatchHeader]:
+    """Read the headers of everything that is to be appended; a client may send one batch at a time, as in Kafka."""
+    if not len(batches):
+        raise InvalidBatch("there is no record batch to append")
+    header = read_header(batches)
+    if header.length + 12 != len(batches):
+        if not internal:
+            raise InvalidBatch("a produce request may hold exactly one record batch per partition")
+        return list(iterate_headers(batches))
+    if not internal:
+        check_client_batch(header, max_message_bytes)
+    return [header]
+
+
+def check_client_batch(header: BatchHeader, max_message_bytes: int) -> None:
+    """Raise `BatchRejected` for a batch that a client may not send."""
+    if header.length + 12 > max_message_bytes:
+        raise BatchTooLarge(
+            f"the record batch has {header.length + 12} bytes, max.message.bytes allows {max_message_bytes}"
+        )
+    if header.record_count != header.last_offset_delta + 1:
+        raise InvalidBatch(
+            f"the record batch has {header.record_count} records but its last offset delta is "
+            f"{header.last_offset_delta}"
+        )
+    if header.attributes & 0x20:
+        raise InvalidBatch("clients may not write control batches")
+    if header.is_transactional and header.producer_id < 0:
+        raise InvalidBatch("a record batch of a transaction has to name its producer")
+    if header.base_offset != 0:
+        raise InvalidBatch(f"the base offset of a record batch from a client is 0, not {header.base_offset}")
+    if header.producer_id >= 0 and (header.base_sequence < 0 or header.producer_epoch < 0):
+        raise InvalidBatch(
+            f"producer {header.producer_id} sent epoch {header.producer_epoch} and sequence {header.base_sequence}; "
+            "both must be 0 or more"
+        )
+
+
+def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int) -> None:
+    """Raise for a batch with records that the topic does not take, and name them.
+
+    As in Kafka, one without a key is blamed for that alone, and a batch with any wrong timestamp is `InvalidTimestamp`.
+    """
+    without_key: list[int] = []
+    if settings.compacts:
+        if header.record_count > KEYED_RECORDS_MAX:
+            raise BatchTooLarge(
+                f"the record batch has {header.record_count} records; on a compacted topic {KEYED_RECORDS_MAX} are "
+                "the most"
+            )
+        section = records_section(batches, header)
+        without_key = find_without_key(section, header.record_count)
+    wrong_times = _find_wrong_times(batches, header, settings, now_ms, set(without_key))
+    if wrong_times is None and not without_key:
+        return
+    records = [RecordError(index, "the record has no key; the topic is compacted by key") for index in without_key]
+    error: InvalidBatch | InvalidTimestamp
+    if wrong_times is None:
+        error = InvalidBatch(f"{_name(records, header, 'no key')}; the topic is compacted by key")
+    else:
+        named = (
+            _name(wrong_times, header, "an invalid timestamp") if wrong_times else "the batch has an invalid timestamp"
+        )
+        error = InvalidTimestamp(
+            f"{named}; the broker's time is {now_ms}, message.timestamp.before.max.ms "
+            f"{settings.message_timestamp_before_max_ms}, message.timestamp.after.max.ms "
+            f"{settings.message_timestamp_after_max_ms}"
+        )
+        records = sorted([*records, *wrong_times])
+    error.records = records
+    raise error
+
+
+def _find_wrong_times(
+    batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int, but: set[int]
+) -> list[RecordError] | None:
+    """Find the records whose time is too far from the broker's; None if the batch has none, by its header.
+
+    A time of -1 means that there is none. The list is empty if the batch is too large to be searched here.
+    """
+    oldest = now_ms - settings.message_timestamp_before_max_ms
+    newest = now_ms + settings.message_timestamp_after_max_ms
+    if settings.message_timestamp_type == "LogAppendTime" or not (
+        0 <= header.base_timestamp_ms < oldest or header.max_timestamp_ms > newest
+    ):
+        return None
+    if not (settings.compacts or _is_light(batches, header)):
+        return []
+    try:
+        section = records_section(batches, header)
+        deltas = read_timestamp_deltas(section, header.record_count)
+    except BatchRejected:
+        return []
+    times = [(index, header.base_timestamp_ms + delta) for index, delta in enumerate(deltas)]
+    return [
+        RecordError(index, f"timestamp {time_ms} is outside the range that the topic allows now, {oldest} to {newest}")
+        for index, time_ms in times
+        if (0 <= time_ms < oldest or time_ms > newest) and index not in but
+    ]
+
+
+def _name(records: Sequence[RecordError], header: BatchHeader, fault: str) -> str:
+    """Say which records of a batch have a fault: how many, and the first few by their index."""
+    first = ", ".join(str(record.batch_index) for record in records[:NAMED_MAX])
+    more = ", …" if len(records) > NAMED_MAX else ""
+    verb = "has" if len(records) == 1 else "have"
+    return f"{len(records)} of {header.record_count} records {verb} {fault} (at index {first}{more})"
+
+
+def needs_time(batch: Buffer) -> bool:
+    """Whether `check_records` may take more than a few milliseconds."""
+    try:
+        header = read_header(batch)
+    except BatchRejected:
+        return False
+    return not _is_light(batch, header)
+
+
+def _is_light(batches: Buffer, header: BatchHeader) -> bool:
+    section = memoryview(batches)[header.position + HEADER_BYTES : header.end_position]
+    return header.record_count <= _LIGHT_RECORDS_MAX and size_bound(header.compression, section) <= _LIGHT_BYTES_MAX

@@ -1,0 +1,221 @@
+"""A checkpoint: sync the segments, store the indexes and the state, then drop what is deleted.
+
+Captured on the loop, done in a thread, accounted for on the loop again. After it, a crash costs no more than a scan
+of what was appended since.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.index import ENTRY_BYTES
+from millstream.broker.log.ledger import Ledger
+from millstream.broker.log.log import Log
+from millstream.broker.log.segment import (
+    DELETED_SUFFIX,
+    INDEX_SUFFIX,
+    SEGMENT_SUFFIXES,
+    TIME_INDEX_SUFFIX,
+    Segment,
+    segment_path,
+)
+from millstream.broker.log.state import FORMAT, LogState, encode_state
+from millstream.broker.log.swap import complete_swaps, settle_swaps, swap_names
+from millstream.broker.log.sync import Capture, sync_folders, sync_segments
+
+_logger = logging.getLogger(__name__)
+
+
+class IndexWrite(NamedTuple):
+    """New entries of an index, to be written behind those that are stored."""
+
+    segment: Segment
+    stored: int
+    entries: int
+    places: bytes
+    times: bytes
+
+
+class Checkpoint:
+    """One checkpoint of one log: its segments, its indexes and its state; `Checkpoints` puts it into the ledger."""
+
+    def __init__(self, log: Log, version: int) -> None:
+        self.log = log
+        self.error: OSError | None = None
+        self.capture = Capture(log)
+        self.doomed = list(log.doomed)
+        self.swaps = list(log.swaps)
+        self.state = encode_state(_state_of(log))
+        self.index_writes = [_index_write(segment) for segment in log.segments if _unstored(segment)]
+        self.version = version
+        log.changed = False
+        log.unchecked_bytes = 0
+
+    def execute(self, files: Files) -> None:
+        """Sync the segments and store the indexes; called in a thread."""
+        try:
+            sync_segments(files, self.capture)
+        except OSError as error:
+            self.error = error
+            return
+        self.index_writes = [write for write in self.index_writes if self._store_index(files, write)]
+
+    def clear_away(self, files: Files) -> None:
+        """Let compacted segments take their place and remove what is deleted, as the ledger says; in a thread."""
+        try:
+            complete_swaps(files, self.log.directory, swap_names(self.swaps))
+        except OSError as error:
+            self.error = error
+            return
+        for segment in self.doomed:
+            with self.log.naming:
+                if not segment.is_removed:
+                    remove_segment(files, segment)
+                    segment.is_removed = True
+
+    def finish(self) -> None:
+        """Account for what was done; called on the loop."""
+        log = self.log
+        self.capture.release()
+        if self.error is not None and log.closed:
+            # Its folder went with it.
+            return
+        if self.error is not None:
+            self.capture.mark_synced_files()
+            log.changed = True
+            _logger.warning(
+                "a checkpoint failed and will be tried again",
+                extra={"partition": str(log.partition), "error": str(self.error)},
+            )
+            return
+        self.capture.mark_stored()
+        settle_swaps(log, self.swaps)
+        done = {id(segment) for segment in self.doomed}
+        log.doomed = [segment for segment in log.doomed if id(segment) not in done]
+        if not self.capture.current:
+            log.changed = True
+            return
+        for write in self.index_writes:
+            write.segment.index_stored = write.entries
+
+    def _store_index(self, files: Files, write: IndexWrite) -> bool:
+        """Write the new entries; where that fails, a later start makes the index anew from the batches.
+
+        They are synced once the segment is complete. Until then a lost one costs a scan.
+        """
+        try:
+            for suffix, data in ((INDEX_SUFFIX, write.places), (TIME_INDEX_SUFFIX, write.times)):
+                path = segment_path(write.segment.directory, write.segment.base_offset, suffix)
+                descriptor = files.open(path, create=True)
+                try:
+                    write_fully(files, descriptor, data, write.stored * ENTRY_BYTES)
+                    if write.segment.sealed:
+                        files.sync(descriptor)
+                finally:
+                    files.close(descriptor)
+        except OSError as error:
+            if not self.log.closed:
+                _logger.warning("an index could not be stored", extra={"file": write.segment.path, "error": str(error)})
+            return False
+        return True
+
+
+class Checkpoints:
+    """The checkpoints of some logs, which share one write to the ledger."""
+
+    def __init__(self, logs: Iterable[Log], files: Files, ledger: Ledger) -> None:
+        self.checkpoints: list[Checkpoint] = []
+        self.unopened: list[tuple[Log, OSError]] = []
+        """Logs of which a file could not be opened."""
+        self._files = files
+        self._ledger = ledger
+        for log in logs:
+            try:
+                self.checkpoints.append(Checkpoint(log, ledger.next_version()))
+            except OSError as error:
+                log.changed = True
+                self.unopened.append((log, error))
+
+    @property
+    def failed(self) -> list[Log]:
+        """The logs that have to be checkpointed again."""
+        logs = [log for log, _ in self.unopened] + [one.log for one in self.checkpoints if one.error is not None]
+        return [log for log in logs if not log.closed]
+
+    @property
+    def error(self) -> OSError | None:
+        """Why one of them failed, if one did."""
+        errors = [error for _, error in self.unopened] + [one.error for one in self.checkpoints]
+        return next((error for error in errors if error is not None), None)
+
+    def execute(self) -> None:
+        """Do what takes time; called in a thread."""
+        for checkpoint in self.checkpoints:
+            checkpoint.execute(self._files)
+        good = [checkpoint for checkpoint in self.checkpoints if checkpoint.error is None]
+        try:
+            sync_folders(self._files, [checkpoint.capture for checkpoint in good])
+            self._ledger.write([(one.log.key, one.version, one.state) for one in good])
+        except OSError as error:
+            for checkpoint in good:
+                checkpoint.error = error
+            return
+        for checkpoint in good:
+            checkpoint.clear_away(self._files)
+
+    def finish(self) -> None:
+        """Account for what was done; called on the loop."""
+        for checkpoint in self.checkpoints:
+            checkpoint.finish()
+
+
+def _state_of(log: Log) -> LogState:
+    log.settle_transactions()
+    return LogState(
+        format=FORMAT,
+        topic=log.partition.topic,
+        start_offset=log.start_offset,
+        recovery_offset=log.end_offset,
+        segments=[segment.to_state() for segment in log.segments],
+        epochs=log.epochs.entries(),
+        producers=log.producers.pack(),
+        lost=list(log.lost),
+        journal_id=log.journal_mark[0],
+        journal_sequence=log.journal_mark[1],
+        cleaned_offset=log.cleaned_offset,
+        swaps=swap_names(log.swaps),
+        transactions=log.producers.pack_transactions(),
+    )
+
+
+def _unstored(segment: Segment) -> bool:
+    return segment.index is not None and len(segment.index) > segment.index_stored
+
+
+def _index_write(segment: Segment) -> IndexWrite:
+    index = segment.index
+    if index is None:
+        return IndexWrite(segment, 0, 0, b"", b"")
+    places, times = index.to_bytes(segment.index_stored)
+    return IndexWrite(segment, segment.index_stored, len(index), places, times)
+
+
+def remove_segment(files: Files, segment: Segment) -> None:
+    """Remove the files of a segment that is no part of its log any more; called in a thread."""
+    try:
+        for suffix in SEGMENT_SUFFIXES:
+            path = segment_path(segment.directory, segment.base_offset, suffix)
+            if files.exists(path):
+                files.rename(path, path + DELETED_SUFFIX)
+                files.remove(path + DELETED_SUFFIX)
+    except FileNotFoundError:
+        # The whole log was deleted meanwhile.
+        return
+    except OSError as error:
+        _logger.warning(
+            "a deleted segment could not be removed; the next start tries again",
+            extra={"file": segment.path, "error": str(error)},
+        )

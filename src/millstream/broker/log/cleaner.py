@@ -1,0 +1,330 @@
+"""The work of compaction: reads segments, and writes of them what is not overtaken into a new file.
+
+Runs beside the log and changes nothing of it: the new file gets a name of its own, and the log swaps it in (`swap`)
+when it is complete and synced. On a real disk this runs in a child process (`cleaner_child`), since it looks at every
+record in plain Python.
+
+The batches of the new file still follow each other without a gap: where batches went, an empty one of 61 bytes stands
+for their offsets. So everything that checks a log by its chain of offsets goes on to work, and a damaged offset is
+still told from a removed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+from crc32c import crc32c
+
+from millstream.broker.log.cleaned_transactions import AbortedRange, CleanedTransactions
+from millstream.broker.log.epochs import EpochHistory
+from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.index import Index
+from millstream.broker.log.key_map import KEYS_MAX, KeyMap
+from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.segment import Segment, cleaned_path
+from millstream.core.errors import BatchRejected, MillstreamError
+from millstream.protocol.records.batch import DELETE_HORIZON_FLAG, TIMESTAMP_TYPE_FLAG, BatchHeader, read_header
+from millstream.protocol.records.raw_record import (
+    RawRecord,
+    can_shift,
+    empty_batch,
+    raw_records,
+    rebuild_batch,
+    records_section,
+)
+
+WRITE_BYTES = 1024 * 1024
+_EMPTY_OFFSETS_MAX = 2**31 - 1
+
+
+class DamagedSource(MillstreamError):
+    """A segment is not what the log takes it for; nothing was changed."""
+
+    def __init__(self, base_offset: int, position: int) -> None:
+        super().__init__(f"the segment {base_offset} is damaged at byte {position}")
+        self.base_offset = base_offset
+        self.position = position
+
+
+class CleaningCancelled(MillstreamError):
+    """The store is closing, or whoever asked for the work is gone."""
+
+
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """A segment as the log knows it."""
+
+    base_offset: int
+    path: str
+    size: int
+    next_offset: int
+
+
+class Pass(msgspec.Struct, frozen=True, kw_only=True):
+    """One compaction of one log: everything from its start to `cleanable_to`, as one new segment for each group."""
+
+    directory: str
+    token: str
+    groups: list[list[Source]]
+    dirty_from: int
+    """Below this every key stands once already."""
+    cleanable_to: int
+    epochs: list[tuple[int, int]]
+    remembered: list[int]
+    """Where the batches begin by which retries of idempotent producers are recognised, and their last markers."""
+    aborted: list[AbortedRange] = []
+    now_ms: int
+    delete_retention_ms: int
+    keep_deletions: bool
+    """Whether something is in the way that may hold older values, so that no deletion may go."""
+    index_interval_bytes: int
+    keys_max: int = KEYS_MAX
+
+
+class Mapped(msgspec.Struct, frozen=True):
+    """Up to where the keys are known."""
+
+    end_offset: int
+    keys: int
+
+
+class Cleaned(msgspec.Struct, frozen=True):
+    """What became of a group. `changed` is False when the new file would be the same as the old one."""
+
+    changed: bool
+    size: int
+    max_timestamp_ms: int
+    places: bytes
+    times: bytes
+    read_bytes: int
+    records_removed: int
+    ended: list[int]
+    """The markers of transactions of which nothing is left."""
+
+
+class Cleaner:
+    """Does the work of one pass: first `map_keys`, then `clean` for each group, in order.
+
+    `progress` is told how many bytes were worked on and may wait or raise.
+    """
+
+    def __init__(self, files: Files, asked: Pass, progress: Callable[[int], None]) -> None:
+        self._files = files
+        self._pass = asked
+        self._progress = progress
+        self._epochs = EpochHistory(asked.epochs)
+        self._remembered = frozenset(asked.remembered)
+        self._keys = KeyMap(asked.keys_max)
+        self._mapped_to = asked.dirty_from
+        self._keep_deletions = asked.keep_deletions
+        self._transactions = CleanedTransactions(asked.aborted)
+        self._ended: list[int] = []
+
+    def map_keys(self) -> Mapped:
+        """Note the last offset of each key from `dirty_from` on, as far as the map holds them."""
+        for source in (source for group in self._pass.groups for source in group):
+            if source.next_offset <= self._pass.dirty_from:
+                continue
+            for header, batch in self._batches(source):
+                if header.next_offset <= self._pass.dirty_from:
+                    continue
+                if self._keys.full:
+                    return Mapped(self._mapped_to, len(self._keys))
+                self._map_batch(header, batch)
+                self._mapped_to = int(header.next_offset)
+        self._mapped_to = self._pass.cleanable_to
+        return Mapped(self._mapped_to, len(self._keys))
+
+    def _map_batch(self, header: BatchHeader, batch: memoryview) -> None:
+        if header.is_control or self._transactions.is_aborted(header):
+            return
+        found = self._records(header, batch)
+        if found is not None:
+            for record in found[1]:
+                if record.key is not None:
+                    self._keys.note(record.key, header.base_offset + record.offset_delta)
+
+    def clean(self, at: int) -> Cleaned:
+        """Write what is left of a group into a new file and sync it."""
+        group = self._pass.groups[at]
+        writer = _Writer(self._files, self._pass, group[0].base_offset, self._epochs)
+        read_bytes = removed = before = 0
+        self._ended = []
+        try:
+            for source in group:
+                for header, batch in self._batches(source):
+                    before = crc32c(batch, before)
+                    kept = self._sift(header, batch)
+                    if kept is not None:
+                        writer.put(kept, header.base_offset)
+                        removed -= read_header(kept).record_count
+                    removed += header.record_count
+                read_bytes += source.size
+                # Not across the end of a segment, so that each of the old ones ends where a batch does.
+                writer.fill(source.next_offset)
+            same = len(group) == 1 and writer.segment.size == group[0].size and writer.checksum == before
+            writer.finish()
+        finally:
+            writer.close()
+        places, times = writer.index.to_bytes()
+        new = writer.segment
+        if same:
+            self._files.remove(new.path)
+        return Cleaned(not same, new.size, new.max_timestamp_ms, places, times, read_bytes, removed, self._ended)
+
+    def _sift(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
+        """What is left of a batch; None when its offsets need nothing but to be filled."""
+        if header.is_control:
+            return self._sift_marker(header, batch)
+        self._transactions.met(header)
+        if header.next_offset > self._mapped_to:
+            return batch
+        if self._transactions.is_aborted(header):
+            return self._remembrance(header)
+        found = self._records(header, batch)
+        if found is None:
+            return batch
+        section, records = found
+        deletions_go = self._deletions_go(header)
+        kept = [record for record in records if self._stays(header, record, deletions_go=deletions_go)]
+        if not kept:
+            return self._remembrance(header)
+        horizon_ms = self._horizon(header, kept)
+        if len(kept) == len(records) and horizon_ms is None:
+            return batch
+        return rebuild_batch(header, section, kept, delete_horizon_ms=horizon_ms)
+
+    def _sift_marker(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
+        """A marker, until its time has come: with the moment noted from when on it may go, and then not at all."""
+        if not self._transactions.ended(header) or header.next_offset > self._mapped_to:
+            return batch
+        if self._pass.keep_deletions:
+            # A segment that the pass leaves out may hold something of the transaction.
+            return batch
+        self._ended.append(int(header.base_offset))
+        if header.base_offset in self._remembered:
+            return batch
+        if header.attributes & DELETE_HORIZON_FLAG:
+            return None if self._pass.now_ms >= header.base_timestamp_ms else batch
+        found = self._records(header, batch)
+        if found is None:
+            return batch
+        section, records = found
+        horizon_ms = min(self._pass.now_ms + self._pass.delete_retention_ms, 2**63 - 1)
+        if not records or not can_shift(header, records, horizon_ms):
+            return batch
+        return rebuild_batch(header, section, records, delete_horizon_ms=horizon_ms)
+
+    def _stays(self, header: BatchHeader, record: RawRecord, *, deletions_go: bool) -> bool:
+        if record.key is None or (deletions_go and not record.has_value):
+            return False
+        return not self._keys.is_overtaken(record.key, header.base_offset + record.offset_delta)
+
+    def _deletions_go(self, header: BatchHeader) -> bool:
+        """Whether consumers had the time that they were promised to see the deletions of a batch."""
+        if self._keep_deletions or not header.attributes & DELETE_HORIZON_FLAG:
+            return False
+        return self._pass.now_ms >= header.base_timestamp_ms
+
+    def _horizon(self, header: BatchHeader, kept: list[RawRecord]) -> int | None:
+        """From when on the deletions of a batch may go, if that is not in it yet."""
+        if header.attributes & DELETE_HORIZON_FLAG or all(record.has_value for record in kept):
+            return None
+        horizon_ms = min(self._pass.now_ms + self._pass.delete_retention_ms, 2**63 - 1)
+        return horizon_ms if can_shift(header, kept, horizon_ms) else None
+
+    def _remembrance(self, header: BatchHeader) -> bytearray | None:
+        """An empty batch in the place of one by which a retry of its producer is recognised."""
+        if header.producer_id < 0 or header.base_offset not in self._remembered:
+            return None
+        return empty_batch(
+            header.base_offset,
+            header.next_offset,
+            header.leader_epoch,
+            producer_id=header.producer_id,
+            producer_epoch=header.producer_epoch,
+            base_sequence=header.base_sequence,
+            append_time_ms=header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else None,
+        )
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def _batches(self, source: Source) -> Iterator[tuple[BatchHeader, memoryview]]:
+        """Every batch of a segment, checked; what is bad ends the pass."""
+        descriptor = self._files.open(source.path)
+        try:
+            window = Window(self._files, descriptor, min(source.size, self._files.size(descriptor)))
+            scan = Scan(window, 0, source.base_offset, limit=source.next_offset, epochs=self._epochs)
+            for found in scan:
+                if isinstance(found, Bad):
+                    raise DamagedSource(source.base_offset, found.start)
+                self._progress(found.size_bytes)
+                yield found._replace(position=0), window.at(found.position, found.size_bytes)
+            if scan.expected < source.next_offset:
+                raise DamagedSource(source.base_offset, scan.position)
+        finally:
+            self._files.close(descriptor)
+
+    def _records(self, header: BatchHeader, batch: memoryview) -> tuple[bytes, list[RawRecord]] | None:
+        """The records of a batch; None for one that stays as it is.
+
+        That is what cannot be read although its checksum is right, since a producer sent it so. As nobody knows which
+        keys it holds, no deletion behind it may go: it may be the deletion of one of these.
+        """
+        try:
+            section = records_section(batch, header)
+            return section, list(raw_records(section, header))
+        except BatchRejected:
+            self._keep_deletions = True
+            return None
+
+
+class _Writer:
+    """Writes the new file of a group through a buffer, and keeps its batches without a gap."""
+
+    def __init__(self, files: Files, asked: Pass, base_offset: int, epochs: EpochHistory) -> None:
+        self.segment = Segment(asked.directory, base_offset)
+        self.segment.path = cleaned_path(asked.directory, base_offset, asked.token)
+        self.index = Index()
+        self.checksum = 0
+        self._interval_bytes = asked.index_interval_bytes
+        self._files = files
+        self._epochs = epochs
+        self._buffer = bytearray()
+        self._written = 0
+        self._descriptor = files.open(self.segment.path, create=True)
+
+    def put(self, batch: bytes | bytearray | memoryview, base_offset: int) -> None:
+        """Take one batch, and fill up what is missing before it."""
+        self.fill(base_offset)
+        self._append(batch)
+
+    def fill(self, up_to: int) -> None:
+        """Let empty batches stand for the offsets below one, each within one leader's epoch."""
+        while (first := self.segment.next_offset) < up_to:
+            starts = (start for _, start in self._epochs.entries() if first < start < up_to)
+            after = min(next(starts, up_to), first + _EMPTY_OFFSETS_MAX)
+            self._append(empty_batch(first, after, self._epochs.epoch_at(first)))
+
+    def _append(self, batch: bytes | bytearray | memoryview) -> None:
+        header = read_header(batch)
+        self.segment.note(header, header.base_offset, self.segment.size, self.index, self._interval_bytes)
+        self.checksum = crc32c(batch, self.checksum)
+        self._buffer += batch
+        if len(self._buffer) >= WRITE_BYTES:
+            self._flush()
+
+    def _flush(self) -> None:
+        write_fully(self._files, self._descriptor, self._buffer, self._written)
+        self._written += len(self._buffer)
+        self._buffer.clear()
+
+    def finish(self) -> None:
+        """Write the rest and sync the file."""
+        if self._buffer:
+            self._flush()
+        self._files.sync(self._descriptor)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._files.close(self._descriptor)

@@ -1,0 +1,120 @@
+"""The child process that compacts: asked over its standard input, answering on its standard output.
+
+A request is the pass, then the numbers of groups, one after the other; each is answered before the next is read. A
+message is its length in four bytes and MessagePack. The child ends when its input closes or its parent is gone, and
+works with less right to the processor and the disk than the broker has.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import IO
+
+import msgspec
+
+from millstream.broker.log.cleaner import Cleaned, Cleaner, CleaningCancelled, DamagedSource, Mapped, Pass
+from millstream.broker.log.files import DiskFiles
+
+NICENESS = 10
+BYTES_PER_S_MAX = 64 * 1024 * 1024
+"""What is read of the log at most, map and copy together, so that compaction leaves the disk to the others."""
+
+_PAUSE_S = 0.01
+_LENGTH_BYTES = 4
+_MESSAGE_BYTES_MAX = 1 << 30
+
+
+class Failure(msgspec.Struct, frozen=True, tag=True):
+    """The pass could not go on. `base_offset` is that of a damaged segment, or -1."""
+
+    reason: str
+    errno: int = 0
+    base_offset: int = -1
+    position: int = 0
+
+
+class MappedAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a pass."""
+
+    mapped: Mapped
+
+
+class CleanedAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The answer to the number of a group."""
+
+    cleaned: Cleaned
+
+
+Answer = MappedAnswer | CleanedAnswer | Failure
+
+
+def write_message(stream: IO[bytes], message: object) -> None:
+    """Send one message."""
+    body = msgspec.msgpack.encode(message)
+    stream.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> bytes | None:
+    """The body of the next message; None when there is none any more."""
+    head = stream.read(_LENGTH_BYTES)
+    size = int.from_bytes(head, "big")
+    if len(head) < _LENGTH_BYTES or size > _MESSAGE_BYTES_MAX:
+        return None
+    body = stream.read(size)
+    return body if len(body) == size else None
+
+
+class Pace:
+    """Keeps the work below a rate, and ends it when the parent is gone."""
+
+    def __init__(self, bytes_per_s: float = BYTES_PER_S_MAX) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._parent = os.getppid()
+        self._free_at = time.monotonic()
+
+    def __call__(self, worked_bytes: int) -> None:
+        """Account for some work; wait when it went too fast."""
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now - _PAUSE_S) + worked_bytes / self._bytes_per_s
+        if self._free_at - now > _PAUSE_S:
+            if os.getppid() != self._parent:
+                raise CleaningCancelled("the broker is gone")
+            time.sleep(self._free_at - now)
+
+
+def _try(work: Callable[[], Mapped | Cleaned]) -> Answer:
+    try:
+        done = work()
+    except DamagedSource as damaged:
+        return Failure(str(damaged), base_offset=damaged.base_offset, position=damaged.position)
+    except OSError as error:
+        return Failure(f"{error.strerror or error}", errno=error.errno or 0)
+    return MappedAnswer(done) if isinstance(done, Mapped) else CleanedAnswer(done)
+
+
+def main() -> None:
+    """Serve one pass."""
+    # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICENESS)
+    asking, answering = sys.stdin.buffer, sys.stdout.buffer
+    request = read_message(asking)
+    if request is None:
+        return
+    cleaner = Cleaner(DiskFiles(), msgspec.msgpack.decode(request, type=Pass), Pace())
+    try:
+        write_message(answering, _try(cleaner.map_keys))
+        while (asked := read_message(asking)) is not None:
+            group = msgspec.msgpack.decode(asked, type=int)
+            write_message(answering, _try(lambda group=group: cleaner.clean(group)))  # type: ignore[misc]
+    except (CleaningCancelled, BrokenPipeError):
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Where the work of compaction is done: in a child process for a real disk, in the thread that asks else."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Protocol
+
+import msgspec
+
+from millstream.broker.log.cleaner import Cleaned, Cleaner, CleaningCancelled, DamagedSource, Mapped, Pass
+from millstream.broker.log.cleaner_child import (
+    Answer,
+    CleanedAnswer,
+    Failure,
+    MappedAnswer,
+    read_message,
+    write_message,
+)
+from millstream.broker.log.files import Files
+
+MODULE = "millstream.broker.log.cleaner_child"
+
+
+class Worker(Protocol):
+    """Does the work of one pass. Every method but `cancel` is called in a thread and may raise `OSError`."""
+
+    def map_keys(self) -> Mapped:
+        """Note the last offset of each key."""
+
+    def clean(self, group: int) -> Cleaned:
+        """Write what is left of a group into a new file."""
+
+    def close(self) -> None:
+        """The pass is over."""
+
+    def cancel(self) -> None:
+        """End the work soon; called from any thread."""
+
+
+class InlineWorker:
+    """Works in the thread that asks: for files that only this process has."""
+
+    def __init__(self, files: Files, asked: Pass) -> None:
+        self._cancelled = False
+        self._cleaner = Cleaner(files, asked, self._progress)
+
+    def _progress(self, _bytes: int) -> None:
+        if self._cancelled:
+            raise CleaningCancelled("the store is closing")
+
+    def map_keys(self) -> Mapped:
+        """Note the last offset of each key."""
+        return self._cleaner.map_keys()
+
+    def clean(self, group: int) -> Cleaned:
+        """Write what is left of a group into a new file."""
+        return self._cleaner.clean(group)
+
+    def close(self) -> None:
+        """Nothing is left to do."""
+
+    def cancel(self) -> None:
+        """Raise at the next batch."""
+        self._cancelled = True
+
+
+class ChildWorker:
+    """Lets a child process work, so that the loop of this one is not held up by it."""
+
+    def __init__(self, asked: Pass) -> None:
+        self._asked = asked
+        self._child: subprocess.Popen[bytes] | None = None
+        self._cancelled = False
+
+    def map_keys(self) -> Mapped:
+        """Start the child and let it note the last offset of each key."""
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True
+        )
+        if self._cancelled:
+            self._child.kill()
+        answer = self._ask(self._asked)
+        if not isinstance(answer, MappedAnswer):
+            raise OSError(errno.EIO, "the compacting process answered out of turn")
+        return answer.mapped
+
+    def clean(self, group: int) -> Cleaned:
+        """Let the child write what is left of a group into a new file."""
+        answer = self._ask(group)
+        if not isinstance(answer, CleanedAnswer):
+            raise OSError(errno.EIO, "the compacting process answered out of turn")
+        return answer.cleaned
+
+    def _ask(self, request: Pass | int) -> MappedAnswer | CleanedAnswer:
+        child = self._child
+        if child is None or child.stdin is None or child.stdout is None:
+            raise OSError(errno.ECHILD, "there is no compacting process")
+        body = None
+        with suppress(BrokenPipeError):
+            write_message(child.stdin, request)
+            body = read_message(child.stdout)
+        if body is None:
+            if self._cancelled:
+                raise CleaningCancelled("the store is closing")
+            raise OSError(errno.ECHILD, "the compacting process died")
+        answer: Answer = msgspec.msgpack.decode(body, type=Answer)
+        if not isinstance(answer, Failure):
+            return answer
+        if answer.base_offset >= 0:
+            raise DamagedSource(answer.base_offset, answer.position)
+        raise OSError(answer.errno, answer.reason)
+
+    def close(self) -> None:
+        """Let the child end."""
+        child, self._child = self._child, None
+        if child is None:
+            return
+        child.kill()
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                with suppress(OSError):
+                    stream.close()
+        child.wait()
+
+    def cancel(self) -> None:
+        """Kill the child; whoever waits for its answer is told."""
+        self._cancelled = True
+        child = self._child
+        if child is not None:
+            child.kill()

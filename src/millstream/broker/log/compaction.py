@@ -1,0 +1,312 @@
+"""Compaction of one log: when it is due, what it covers, and its steps.
+
+Decided on the loop; the work is done by a `Worker` in a thread, and each new segment is swapped in on the loop again.
+Only sealed segments take part whose bytes are durable in their own files. They are taken from the start of the log,
+always, so that of each key only the last record is left below the end of the pass; keys are noted only from where the
+last pass ended. A crash or an error in between leaves some groups new and the others old, which is a log like any
+other.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+from millstream.broker.log.cleaner import Cleaned, CleaningCancelled, DamagedSource, Mapped, Pass, Source
+from millstream.broker.log.cleaner_worker import Worker
+from millstream.broker.log.files import Files
+from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
+from millstream.broker.log.key_map import KEYS_MAX
+from millstream.broker.log.retention import is_to_be_landed
+from millstream.broker.log.segment import Segment, cleaned_path
+from millstream.broker.log.swap import swap_in
+from millstream.core.errors import MillstreamError, StorageFailure
+from millstream.core.topic import INTERNAL_TOPICS
+
+if TYPE_CHECKING:
+    from millstream.broker.log.log import Log
+
+_logger = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
+
+
+class Job(Protocol):
+    """Something whose slow half is done in a thread."""
+
+    def execute(self) -> None:
+        """Do what takes time; called in a thread."""
+
+    def finish(self) -> None:
+        """Account for it; called on the loop."""
+
+
+class Work(Generic[_Result]):
+    """One step of the worker."""
+
+    def __init__(self, work: Callable[[], _Result]) -> None:
+        self._work = work
+        self.done: _Result | None = None
+        self.error: OSError | MillstreamError | None = None
+
+    def execute(self) -> None:
+        """Do it; called in a thread."""
+        try:
+            self.done = self._work()
+        except (OSError, MillstreamError) as error:
+            self.error = error
+
+    def finish(self) -> None:
+        """There is nothing to account for: whoever asked looks at the result."""
+
+
+# -- when -------------------------------------------------------------------------------------------------------
+
+
+def is_compacted(log: Log) -> bool:
+    """Whether the log is compacted here. The broker's own state topics write their state anew instead."""
+    return log.settings.compacts and log.partition.topic not in INTERNAL_TOPICS
+
+
+def roll_idle(log: Log, now_ms: int) -> None:
+    """Close an active segment that is old enough, so that a log that nobody writes to is compacted too."""
+    if log.closed or log.broken or not log.segments or not log.segments[-1].size:
+        return
+    settings = log.settings
+    age_ms = now_ms - log.segments[-1].first_append_ms
+    if age_ms >= min(settings.segment_ms, settings.max_compaction_lag_ms):
+        # A disk that takes nothing is told to producers; compaction waits for it.
+        with suppress(StorageFailure):
+            log.roll()
+
+
+def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
+    """The segments from the start of the log that a pass may cover now."""
+    found = []
+    # A record that is not acknowledged may still be cut off, and must not take away the one before it. One whose
+    # transaction is open may be aborted.
+    acknowledged = log.stored_offset if log.acknowledged_offset is None else log.acknowledged_offset()
+    limit = log.producers.transactions.stable_offset(min(log.stored_offset, acknowledged))
+    for segment in log.segments[:-1]:
+        durable = segment.sealed and not segment.broken and segment.synced_bytes == segment.size
+        if not durable or segment.next_offset > limit or _is_fresh(log, segment, now_ms):
+            break
+        if is_to_be_landed(log, segment, now_ms):
+            break
+        found.append(segment)
+    return found
+
+
+def _is_fresh(log: Log, segment: Segment, now_ms: int) -> bool:
+    lag_ms = log.settings.min_compaction_lag_ms
+    return lag_ms > 0 and now_ms - max(segment.max_timestamp_ms, segment.last_append_ms) < lag_ms
+
+
+def dirty_ratio(log: Log, now_ms: int) -> float:
+    """Which part of what can be compacted is new since the last time; above 1 when a record has waited too long."""
+    segments = cleanable_segments(log, now_ms)
+    dirty = [segment for segment in segments if segment.next_offset > log.cleaned_offset]
+    if not dirty:
+        return 0.0
+    if now_ms - dirty[0].first_append_ms > log.settings.max_compaction_lag_ms:
+        return 2.0
+    total = sum(segment.size for segment in segments)
+    return sum(segment.size for segment in dirty) / total if total else 0.0
+
+
+def next_due_ms(log: Log, now_ms: int) -> int | None:
+    """When time alone may make a pass due: a segment is closed, or has waited long enough; None if nothing waits."""
+    if log.closed or log.broken or not log.segments:
+        return None
+    settings, times = log.settings, []
+    active = log.segments[-1]
+    if active.size:
+        times.append(active.first_append_ms + min(settings.segment_ms, settings.max_compaction_lag_ms))
+    oldest = next((segment for segment in log.segments[:-1] if segment.next_offset > log.cleaned_offset), None)
+    if oldest is not None:
+        times.append(max(oldest.max_timestamp_ms, oldest.last_append_ms) + settings.min_compaction_lag_ms)
+        times.append(oldest.first_append_ms + settings.max_compaction_lag_ms + 1)
+    return min((time for time in times if time > now_ms), default=None)
+
+
+def is_due(log: Log, ratio: float) -> bool:
+    """Whether a log with this much that is new should be compacted."""
+    ready = not (log.closed or log.broken or log.repairing or log.swaps)
+    return ready and ratio > 0 and ratio >= log.settings.min_cleanable_dirty_ratio
+
+
+# -- what -------------------------------------------------------------------------------------------------------
+
+
+def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
+    """Neighbours that become one segment. A damaged one stays as it is, as its holes are known by their place."""
+    groups: list[list[Segment]] = []
+    room = 0
+    last: Segment | None = None
+    for segment in segments:
+        if segment.holes:
+            last = None
+            continue
+        apart = last is None or segment.next_offset - groups[-1][0].base_offset > RELATIVE_OFFSET_MAX
+        if apart or segment.size > room or segment.base_offset != (last.next_offset if last else -1):
+            groups.append([])
+            room = log.settings.segment_bytes
+        groups[-1].append(segment)
+        room -= segment.size
+        last = segment
+    return groups
+
+
+def _remembered(log: Log) -> list[int]:
+    """Where what has to stay of known producers begins."""
+    batches = (batch.base_offset for known in log.producers for batch in known.batches)
+    return sorted({*batches, *(known.marker_offset for known in log.producers if known.marker_offset >= 0)})
+
+
+def _source(segment: Segment) -> Source:
+    return Source(segment.base_offset, segment.path, segment.size, segment.next_offset)
+
+
+class Compaction:
+    """One pass over one log. `jobs` are its steps, in order; each has to be done before the next is asked for."""
+
+    def __init__(
+        self, log: Log, now_ms: int, *, files: Files, start_worker: Callable[[Pass], Worker], keys_max: int = KEYS_MAX
+    ) -> None:
+        self.log = log
+        self.read_bytes = self.freed_bytes = self.records_removed = 0
+        self.failed = False
+        self._files = files
+        self._generation = log.generation
+        segments = cleanable_segments(log, now_ms)
+        self._groups = _groups(log, segments)
+        self._pass = Pass(
+            directory=log.directory,
+            token=secrets.token_hex(4),
+            groups=[[_source(segment) for segment in group] for group in self._groups],
+            dirty_from=log.cleaned_offset,
+            cleanable_to=segments[-1].next_offset,
+            epochs=log.epochs.entries(),
+            remembered=_remembered(log),
+            aborted=[
+                (one.producer_id, one.first_offset, one.marker_offset)
+                for one in log.producers.transactions.aborted.overlapping(log.start_offset, segments[-1].next_offset)
+            ],
+            now_ms=now_ms,
+            delete_retention_ms=log.settings.delete_retention_ms,
+            keep_deletions=any(segment.holes for segment in segments),
+            index_interval_bytes=log.settings.index_interval_bytes,
+            keys_max=keys_max,
+        )
+        self.worker = start_worker(self._pass)
+
+    def jobs(self, checkpoint: Callable[[Log], Job]) -> Iterator[Job]:
+        """The steps. `checkpoint` makes the job that a swapped segment counts from."""
+        mapping = Work(self.worker.map_keys)
+        yield mapping
+        mapped = mapping.done
+        for at in range(len(self._groups)):
+            if mapped is None or self._groups[at][0].base_offset >= mapped.end_offset:
+                break
+            cleaning = Work(lambda at=at: self.worker.clean(at))  # type: ignore[misc]
+            yield cleaning
+            if not self._take(at, cleaning):
+                break
+            if self.log.swaps:
+                yield checkpoint(self.log)
+                if self.log.swaps:
+                    self.failed = True
+                    break
+        if mapping.error is not None:
+            self._fail(mapping.error)
+        yield Work(self.worker.close)
+        if mapped is not None and not self.failed:
+            self._done(mapped)
+
+    def _take(self, at: int, cleaning: Work[Cleaned]) -> bool:
+        """Go on with the new segment of a group."""
+        cleaned, old = cleaning.done, self._groups[at]
+        if cleaned is None:
+            self._fail(cleaning.error)
+            self._discard(at)
+            return False
+        self.read_bytes += cleaned.read_bytes
+        if not cleaned.changed:
+            self._forget(cleaned)
+            return True
+        new = _new_segment(self.log.directory, old, cleaned)
+        try:
+            swapped = swap_in(self.log, old, new, self._pass.token)
+        except OSError as error:
+            self._fail(error)
+            swapped = False
+        if not swapped:
+            self.failed = True
+            self._discard(at)
+            return False
+        self._forget(cleaned)
+        self.freed_bytes += sum(segment.size for segment in old) - new.size
+        self.records_removed += cleaned.records_removed
+        return True
+
+    def _forget(self, cleaned: Cleaned) -> None:
+        """Tell nobody any more of aborted transactions of which nothing is left; their markers will go."""
+        aborted = self.log.producers.transactions.aborted
+        if cleaned.ended and aborted:
+            aborted.discard(cleaned.ended)
+
+    def _discard(self, at: int) -> None:
+        """Remove the file of a group that does not come to be; the next unclean start would do it, too."""
+        with suppress(OSError):
+            self._files.remove(cleaned_path(self.log.directory, self._groups[at][0].base_offset, self._pass.token))
+
+    def _fail(self, error: OSError | MillstreamError | None) -> None:
+        self.failed = True
+        log = self.log
+        if isinstance(error, CleaningCancelled) or log.closed:
+            return
+        if isinstance(error, DamagedSource):
+            segment = next((one for one in log.segments if one.base_offset == error.base_offset), None)
+            if segment is not None and any(segment in group for group in self._groups):
+                # What is found is noted and told by the log.
+                with suppress(StorageFailure):
+                    log.inspect(segment, error.position)
+                return
+        _logger.warning(
+            "a log could not be compacted and stays as it is",
+            extra={"partition": str(log.partition), "error": str(error)},
+        )
+
+    def _done(self, mapped: Mapped) -> None:
+        log = self.log
+        if log.closed or log.generation != self._generation:
+            return
+        log.cleaned_offset = mapped.end_offset
+        log.changed = True
+        log.keeper.checkpoint_soon(log)
+        _logger.info(
+            "a log was compacted",
+            extra={
+                "partition": str(log.partition),
+                "up_to_offset": mapped.end_offset,
+                "keys": mapped.keys,
+                "records_removed": self.records_removed,
+                "read_bytes": self.read_bytes,
+                "freed_bytes": self.freed_bytes,
+            },
+        )
+
+
+def _new_segment(directory: str, old: list[Segment], cleaned: Cleaned) -> Segment:
+    new = Segment(directory, old[0].base_offset)
+    new.size = cleaned.size
+    new.next_offset = old[-1].next_offset
+    new.max_timestamp_ms = cleaned.max_timestamp_ms
+    new.first_append_ms = min(segment.first_append_ms for segment in old)
+    new.last_append_ms = max(segment.last_append_ms for segment in old)
+    new.index = Index.from_bytes(cleaned.places, cleaned.times)
+    new.sealed = True
+    new.mark_synced(new.size, new.next_offset)
+    return new

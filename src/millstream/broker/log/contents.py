@@ -1,0 +1,59 @@
+"""What the folder of a log holds, as opening or recovering it found it, and what there was to say about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from millstream.broker.log.damage import Damage
+from millstream.broker.log.epochs import EpochHistory
+from millstream.broker.log.producers import Producers
+from millstream.broker.log.segment import Segment
+
+
+@dataclass(slots=True, kw_only=True)
+class Contents:
+    """The parts of a log that is about to be opened."""
+
+    directory: str
+    segments: list[Segment]
+    start_offset: int
+    end_offset: int
+    epochs: EpochHistory
+    producers: Producers
+    damage: Damage = field(default_factory=Damage)
+    journal_mark: tuple[int, int] = (0, 0)
+    cleaned_offset: int = 0
+    """Up to where compaction has been."""
+    known: bool = False
+    """Whether there was a checkpoint, so that the folder itself is there for good."""
+    changed: bool = False
+    """Whether the last checkpoint is behind what was found."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RecoveryReport:
+    """What was done to one log when it was opened after an unclean stop."""
+
+    directory: str
+    topic: str = ""
+    partition: int = -1
+    scanned_bytes: int = 0
+    scanned_batches: int = 0
+    replayed_bytes: int = 0
+    cut_bytes: int = 0
+    cut_from_offset: int = -1
+    lost: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def eventful(self) -> bool:
+        """Whether something was cut, lost, or brought back from the journal."""
+        return bool(self.cut_bytes or self.lost or self.replayed_bytes)
+
+    def __str__(self) -> str:
+        parts = [f"scanned {self.scanned_batches} batches ({self.scanned_bytes} bytes)"]
+        if self.replayed_bytes:
+            parts.append(f"brought back {self.replayed_bytes} bytes from the journal")
+        if self.cut_bytes:
+            parts.append(f"cut a torn tail of {self.cut_bytes} bytes at offset {self.cut_from_offset}")
+        parts += [f"offsets {first} to {after - 1} are damaged" for first, after in self.lost]
+        return f"{self.topic}-{self.partition}: {'; '.join(parts)}"

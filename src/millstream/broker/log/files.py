@@ -1,0 +1,220 @@
+"""The file layer: everything the log asks of a disk, as a parameter, so that tests can own its faults.
+
+Descriptors are plain numbers and the calls mirror `os`, so that the real layer adds nothing to the hot path.
+Every call may raise `OSError`; a write may be short, as the operating system's may.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import resource
+import time
+from contextlib import suppress
+from typing import Protocol
+
+from millstream.broker.log.file_system import sync_file_system
+from millstream.core.errors import DataFolderInUse
+
+Readable = bytes | bytearray | memoryview
+
+OPEN_FILES_MIN = 16
+OPEN_FILES_MAX = 4096
+STAMP_NS = 50_000_000
+"""The system's file times move in steps of up to 10 ms, and two writes within one cannot be told apart."""
+
+
+class Files(Protocol):
+    """What the log asks of a disk."""
+
+    def open(self, path: str, /, *, create: bool = False) -> int:
+        """Open a file for reading and writing; make it when asked to."""
+
+    def close(self, descriptor: int, /) -> None:
+        """Give a descriptor back."""
+
+    def write_at(self, descriptor: int, data: Readable, position: int, /) -> int:
+        """Write at a position and say how many bytes were taken, perhaps not all."""
+
+    def read_at(self, descriptor: int, size: int, position: int, /) -> bytes:
+        """Read up to `size` bytes at a position; fewer at the end of the file."""
+
+    def sync(self, descriptor: int, /) -> None:
+        """Return once the contents of the file survive a loss of power."""
+
+    def truncate(self, descriptor: int, size: int, /) -> None:
+        """Cut the file off."""
+
+    def size(self, descriptor: int, /) -> int:
+        """The size of an open file."""
+
+    def stamp(self, descriptor: int, /) -> int:
+        """A number that another write into the file changes; -1 while it was written too recently to tell."""
+
+    def allocate(self, descriptor: int, size: int, /) -> None:
+        """Reserve space, so that later writes neither fail for lack of it nor change the file's size."""
+
+    def names(self, directory: str, /) -> list[str]:
+        """What a directory holds; nothing when there is no such directory."""
+
+    def exists(self, path: str, /) -> bool:
+        """Whether a file or directory is there."""
+
+    def make_directory(self, path: str, /) -> None:
+        """Make a directory and those above it, unless they are there."""
+
+    def sync_directory(self, path: str, /) -> None:
+        """Return once the names in the directory survive a loss of power."""
+
+    def sync_all(self, path: str, /) -> None:
+        """Return once everything on the file system that holds the path survives a loss of power."""
+
+    def rename(self, old: str, new: str, /) -> None:
+        """Give a file or directory another name, replacing a file that has it."""
+
+    def remove(self, path: str, /) -> None:
+        """Remove a file."""
+
+    def remove_directory(self, path: str, /) -> None:
+        """Remove an empty directory."""
+
+    def lock(self, path: str, /) -> int:
+        """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
+
+    def free_bytes(self, path: str, /) -> int:
+        """How much can still be written to the disk that holds the path."""
+
+    def open_files_max(self) -> int:
+        """How many files the log may hold open at the same time."""
+
+
+_PID_DIGITS_MAX = 32
+_COMMAND_BYTES_MAX = 200
+
+
+class DiskFiles:
+    """The real disk."""
+
+    write_at = staticmethod(os.pwrite)
+    read_at = staticmethod(os.pread)
+    sync = staticmethod(os.fdatasync)
+    truncate = staticmethod(os.ftruncate)
+    close = staticmethod(os.close)
+    rename = staticmethod(os.replace)
+    remove = staticmethod(os.unlink)
+    remove_directory = staticmethod(os.rmdir)
+    exists = staticmethod(os.path.lexists)
+
+    def open(self, path: str, /, *, create: bool = False) -> int:
+        """Open a file for reading and writing; make it when asked to."""
+        flags = os.O_RDWR | os.O_CLOEXEC
+        return os.open(path, flags | os.O_CREAT if create else flags, 0o600)
+
+    def size(self, descriptor: int, /) -> int:
+        """The size of an open file."""
+        return os.fstat(descriptor).st_size
+
+    def stamp(self, descriptor: int, /) -> int:
+        """When the inode last changed, which nobody can set back; -1 while a write would leave it as it is."""
+        changed_ns = os.fstat(descriptor).st_ctime_ns
+        return changed_ns if time.time_ns() - changed_ns > STAMP_NS else -1
+
+    def allocate(self, descriptor: int, size: int, /) -> None:
+        """Reserve space; where the file system cannot, later writes may fail instead."""
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+
+    def names(self, directory: str, /) -> list[str]:
+        """What a directory holds; nothing when there is no such directory."""
+        try:
+            return os.listdir(directory)
+        except FileNotFoundError:
+            return []
+
+    def make_directory(self, path: str, /) -> None:
+        """Make a directory and those above it, unless they are there, for this user only."""
+        above = os.path.dirname(path)
+        if above and not os.path.isdir(above):
+            self.make_directory(above)
+        os.makedirs(path, mode=0o700, exist_ok=True)
+
+    def sync_directory(self, path: str, /) -> None:
+        """Return once the names in the directory survive a loss of power."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync_all(self, path: str, /) -> None:
+        """Return once the whole file system is on the disk; `OSError` where the system cannot, or does not tell."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            sync_file_system(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def lock(self, path: str, /) -> int:
+        """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = _holder(os.pread(descriptor, _PID_DIGITS_MAX, 0))
+            os.close(descriptor)
+            raise DataFolderInUse(f"{holder} holds {path}; stop it, or use another data folder") from None
+        # For whoever finds the folder taken. A full disk has no room for it, and must not keep a broker from starting.
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+        return descriptor
+
+    def free_bytes(self, path: str, /) -> int:
+        """How much can still be written to the disk that holds the path."""
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
+
+    def open_files_max(self) -> int:
+        """A quarter of what the process may open: connections need descriptors too."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return max(OPEN_FILES_MIN, min(OPEN_FILES_MAX, soft // 4))
+
+
+def _holder(written: bytes) -> str:
+    """Who holds a lock, by what it wrote into the file: the process itself, or another one and what it runs."""
+    text = written.decode(errors="replace").strip()
+    if not text.isdigit():
+        return "another process"
+    if int(text) == os.getpid():
+        return "this process"
+    try:
+        with open(f"/proc/{text}/cmdline", "rb") as file:
+            words = file.read(_COMMAND_BYTES_MAX).decode(errors="replace").split("\0")
+    except OSError:
+        # It may run in another container.
+        return f"process {text}"
+    command = " ".join(words).strip()
+    return f"process {text} ({command})" if command else f"process {text}"
+
+
+WRITE_BYTES = 1024 * 1024
+"""What is larger is written in pieces: the system finds room for these in memory that it has used before."""
+
+
+def write_fully(files: Files, descriptor: int, data: Readable, position: int) -> None:
+    """Write all of the data, however short each write is; raise `OSError` when the disk takes no more."""
+    written = 0
+    if len(data) <= WRITE_BYTES:
+        written = files.write_at(descriptor, data, position)
+        if written == len(data):
+            return
+    rest = memoryview(data)
+    while written < len(rest):
+        taken = files.write_at(descriptor, rest[written : written + WRITE_BYTES], position + written)
+        if taken <= 0:
+            raise OSError(errno.EIO, "the disk took nothing of a write")
+        written += taken

@@ -1,0 +1,199 @@
+"""The data folder itself: its lock, its format, and the mark that the last stop was a clean one."""
+
+from __future__ import annotations
+
+import logging
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from uuid import UUID
+
+import msgspec
+from crc32c import crc32c
+
+from millstream.broker.log.files import Files
+from millstream.broker.log.ledger import LogKey
+from millstream.broker.log.state import read_whole, replace_file
+from millstream.core.errors import DataFolderInvalid
+from millstream.core.ids import PartitionIndex
+
+_logger = logging.getLogger(__name__)
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+FORMAT = b"millstream data, format 1\n"
+FORMAT_NAME = "format"
+CLEAN_STOP_NAME = "clean-stop"
+LOCK_NAME = "lock"
+PARTITIONS_NAME = "partitions"
+JOURNAL_NAME = "journal"
+DELETED_SUFFIX = ".deleted"
+
+
+class CleanStop(msgspec.Struct, frozen=True):
+    """What a clean stop leaves behind: how long the ledger was, and the logs that nobody opened to recover them."""
+
+    ledger_bytes: int
+    unrecovered: list[tuple[UUID, int]]
+
+
+class DataFolder:
+    """A locked data folder."""
+
+    def __init__(self, directory: Path, files: Files) -> None:
+        self._files = files
+        self.path = str(directory)
+        self.partitions = f"{self.path}/{PARTITIONS_NAME}"
+        self.journal = f"{self.path}/{JOURNAL_NAME}"
+        try:
+            self._make()
+            self._lock = files.lock(f"{self.path}/{LOCK_NAME}")
+        except OSError as error:
+            raise DataFolderInvalid(
+                f"{directory} cannot be used as a data folder: {error.strerror or error}"
+            ) from error
+        try:
+            self.is_new = self._check_format()
+        except BaseException:
+            self.release()
+            raise
+
+    def _make(self) -> None:
+        """Make the folder, for good: every name on the way to it that was not there is synced."""
+        missing = []
+        path = self.partitions
+        while path and not self._files.exists(path):
+            missing.append(path)
+            path = path.rpartition("/")[0]
+        self._files.make_directory(self.partitions)
+        for path in missing:
+            self._files.sync_directory(path.rpartition("/")[0] or ("/" if path.startswith("/") else "."))
+
+    def _check_format(self) -> bool:
+        try:
+            found = read_whole(self._files, f"{self.path}/{FORMAT_NAME}")
+        except FileNotFoundError:
+            replace_file(self._files, self.path, FORMAT_NAME, FORMAT)
+            return True
+        if found != FORMAT:
+            raise DataFolderInvalid(
+                f"{self.path} was written in a format that this version does not know; "
+                f"its file {FORMAT_NAME!r} says {found[:80]!r}"
+            )
+        return False
+
+    def release(self) -> None:
+        """Let go of the lock."""
+        self._files.close(self._lock)
+
+    # -- the clean-stop mark --------------------------------------------------------------------------------
+
+    def take_clean_stop(self) -> CleanStop | None:
+        """Read and remove the mark: from here on, only another clean stop makes the folder clean again."""
+        path = f"{self.path}/{CLEAN_STOP_NAME}"
+        try:
+            data = read_whole(self._files, path)
+        except FileNotFoundError:
+            return None
+        self._files.remove(path)
+        self._files.sync_directory(self.path)
+        if len(data) < 4 or crc32c(data[4:]) != int.from_bytes(data[:4], "big"):
+            return None
+        try:
+            return msgspec.msgpack.decode(data[4:], type=CleanStop)
+        except msgspec.DecodeError:
+            return None
+
+    def mark_clean_stop(self, ledger_bytes: int, unrecovered: Iterable[LogKey]) -> None:
+        """Leave the mark, for good when this returns."""
+        body = msgspec.msgpack.encode(CleanStop(ledger_bytes, sorted(unrecovered)))
+        content = crc32c(body).to_bytes(4, "big") + body
+        replace_file(self._files, self.path, CLEAN_STOP_NAME, content)
+
+    # -- partitions -----------------------------------------------------------------------------------------
+
+    def of_log(self, topic_id: UUID, partition: int) -> str:
+        """The folder of one log."""
+        return f"{self.partitions}/{topic_id}/{partition}"
+
+    def stored(self) -> Iterator[LogKey]:
+        """Every partition that has a folder."""
+        for topic in sorted(self._files.names(self.partitions)):
+            topic_id = _parse_topic_id(topic)
+            if topic_id is None:
+                continue
+            for name in self._files.names(f"{self.partitions}/{topic}"):
+                if name.isdigit():
+                    yield topic_id, PartitionIndex(int(name))
+
+    def set_aside(self, log_folder: str) -> str:
+        """Take a log out of the folder for good; returns where its files are until they are removed."""
+        aside = log_folder + DELETED_SUFFIX
+        self.remove_tree(aside)
+        self._files.rename(log_folder, aside)
+        self._files.sync_directory(log_folder.rpartition("/")[0])
+        return aside
+
+    def remove_tree(self, folder: str) -> None:
+        """Remove a folder of files, if it is there."""
+        if not self._files.exists(folder):
+            return
+        for name in self._files.names(folder):
+            self._files.remove(f"{folder}/{name}")
+        self._files.remove_directory(folder)
+
+    def remove_if_empty(self, folder: str) -> None:
+        """Remove a folder that holds nothing any more."""
+        if not self._files.names(folder):
+            self._files.remove_directory(folder)
+
+    def remove_deleted(self) -> None:
+        """Remove what was set aside, and the folders of topics that hold nothing any more."""
+        for topic in self._files.names(self.partitions):
+            folder = f"{self.partitions}/{topic}"
+            names = self._files.names(folder)
+            deleted = [name for name in names if name.endswith(DELETED_SUFFIX)]
+            for name in deleted:
+                self.remove_tree(f"{folder}/{name}")
+            if deleted:
+                self.remove_if_empty(folder)
+
+
+def make_private(folder: Path) -> None:
+    """Take what other users may do away from a data folder and what lies in it: it holds messages and secrets.
+
+    In a folder that belongs to somebody else, as volumes of containers do, only what lies in it can be changed.
+    """
+    tightened = [str(path) for path in (folder, *folder.iterdir()) if _close_to_others(path)]
+    if tightened:
+        _logger.info("took the rights of other users away", extra={"paths": tightened})
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & _OTHERS:
+        _logger.warning(
+            "other users have rights on the data folder; have its owner set its mode to 0700",
+            extra={"folder": str(folder), "mode": f"{mode:04o}"},
+        )
+
+
+def _close_to_others(path: Path) -> bool:
+    mode = path.lstat().st_mode
+    if stat.S_ISLNK(mode) or not mode & _OTHERS:
+        return False
+    try:
+        path.chmod(stat.S_IMODE(mode) & ~_OTHERS)
+    except PermissionError:
+        return False
+    return True
+
+
+def _parse_topic_id(name: str) -> UUID | None:
+    try:
+        return UUID(name)
+    except ValueError:
+        return None
+
+
+def folders_above(log_folder: str) -> tuple[str, str]:
+    """The folders that hold the name of a log and the name of its topic."""
+    topic = log_folder.rpartition("/")[0]
+    return topic, topic.rpartition("/")[0]

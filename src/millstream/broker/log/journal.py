@@ -1,0 +1,243 @@
+"""The shared journal: a commit that touches many partitions costs one sync instead of one for each.
+
+Two preallocated files take turns. An entry says which bytes stand where in which segment, so replaying it is a write
+that can be repeated. A file is used again once every log with entries in it has synced its own segments; when
+neither has room, commits sync the segments directly, which is what makes room.
+
+An entry: magic | journal id u64 | sequence u64 | topic id | partition i32 | base offset i64 | position i64 | length
+u32 | CRC-32C u32 of all of it but itself | the bytes
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+from uuid import UUID
+
+from crc32c import crc32c
+
+from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.log import Log
+from millstream.broker.log.sync import Capture, Target
+
+_logger = logging.getLogger(__name__)
+
+FILE_NAMES = ("0.journal", "1.journal")
+CHUNK_BYTES = 1024 * 1024
+_MAGIC = b"MSjl"
+_HEAD = struct.Struct(">4sQQ16siqqI")
+_CRC = struct.Struct(">I")
+ENTRY_HEAD_BYTES = _HEAD.size + _CRC.size
+
+
+class Entry(NamedTuple):
+    """Where the bytes of one entry belong."""
+
+    journal_id: int
+    sequence: int
+    topic_id: UUID
+    partition: int
+    base_offset: int
+    position: int
+
+
+class JournalFile:
+    """One of the two files. `pending` are the logs that need it after a crash, and up to which offset."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.descriptor = -1
+        self.position = 0
+        self.pending: dict[Log, int] = {}
+
+    def settle(self) -> None:
+        """Forget the logs whose segments hold by themselves what is journaled here."""
+        self.pending = {
+            log: offset
+            for log, offset in self.pending.items()
+            if not log.closed and log.stored_offset < min(offset, log.end_offset)
+        }
+
+
+class Reservation(NamedTuple):
+    """Room for one commit."""
+
+    file: JournalFile
+    position: int
+    sequence: int
+
+
+class Journal:
+    """The journal of a data folder. Room is given out on the loop, writing happens in the commit's thread."""
+
+    def __init__(self, files: Files, directory: str, file_bytes: int) -> None:
+        self.journal_id = secrets.randbits(63)
+        self.next_sequence = 1
+        self.broken = False
+        self._files = files
+        self._directory = directory
+        self._file_bytes = file_bytes
+        self._current = JournalFile(f"{directory}/{FILE_NAMES[0]}")
+        self._other = JournalFile(f"{directory}/{FILE_NAMES[1]}")
+        self._left_behind: list[Log] = []
+
+    def reserve(self, captures: list[Capture]) -> Reservation | None:
+        """Room for everything captured, or None when the segments have to be synced directly."""
+        targets = [target for capture in captures for target in capture.targets if target.size > target.journaled]
+        size = sum(ENTRY_HEAD_BYTES + target.size - target.journaled for target in targets)
+        if size > self._file_bytes or (self.broken and not self._renew()):
+            return None
+        if self._current.position + size > self._file_bytes:
+            self._other.settle()
+            if self._other.pending:
+                return None
+            self._left_behind += self._current.pending
+            self._current, self._other = self._other, self._current
+            self._current.position = 0
+        reservation = Reservation(self._current, self._current.position, self.next_sequence)
+        self._current.position += size
+        self.next_sequence += len(targets)
+        return reservation
+
+    def _renew(self) -> bool:
+        """Begin with new files after one has failed, once nothing depends on the old ones."""
+        for file in (self._current, self._other):
+            file.settle()
+        if self._current.pending or self._other.pending:
+            return False
+        try:
+            self.remove()
+        except OSError:
+            return False
+        self.broken = False
+        return True
+
+    def take_left_behind(self) -> list[Log]:
+        """The logs whose segments have to catch up so that a file that became full can be used again."""
+        left, self._left_behind = self._left_behind, []
+        return left
+
+    def note(self, reservation: Reservation, captures: list[Capture]) -> None:
+        """A commit is in the journal; until the segments have caught up, its file is needed."""
+        for capture in captures:
+            reservation.file.pending[capture.log] = capture.end_offset
+
+    # -- in the commit's thread -----------------------------------------------------------------------------
+
+    def write(self, reservation: Reservation, captures: list[Capture]) -> None:
+        """Copy what was captured out of the segments and sync it, once for all of them."""
+        file, position, sequence = reservation
+        descriptor = self._open(file)
+        pieces: list[bytes] = []
+        gathered = 0
+        for capture in captures:
+            for target in capture.targets:
+                if target.size <= target.journaled:
+                    continue
+                pieces += self._entry(capture.log, target, sequence)
+                gathered += len(pieces[-1]) + ENTRY_HEAD_BYTES
+                sequence += 1
+                if gathered >= CHUNK_BYTES:
+                    write_fully(self._files, descriptor, b"".join(pieces), position)
+                    position += gathered
+                    pieces, gathered = [], 0
+        write_fully(self._files, descriptor, b"".join(pieces), position)
+        self._files.sync(descriptor)
+
+    def _open(self, file: JournalFile) -> int:
+        if file.descriptor < 0:
+            self._files.make_directory(self._directory)
+            file.descriptor = self._files.open(file.path, create=True)
+            self._files.allocate(file.descriptor, self._file_bytes)
+            self._files.sync(file.descriptor)
+            self._files.sync_directory(self._directory)
+            self._files.sync_directory(self._directory.rpartition("/")[0])
+        return file.descriptor
+
+    def _entry(self, log: Log, target: Target, sequence: int) -> tuple[bytes, bytes]:
+        size = target.size - target.journaled
+        data = self._files.read_at(target.descriptor, size, target.journaled)
+        if len(data) != size:
+            raise OSError(5, f"{target.segment.path} could not be read back")
+        head = _HEAD.pack(
+            _MAGIC,
+            self.journal_id,
+            sequence,
+            log.topic_id.bytes,
+            log.partition.partition,
+            target.segment.base_offset,
+            target.journaled,
+            size,
+        )
+        return head + _CRC.pack(crc32c(data, crc32c(head))), data
+
+    def entries_of(self, log: Log, base_offset: int) -> Iterator[tuple[Entry, bytes]]:
+        """What the journal still holds of one segment."""
+        wanted = (self.journal_id, log.topic_id, log.partition.partition, base_offset)
+        for entry, data in read_journal(self._files, self._directory):
+            if (entry.journal_id, entry.topic_id, entry.partition, entry.base_offset) == wanted:
+                yield entry, data
+
+    # -- end of life ----------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in (self._current, self._other):
+            if file.descriptor >= 0:
+                self._files.close(file.descriptor)
+                file.descriptor = -1
+
+    def remove(self) -> None:
+        """Remove the files, once no log needs them any more."""
+        self.close()
+        remove_journal(self._files, self._directory)
+        self.journal_id = secrets.randbits(63)
+        for file in (self._current, self._other):
+            file.position = 0
+            file.pending.clear()
+
+
+def remove_journal(files: Files, directory: str) -> None:
+    """Remove the files of a journal, for good when this returns."""
+    present = set(files.names(directory))
+    for name in FILE_NAMES:
+        if name in present:
+            files.remove(f"{directory}/{name}")
+    if present:
+        files.sync_directory(directory)
+
+
+def read_journal(files: Files, directory: str) -> Iterator[tuple[Entry, bytes]]:
+    """Every entry that is whole, in the order in which they were written."""
+    present = set(files.names(directory))
+    readers = [_read_file(files, f"{directory}/{name}") for name in FILE_NAMES if name in present]
+    firsts = [(first, reader) for reader in readers if (first := next(reader, None)) is not None]
+    for first, reader in sorted(firsts, key=lambda pair: pair[0][0].sequence):
+        yield first
+        yield from reader
+
+
+def _read_file(files: Files, path: str) -> Iterator[tuple[Entry, bytes]]:
+    descriptor = files.open(path)
+    try:
+        position, expected = 0, None
+        while True:
+            head = files.read_at(descriptor, ENTRY_HEAD_BYTES, position)
+            if len(head) < ENTRY_HEAD_BYTES or head[:4] != _MAGIC:
+                return
+            _, journal_id, sequence, topic_id, partition, base_offset, at, length = _HEAD.unpack_from(head)
+            data = files.read_at(descriptor, length, position + ENTRY_HEAD_BYTES)
+            checksum = crc32c(data, crc32c(head[: _HEAD.size]))
+            if len(data) != length or head[_HEAD.size :] != _CRC.pack(checksum):
+                return
+            if expected is not None and (journal_id, sequence) != expected:
+                # What follows is left over from the last time that the file was used.
+                return
+            expected = (journal_id, sequence + 1)
+            yield Entry(journal_id, sequence, UUID(bytes=topic_id), partition, base_offset, at), data
+            position += ENTRY_HEAD_BYTES + length
+    finally:
+        files.close(descriptor)

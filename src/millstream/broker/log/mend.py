@@ -1,0 +1,223 @@
+"""Putting a lost range back, with the batches of another replica.
+
+Where these take as many bytes as were lost, they are written in their place: until the next checkpoint the range counts
+as lost, so a crash in between leaves it lost. Otherwise (a file that is gone, or a replica that was compacted at
+another time) the segment is written anew, with them in it, and swapped in as compaction does. What lies before and
+behind the range stays as it is.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
+
+from millstream.broker.log.damage import LostRange
+from millstream.broker.log.epochs import EpochHistory
+from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.index import Index
+from millstream.broker.log.log import Log
+from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.segment import Segment, cleaned_path
+from millstream.broker.log.swap import swap_in
+from millstream.core.errors import CorruptBatch, MillstreamError, StorageFailure
+from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
+from millstream.protocol.records.raw_record import empty_batch
+
+COPY_BYTES = 1024 * 1024
+
+
+def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]:
+    """Those of another replica's batches that belong in a lost range, and the offset after them.
+
+    `CorruptBatch` if they are damaged themselves, or cannot have been there: they have to begin where the range does,
+    to follow each other, and to be of epochs that fit those around them. Batches without records, in which compaction
+    joins offsets, are cut to fit.
+    """
+    latest, last = log.epochs.epoch_at(lost.first - 1), log.epochs.epoch_at(lost.next_offset)
+    fitted, expected = bytearray(), lost.first
+    for header in iterate_headers(batches):
+        if expected >= lost.next_offset:
+            break
+        check_offsets(header)
+        check_crc(batches, header)
+        is_first = not fitted and header.base_offset <= expected < header.next_offset
+        if not is_first and header.base_offset != expected:
+            raise CorruptBatch(
+                f"{log.partition}: a replica gave offset {header.base_offset} in the place of {expected}"
+            )
+        if not latest <= header.leader_epoch <= last:
+            raise CorruptBatch(
+                f"{log.partition}: a replica gave a batch of epoch {header.leader_epoch} at offset {expected}, "
+                f"between epochs {latest} and {last}"
+            )
+        fitted += _fit(log, lost, header, batches)
+        latest, expected = header.leader_epoch, int(header.next_offset)
+    return bytes(fitted), min(expected, lost.next_offset)
+
+
+def _fit(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buffer:
+    # A range that begins where the log does may begin within a batch.
+    begins = header.base_offset >= lost.first or lost.first == log.start_offset
+    if begins and header.next_offset <= lost.next_offset:
+        return memoryview(batches)[header.position : header.end_position]
+    if header.record_count:
+        raise CorruptBatch(
+            f"{log.partition}: a replica has offsets {header.base_offset} to {header.last_offset} in one batch, "
+            f"and {lost.first} to {lost.next_offset - 1} are lost here"
+        )
+    first, after = max(int(header.base_offset), lost.first), min(int(header.next_offset), lost.next_offset)
+    return empty_batch(first, after, header.leader_epoch)
+
+
+class Mend:
+    """Puts batches into the beginning of a lost range, or into all of it; `fit_batches` has checked them."""
+
+    def __init__(self, log: Log, lost: LostRange, batches: bytes, next_offset: int) -> None:
+        self.log = log
+        self.error: OSError | MillstreamError | None = None
+        self._lost = lost
+        self._batches = batches
+        self._next_offset = next_offset
+        self._generation = log.generation
+        self._files = log.open_files.files
+        self._old = next((one for one in log.segments if one.base_offset == lost.segment), None)
+        self._is_in_place = self._fits_in_place()
+        self._token = secrets.token_hex(4)
+        self._epochs = EpochHistory(log.epochs.entries())
+        for header in iterate_headers(batches):
+            self._epochs.extend_back(header.leader_epoch, int(header.base_offset))
+        self._interval_bytes = log.settings.index_interval_bytes
+        self._new: Segment | None = None
+        self._bad: list[Bad] = []
+        if not self._is_in_place and self._old is log.segments[-1]:
+            log.roll()
+        if self._old is not None:
+            log.open_files.descriptor(self._old, create=True)
+            self._descriptor = log.open_files.pin(self._old)
+
+    def _fits_in_place(self) -> bool:
+        lost, end = self._lost, self._lost.start + len(self._batches)
+        if self._old is None or lost.end > self._old.size:
+            return False
+        return end == lost.end if self._next_offset == lost.next_offset else end < lost.end
+
+    def execute(self) -> None:
+        """Write and sync; called in a thread."""
+        try:
+            if self._is_in_place:
+                write_fully(self._files, self._descriptor, self._batches, self._lost.start)
+                self._files.sync(self._descriptor)
+                # A file that was removed has its name again.
+                self._files.sync_directory(self.log.directory)
+            else:
+                self._write_anew()
+        except (OSError, MillstreamError) as error:
+            self.error = error
+
+    def _write_anew(self) -> None:
+        lost, old = self._lost, self._old
+        base_offset = next(iter(iterate_headers(self._batches))).base_offset if old is None else old.base_offset
+        new = self._new = Segment(self.log.directory, int(base_offset))
+        new.path = cleaned_path(self.log.directory, new.base_offset, self._token)
+        descriptor = self._files.open(new.path, create=True)
+        try:
+            self._files.truncate(descriptor, 0)
+            end = 0
+            for piece in self._pieces():
+                write_fully(self._files, descriptor, piece, end)
+                end += len(piece)
+            limit = max(self._next_offset, old.next_offset if old is not None else 0)
+            if old is not None and lost.next_offset > limit and lost.end >= old.size:
+                limit = lost.next_offset
+            self._scan(new, Window(self._files, descriptor, end), limit)
+            self._files.sync(descriptor)
+        finally:
+            self._files.close(descriptor)
+
+    def _pieces(self) -> Iterator[bytes]:
+        """The content of the new file."""
+        lost, old = self._lost, self._old
+        behind = lost.end
+        if self._next_offset < lost.next_offset:
+            behind = min(lost.start + len(self._batches), lost.end)
+        if old is not None:
+            yield from _read(self._files, self._descriptor, 0, min(lost.start, old.size))
+        yield self._batches
+        if old is not None:
+            yield from _read(self._files, self._descriptor, behind, old.size)
+
+    def _scan(self, new: Segment, window: Window, limit: int) -> None:
+        """Make the index of the new file, and see what is still lost in it."""
+        index = new.index or Index()
+        scan = Scan(window, 0, new.base_offset, limit=limit, epochs=self._epochs)
+        for found in scan:
+            if isinstance(found, Bad):
+                found = found if found.next_offset >= 0 else found._replace(next_offset=limit)
+                if found.first < self._next_offset and found.next_offset > self._lost.first:
+                    raise StorageFailure(f"{new.path} does not hold at byte {found.start} what was written there")
+                self._bad.append(found)
+            else:
+                new.note(found, int(found.base_offset), found.position, index, self._interval_bytes)
+        if scan.expected < limit and not (self._bad and self._bad[-1].next_offset == limit):
+            self._bad.append(Bad(window.end, window.end, scan.expected, limit))
+        new.index, new.size, new.next_offset = index, window.end, limit
+
+    def finish(self) -> None:
+        """Serve the range again; called on the loop."""
+        log, lost = self.log, self._lost
+        if self._old is not None:
+            log.open_files.unpin(self._old)
+        if self.error is None and (log.closed or log.generation != self._generation or lost not in log.lost):
+            self.error = StorageFailure(f"{log.partition} changed while offsets {lost.first} on were put back")
+        if self.error is None and self._new is not None:
+            self._swap(self._new)
+        if self.error is not None:
+            if self._new is not None:
+                with suppress(OSError):
+                    self._files.remove(self._new.path)
+            return
+        for epoch, start in self._epochs.entries():
+            log.epochs.extend_back(epoch, start)
+        log.heal(lost, self._next_offset, self._left())
+
+    def _swap(self, new: Segment) -> None:
+        old, log = self._old, self.log
+        new.sealed = True
+        now_ms = log.clock.now_ms()
+        new.first_append_ms = now_ms if old is None else old.first_append_ms
+        new.last_append_ms = now_ms if old is None else old.last_append_ms
+        new.mark_synced(new.size, new.next_offset)
+        try:
+            if not swap_in(log, [] if old is None else [old], new, self._token):
+                self.error = StorageFailure(f"{new.path} could not take the place of its segment")
+        except OSError as error:
+            self.error = error
+
+    def _left(self) -> list[LostRange]:
+        """What is still lost of the segment, by where it lies now."""
+        lost, new = self._lost, self._new
+        if new is not None:
+            left = [
+                LostRange(bad.first, bad.next_offset, new.base_offset, bad.start, bad.end, self._is_unread(bad.first))
+                for bad in self._bad
+            ]
+            if self._old is None and self._next_offset < lost.next_offset:
+                left.append(LostRange(self._next_offset, lost.next_offset, -1, 0, 0, lost.unread))
+            return left
+        left = [one for one in self.log.lost if one.segment == lost.segment and one != lost]
+        if self._next_offset < lost.next_offset:
+            start = lost.start + len(self._batches)
+            left.append(LostRange(self._next_offset, lost.next_offset, lost.segment, start, lost.end, lost.unread))
+        return left
+
+    def _is_unread(self, offset: int) -> bool:
+        known = self.log.lost.at(offset)
+        return known is not None and known.unread
+
+
+def _read(files: Files, descriptor: int, start: int, end: int) -> Iterator[bytes]:
+    for position in range(start, end, COPY_BYTES):
+        size = min(COPY_BYTES, end - position)
+        # A file that was cut off is as long as before; what is gone of it is lost as it was.
+        yield files.read_at(descriptor, size, position).ljust(size, b"\0")

@@ -1,0 +1,280 @@
+"""Finding whole batches in a segment, to be read in one go: no work per batch in what is returned.
+
+Whatever is not just written is verified before it is used, CRC, offsets and epochs: a bit that flipped on disk, or a
+write of somebody else into the file, is found here. What was verified is used for `VERIFIED_S` without doing so again,
+unless the file was written to since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from millstream.broker.log.epochs import EpochHistory
+from millstream.broker.log.files import Files
+from millstream.broker.log.frame import FRAME_BYTES, Frame, Run, read_frame, valid_run
+from millstream.broker.log.handles import OpenFiles
+from millstream.broker.log.index import Index
+from millstream.broker.log.indexes import LoadedIndexes, build_index, load_index
+from millstream.broker.log.scan import Scan, Window
+from millstream.broker.log.segment import Segment
+from millstream.broker.log.stretch import BrokenSegment, Stretch, Verify
+from millstream.core.clock import Clock
+from millstream.core.errors import CorruptBatch
+
+WALK_BYTES = 16 * 1024
+VERIFY_BYTES = 256 * 1024
+STEP_BYTES = 4 * 1024
+COLD_BYTES_MAX = 2 * 1024 * 1024
+"""No more is verified for one answer: this happens on the loop."""
+
+VERIFIED_S = 60.0
+"""A disk may flip a bit, and the page that was verified may have left memory, without a write that would tell."""
+
+
+class Reader:
+    """Reads the segments of one log."""
+
+    def __init__(
+        self,
+        files: Files,
+        open_files: OpenFiles,
+        indexes: LoadedIndexes,
+        epochs: EpochHistory,
+        clock: Clock,
+        *,
+        index_interval_bytes: int,
+    ) -> None:
+        self._files = files
+        self._open_files = open_files
+        self._indexes = indexes
+        self._epochs = epochs
+        self._clock = clock
+        self._index_interval_bytes = index_interval_bytes
+
+    # -- index ----------------------------------------------------------------------------------------------
+
+    def index_of(self, segment: Segment) -> Index:
+        """The index of a segment, read from disk or made anew when it is not in memory."""
+        index = segment.index
+        if index is None:
+            index = load_index(self._files, segment)
+            if index is None:
+                scan = self.scan(segment, 0, segment.base_offset)
+                index = build_index(scan, segment, self._index_interval_bytes)
+            segment.index = index
+            self._indexes.loaded(segment)
+        return index
+
+    def scan(self, segment: Segment, position: int, expected: int) -> Scan:
+        """Look at everything from a batch on whose offset is known, believing nothing."""
+        descriptor = self._open_files.descriptor(segment)
+        window = Window(self._files, descriptor, min(segment.size, self._files.size(descriptor)))
+        return Scan(window, position, expected, limit=segment.next_offset, epochs=self._epochs)
+
+    # -- walking --------------------------------------------------------------------------------------------
+
+    def frames(self, segment: Segment, position: int) -> Iterator[Frame]:
+        """The batches from one whose position is known to the end of the segment, damaged stretches left out."""
+        descriptor = self._open_files.descriptor(segment)
+        end, cold_to = segment.size, segment.cold_to(self._clock.monotonic())
+        while (position := segment.beyond_hole(position)) < end:
+            stop = end
+            if position < cold_to:
+                self.verify(segment, position, min(position + WALK_BYTES, cold_to))
+                stop = segment.verified_to if segment.verified_to < cold_to else end
+            chunk = self._files.read_at(descriptor, min(WALK_BYTES, end - position), position)
+            at = 0
+            while len(chunk) - at >= FRAME_BYTES and position + at < stop:
+                frame = self._frame(segment, chunk, at, position + at)
+                yield frame
+                at = frame.end_position - position
+                if segment.holes and segment.beyond_hole(position + at) != position + at:
+                    break
+            if at == 0:
+                raise BrokenSegment(segment, position)
+            position += at
+
+    def _frame(self, segment: Segment, buffer: bytes, at: int, position: int) -> Frame:
+        try:
+            frame = read_frame(buffer, at, position)
+        except CorruptBatch:
+            raise BrokenSegment(segment, position) from None
+        if frame.end_position > segment.size or frame.base_offset < segment.base_offset:
+            raise BrokenSegment(segment, position)
+        return frame
+
+    def locate(self, segment: Segment, offset: int) -> int:
+        """The position of the first batch that ends beyond an offset; the end of the segment when there is none."""
+        if offset >= segment.next_offset:
+            return segment.size
+        start = self.index_of(segment).position_of(max(0, offset - segment.base_offset))
+        for frame in self.frames(segment, start):
+            if frame.next_offset > offset:
+                return frame.position
+        return segment.size
+
+    def max_timestamp_below(self, segment: Segment, up_to: int) -> int:
+        """The largest timestamp of the batches that begin below an offset."""
+        return segment.max_timestamp_ms if up_to >= segment.next_offset else self.find_max_timestamp(segment, up_to)
+
+    def find_max_timestamp(self, segment: Segment, up_to: int) -> int:
+        """The same, by looking, for a segment that was or is about to be cut."""
+        index = self.index_of(segment)
+        start, largest = index.max_timestamp_before(index.position_of(max(0, up_to - segment.base_offset)))
+        for frame in self.frames(segment, start):
+            if frame.base_offset >= up_to:
+                break
+            largest = max(largest, frame.max_timestamp_ms)
+        return largest
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def find(
+        self,
+        segment: Segment,
+        position: int,
+        max_bytes: int,
+        limit: int,
+        limit_offset: int,
+        at_once: int,
+        *,
+        at_least_one: bool = True,
+    ) -> Stretch:
+        """Find whole batches from a position up to a limit: no more than `max_bytes`, but `at_least_one` if so asked.
+
+        They are read as well if they are no more than `at_once` bytes.
+        """
+        size, next_offset = limit - position, limit_offset
+        if size <= 0 or (not at_least_one and max_bytes < FRAME_BYTES):
+            return Stretch(self._open_files, segment, position, 0, next_offset)
+        verify: Verify | None = None
+        if position < segment.cold_to(self._clock.monotonic()):
+            verify = self.verify
+            max_bytes = min(max_bytes, COLD_BYTES_MAX)
+            if not self._is_verified(segment, position, position + min(max_bytes, size)):
+                return self._find_cold(segment, position, max_bytes, limit, at_once, at_least_one=at_least_one)
+        data = b""
+        if size > max_bytes:
+            if max_bytes <= at_once:
+                descriptor = self._open_files.descriptor(segment)
+                data = self._read_at(segment, descriptor, min(size, max(max_bytes, FRAME_BYTES)), position)
+            end, next_offset = self._whole(segment, position, position + max_bytes, data)
+            size = end - position if at_least_one or end - position <= max_bytes else 0
+        stretch = Stretch(self._open_files, segment, position, size, next_offset, verify)
+        if size <= len(data):
+            stretch.data = memoryview(data)[:size]
+        elif size <= at_once or segment.suspect:
+            stretch.data = stretch.read(0, size)
+        return stretch
+
+    def _find_cold(
+        self, segment: Segment, position: int, max_bytes: int, limit: int, at_once: int, *, at_least_one: bool
+    ) -> Stretch:
+        """Find the same by reading and verifying it; where a batch is broken, those before it are found."""
+        expected = self._reach(segment, position)
+        descriptor = self._open_files.descriptor(segment)
+        data = self._read_at(segment, descriptor, min(max(max_bytes, FRAME_BYTES), limit - position), position)
+        run = valid_run(data, len(data), expected, self._epochs)
+        if run.end == 0 and not run.broken:
+            if not at_least_one:
+                return Stretch(self._open_files, segment, position, 0, expected)
+            # The first batch is larger than what was asked for.
+            end = self._frame(segment, data, 0, position).end_position
+            data = self._read_at(segment, descriptor, end - position, position)
+            run = valid_run(data, 1, expected, self._epochs)
+        if run.end == 0:
+            raise BrokenSegment(segment, position)
+        self._note_verified(segment, position + run.end, run.next_offset)
+        stretch = Stretch(self._open_files, segment, position, run.end, run.next_offset, self.verify)
+        if run.end <= at_once or segment.suspect:
+            stretch.data = memoryview(data)[: run.end]
+            segment.suspect = False
+        return stretch
+
+    def _reach(self, segment: Segment, position: int) -> int:
+        """Verify up to a batch from the last known one before it; return its offset."""
+        if segment.verified_from <= position < segment.verified_to:
+            descriptor = self._open_files.descriptor(segment)
+            return self._frame(segment, self._read_at(segment, descriptor, FRAME_BYTES, position), 0, position)[1]
+        self.verify(segment, position, position)
+        self._skip_hole(segment)
+        if segment.verified_to != position:
+            raise BrokenSegment(segment, position)
+        return segment.verified_offset
+
+    def _whole(self, segment: Segment, position: int, stop: int, data: bytes) -> tuple[int, int]:
+        """Where the last whole batch between two positions ends, or the first beyond them, and the offset after it.
+
+        `data` is what is known of the file from the first position on.
+        """
+        relative, start = self.index_of(segment).start_before(stop)
+        end, next_offset = (position, -1) if start <= position else (start, segment.base_offset + relative)
+        descriptor = self._open_files.descriptor(segment)
+        data_at = position
+        while stop - end >= FRAME_BYTES or end == position:
+            if end + FRAME_BYTES > data_at + len(data):
+                data, data_at = self._read_at(segment, descriptor, min(STEP_BYTES, segment.size - end), end), end
+            frame = self._frame(segment, data, end - data_at, end)
+            if frame.end_position > stop and end > position:
+                break
+            end, next_offset = frame.end_position, frame.next_offset
+        return end, next_offset
+
+    def _read_at(self, segment: Segment, descriptor: int, size: int, position: int) -> bytes:
+        data = self._files.read_at(descriptor, size, position)
+        if len(data) != size:
+            raise BrokenSegment(segment, position + len(data))
+        return data
+
+    # -- verifying ------------------------------------------------------------------------------------------
+
+    def _is_verified(self, segment: Segment, start: int, stop: int) -> bool:
+        """Whether the batches between two positions were verified; forget what was, if it does not hold any more."""
+        stamp, now = self._files.stamp(self._open_files.descriptor(segment)), self._clock.monotonic()
+        if stamp < 0 or stamp != segment.verified_stamp or now - segment.verified_at > VERIFIED_S:
+            segment.forget_verified()
+            segment.verified_stamp, segment.verified_at = stamp, now
+        return segment.verified_from <= start and stop <= segment.verified_to
+
+    def verify(self, segment: Segment, start: int, stop: int) -> None:
+        """Check the batches that begin between two positions, unless that was done; `BrokenSegment` tells where."""
+        if self._is_verified(segment, start, stop):
+            return
+        if not segment.verified_from <= start <= segment.verified_to:
+            relative, position = self.index_of(segment).start_before(start)
+            segment.verified_from = segment.verified_to = position
+            segment.verified_offset = segment.base_offset + relative
+        descriptor = self._open_files.descriptor(segment)
+        while segment.verified_to < stop:
+            self._skip_hole(segment)
+            if segment.verified_to < stop:
+                self._verify_chunk(segment, descriptor, stop)
+
+    def _note_verified(self, segment: Segment, end: int, next_offset: int) -> None:
+        if end > segment.verified_to:
+            segment.verified_to, segment.verified_offset = end, next_offset
+
+    def _skip_hole(self, segment: Segment) -> None:
+        """Go on behind a damaged stretch that is known."""
+        for start, (end, next_offset) in segment.holes.items():
+            if start <= segment.verified_to < end or start == segment.verified_to == end:
+                segment.verified_to, segment.verified_offset = end, next_offset
+
+    def _verify_chunk(self, segment: Segment, descriptor: int, stop: int) -> None:
+        """Check the batches of one stretch of the file, which ends at the next damaged one at the latest."""
+        position = segment.verified_to
+        stop = min([stop, *(start for start in segment.holes if start > position)])
+        data = self._files.read_at(
+            descriptor, min(max(VERIFY_BYTES, stop - position), segment.size - position), position
+        )
+        run = self._valid_run(segment, data, stop)
+        if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES:
+            # The first batch is larger than what was read.
+            end = self._frame(segment, data, 0, position).end_position
+            run = self._valid_run(segment, self._read_at(segment, descriptor, end - position, position), stop)
+        if run.broken or run.end == 0:
+            raise BrokenSegment(segment, position + run.end)
+        self._note_verified(segment, position + run.end, run.next_offset)
+
+    def _valid_run(self, segment: Segment, data: bytes, stop: int) -> Run:
+        return valid_run(data, stop - segment.verified_to, segment.verified_offset, self._epochs)

@@ -1,0 +1,335 @@
+"""Opening the folder of a log: as its state says after a clean stop, by scanning what that does not cover else.
+
+A file that is missing although the state names it is damage too: the range is noted, and writes go to a new file.
+
+Recovery starts at the checkpoint. A tail that is no batch is torn and is cut; anything bad that has a valid batch
+behind it, or that lies below the checkpoint, is damage: it is noted with its range and what lies behind it stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from millstream.broker.log.contents import Contents, RecoveryReport
+from millstream.broker.log.damage import Damage, LostRange
+from millstream.broker.log.epochs import EpochHistory
+from millstream.broker.log.files import Files
+from millstream.broker.log.folder import folders_above
+from millstream.broker.log.index import Index
+from millstream.broker.log.indexes import build_index, load_index
+from millstream.broker.log.producer_replay import replay_batch
+from millstream.broker.log.producers import Producers
+from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.segment import (
+    CLEANED_SUFFIX,
+    DELETED_SUFFIX,
+    REPAIR_SUFFIX,
+    SEGMENT_SUFFIXES,
+    Segment,
+    base_offset_of,
+    segment_name,
+)
+from millstream.broker.log.state import LogState
+from millstream.broker.log.swap import complete_swaps
+from millstream.protocol.records.batch import BatchHeader
+
+_NO_LIMIT = 2**63 - 1
+_UNFINISHED = (DELETED_SUFFIX, REPAIR_SUFFIX, CLEANED_SUFFIX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opening:
+    """What opening a log needs to know."""
+
+    files: Files
+    now_ms: int
+    producer_expiry_ms: int
+    index_interval_bytes: int
+    durable: bool = False
+    """Whether everything that the folder holds is on the disk already, and not only in memory."""
+
+
+def open_contents(
+    opening: Opening, directory: str, state: LogState | None, *, clean: bool
+) -> tuple[Contents, RecoveryReport | None]:
+    """Open the folder of a log; after a clean stop nothing in it is looked at but the names of its files."""
+    if state is not None and clean and not _misses_a_file(opening.files, directory, state):
+        return _believe(opening, directory, state), None
+    return Recovery(opening, directory, state).run()
+
+
+def _misses_a_file(files: Files, directory: str, state: LogState) -> bool:
+    """Whether somebody took a segment away since; its reader would find out too late, and its writer for good."""
+    if not state.segments:
+        return False
+    there = set(files.names(directory))
+    return any(segment_name(segment.base_offset) not in there for segment in state.segments)
+
+
+def _believe(opening: Opening, directory: str, state: LogState) -> Contents:
+    """The log as its state describes it."""
+    producers = Producers(expiry_ms=opening.producer_expiry_ms)
+    producers.unpack(state.producers)
+    if state.transactions is not None:
+        producers.unpack_transactions(state.transactions)
+    segments = [Segment.from_state(directory, known) for known in state.segments]
+    for segment in segments[:-1]:
+        segment.sealed = True
+    contents = Contents(
+        directory=directory,
+        segments=segments,
+        start_offset=state.start_offset,
+        end_offset=state.recovery_offset,
+        epochs=EpochHistory(state.epochs),
+        producers=producers,
+        damage=Damage(state.lost),
+        journal_mark=(state.journal_id, state.journal_sequence),
+        cleaned_offset=state.cleaned_offset,
+        known=True,
+    )
+    for segment in segments if contents.damage else ():
+        segment.holes = contents.damage.holes_of(segment.base_offset)
+    return contents
+
+
+class Recovery:
+    """Recovers one log after an unclean stop, or when its state cannot be believed.
+
+    Segments are taken in order; `end_offset` of the contents is how far the log is known to go. What is bad or
+    missing at that point is held back (`_tail`) until it is known whether something valid follows.
+    """
+
+    def __init__(self, opening: Opening, directory: str, state: LogState | None) -> None:
+        self._opening = opening
+        self._files = opening.files
+        self._directory = directory
+        self._report = RecoveryReport(directory=directory)
+        self._checkpoint = state.recovery_offset if state is not None else 0
+        self._believed: dict[int, Segment] = {}
+        self._tail: tuple[Segment, int] | None = None
+        self._names_changed = False
+        self._swaps = state.swaps if state is not None else []
+        if state is not None:
+            self._contents = _believe(opening, directory, state)
+            self._believed = {segment.base_offset: segment for segment in self._contents.segments}
+            self._contents.segments = []
+        else:
+            self._contents = _nothing(opening, directory)
+
+    def run(self) -> tuple[Contents, RecoveryReport]:
+        """Find out what the log holds, cut what is torn, and make durable what is left."""
+        bases = self._bases()
+        contents = self._contents
+        if not self._believed and bases:
+            contents.start_offset = max(contents.start_offset, bases[0])
+        contents.end_offset = min([*self._believed, *bases], default=self._checkpoint)
+        for at, base in enumerate(bases):
+            limit = bases[at + 1] if at + 1 < len(bases) else _NO_LIMIT
+            segment = self._believed.get(base)
+            if segment is not None:
+                self._take_believed(segment, limit)
+            elif base >= self._checkpoint:
+                self._take(Segment(self._directory, base), limit)
+        self._settle()
+        for segment in contents.segments[:-1]:
+            segment.sealed = True
+        return contents, self._report
+
+    def _bases(self) -> list[int]:
+        """The segments on disk, once everything is removed that a crash left half done."""
+        if complete_swaps(self._files, self._directory, self._swaps):
+            self._contents.changed = True
+            self._names_changed = True
+        names = self._files.names(self._directory)
+        for name in names:
+            if name.endswith(_UNFINISHED):
+                self._remove(f"{self._directory}/{name}")
+        bases = sorted(base for base in map(base_offset_of, names) if base is not None and not self._replaced(base))
+        kept = []
+        for at, base in enumerate(bases):
+            following = bases[at + 1] if at + 1 < len(bases) else _NO_LIMIT
+            if following > self._contents.start_offset:
+                kept.append(base)
+        self._remove_strays(names, set(kept))
+        return kept
+
+    def _replaced(self, base: int) -> bool:
+        """Whether a file lies within a segment that the checkpoint knows: compaction has put that in its place."""
+        return base not in self._believed and any(
+            segment.base_offset < base < segment.next_offset for segment in self._believed.values()
+        )
+
+    def _remove_strays(self, names: list[str], kept: set[int]) -> None:
+        """Remove the files of segments that are deleted or never came to be."""
+        for name in names:
+            stem, dot, suffix = name.partition(".")
+            if dot + suffix in SEGMENT_SUFFIXES and stem.isdigit() and int(stem) not in kept:
+                self._remove(f"{self._directory}/{name}")
+
+    def _remove(self, path: str) -> None:
+        self._files.remove(path)
+        self._names_changed = True
+
+    # -- segments -------------------------------------------------------------------------------------------
+
+    def _take_believed(self, segment: Segment, limit: int) -> None:
+        """Take a segment that the checkpoint knows: nothing is scanned but what came later."""
+        size = self._size_of(segment)
+        if size < segment.size:
+            # The file lost something since, so nothing in it is believed.
+            self._take(_renewed(segment), segment.next_offset, replay=False)
+        elif size > segment.size and segment.base_offset == max(self._believed):
+            self._take(segment, limit)
+        else:
+            self._accept(segment)
+
+    def _take(self, segment: Segment, limit: int, *, replay: bool = True) -> None:
+        """Scan a segment from where it is known, and accept it if it holds anything or goes on where the log ends."""
+        bad_end = self._scan(segment, limit, replay=replay)
+        if segment.size or segment.base_offset < self._checkpoint or segment.base_offset == self._contents.end_offset:
+            self._accept(segment)
+            self._tail = (segment, bad_end) if bad_end is not None else None
+        else:
+            # Nothing valid is in it, so what came before may still be a torn tail, and this file is part of that.
+            self._report.cut_bytes += bad_end or 0
+            self._remove(segment.path)
+            self._contents.changed = True
+
+    def _accept(self, segment: Segment) -> None:
+        """Go on with a segment; what is missing between the last one and this one is lost."""
+        contents = self._contents
+        if contents.end_offset < segment.base_offset:
+            previous, end = self._tail if self._tail is not None else (None, 0)
+            if previous is None:
+                self._lose(LostRange(contents.end_offset, segment.base_offset, -1, 0, 0))
+            else:
+                self._lose_at(previous, Bad(previous.size, end, contents.end_offset, segment.base_offset))
+        self._tail = None
+        contents.segments.append(segment)
+        contents.end_offset = max(contents.end_offset, segment.next_offset)
+
+    def _size_of(self, segment: Segment) -> int:
+        descriptor = self._files.open(segment.path)
+        try:
+            return self._files.size(descriptor)
+        finally:
+            self._files.close(descriptor)
+
+    # -- batches --------------------------------------------------------------------------------------------
+
+    def _scan(self, segment: Segment, limit: int, *, replay: bool) -> int | None:
+        """Note the valid batches behind what is known of a file. Returns where a bad end of it ends, if it has one."""
+        descriptor = self._files.open(segment.path)
+        try:
+            window = Window(self._files, descriptor, self._files.size(descriptor))
+            index = self._index_of(segment, window)
+            start, bad_end = segment.size, None
+            last_epoch = self._contents.epochs.latest if replay else -1
+            for found in Scan(window, start, segment.next_offset, limit=limit, last_epoch=last_epoch):
+                if not isinstance(found, Bad):
+                    self._note(segment, found, index, window, replay=replay)
+                elif found.next_offset >= 0:
+                    self._lose_at(segment, found)
+                else:
+                    bad_end = found.end
+            self._report.scanned_bytes += window.end - start
+            if not self._opening.durable:
+                # After a kill the bytes may be in memory only, and from here on they count as durable.
+                self._files.sync(descriptor)
+        finally:
+            self._files.close(descriptor)
+        segment.mark_synced(segment.size, segment.next_offset)
+        self._contents.changed = True
+        return bad_end
+
+    def _index_of(self, segment: Segment, window: Window) -> Index:
+        """The index of a segment up to what is known of it."""
+        if segment.index is None:
+            segment.index = load_index(self._files, segment)
+        if segment.index is None:
+            scan = Scan(window, 0, segment.base_offset, limit=segment.next_offset)
+            segment.index = build_index(scan, segment, self._opening.index_interval_bytes)
+        return segment.index
+
+    def _note(self, segment: Segment, header: BatchHeader, index: Index, window: Window, *, replay: bool) -> None:
+        now_ms = self._opening.now_ms
+        if segment.first_append_ms < 0:
+            segment.first_append_ms = now_ms
+        segment.last_append_ms = now_ms
+        segment.note(header, header.base_offset, header.position, index, self._opening.index_interval_bytes)
+        self._report.scanned_batches += 1
+        if replay:
+            self._contents.epochs.begin(header.leader_epoch, header.base_offset)
+            replay_batch(self._contents.producers, header, window, now_ms)
+
+    # -- decisions ------------------------------------------------------------------------------------------
+
+    def _lose_at(self, segment: Segment, bad: Bad) -> None:
+        segment.holes[bad.start] = (bad.end, bad.next_offset)
+        self._lose(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
+
+    def _lose(self, lost: LostRange) -> None:
+        """Note a lost range, or as much of it as had not been deleted before."""
+        self._contents.changed = True
+        first = max(lost.first, self._contents.start_offset)
+        if first < lost.next_offset:
+            unread = lost.next_offset > self._checkpoint
+            self._contents.damage.add(msgspec.structs.replace(lost, first=first, unread=unread))
+            self._report.lost.append((first, lost.next_offset))
+
+    def _settle(self) -> None:
+        """Decide about the end: what is missing below the checkpoint is damage, anything else is torn and is cut."""
+        contents = self._contents
+        if contents.end_offset < self._checkpoint:
+            self._lose(LostRange(contents.end_offset, self._checkpoint, -1, 0, 0))
+            contents.end_offset = self._checkpoint
+            self._continue_at(contents.end_offset)
+        elif self._tail is not None:
+            segment, bad_end = self._tail
+            self._report.cut_bytes += bad_end - segment.size
+            self._report.cut_from_offset = segment.next_offset
+            self._truncate(segment)
+        if self._report.cut_bytes and self._report.cut_from_offset < 0:
+            self._report.cut_from_offset = contents.end_offset
+        if contents.changed and not self._opening.durable:
+            # Names may be in memory only, too.
+            for folder in (self._directory, *folders_above(self._directory)):
+                self._files.sync_directory(folder)
+        elif self._names_changed:
+            self._files.sync_directory(self._directory)
+        contents.known = contents.known or contents.changed or self._opening.durable
+
+    def _truncate(self, segment: Segment) -> None:
+        descriptor = self._files.open(segment.path)
+        try:
+            self._files.truncate(descriptor, segment.size)
+            self._files.sync(descriptor)
+        finally:
+            self._files.close(descriptor)
+
+    def _continue_at(self, offset: int) -> None:
+        """Begin a segment whose name keeps the end of the log, however little of it is left."""
+        segment = Segment(self._directory, offset)
+        self._files.close(self._files.open(segment.path, create=True))
+        self._names_changed = True
+        self._contents.segments.append(segment)
+
+
+def _nothing(opening: Opening, directory: str) -> Contents:
+    return Contents(
+        directory=directory,
+        segments=[],
+        start_offset=0,
+        end_offset=0,
+        epochs=EpochHistory(),
+        producers=Producers(expiry_ms=opening.producer_expiry_ms),
+    )
+
+
+def _renewed(segment: Segment) -> Segment:
+    """A segment of which only the name and the times are still believed."""
+    renewed = Segment(segment.directory, segment.base_offset)
+    renewed.first_append_ms, renewed.last_append_ms = segment.first_append_ms, segment.last_append_ms
+    return renewed

@@ -1,0 +1,158 @@
+"""Deleting from the front: retention by age and size, and `DeleteRecords`.
+
+Segments leave the log at once; their files go after the next checkpoint, so that a crash in between cannot mistake
+a deleted segment for a lost one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from millstream.broker.log.segment import Segment
+from millstream.core.errors import OffsetOutOfRange, StorageFailure
+from millstream.core.ids import Offset
+from millstream.core.topic import TopicPartition
+
+if TYPE_CHECKING:
+    from millstream.broker.log.log import Log
+
+_logger = logging.getLogger(__name__)
+
+DeliveryFloor = Callable[[TopicPartition], int | None]
+LandedFloor = Callable[[TopicPartition], int]
+
+
+def _all(_partition: TopicPartition) -> int:
+    """Nobody knows yet, so all may be needed."""
+    return 0
+
+
+@dataclass(slots=True)
+class Floors:
+    """Whom retention asks from where on a partition is needed, where a topic wants that."""
+
+    delivery: DeliveryFloor = _all
+    """The first offset that a subscription is not done with; None when no subscription has the partition."""
+    landed: LandedFloor = _all
+    """The first offset that is not in the tables of all pipelines that land the topic."""
+
+
+def delete_expired(log: Log, now_ms: int) -> int:
+    """Delete the segments that are too old or too many by the topic's settings; returns the bytes freed."""
+    if log.closed or log.broken or not log.settings.deletes or not log.segments:
+        return 0
+    _roll_expired(log, now_ms)
+    excess = log.size_bytes - log.settings.retention_bytes if log.settings.retention_bytes >= 0 else 0
+    # What is not acknowledged may still be cut off, and then a start beyond it would be beyond the end.
+    limit = log.synced_offset if log.acknowledged_offset is None else min(log.synced_offset, log.acknowledged_offset())
+    needed_from = _needed_from(log)
+    freed = count = 0
+    for segment in log.segments[:-1]:
+        too_old = _expired(log, segment, now_ms) and not _is_held(log, segment, needed_from, now_ms)
+        if segment.next_offset > limit or not (too_old or freed + segment.size <= excess):
+            break
+        freed += segment.size
+        count += 1
+    if count:
+        _drop_front(log, count)
+        _logger.info(
+            "old segments were deleted",
+            extra={"partition": str(log.partition), "segments": count, "bytes": freed, "start": log.start_offset},
+        )
+    return freed
+
+
+def held_bytes(log: Log, now_ms: int) -> int:
+    """How much is older than the topic wants, and stays since it is not delivered or not landed yet."""
+    settings = log.settings
+    waits = settings.retention_until_delivered or settings.retention_until_landed
+    if not waits or not settings.deletes or log.closed or log.broken:
+        return 0
+    needed_from = _needed_from(log)
+    return sum(
+        segment.size
+        for segment in log.segments
+        if _expired(log, segment, now_ms) and _is_held(log, segment, needed_from, now_ms)
+    )
+
+
+def is_to_be_landed(log: Log, segment: Segment, now_ms: int) -> bool:
+    """Whether nothing may be taken out of a segment, however little of it is worth keeping, until it is landed."""
+    if not log.settings.retention_until_landed:
+        return False
+    return _is_held(log, segment, log.keeper.floors.landed(log.partition), now_ms)
+
+
+def _needed_from(log: Log) -> int:
+    """From which offset on age alone is no reason to delete."""
+    needed: int = log.end_offset
+    if log.settings.retention_until_delivered:
+        undelivered = log.keeper.floors.delivery(log.partition)
+        needed = needed if undelivered is None else min(needed, undelivered)
+    if log.settings.retention_until_landed:
+        needed = min(needed, log.keeper.floors.landed(log.partition))
+    return needed
+
+
+def _is_held(log: Log, segment: Segment, needed_from: int, now_ms: int) -> bool:
+    """Whether a segment has what is needed, and has not waited too long for those who need it."""
+    return segment.next_offset > needed_from and _age_ms(segment, now_ms) <= log.settings.retention_until_max_ms
+
+
+def _expired(log: Log, segment: Segment, now_ms: int) -> bool:
+    return log.settings.retention_ms >= 0 and _age_ms(segment, now_ms) > log.settings.retention_ms
+
+
+def _age_ms(segment: Segment, now_ms: int) -> int:
+    newest = segment.max_timestamp_ms if segment.max_timestamp_ms >= 0 else segment.last_append_ms
+    return now_ms - newest
+
+
+def _roll_expired(log: Log, now_ms: int) -> None:
+    """Close the active segment when all of it is too old, so that it can go too."""
+    active = log.segments[-1]
+    if not active.size or not _expired(log, active, now_ms):
+        return
+    try:
+        log.roll()
+    except StorageFailure:
+        # On a full disk the older segments can still go, which makes room for the next try.
+        return
+
+
+def _drop_front(log: Log, count: int) -> None:
+    dropped, kept = log.segments[:count], log.segments[count:]
+    for segment in dropped:
+        log.open_files.release(segment)
+    log.doomed += dropped
+    log.replace_segments(kept)
+    log.start_offset = max(log.start_offset, Offset(kept[0].base_offset))
+    log.epochs.cut_before(kept[0].base_offset)
+    log.lost.cut_before(log.start_offset)
+    log.producers.transactions.cut_before(log.start_offset)
+    log.keeper.checkpoint_soon(log)
+
+
+def delete_before(log: Log, offset: int) -> None:
+    """Let the log begin at an offset, as `DeleteRecords` asks."""
+    if not log.start_offset <= offset <= log.end_offset:
+        raise OffsetOutOfRange(
+            f"{log.partition} holds offsets {log.start_offset} to {log.end_offset}, not {offset}",
+            start=log.start_offset,
+            end=log.end_offset,
+        )
+    if log.segments and offset == log.end_offset and log.segments[-1].size:
+        log.roll()
+    log.start_offset = Offset(offset)
+    log.lost.cut_before(offset)
+    log.producers.transactions.cut_before(offset)
+    log.changed = True
+    count = 0
+    while count + 1 < len(log.segments) and log.segments[count + 1].base_offset <= offset:
+        count += 1
+    if count:
+        _drop_front(log, count)
+    log.keeper.checkpoint_soon(log)

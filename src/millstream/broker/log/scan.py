@@ -1,0 +1,237 @@
+"""Scanning a segment file batch by batch: what is valid, what is not, and where it becomes valid again.
+
+Used wherever bytes are not believed: after a crash, when damage was met on reading, and when a file whose sync
+failed is copied. The CRC of a batch does not cover its base offset and leader epoch, so these are checked against
+the batches around it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from millstream.broker.log.epochs import EpochHistory
+from millstream.broker.log.files import Files
+from millstream.broker.log.frame import LENGTH_MIN
+from millstream.core.errors import BatchRejected
+from millstream.protocol.records.batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, BatchHeader, check_crc, read_header
+
+WINDOW_BYTES = 4 * 1024 * 1024
+_MAGIC_AT = 16
+_MAGIC_BYTE = b"\x02"
+_VOTES_MAX = 16
+_SIZE_AND_COUNTS = struct.Struct(">8xi11xi30xi")
+"""Of a batch: its length, its last offset delta and its number of records."""
+
+
+class Bad(NamedTuple):
+    """Bytes that are no batch, and the offsets that should be there; `next_offset` is -1 when nothing valid follows."""
+
+    start: int
+    end: int
+    first: int
+    next_offset: int
+
+
+class Window:
+    """A file, seen through a buffer that moves along."""
+
+    def __init__(self, files: Files, descriptor: int, end: int) -> None:
+        self._files = files
+        self._descriptor = descriptor
+        self._data = b""
+        self._start = 0
+        self.end = end
+
+    def hold(self, position: int, size: int) -> tuple[bytes, int]:
+        """A buffer that holds some bytes of the file, and where in it they begin; fewer where the file ends."""
+        at = position - self._start
+        if at < 0 or at + size > len(self._data):
+            self._move(position, size)
+            at = 0
+        return self._data, at
+
+    def at(self, position: int, size: int) -> memoryview:
+        """The bytes from a position on, fewer where the file ends."""
+        data, at = self.hold(position, min(size, self.end - position))
+        return memoryview(data)[at : at + size]
+
+    def _move(self, position: int, size: int) -> None:
+        wanted = min(max(size, WINDOW_BYTES), self.end - position)
+        self._data = _read_all(self._files, self._descriptor, wanted, position)
+        self._start = position
+
+    def find_magic(self, position: int) -> int:
+        """The first position from here on where the magic byte of a batch stands in its place, or -1."""
+        while position + HEADER_BYTES <= self.end:
+            data, at = self.hold(position, HEADER_BYTES)
+            found = data.find(_MAGIC_BYTE, at + _MAGIC_AT)
+            if found >= 0:
+                return position + found - _MAGIC_AT - at
+            position += max(1, len(data) - _MAGIC_AT - at)
+        return -1
+
+
+def _read_all(files: Files, descriptor: int, size: int, position: int) -> bytes:
+    data = files.read_at(descriptor, size, position)
+    while len(data) < size:
+        more = files.read_at(descriptor, size - len(data), position + len(data))
+        if not more:
+            break
+        data += more
+    return data
+
+
+def batch_at(window: Window, position: int) -> BatchHeader | None:
+    """The batch that begins at a position, or None when there is no valid one."""
+    if window.end - position < HEADER_BYTES:
+        return None
+    data, at = window.hold(position, HEADER_BYTES)
+    size = LOG_OVERHEAD_BYTES + int.from_bytes(data[at + 8 : at + LOG_OVERHEAD_BYTES], "big", signed=True)
+    if size < HEADER_BYTES or position + size > window.end:
+        return None
+    if at + size > len(data):
+        data, at = window.hold(position, size)
+    try:
+        header = read_header(data, at)
+        check_crc(data, header)
+    except BatchRejected:
+        return None
+    return BatchHeader(position, *header[1:])
+
+
+class Scan:
+    """Walks over the batches of a segment from a position whose offset is known.
+
+    `limit` is the offset at which the next segment takes over. `epochs`, where given, is the history that each
+    batch has to agree with; otherwise epochs may only rise.
+    """
+
+    def __init__(
+        self,
+        window: Window,
+        position: int,
+        expected: int,
+        *,
+        limit: int,
+        last_epoch: int = -1,
+        epochs: EpochHistory | None = None,
+    ) -> None:
+        self.position = position
+        self.expected = expected
+        self.window = window
+        self._limit = limit
+        self._epochs = epochs
+        self._last_epoch = last_epoch
+
+    def __iter__(self) -> Iterator[BatchHeader | Bad]:
+        while self.position < self.window.end and self.expected < self._limit:
+            header = batch_at(self.window, self.position)
+            if header is None or not self._fits(header):
+                bad, header = self._resume(header)
+                yield bad
+                self.position = bad.end
+                if header is None:
+                    return
+            self._last_epoch = header.leader_epoch
+            self.position = header.end_position
+            self.expected = header.next_offset
+            yield header
+
+    def _fits(self, header: BatchHeader) -> bool:
+        """Whether a batch continues the one before it."""
+        if header.base_offset != self.expected or header.next_offset > self._limit:
+            return False
+        return self._epoch_fits(header)
+
+    def _epoch_fits(self, header: BatchHeader) -> bool:
+        if self._epochs is not None:
+            return self._epochs.epoch_at(header.base_offset) == header.leader_epoch
+        if header.leader_epoch <= self._last_epoch:
+            return header.leader_epoch == self._last_epoch
+        following = batch_at(self.window, header.end_position)
+        return (
+            following is None
+            or following.base_offset != header.next_offset
+            or not self._last_epoch <= following.leader_epoch < header.leader_epoch
+        )
+
+    def _resume(self, header: BatchHeader | None) -> tuple[Bad, BatchHeader | None]:
+        """What is bad from here on, and the valid batch that follows it, if there is one."""
+        start, first = self.position, self.expected
+        if header is not None and first < header.base_offset and header.next_offset <= self._limit:
+            shift = header.base_offset - first
+            right, wrong = self._votes(header, header.next_offset), self._votes(header, header.next_offset - shift)
+            if right > wrong and self._epoch_fits(header):
+                # Nothing is wrong with this batch: what should come before it is missing from the file.
+                return Bad(start, start, first, header.base_offset), header
+        for position in self._candidates(start):
+            found = batch_at(self.window, position)
+            if found is not None and self._plausible(found):
+                return Bad(start, position, first, found.base_offset), found
+        return Bad(start, self.window.end, first, -1), None
+
+    def _votes(self, header: BatchHeader, next_offset: int) -> int:
+        """How many more of the batches behind one agree than disagree that it ends at an offset."""
+        agreed = 0
+        for _ in range(_VOTES_MAX):
+            following = batch_at(self.window, header.end_position)
+            if following is None:
+                break
+            agreed += 1 if following.base_offset == next_offset else -1
+            header, next_offset = following, next_offset + following.last_offset_delta + 1
+        return agreed
+
+    def _candidates(self, start: int) -> Iterator[int]:
+        """Where the next batch may begin: where the bad one says that it ends, then anywhere.
+
+        The order matters, since the payload of a batch may hold bytes that look like a batch.
+        """
+        head = self.window.at(start, HEADER_BYTES)
+        if len(head) == HEADER_BYTES:
+            length = int.from_bytes(head[8:12], "big")
+            if LENGTH_MIN <= length <= self.window.end - start - LOG_OVERHEAD_BYTES:
+                yield start + LOG_OVERHEAD_BYTES + length
+        position = self.window.find_magic(start + 1)
+        while position >= 0:
+            yield position
+            position = self.window.find_magic(position + 1)
+
+    def _plausible(self, found: BatchHeader) -> bool:
+        """Whether a batch behind a bad stretch carries an offset and an epoch that can be believed."""
+        if not self.expected <= found.base_offset or found.next_offset > self._limit:
+            return False
+        if found.base_offset == 0:
+            # Something lies before it, so it cannot be the first: zeros are what a page reads as that was not written.
+            return False
+        if self._epochs is not None:
+            if self._epochs.epoch_at(found.base_offset) != found.leader_epoch:
+                return False
+        elif found.leader_epoch < self._last_epoch:
+            return False
+        votes = self._votes(found, found.next_offset)
+        # Against a single other batch, what came before decides which of the two is wrong.
+        return votes > 0 or (votes >= -1 and self._expectable(found))
+
+    def _expectable(self, found: BatchHeader) -> bool:
+        """Whether an offset that no later batch confirms fits what the bad bytes before it can have held.
+
+        If these are one batch, two fields of its header tell how many offsets it has, and one bit can have changed
+        only one of them. If they are several, at least a record takes more than a byte.
+        """
+        if found.next_offset == self._limit:
+            # It ends where the segment is known to end.
+            return True
+        if found.base_offset == self.expected:
+            # It goes on where the last good batch ended. Then nothing of the log can lie in between: too few bytes for
+            # a batch, or a whole one that belongs elsewhere. A harmed batch would have had offsets of its own.
+            return found.position - self.position < HEADER_BYTES or batch_at(self.window, self.position) is not None
+        head = self.window.at(self.position, HEADER_BYTES)
+        if len(head) < HEADER_BYTES:
+            return False
+        size, last_offset_delta, record_count = _SIZE_AND_COUNTS.unpack_from(head)
+        if found.base_offset - self.expected in (last_offset_delta + 1, record_count):
+            return True
+        one_batch = self.position + LOG_OVERHEAD_BYTES + size == found.position
+        return not one_batch and found.base_offset - self.expected <= found.position - self.position

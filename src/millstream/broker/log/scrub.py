@@ -1,0 +1,237 @@
+"""The scrub: reads all segments again, slowly, so that damage is found before somebody needs what is lost.
+
+One pass after the other goes over all logs, in the order of their ids. A step verifies a piece of one segment in a
+thread: CRCs, and that each batch is where its header says, behind the one before it. What is broken is handed to the
+log, which notes the range; a range that somebody has put right since, by restoring the file, is served again. Where
+the pass stands is kept in the data folder, so that a restart goes on there.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from uuid import UUID
+
+import msgspec
+
+from millstream.broker.log.damage import LostRange
+from millstream.broker.log.epochs import EpochHistory
+from millstream.broker.log.files import Files
+from millstream.broker.log.frame import FRAME_BYTES, read_frame, valid_run
+from millstream.broker.log.ledger import LogKey
+from millstream.broker.log.log import Log
+from millstream.broker.log.segment import Segment
+from millstream.broker.log.state import read_whole, replace_file
+from millstream.core.clock import Clock
+from millstream.core.errors import CorruptBatch, StorageFailure
+from millstream.core.ids import PartitionIndex
+from millstream.core.metric import Metric, counter, gauge
+
+_logger = logging.getLogger(__name__)
+
+SCRUB_NAME = "scrub"
+STEP_BYTES = 1024 * 1024
+STEP_COST_BYTES = 64 * 1024
+"""Every step counts as so many bytes at least, so that many small segments are not read all at once."""
+HOLE_BYTES_MAX = 16 * 1024 * 1024
+"""A damaged range that is larger is not looked at again."""
+KEEP_S = 30.0
+"""So often the position is written down."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """The segment that the scrub has come to, and when the last pass ended, 0 for never."""
+
+    topic_id: UUID = UUID(int=0)
+    partition: int = 0
+    base_offset: int = 0
+    finished_ms: int = 0
+
+
+class ScrubStep:
+    """Verifies one piece of a segment, from a batch whose offset is known."""
+
+    def __init__(
+        self, log: Log, segment: Segment, position: int, offset: int, stop: int, hole: LostRange | None
+    ) -> None:
+        self.log = log
+        self.segment = segment
+        self.end = position
+        self.next_offset = offset
+        self.is_broken = False
+        self._stop = stop
+        self.hole = hole
+        self._epochs = EpochHistory(log.epochs.entries())
+        self._cuts = segment.cuts
+        self._descriptor = log.open_files.pin(segment)
+        self._files = log.open_files.files
+        self.size = 0
+
+    def execute(self) -> None:
+        """Read and verify; called in a thread."""
+        position = self.end
+        wanted = min(STEP_BYTES if self.hole is None else HOLE_BYTES_MAX, self._stop - position)
+        try:
+            data = self._files.read_at(self._descriptor, wanted, position)
+            run = valid_run(data, len(data), self.next_offset, self._epochs)
+            if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES and wanted < self._stop - position:
+                # The first batch is larger than a step.
+                size = min(read_frame(data, 0, position).end_position, self._stop) - position
+                data = self._files.read_at(self._descriptor, size, position)
+                run = valid_run(data, 1, self.next_offset, self._epochs)
+        except (OSError, CorruptBatch):
+            # Looking again from the loop tells what is the matter.
+            self.is_broken = True
+            return
+        self.size = len(data)
+        self.is_broken = run.broken or run.end == 0
+        self.end, self.next_offset = position + run.end, run.next_offset
+
+    def finish(self) -> None:
+        """Tell the log what was found; called on the loop."""
+        log, segment = self.log, self.segment
+        log.open_files.unpin(segment)
+        if log.closed or segment.cuts != self._cuts or not any(one is segment for one in log.segments):
+            return
+        if self.hole is not None:
+            if (self.end, self.next_offset) == (self.hole.end, self.hole.next_offset):
+                log.find_again(self.hole)
+        elif self.is_broken:
+            # A segment that was cut off or compacted in the meantime is not damaged.
+            with suppress(StorageFailure):
+                log.inspect(segment, self.end)
+
+
+class Scrubber:
+    """Decides what is verified next."""
+
+    def __init__(self, files: Files, directory: str, clock: Clock, *, bytes_per_s: int, interval_ms: int) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._files = files
+        self._directory = directory
+        self._clock = clock
+        self._interval_ms = interval_ms
+        self._progress = self._read_progress()
+        self._kept_at = clock.monotonic()
+        self._keys: list[LogKey] = []
+        """The logs that this pass has still to come to, the next one last."""
+        self._segment: Segment | None = None
+        self._position = self._offset = 0
+        self._bytes = 0
+        self._passes = 0
+
+    def _read_progress(self) -> Progress:
+        path = f"{self._directory}/{SCRUB_NAME}"
+        try:
+            return msgspec.json.decode(read_whole(self._files, path), type=Progress)
+        except (OSError, msgspec.MsgspecError):
+            return Progress()
+
+    @property
+    def wait_s(self) -> float:
+        """How long until the next pass is due; 0 within one."""
+        if self._is_under_way:
+            return 0.0
+        # A clock that was set back does not put it off for longer than an interval.
+        waited_ms = max(0, self._clock.now_ms() - self._progress.finished_ms)
+        return max(0, self._interval_ms - waited_ms) / 1000
+
+    @property
+    def _is_under_way(self) -> bool:
+        return bool(self._progress.topic_id.int)
+
+    def next(self, logs: Mapping[LogKey, Log]) -> ScrubStep | None:
+        """The next step of the pass; None at its end."""
+        progress = self._progress
+        if not self._keys:
+            begun = (progress.topic_id, PartitionIndex(progress.partition))
+            self._keys = [key for key in sorted(logs, reverse=True) if key >= begun]
+        while self._keys:
+            log = logs.get(self._keys[-1])
+            step = None if log is None or log.closed else self._step_in(log)
+            if step is not None:
+                return step
+            self._keys.pop()
+        self._segment = None
+        self._progress = Progress(finished_ms=self._clock.now_ms())
+        self._passes += 1
+        return None
+
+    def _step_in(self, log: Log) -> ScrubStep | None:
+        """The next step within a log; None when it is verified to its end."""
+        progress = self._progress
+        first = progress.base_offset if (progress.topic_id, progress.partition) == log.key else 0
+        for segment in log.segments[bisect_left(log.segments, first, key=_base_offset) :]:
+            if self._segment is not segment:
+                self._begin(log, segment)
+            try:
+                if self._position < segment.size and self._is_there(log, segment):
+                    return self._step_at(log, segment)
+            except OSError as error:
+                _logger.warning("a segment could not be scrubbed", extra={"file": segment.path, "error": str(error)})
+        return None
+
+    def _begin(self, log: Log, segment: Segment) -> None:
+        self._segment, self._position, self._offset = segment, 0, segment.base_offset
+        self._progress = Progress(
+            topic_id=log.topic_id,
+            partition=log.partition.partition,
+            base_offset=segment.base_offset,
+            finished_ms=self._progress.finished_ms,
+        )
+
+    def _is_there(self, log: Log, segment: Segment) -> bool:
+        """Whether the file still has its name: one that was removed is gone when it is next closed."""
+        if any(swap.segment is segment for swap in log.swaps) or self._files.exists(segment.path):
+            return True
+        log.lose_file(segment)
+        return False
+
+    def _step_at(self, log: Log, segment: Segment) -> ScrubStep:
+        """A step up to the next damaged range, or over one, to see whether somebody has put it right."""
+        holes = [lost for lost in log.lost if lost.segment == segment.base_offset]
+        for hole in holes:
+            if hole.start == hole.end == self._position:
+                self._offset = hole.next_offset
+            elif hole.start <= self._position < hole.end:
+                return ScrubStep(log, segment, hole.start, hole.first, hole.end, hole)
+        stop = min([segment.size, *(hole.start for hole in holes if hole.start > self._position)])
+        return ScrubStep(log, segment, self._position, self._offset, stop, None)
+
+    def ended(self, step: ScrubStep) -> float:
+        """Account for a step; returns how many seconds to wait before the next one."""
+        self._bytes += step.size
+        if step.hole is not None:
+            self._position, self._offset = step.hole.end, step.hole.next_offset
+        elif step.is_broken and not any(lost.start == step.end for lost in step.log.lost):
+            # Nothing is wrong with it any more; the next pass looks at the rest.
+            self._position = step.segment.size
+        else:
+            self._position, self._offset = step.end, step.next_offset
+        return max(step.size, STEP_COST_BYTES) / max(1, self.bytes_per_s)
+
+    @property
+    def is_to_be_kept(self) -> bool:
+        """Whether it is time to write down the position."""
+        return not self._is_under_way or self._clock.monotonic() - self._kept_at >= KEEP_S
+
+    def keep(self) -> None:
+        """Write down the position; called in a thread, and once more at the end."""
+        self._kept_at = self._clock.monotonic()
+        try:
+            replace_file(self._files, self._directory, SCRUB_NAME, msgspec.json.encode(self._progress))
+        except OSError as error:
+            _logger.warning("the position of the scrub could not be stored", extra={"error": str(error)})
+
+    def metrics(self) -> Iterable[Metric]:
+        """The numbers of the scrub."""
+        yield counter("millstream_log_scrubbed_bytes_total", "Bytes that the scrub has verified.", self._bytes)
+        yield counter("millstream_log_scrub_passes_total", "Passes of the scrub over all logs.", self._passes)
+        last_s = self._progress.finished_ms / 1000
+        yield gauge("millstream_log_scrub_last_seconds", "When the last pass of the scrub ended, 0 for never.", last_s)
+
+
+def _base_offset(segment: Segment) -> int:
+    return segment.base_offset

@@ -1,0 +1,105 @@
+"""The state of a log at a checkpoint: what can be believed without looking, and from where on to look after a crash.
+
+Everything below `recovery_offset` is synced in the segment files themselves. Without a state (or with a broken one)
+the segments are scanned from the start, so little is lost with it but time.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+from crc32c import crc32c
+
+from millstream.broker.log.damage import LostRange
+from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.producers import PackedProducer
+from millstream.broker.log.transactions import PackedTransactions
+
+FORMAT = 1
+SwapName = tuple[int, str]
+"""A swap that compaction began: base offset and token."""
+
+_PREFIX = struct.Struct(">4sI")
+_MAGIC = b"MSls"
+
+
+class SegmentState(msgspec.Struct, frozen=True, array_like=True):
+    """One segment as it was at the checkpoint."""
+
+    base_offset: int
+    size: int
+    next_offset: int
+    max_timestamp_ms: int
+    first_append_ms: int
+    last_append_ms: int
+    index_entries: int
+    index_checksum: int
+
+
+class LogState(msgspec.Struct, frozen=True, array_like=True):
+    """A log as it was at the checkpoint. Journal entries before the journal's sequence named here are void."""
+
+    format: int
+    topic: str
+    start_offset: int
+    recovery_offset: int
+    segments: list[SegmentState]
+    epochs: list[tuple[int, int]]
+    producers: list[PackedProducer]
+    lost: list[LostRange]
+    journal_id: int
+    journal_sequence: int
+    cleaned_offset: int = 0
+    """Up to where compaction has been."""
+    swaps: list[SwapName] = []
+    """Segments whose file may still have to take its place."""
+    transactions: PackedTransactions | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(LogState)
+
+
+def encode_state(state: LogState) -> bytes:
+    """The state as the ledger keeps it."""
+    body = _encoder.encode(state)
+    return _PREFIX.pack(_MAGIC, crc32c(body)) + body
+
+
+def decode_state(data: bytes) -> LogState | None:
+    """Read a state; None when it cannot be believed."""
+    if len(data) < _PREFIX.size:
+        return None
+    magic, checksum = _PREFIX.unpack_from(data)
+    body = memoryview(data)[_PREFIX.size :]
+    if magic != _MAGIC or crc32c(body) != checksum:
+        return None
+    try:
+        state = _decoder.decode(body)
+    except msgspec.DecodeError:
+        return None
+    return state if state.format == FORMAT else None
+
+
+def read_whole(files: Files, path: str) -> bytes:
+    """The content of a small file."""
+    descriptor = files.open(path)
+    try:
+        return files.read_at(descriptor, files.size(descriptor), 0)
+    finally:
+        files.close(descriptor)
+
+
+def replace_file(files: Files, directory: str, name: str, content: bytes) -> None:
+    """Replace a small file as a whole, so that a crash leaves the old one or the new one."""
+    new = f"{directory}/{name}.new"
+    descriptor = files.open(new, create=True)
+    try:
+        files.truncate(descriptor, 0)
+        write_fully(files, descriptor, content, 0)
+        files.sync(descriptor)
+    finally:
+        files.close(descriptor)
+    files.rename(new, f"{directory}/{name}")
+    files.sync_directory(directory)

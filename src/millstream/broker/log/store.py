@@ -1,0 +1,682 @@
+"""All logs of a data folder, and everything that happens to them in the background.
+
+The parts that decide are synchronous and run on the loop (`commit_once`, `checkpoint_once`, `delete_expired`); `run`
+is the thin shell that moves their slow halves into threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from uuid import UUID
+
+from millstream.broker.log.checkpoint import Checkpoints
+from millstream.broker.log.commit import Commit
+from millstream.broker.log.compaction import Compaction, Job
+from millstream.broker.log.compactor import Compactor
+from millstream.broker.log.contents import RecoveryReport
+from millstream.broker.log.files import Files
+from millstream.broker.log.folder import DataFolder
+from millstream.broker.log.handles import OpenFiles
+from millstream.broker.log.indexes import LoadedIndexes
+from millstream.broker.log.journal import Journal, remove_journal
+from millstream.broker.log.ledger import Ledger, LogKey
+from millstream.broker.log.log import Log
+from millstream.broker.log.mend import Mend
+from millstream.broker.log.recovery import Opening, open_contents
+from millstream.broker.log.recovery_told import RecoveryTold
+from millstream.broker.log.replay import Replay
+from millstream.broker.log.retention import Floors
+from millstream.broker.log.scrub import Scrubber
+from millstream.broker.log.state import LogState, decode_state
+from millstream.broker.log.truncation import Cut, told_when_done
+from millstream.core.clock import Clock
+from millstream.core.errors import StorageFailure
+from millstream.core.ids import PartitionIndex
+from millstream.core.metric import Histogram, Metric, Sample, counter, gauge
+from millstream.core.topic import FLUSH_INTERVAL, FLUSH_OS, TopicPartition, TopicSettings
+
+_logger = logging.getLogger(__name__)
+
+CHECKPOINT_S = 10.0
+"""So long after a write a log is checkpointed, which bounds what has to be scanned after a crash."""
+
+RETRY_S = 1.0
+COMPACTION_PAUSE_S = 1.0
+"""Logs that become due within this time are compacted in one round."""
+FAILURE_S = 30.0
+CLOSE_ATTEMPTS = 3
+RETENTION_SLICE = 500
+UPKEEP_LOGS_MAX = 32
+SYNC_ALL_LOGS_MIN = 64
+"""From so many logs on, one sync of the whole file system is quicker than one of each file."""
+
+
+class LogStore:
+    """All logs of a data folder. `open` makes one."""
+
+    def __init__(
+        self,
+        folder: DataFolder,
+        *,
+        files: Files,
+        clock: Clock,
+        journal_bytes: int,
+        producer_expiry_ms: int,
+        retention_check_ms: int,
+        scrub_bytes_per_s: int,
+        scrub_interval_ms: int,
+    ) -> None:
+        self.recovery_reports: list[RecoveryReport] = []
+        self.stop_failure: str | None = None
+        """Why the last stop is not a clean one, once the store is closed."""
+        self.clean_start = True
+        self.floors = Floors()
+        self._folder = folder
+        self._files = files
+        self._clock = clock
+        self._producer_expiry_ms = producer_expiry_ms
+        self._retention_check_ms = retention_check_ms
+        self._open_files = OpenFiles(files, files.open_files_max())
+        # What is in a thread's hands stays open, so one job may have a part of the descriptors only.
+        self._together_max = max(1, files.open_files_max() // 4)
+        self._upkeep_max = min(UPKEEP_LOGS_MAX, self._together_max)
+        self._indexes = LoadedIndexes()
+        self._journal = Journal(files, folder.journal, journal_bytes)
+        self._ledger = Ledger(files, folder.path)
+        self._logs: dict[LogKey, Log] = {}
+        self._unrecovered: set[LogKey] = set()
+        # Logs that wait to be recovered, and all of whose files are on the disk.
+        self._durable: set[LogKey] = set()
+        self._replayed: dict[str, int] = {}
+        self._told = RecoveryTold()
+        self._wanted: dict[Log, None] = {}
+        self._stale: dict[Log, None] = {}
+        self._due: dict[Log, None] = {}
+        self._catch_up: dict[Log, None] = {}
+        self._commit_wake = asyncio.Event()
+        self._upkeep_wake = asyncio.Event()
+        self._compact_wake = asyncio.Event()
+        self._compact_at = math.inf
+        """When compaction is to look again, of the monotonic clock."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: asyncio.Future[None] | None = None
+        self._retention_due = False
+        self._commit_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-commit")
+        self._upkeep_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-upkeep")
+        self._compact_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-compaction")
+        self._compactor = Compactor(files, clock)
+        self._scrub_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="log-scrub")
+        self._scrub_wake = asyncio.Event()
+        self._scrubber = Scrubber(
+            files, folder.path, clock, bytes_per_s=scrub_bytes_per_s, interval_ms=scrub_interval_ms
+        )
+        self._closing = False
+        self._commit_seconds = Histogram()
+        self._checkpoints = 0
+
+    # -- opening --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        directory: Path,
+        *,
+        files: Files,
+        clock: Clock,
+        journal_bytes: int,
+        producer_expiry_ms: int,
+        retention_check_ms: int = 60_000,
+        scrub_bytes_per_s: int = 0,
+        scrub_interval_ms: int = 3_600_000,
+    ) -> LogStore:
+        """Lock a data folder, making it if it is not there, and bring back what the journal holds."""
+        folder = DataFolder(directory, files)
+        try:
+            store = cls(
+                folder,
+                files=files,
+                clock=clock,
+                journal_bytes=journal_bytes,
+                producer_expiry_ms=producer_expiry_ms,
+                retention_check_ms=retention_check_ms,
+                scrub_bytes_per_s=scrub_bytes_per_s,
+                scrub_interval_ms=scrub_interval_ms,
+            )
+            store._recover()
+        except OSError as error:
+            folder.release()
+            raise StorageFailure(f"{directory} could not be recovered: {error.strerror or error}") from error
+        return store
+
+    def _recover(self) -> None:
+        mark = self._folder.take_clean_stop()
+        self._folder.remove_deleted()
+        if mark is not None and mark.ledger_bytes == self._ledger.size_bytes and not self._ledger.damaged:
+            self._unrecovered = {(topic_id, PartitionIndex(partition)) for topic_id, partition in mark.unrecovered}
+            remove_journal(self._files, self._folder.journal)
+            return
+        self.clean_start = self._folder.is_new
+        self._unrecovered = set(self._folder.stored())
+        replay = Replay(self._files, self._folder, self._state_of)
+        replay.run(self._sync_everything)
+        self._replayed = replay.bytes_by_folder
+        if not self.clean_start:
+            _logger.warning(
+                "the last stop was not clean; logs are recovered",
+                extra={"logs": len(self._unrecovered), "replayed_bytes": sum(self._replayed.values())},
+            )
+
+    def _sync_everything(self) -> bool:
+        """Sync all logs with one call, where there are many; False when each has to be synced for itself.
+
+        What a killed process wrote may be in memory only, and from here on it counts as durable.
+        """
+        if len(self._unrecovered) < SYNC_ALL_LOGS_MIN:
+            return False
+        try:
+            self._files.sync_all(self._folder.partitions)
+        except OSError as error:
+            _logger.warning("all logs could not be synced at once; each is for itself", extra={"error": str(error)})
+            return False
+        self._durable = set(self._unrecovered)
+        return True
+
+    def _state_of(self, key: LogKey) -> LogState | None:
+        content = self._ledger.state_of(key)
+        return None if content is None else decode_state(content)
+
+    def open_log(self, topic_id: UUID, partition: TopicPartition, settings: TopicSettings) -> Log:
+        """Open the log of a partition, making it if it is not there; recover it after an unclean stop."""
+        key = (topic_id, partition.partition)
+        if key in self._logs:
+            raise StorageFailure(f"{partition} is open already")
+        directory = self._folder.of_log(topic_id, partition.partition)
+        opening = Opening(
+            files=self._files,
+            now_ms=self._clock.now_ms(),
+            producer_expiry_ms=self._producer_expiry_ms,
+            index_interval_bytes=settings.index_interval_bytes,
+            durable=key in self._durable,
+        )
+        try:
+            unrecovered = key in self._unrecovered
+            if not unrecovered and not self._files.exists(directory):
+                self._files.make_directory(directory)
+            contents, report = open_contents(opening, directory, self._state_of(key), clean=not unrecovered)
+        except OSError as error:
+            raise StorageFailure(f"{partition}: opening {directory} failed: {error.strerror or error}") from error
+        log = Log(
+            topic_id,
+            partition,
+            contents,
+            settings,
+            files=self._files,
+            open_files=self._open_files,
+            indexes=self._indexes,
+            clock=self._clock,
+            keeper=self,
+        )
+        log.folder_synced = contents.known
+        self._logs[key] = log
+        self._unrecovered.discard(key)
+        self._durable.discard(key)
+        # A log that is new has nothing to recover.
+        if report is not None and (unrecovered or report.eventful):
+            self._note(log, report)
+        if contents.changed:
+            self.checkpoint_soon(log)
+        return log
+
+    def _note(self, log: Log, report: RecoveryReport) -> None:
+        report.topic, report.partition = log.partition.topic, log.partition.partition
+        report.replayed_bytes = self._replayed.pop(log.directory, 0)
+        self._told.note(report, left=len(self._unrecovered), now=self._clock.monotonic())
+        if report.eventful:
+            self.recovery_reports.append(report)
+
+    def when_recovering(self, listener: Callable[[int, int], None]) -> None:
+        """Have `listener` told how many logs are recovered and how many are left, until all are."""
+        self._told = RecoveryTold(listener)
+
+    def tell_recovered(self) -> None:
+        """All logs of the node are open: sum up what recovering them was like."""
+        told, self._told = self._told, RecoveryTold()
+        told.sum_up()
+
+    def stored(self) -> Iterable[LogKey]:
+        """Every partition that is on disk."""
+        return self._folder.stored()
+
+    # -- closing and deleting one log -----------------------------------------------------------------------
+
+    def close_log(self, log: Log) -> None:
+        """Make a log durable and close it."""
+        if log.closed:
+            return
+        try:
+            self.checkpoint_now(log)
+        except OSError:
+            self._unrecovered.add(log.key)
+        self._forget(log)
+
+    def delete_log(self, log: Log) -> None:
+        """Delete a log and its files, for good when this returns; the space comes back a little later."""
+        self._forget(log)
+        self._ledger.forget(log.key)
+        try:
+            aside = self._folder.set_aside(log.directory)
+        except OSError as error:
+            raise StorageFailure(f"{log.partition} could not be deleted: {error.strerror or error}") from error
+        if self._loop is None:
+            self._remove_aside(aside)
+        else:
+            self._loop.run_in_executor(self._upkeep_thread, self._remove_aside, aside)
+
+    def _remove_aside(self, folder: str) -> None:
+        try:
+            self._folder.remove_tree(folder)
+            self._folder.remove_if_empty(folder.rpartition("/")[0])
+        except OSError as error:
+            _logger.warning(
+                "a deleted log could not be removed; the next start tries again",
+                extra={"folder": folder, "error": str(error)},
+            )
+
+    def _forget(self, log: Log) -> None:
+        log.close()
+        self._logs.pop(log.key, None)
+        for group in (self._wanted, self._stale, self._due, self._catch_up):
+            group.pop(log, None)
+
+    # -- what logs ask for ----------------------------------------------------------------------------------
+
+    def sync_soon(self, log: Log) -> None:
+        """Make everything that the log holds now durable, together with what other logs ask for."""
+        self._wanted[log] = None
+        self._commit_wake.set()
+
+    def touched(self, log: Log) -> None:
+        """A log has begun to hold what is not synced."""
+        self._plan_compaction(log)
+        if log.settings.flush == FLUSH_OS:
+            return
+        if not self._stale:
+            self._later(CHECKPOINT_S, self._checkpoint_stale)
+        self._stale[log] = None
+        if log.settings.flush == FLUSH_INTERVAL:
+            self._later(log.settings.flush_ms / 1000, self._sync_if_open, log)
+
+    def _checkpoint_stale(self) -> None:
+        stale, self._stale = self._stale, {}
+        for log in stale:
+            self.checkpoint_soon(log)
+
+    def _sync_if_open(self, log: Log) -> None:
+        if not log.closed:
+            self.sync_soon(log)
+
+    def checkpoint_soon(self, log: Log) -> None:
+        """Bring the last checkpoint of a log up to date."""
+        self._due[log] = None
+        self._upkeep_wake.set()
+
+    def checkpoint_now(self, log: Log) -> None:
+        """Checkpoint a log before this returns, or raise `OSError`."""
+        job = self.checkpoint_job(log)
+        self._do(job)
+        if job.error is not None:
+            raise job.error
+
+    def cut_now(self, cut: Cut) -> None:
+        """Carry out a cut before this returns, or raise `StorageFailure`."""
+        cut.execute()
+        self._end_cut(cut)
+
+    def cut_soon(self, cut: Cut) -> asyncio.Future[None]:
+        """Carry out a cut in a thread; the future is done when it is for good, or tells why it is not."""
+        # In the thread of all checkpoints, since those of a log are written in the order in which they were taken.
+        executed = asyncio.get_running_loop().run_in_executor(self._upkeep_thread, cut.execute)
+        return told_when_done(executed, lambda: self._end_cut(cut))
+
+    def _end_cut(self, cut: Cut) -> None:
+        if isinstance(cut.checkpoint, Checkpoints):
+            self._end(cut.checkpoint)
+        cut.finish()
+
+    def journal_mark(self) -> tuple[int, int]:
+        """The journal's id and next sequence."""
+        return self._journal.journal_id, self._journal.next_sequence
+
+    # -- the synchronous cores ------------------------------------------------------------------------------
+
+    def commit_once(self) -> bool:
+        """Commit everything that was asked for; False when there was nothing."""
+        return self._do(self._begin_commit())
+
+    def checkpoint_once(self) -> bool:
+        """Catch up with the journal, or checkpoint some logs that asked for it; False when there was nothing."""
+        return self._do(self._begin_upkeep())
+
+    def delete_expired(self) -> int:
+        """Delete what is too old or too much, in all logs; returns the bytes freed."""
+        return sum(self._expire(log) for log in list(self._logs.values()))
+
+    def compact_once(self) -> bool:
+        """Compact the log that needs it most; False when none does."""
+        self._compactor.retry()
+        self._compactor.begin_round(self._logs.values())
+        compaction = self._compactor.next(self._logs.values())
+        if compaction is None:
+            return False
+        for job in compaction.jobs(self.checkpoint_job):
+            self._do(job)
+        self._compactor.ended(compaction)
+        return True
+
+    def checkpoint_job(self, log: Log) -> Checkpoints:
+        """Capture a checkpoint of a log for whoever does it."""
+        self._due.pop(log, None)
+        return Checkpoints([log], self._files, self._ledger)
+
+    def close_now(self) -> None:
+        """Make everything durable, mark the clean stop, and let go of the folder."""
+        for job in self._last_jobs():
+            self._do(job)
+        self._let_go()
+
+    def _do(self, job: Job | None) -> bool:
+        if job is None:
+            return False
+        job.execute()
+        self._end(job)
+        return True
+
+    def _begin_commit(self) -> Commit | None:
+        if not self._wanted:
+            return None
+        logs = list(islice(self._wanted, self._together_max))
+        for log in logs:
+            del self._wanted[log]
+        return Commit(logs, self._files, self._journal)
+
+    def _begin_upkeep(self) -> Job | None:
+        if self._catch_up:
+            logs = list(islice(self._catch_up, self._upkeep_max))
+            for log in logs:
+                del self._catch_up[log]
+            return Commit(logs, self._files, self._journal, direct=True)
+        while self._due:
+            some = list(islice(self._due, self._upkeep_max))
+            for log in some:
+                del self._due[log]
+            due = [log for log in some if not log.closed and not log.broken]
+            if due:
+                return Checkpoints(due, self._files, self._ledger)
+        return None
+
+    def _end(self, job: Job) -> None:
+        """Account for a job that a thread has done, and see to what follows from it."""
+        job.finish()
+        if isinstance(job, Commit):
+            for log in job.again:
+                self.sync_soon(log)
+            for log in job.later:
+                self._later(RETRY_S, self._sync_if_open, log)
+            for log in self._journal.take_left_behind():
+                self._catch_up[log] = None
+                self._upkeep_wake.set()
+        elif isinstance(job, Checkpoints):
+            self._checkpoints += len(job.checkpoints)
+            for checkpoint in job.checkpoints:
+                self._plan_compaction(checkpoint.log)
+            for log in job.failed:
+                if any(segment.broken for segment in log.unsynced_segments()):
+                    self.sync_soon(log)
+                else:
+                    self.touched(log)
+
+    def _expire(self, log: Log) -> int:
+        now_ms = self._clock.now_ms()
+        log.producers.expire(now_ms)
+        return log.delete_expired(now_ms)
+
+    # -- the shell ------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Commit, checkpoint and delete until the store is closed."""
+        self._loop = asyncio.get_running_loop()
+        self._running = self._loop.create_future()
+        # What was asked for before there was a loop has no timer yet.
+        stale, self._stale = self._stale, {}
+        for log in {**stale, **{log: None for log in self._logs.values() if log.dirty}}:
+            self.touched(log)
+        self._retention_timer()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._commit_forever(), name="log commits")
+                tasks.create_task(self._upkeep_forever(), name="log upkeep")
+                tasks.create_task(self._compact_forever(), name="log compaction")
+                if self._scrubber.bytes_per_s > 0:
+                    tasks.create_task(self._scrub_forever(), name="log scrub")
+        finally:
+            self._loop = None
+            self._running.set_result(None)
+
+    async def _commit_forever(self) -> None:
+        while not self._closing:
+            await self._commit_wake.wait()
+            self._commit_wake.clear()
+            while (commit := self._begin_commit()) is not None:
+                started = self._clock.monotonic()
+                await self._in_thread(self._commit_thread, commit)
+                self._commit_seconds.observe(self._clock.monotonic() - started)
+
+    async def _upkeep_forever(self) -> None:
+        while not self._closing:
+            await self._upkeep_wake.wait()
+            self._upkeep_wake.clear()
+            while not self._closing and (job := self._begin_upkeep()) is not None:
+                await self._in_thread(self._upkeep_thread, job)
+            if self._retention_due:
+                self._retention_due = False
+                await self._delete_expired_slowly()
+                self._compactor.retry()
+                self._compact_wake.set()
+                self._retention_timer()
+
+    async def _compact_forever(self) -> None:
+        while not self._closing:
+            await self._compact_wake.wait()
+            self._compact_wake.clear()
+            self._compact_at = math.inf
+            self._compactor.begin_round(self._logs.values())
+            while not self._closing and (compaction := self._compactor.next(self._logs.values())) is not None:
+                await self._compact(compaction)
+            for log in self._logs.values():
+                self._plan_compaction(log)
+
+    def _plan_compaction(self, log: Log) -> None:
+        """Have compaction look when a log is due, unless it does so before."""
+        due_s = self._compactor.due_in_s(log) if self._loop is not None else None
+        if due_s is None:
+            return
+        pause_s = max(COMPACTION_PAUSE_S, due_s)
+        at = self._clock.monotonic() + pause_s
+        if at < self._compact_at:
+            self._compact_at = at
+            self._later(pause_s, self._compact_wake.set)
+
+    async def _compact(self, compaction: Compaction) -> None:
+        for job in compaction.jobs(self.checkpoint_job):
+            # Checkpoints of a log are written in the order in which they were taken, so all in one thread.
+            await self._in_thread(self._upkeep_thread if isinstance(job, Checkpoints) else self._compact_thread, job)
+        self._compactor.ended(compaction)
+
+    async def _scrub_forever(self) -> None:
+        """Verify all logs, one pass after the other, as fast as is allowed."""
+        scrubber, loop = self._scrubber, asyncio.get_running_loop()
+        pause_s = scrubber.wait_s
+        while not await self._is_closing_within(pause_s):
+            step = scrubber.next(self._logs)
+            if step is not None:
+                await self._in_thread(self._scrub_thread, step)
+                pause_s = scrubber.ended(step)
+            if scrubber.is_to_be_kept:
+                await loop.run_in_executor(self._scrub_thread, scrubber.keep)
+            if step is None:
+                pause_s = scrubber.wait_s
+        await loop.run_in_executor(self._scrub_thread, scrubber.keep)
+
+    async def _is_closing_within(self, seconds: float) -> bool:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._scrub_wake.wait(), seconds)
+        return self._closing
+
+    async def mend(self, mend: Mend) -> None:
+        """Put what another replica gave into the place of what was lost, or raise why that is not done."""
+        await self._in_thread(self._compact_thread, mend)
+        if isinstance(mend.error, OSError):
+            raise StorageFailure(f"{mend.log.partition}: lost offsets could not be put back: {mend.error}")
+        if mend.error is not None:
+            raise mend.error
+
+    def scrub_once(self) -> bool:
+        """Verify the next piece of a segment; False at the end of a pass."""
+        step = self._scrubber.next(self._logs)
+        if step is None or not self._do(step):
+            return False
+        self._scrubber.ended(step)
+        return True
+
+    async def _in_thread(self, thread: ThreadPoolExecutor, job: Job) -> None:
+        await asyncio.get_running_loop().run_in_executor(thread, job.execute)
+        self._end(job)
+
+    def _retention_timer(self) -> None:
+        self._later(self._retention_check_ms / 1000, self._expect_retention)
+
+    def _expect_retention(self) -> None:
+        self._retention_due = True
+        self._upkeep_wake.set()
+
+    async def _delete_expired_slowly(self) -> None:
+        for at, log in enumerate(list(self._logs.values())):
+            self._expire(log)
+            if at % RETENTION_SLICE == RETENTION_SLICE - 1:
+                await asyncio.sleep(0)
+
+    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
+        """Call something after a while, unless nothing runs the store (as in tests that step it by hand)."""
+        if self._loop is not None and not self._closing:
+            self._loop.call_later(seconds, call, *arguments)
+
+    async def close(self) -> None:
+        """Make everything durable, mark the clean stop, and let go of the folder. A second call does nothing."""
+        if self._closing:
+            return
+        self._closing = True
+        self._commit_wake.set()
+        self._upkeep_wake.set()
+        self._compact_wake.set()
+        self._scrub_wake.set()
+        self._compactor.cancel()
+        if self._running is not None:
+            await self._running
+        for job in self._last_jobs():
+            await self._in_thread(self._upkeep_thread, job)
+        for thread in (self._commit_thread, self._upkeep_thread):
+            await asyncio.get_running_loop().run_in_executor(thread, int)
+        self._let_go()
+
+    def _last_jobs(self) -> Iterator[Job]:
+        """What is left to do before the folder is clean."""
+        self._closing = True
+        for log in self._logs.values():
+            if log.synced_offset < log.end_offset:
+                self._wanted[log] = None
+        for _ in range(CLOSE_ATTEMPTS * (1 + len(self._wanted) // self._together_max)):
+            commit = self._begin_commit()
+            if commit is None:
+                break
+            yield commit
+        behind = [log for log in self._logs.values() if log.changed and not log.broken]
+        for at in range(0, len(behind), self._together_max):
+            yield Checkpoints(behind[at : at + self._together_max], self._files, self._ledger)
+
+    def _let_go(self) -> None:
+        """Leave the folder, with the mark if everything in it is as it should be."""
+        clean = all(not log.changed and log.stored_offset == log.end_offset for log in self._logs.values())
+        for log in list(self._logs.values()):
+            self._forget(log)
+        self._commit_thread.shutdown()
+        self._upkeep_thread.shutdown()
+        self._compact_thread.shutdown()
+        self._scrub_thread.shutdown()
+        self._open_files.close_all()
+        self._ledger.close()
+        try:
+            if clean:
+                self._journal.remove()
+                self._folder.mark_clean_stop(self._ledger.size_bytes, self._unrecovered)
+            else:
+                self._journal.close()
+                self.stop_failure = "the logs could not all be made durable; the next start will recover them"
+                _logger.error(self.stop_failure)
+        except OSError as error:
+            self.stop_failure = f"the clean stop could not be marked: {error.strerror or error}"
+            _logger.error("the clean stop could not be marked", extra={"error": str(error)})
+        finally:
+            self._folder.release()
+
+    # -- health ---------------------------------------------------------------------------------------------
+
+    @property
+    def free_bytes(self) -> int:
+        """How much the disk still takes."""
+        return self._files.free_bytes(self._folder.path)
+
+    @property
+    def failures(self) -> dict[TopicPartition, str]:
+        """The partitions that the disk fails now, and how.
+
+        A refused write counts for a while only: nobody may be writing any more that would find the disk well again.
+        """
+        since = self._clock.monotonic() - FAILURE_S
+        return {
+            log.partition: log.failure
+            for log in self._logs.values()
+            if log.failure is not None and (log.broken or log.failed_at > since)
+        }
+
+    def damage(self) -> Iterator[tuple[TopicPartition, list[tuple[int, int, bool]]]]:
+        """The partitions of which the disk lost something, each with ranges: first, next, and if a replica may help."""
+        for log in self._logs.values():
+            if log.lost:
+                repairable = log.lost.repairable
+                yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.lost]
+
+    def metrics(self) -> Iterable[Metric]:
+        """The numbers of the log."""
+        seconds = (Sample(self._commit_seconds.distribution()),)
+        yield Metric("millstream_log_commit_seconds", "histogram", "How long group commits took.", seconds)
+        yield counter("millstream_log_checkpoints_total", "Checkpoints of logs since the start.", self._checkpoints)
+        yield from self._compactor.metrics()
+        yield from self._scrubber.metrics()
+        yield gauge("millstream_log_open_files", "Segment files that are open.", len(self._open_files))
+        transactions = [log.producers.transactions for log in self._logs.values()]
+        opened = sum(len(of_log.open) for of_log in transactions)
+        yield gauge("millstream_log_open_transactions", "Transactions that are open, each on each partition.", opened)
+        aborted = sum(len(of_log.aborted) for of_log in transactions)
+        yield gauge("millstream_log_aborted_transactions", "Aborted transactions that readers are told of.", aborted)
+        yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
+        lost = [after - first for _, ranges in self.damage() for first, after, _ in ranges]
+        yield gauge("millstream_log_damaged_ranges", "Ranges of offsets that the disk lost.", len(lost))
+        yield gauge("millstream_log_damaged_offsets", "Offsets that the disk lost.", sum(lost))
+        yield gauge("millstream_log_free_bytes", "What the disk of the data folder still takes.", self.free_bytes)

@@ -1,0 +1,120 @@
+"""Syncing one log: what is captured on the loop, done in a thread, and accounted for on the loop again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from millstream.broker.log.files import Files
+from millstream.broker.log.folder import folders_above
+from millstream.broker.log.log import Log
+from millstream.broker.log.segment import Segment
+
+
+class Target(NamedTuple):
+    """A segment file as it was when the sync was captured."""
+
+    segment: Segment
+    descriptor: int
+    journaled: int
+    size: int
+    next_offset: int
+
+
+class Capture:
+    """The unsynced bytes of one log at one moment. The files stay open until `release`."""
+
+    def __init__(self, log: Log, segments: list[Segment] | None = None) -> None:
+        """Capture a log; whoever knows its unsynced segments already hands them over."""
+        self.log = log
+        self.end_offset = log.end_offset
+        self.generation = log.generation
+        self.names_version = log.names_version
+        self.names_synced = log.names_synced == log.names_version
+        self.folder_synced = log.folder_synced
+        self.folders_above = () if log.folder_synced else folders_above(log.directory)
+        self.targets: list[Target] = []
+        self.synced_files = 0
+        """How many of the targets a thread has synced."""
+        try:
+            for segment in log.unsynced_segments() if segments is None else segments:
+                descriptor = log.open_files.pin(segment)
+                self.targets.append(
+                    Target(segment, descriptor, segment.journaled_bytes, segment.size, segment.next_offset)
+                )
+        except OSError:
+            self.release()
+            raise
+        log.dirty = False
+        if self.targets:
+            last = self.targets[-1]
+            # The high watermark is about to stand here, and readers will ask where that is.
+            log.hint(last.next_offset, last.segment, last.size)
+
+    def release(self) -> None:
+        """The thread is done with the files."""
+        for target in self.targets:
+            self.log.open_files.unpin(target.segment)
+
+    @property
+    def current(self) -> bool:
+        """Whether the log still is what was captured."""
+        return self.generation == self.log.generation
+
+    def mark_stored(self) -> None:
+        """Account for a sync of the segments themselves."""
+        log = self.log
+        log.names_synced = max(log.names_synced, self.names_version)
+        log.folder_synced = True
+        if not self.current:
+            return
+        for target in self.targets:
+            target.segment.mark_synced(target.size, target.next_offset)
+        log.stored_offset = max(log.stored_offset, self.end_offset)
+        log.advance_synced(self.end_offset)
+
+    def mark_synced_files(self) -> None:
+        """Account for the files that were synced before one failed."""
+        if self.current:
+            for target in self.targets[: self.synced_files]:
+                target.segment.mark_synced(target.size, target.next_offset)
+
+    def mark_journaled(self) -> None:
+        """Account for a sync of the journal that holds everything captured."""
+        self.log.folder_synced = True
+        if not self.current:
+            return
+        for target in self.targets:
+            target.segment.journaled_bytes = max(target.segment.journaled_bytes, target.size)
+        self.log.advance_synced(self.end_offset)
+
+
+def unjournaled_bytes(capture: Capture) -> int:
+    """How much the journal would have to take."""
+    return sum(target.size - target.journaled for target in capture.targets)
+
+
+def sync_folders(files: Files, captures: Iterable[Capture]) -> None:
+    """Make the folders of new logs durable in the folders above them; called in a thread.
+
+    A folder that went with a deleted log, while this was under way, is no failure of the others.
+    """
+    logs_below: dict[str, list[Log]] = {}
+    for capture in captures:
+        for folder in () if capture.folder_synced else capture.folders_above:
+            logs_below.setdefault(folder, []).append(capture.log)
+    for folder, logs in sorted(logs_below.items()):
+        try:
+            files.sync_directory(folder)
+        except FileNotFoundError:
+            if not all(log.closed for log in logs):
+                raise
+
+
+def sync_segments(files: Files, capture: Capture) -> None:
+    """Sync every file of a capture, and the names of new ones; called in a thread."""
+    for target in capture.targets:
+        target.segment.sync(files, target.descriptor)
+        capture.synced_files += 1
+    if not capture.names_synced:
+        files.sync_directory(capture.log.directory)

@@ -1,0 +1,188 @@
+"""What a partition knows of transactions: which are open, how the others ended, and which it has been asked to begin.
+
+A transaction begins with the first transactional batch of its producer and ends with the producer's next marker. Until
+the marker is acknowledged nobody knows for certain how it ended: the log may still be cut before it. So the last
+markers are remembered together with what they changed, and cutting the log takes that back.
+
+Nothing here reads or writes the log; `Producers` tells what was written.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from millstream.broker.log.aborted import AbortedTransaction, AbortedTransactions
+from millstream.broker.log.producer import PackedBatch, Producer
+
+NO_TRANSACTION = -1
+GUARDS_MAX = 10_000
+"""Beyond this many transactions that are about to begin, the one asked about first has to be asked about again."""
+
+
+class Guard:
+    """Stands for one question to the coordinator: whether a transaction may begin here.
+
+    It is void once a marker or a batch of the transaction is written. So an answer that was given before a marker
+    cannot let in a batch after it, which nobody would ever end.
+    """
+
+    __slots__ = ("bumps_epoch", "epoch", "lowest_sequence", "started_ms")
+
+    def __init__(self, epoch: int, sequence: int, started_ms: int, *, bumps_epoch: bool) -> None:
+        self.epoch = epoch
+        self.lowest_sequence = sequence
+        """The first batch that was asked about; a later one has to wait for it."""
+        self.started_ms = started_ms
+        self.bumps_epoch = bumps_epoch
+
+    def asked_again(self, epoch: int, sequence: int, *, bumps_epoch: bool) -> None:
+        """Another batch wants to begin the same transaction."""
+        if epoch > self.epoch:
+            self.epoch, self.lowest_sequence = epoch, sequence
+        elif epoch == self.epoch:
+            self.lowest_sequence = min(self.lowest_sequence, sequence)
+        self.bumps_epoch = self.bumps_epoch or bumps_epoch
+
+
+class Before(NamedTuple):
+    """A producer as it was before a marker changed it."""
+
+    epoch: int
+    coordinator_epoch: int
+    open_from: int
+    marker_offset: int
+    last_ms: int
+    batches: list[PackedBatch]
+
+
+class Decided(NamedTuple):
+    """A marker that may still be cut off. `first_offset` is -1 when it ended nothing."""
+
+    producer_id: int
+    first_offset: int
+    marker_offset: int
+    before: Before | None
+
+
+class PackedTransactions(NamedTuple):
+    """Everything, as the state of a log keeps it."""
+
+    producers: list[tuple[int, int, int, int]]
+    """Of each producer that ever had one: its id, coordinator epoch, start of the open transaction, last marker."""
+    aborted: list[bytes]
+    decided: list[Decided]
+    decided_from: int
+
+
+class OpenTransaction(NamedTuple):
+    """A transaction that is open on a partition."""
+
+    producer_id: int
+    producer_epoch: int
+    first_offset: int
+    coordinator_epoch: int
+    last_ms: int
+
+
+class Transactions:
+    """The transactions of one log."""
+
+    __slots__ = ("_decided", "aborted", "decided_from", "guards", "open")
+
+    def __init__(self) -> None:
+        self.open: dict[int, Producer] = {}
+        """The producers with an open transaction, by their id, the one that began first at the front."""
+        self.aborted = AbortedTransactions()
+        self.guards: dict[int, Guard] = {}
+        self._decided: deque[Decided] = deque()
+        self.decided_from = 0
+        """From this offset on every marker is remembered with what it changed."""
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether there is a transaction whose end is not known, or not known for certain."""
+        return bool(self.open or self._decided)
+
+    def stable_offset(self, acknowledged: int) -> int:
+        """Up to where the end of every transaction is known for certain, given up to where the log is."""
+        self.settle(acknowledged)
+        stable = acknowledged
+        for producer in self.open.values():
+            stable = min(stable, producer.open_from)
+            break
+        for decided in self._decided:
+            if decided.first_offset != NO_TRANSACTION:
+                stable = min(stable, decided.first_offset)
+        return stable
+
+    def first_open(self) -> int | None:
+        """Where the oldest open transaction began."""
+        return next((producer.open_from for producer in self.open.values()), None)
+
+    def settle(self, acknowledged: int) -> None:
+        """Nothing below an offset can be cut off any more."""
+        decided = self._decided
+        while decided and decided[0].marker_offset < acknowledged:
+            self.decided_from = decided.popleft().marker_offset + 1
+
+    # -- what was written -----------------------------------------------------------------------------------
+
+    def began(self, producer: Producer, offset: int) -> None:
+        """A transactional batch was written at an offset; it begins a transaction if none is open."""
+        if producer.open_from == NO_TRANSACTION:
+            producer.open_from = offset
+            self.open[producer.producer_id] = producer
+            self.guards.pop(producer.producer_id, None)
+
+    def ended(self, producer: Producer, before: Before | None, offset: int, *, commit: bool) -> None:
+        """A marker of a producer was written at an offset."""
+        first = producer.open_from
+        self._decided.append(Decided(producer.producer_id, first, offset, before))
+        self.guards.pop(producer.producer_id, None)
+        if first == NO_TRANSACTION:
+            return
+        producer.open_from = NO_TRANSACTION
+        del self.open[producer.producer_id]
+        if not commit:
+            oldest = self.first_open()
+            stable = offset + 1 if oldest is None else oldest
+            self.aborted.add(AbortedTransaction(producer.producer_id, first, offset, stable))
+
+    # -- what was cut off -----------------------------------------------------------------------------------
+
+    def cut_before(self, offset: int) -> None:
+        """The log begins at an offset now."""
+        self.aborted.cut_before(offset)
+        self.settle(offset)
+
+    def take_back(self, first: int, next_offset: int) -> list[Decided]:
+        """Forget the markers of a range of offsets; what they changed, the last one first."""
+        gone = [decided for decided in self._decided if first <= decided.marker_offset < next_offset]
+        if gone:
+            self._decided = deque(one for one in self._decided if not first <= one.marker_offset < next_offset)
+            self.aborted.discard([decided.marker_offset for decided in gone])
+        return gone[::-1]
+
+    def reopen(self, producers: list[Producer]) -> None:
+        """Go on with other open transactions."""
+        producers.sort(key=lambda producer: producer.open_from)
+        self.open = {producer.producer_id: producer for producer in producers}
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.open.clear()
+        self.aborted.clear()
+        self.guards.clear()
+        self._decided.clear()
+        self.decided_from = 0
+
+    # -- the state ------------------------------------------------------------------------------------------
+
+    def pack_decided(self) -> list[Decided]:
+        """The markers that may still be cut off."""
+        return list(self._decided)
+
+    def unpack_decided(self, decided: list[Decided]) -> None:
+        """Take over what `pack_decided` gave."""
+        self._decided = deque(decided)

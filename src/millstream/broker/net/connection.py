@@ -1,0 +1,723 @@
+"""One client connection: frames in, replies out, in order.
+
+A frame is four bytes of length and that many bytes of body. Small frames are served where they lie in one scratch
+buffer that all connections of the loop share; a large one is received straight into a buffer of its own, which the
+log later writes to disk from, so the payload is never copied in Python. A service must be done with a frame when it
+returns: its memory is then used for another one. Half a frame costs little more than what has arrived of it.
+
+A large answer is handed to the transport piece by piece, as the client reads it; what lies in files is read only then.
+
+Requests are served one after the other, as Kafka does, with one exception: a reply may be promised, and then the next
+request is taken up at once. Produce uses this, so that pipelined requests share one sync. Replies leave in the order
+of their requests in any case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import struct
+from collections import deque
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any, Protocol, cast
+
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.half_frame import FRAME_COST_BYTES, LARGE_BYTES, HalfFrame, give_back, impossible
+from millstream.broker.net.hangups import Hangups
+from millstream.broker.net.limits import ConnectionLimits as ConnectionLimits
+from millstream.broker.net.outgoing import PIECE_BYTES, Outgoing
+from millstream.broker.net.presence import Presence
+from millstream.broker.net.promise import Buffers as Buffers
+from millstream.broker.net.promise import Promise, Reply, promise_of
+from millstream.broker.net.stream import Piece, Stored, Stream
+from millstream.broker.net.traffic import Traffic
+from millstream.broker.net.turns import (
+    BYTE_S,
+    LIGHT_ANSWER_BYTES,
+    LIGHT_BYTES,
+    LIGHT_REPLIES_MAX,
+    REQUEST_S,
+    Flow,
+    Turns,
+)
+from millstream.core.errors import MillstreamError, ProtocolViolation
+
+_logger = logging.getLogger(__name__)
+
+Answer = Reply | Promise | asyncio.Future[Buffers | None] | Coroutine[Any, Any, Reply | None] | None
+
+SCRATCH_BYTES = 128 * 1024
+START_BYTES = 20 * 1024
+"""So much of a frame is copied if the one before was large: enough for a large buffer, which takes the rest."""
+
+WRITE_BUFFER_HIGH_BYTES = 64 * 1024
+"""A client that leaves more than this unread is not served further until it has caught up; all of it then counts."""
+
+SHORT_READ_BYTES = 32 * 1024
+"""So much is read at a time while many wait for their turn."""
+
+SHORT_PIECE_BYTES = 256 * 1024
+"""The same of large answers."""
+
+REPLIES_WAITING_MAX = 1024
+PIECES_MAX = 4
+"""More small pieces than this are joined, since each one by itself costs the transport more than its bytes."""
+
+LAST_ANSWERS_S = 5.0
+"""So long a client whose connection failed may take to read what was answered before."""
+
+_LENGTH = struct.Struct(">i")
+
+_scratch_view = memoryview(bytearray(SCRATCH_BYTES))
+_start_view = _scratch_view[:START_BYTES]
+_short_view = _scratch_view[:SHORT_READ_BYTES]
+
+
+class Service(Protocol):
+    """What stands behind the connection and answers requests."""
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        """Answer now (buffers), promise an answer, or need the connection to wait (a coroutine).
+
+        None means that the client expects no reply. `ProtocolViolation` closes the connection. The frame's memory is
+        used again as soon as this returns, so whoever needs the frame later, such as a coroutine, takes a copy.
+        """
+
+
+class Connection(asyncio.BufferedProtocol):
+    """The server's side of one TCP connection."""
+
+    def __init__(
+        self,
+        service: Service,
+        limits: ConnectionLimits,
+        budget: Budget,
+        traffic: Traffic,
+        closed: Callable[[Connection], None],
+        turns: Turns,
+        hangups: Hangups | None = None,
+    ) -> None:
+        self._service = service
+        self._limits = limits
+        self._budget = budget
+        self._traffic = traffic
+        self._closed = closed
+        self._turns = turns
+        self._flow: Flow
+        self._awaits_turn = False
+        self._serve_until = 0.0
+        self._read_bytes_max = 0
+        self._hangups = hangups
+        self._watched = -1
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._half: HalfFrame | None = None
+        self._expects_large = False
+        self._length_bytes = bytearray()
+        self._whole: tuple[memoryview, bytearray] | None = None
+        """A frame in a buffer of its own that has not been served yet."""
+        self._unserved: memoryview | None = None
+        """What was read behind the last frame that was served. Nothing more is read meanwhile."""
+        self._unserved_bytes = 0
+        self._replies: deque[Promise] = deque()
+        self._ready: list[Piece | Stored] = []
+        self._outgoing = Outgoing()
+        self._task: asyncio.Task[None] | None = None
+        self._gathering = False
+        self._flush_is_due = False
+        self._unsent_bytes = 0
+        self._draining = False
+        self._is_flushing = False
+        """Whether the connection was closed after its last answer, so that it ends when that has left."""
+        self._write_paused = False
+        self._read_paused = False
+        self._muted: asyncio.TimerHandle | None = None
+        self._held_out_bytes = 0
+        self.presence = Presence()
+        self.peer = ""
+        self.host = ""
+        self.reached_at = ""
+        """The address of this machine that the client connected to."""
+        self.state: Any = None
+        """What the service remembers about this client."""
+        self.last_activity = self._loop.time()
+
+    # -- what asyncio calls ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember the transport and who is at its other end."""
+        # A cast, since uvloop's transports do not derive from asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
+        peer = transport.get_extra_info("peername")
+        self.host = str(peer[0]) if isinstance(peer, tuple) else str(peer or "")
+        self.peer = f"{self.host}:{peer[1]}" if isinstance(peer, tuple) else self.host
+        local = transport.get_extra_info("sockname")
+        # What comes to an IPv6 listener by IPv4 has an address of both.
+        self.reached_at = str(local[0]).removeprefix("::ffff:") if isinstance(local, tuple) else ""
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
+        self._flow = self._turns.join(self.host, self._take_turn)
+        self._traffic.connections_accepted += 1
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Give back whatever the connection held."""
+        self._closed(self)
+        self._turns.leave(self._flow)
+        if exc is None and self._is_flushing:
+            self.presence.delivered()
+        self._watch_for_end(wanted=False)
+        self._budget.stop_waiting(self)
+        self._budget.hand_on_pass(self)
+        if self._muted is not None:
+            self._muted.cancel()
+        if self._task is not None:
+            self._task.cancel()
+        self._transport = None
+        self._replies.clear()
+        self._ready.clear()
+        self._outgoing.clear()
+        self._forget_unserved()
+        if self._half is not None:
+            half, self._half = self._half, None
+            give_back(self._budget, half.buffer)
+        self._hold_out(0)
+        self.presence.end()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: the frame under way, or the scratch buffer."""
+        if self._half is not None:
+            space = self._half.space
+        elif self._expects_large:
+            space = _start_view
+        else:
+            space = _short_view if self._turns.is_crowded else _scratch_view
+        self._read_bytes_max = len(space)
+        return space
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take in what has arrived."""
+        self._traffic.bytes_in += nbytes
+        self.last_activity = self._loop.time()
+        if self.presence.has_undelivered:
+            self._note_delivered()
+        # A small request with none before it and none behind it is one that its client waits for.
+        is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._replies) < LIGHT_REPLIES_MAX
+        frames_before = self._traffic.frames_in
+        began = self._turns.clock()
+        self._serve_until = began + self._turns.allowance_s(is_light=is_light)
+        # Replies to requests that arrived together leave together: a system call for each costs more than they do.
+        self._gathering = True
+        try:
+            if self._half is not None:
+                self._fill(self._half, nbytes)
+            else:
+                self._split(_scratch_view[:nbytes])
+        except ProtocolViolation as error:
+            self._flush_replies()
+            self.fail(error)
+        except Exception as error:
+            _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
+            self.fail(error)
+        else:
+            self._flush_replies()
+        finally:
+            self._gathering = False
+        cost_s = self._turns.clock() - began + nbytes * BYTE_S
+        is_light = is_light and not self._has_unserved and self._traffic.frames_in - frames_before < LIGHT_REPLIES_MAX
+        self._spend(cost_s, is_light=is_light)
+
+    def eof_received(self) -> bool:
+        """Let replies that are under way leave before the connection closes, and wait for nothing else."""
+        self._draining = True
+        self._note_delivered()
+        self.presence.leave()
+        self._close_when_drained()
+        return self._transport is not None
+
+    def pause_writing(self) -> None:
+        """The client reads slower than it asks: hold its further requests."""
+        self._write_paused = True
+        if self._transport is not None:
+            self._hold_out(self._transport.get_write_buffer_size())
+        self._adjust_reading()
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self._write_paused = False
+        self.last_activity = self._loop.time()
+        self._hold_out(0)
+        self._go_on_sending()
+        self._note_delivered()
+
+    # -- what the listener and the service use --------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way, and the client is not being held back."""
+        if self._muted is not None or self._replies or self._ready or self._has_unserved or self._outgoing:
+            return False
+        return not (self._task or self._write_paused or self._half is not None)
+
+    def stalled(self, now: float, *, pressed: bool = False) -> bool:
+        """Whether the client left something half done and has stopped moving; `pressed` is less patient."""
+        if self._write_paused:
+            unread = self._transport.get_write_buffer_size() if self._transport is not None else 0
+            if unread < self._held_out_bytes:
+                self._hold_out(unread)
+                self.last_activity = now
+        elif self._read_paused or (self._half is None and not self._length_bytes):
+            # Nothing is half done, or it is the broker itself that holds the client back.
+            return False
+        limits = self._limits
+        if pressed and self._half is not None and now - self._half.since > limits.pressed_frame_s:
+            return True
+        return now - self.last_activity > (limits.pressed_stall_s if pressed else limits.stall_s)
+
+    def drain(self) -> None:
+        """Read nothing more, answer what is under way, then close."""
+        self._draining = True
+        if self._muted is not None:
+            self._muted.cancel()
+            self._unmute()
+        self._adjust_reading()
+        self._close_when_drained()
+
+    def mute(self, seconds: float) -> None:
+        """Take no more requests for some seconds; replies to those before still leave."""
+        if self._transport is None or self._draining:
+            return
+        until = self._loop.time() + seconds
+        if self._muted is not None:
+            if self._muted.when() >= until:
+                return
+            self._muted.cancel()
+        self._muted = self._loop.call_at(until, self._unmute)
+        self._adjust_reading()
+
+    def _unmute(self) -> None:
+        self._muted = None
+        self.last_activity = self._loop.time()
+        self._serve_next()
+
+    def fail(self, error: BaseException) -> None:
+        """Close because of what this client did or what went wrong for it; whole answers given before still leave."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        self._traffic.connections_failed += 1
+        _logger.warning("connection closed", extra={"peer": self.peer, "reason": str(error) or type(error).__name__})
+        self._forget_unserved()
+        if self._outgoing or self._write_paused or not transport.get_write_buffer_size():
+            transport.abort()
+        else:
+            transport.close()
+            self._loop.call_later(LAST_ANSWERS_S, transport.abort)
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._is_flushing = False
+        if self._transport is not None:
+            self._transport.abort()
+
+    # -- frames ---------------------------------------------------------------------------------------------
+
+    def _split(self, data: memoryview) -> None:
+        """Serve the whole frames in the scratch buffer; begin a frame of its own for the rest."""
+        if self._length_bytes:
+            # A length that came in pieces: put it together and go on with a copy, which is rare and small.
+            data = memoryview(bytearray(self._length_bytes) + data)
+            self._length_bytes.clear()
+        position = 0
+        available = len(data)
+        bytes_max = self._limits.frame_bytes_max
+        while available - position >= 4:
+            (size,) = _LENGTH.unpack_from(data, position)
+            if not 0 < size <= bytes_max:
+                raise impossible(size, bytes_max)
+            start, end = position + 4, position + 4 + size
+            if end > available:
+                self._half = HalfFrame(self._budget, size, data[start:], self._loop.time())
+                self._expects_large = size >= LARGE_BYTES
+                return
+            if not self._may_serve():
+                self._keep_unserved(data[position:])
+                return
+            self._traffic.frames_in += 1
+            self._serve(data[start:end], None)
+            position = end
+        self._length_bytes += data[position:]
+        self._expects_large = False
+
+    def _fill(self, half: HalfFrame, nbytes: int) -> None:
+        if half.fill(nbytes):
+            self._half = None
+            self._traffic.frames_in += 1
+            view = memoryview(half.buffer)[: half.size]
+            if self._may_serve():
+                self._serve(view, half.buffer)
+            else:
+                self._whole = (view, half.buffer)
+                self._await_turn_if_free()
+
+    def _may_grow(self) -> bool:
+        # Only a frame that is served as soon as it is complete may have the pass, which others wait for.
+        is_busy = self._task is not None or self._has_unserved or self._draining
+        return self._budget.has_room_to_grow or (not is_busy and self._budget.take_pass(self))
+
+    def _release(self, buffer: bytearray) -> None:
+        """A request has been served, or never will be."""
+        give_back(self._budget, buffer)
+        if self._half is None:
+            self._budget.hand_on_pass(self)
+
+    # -- requests -------------------------------------------------------------------------------------------
+
+    @property
+    def _is_held_up(self) -> bool:
+        """Whether something has to be over before the next request is served."""
+        return (
+            self._awaits_turn
+            or self._task is not None
+            or self._write_paused
+            or bool(self._outgoing)
+            or self._muted is not None
+        )
+
+    @property
+    def _has_unserved(self) -> bool:
+        return self._whole is not None or self._unserved is not None
+
+    def _may_serve(self) -> bool:
+        """Whether nothing holds up the next frame, and the turn is not over."""
+        return not self._is_held_up and self._turns.clock() < self._serve_until
+
+    def _keep_unserved(self, data: memoryview) -> None:
+        """Keep what cannot be served yet; the scratch buffer is used again at once, so it takes its bytes along."""
+        if not self._unserved_bytes:
+            data = memoryview(bytearray(data))
+            self._unserved_bytes = len(data) + FRAME_COST_BYTES
+            self._budget.take(self._unserved_bytes)
+        self._unserved = data
+        self._await_turn_if_free()
+
+    def _release_unserved(self) -> None:
+        self._budget.give_back(self._unserved_bytes)
+        self._unserved_bytes = 0
+
+    def _serve(self, frame: memoryview, buffer: bytearray | None) -> None:
+        """Serve one frame; the buffer that it lies in, if it has one of its own, is given back afterwards."""
+        try:
+            answer = self._service.handle(frame, self)
+        except BaseException:
+            if buffer is not None:
+                self._release(buffer)
+            raise
+        if not isinstance(answer, list) and asyncio.iscoroutine(answer):
+            self._begin_task(answer, len(frame), buffer)
+            return
+        if buffer is not None:
+            self._release(buffer)
+        if isinstance(answer, list):
+            self._answer(answer)
+        elif isinstance(answer, Stream):
+            reply = Promise()
+            self._replies.append(reply)
+            reply.keep(answer)
+            self._flush_replies()
+        elif answer is not None:
+            size = len(frame)
+            if isinstance(answer, Promise):
+                self._turns.promise(self._flow, size)
+                answer.when_kept = partial(self._keep_promise, size)
+                self._replies.append(answer)
+            else:
+                promise = promise_of(answer, self.fail)
+                promise.when_kept = self._promise_kept
+                self._replies.append(promise)
+
+    def _begin_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
+        """Have the connection wait for an answer; what was read from the frame counts until then."""
+        reply = Promise()
+        self._replies.append(reply)
+        if buffer is None:
+            self._budget.take(size + FRAME_COST_BYTES)
+        self._task = self._loop.create_task(self._wait_for(reply, answer))
+        self._task.add_done_callback(lambda _done: self._after_task(answer, size, buffer))
+
+    async def _wait_for(self, reply: Promise, answer: Coroutine[Any, Any, Reply | None]) -> None:
+        try:
+            buffers = await answer
+        except asyncio.CancelledError:
+            # Nobody is there any more who waits for it, but perhaps for what comes behind it.
+            reply.keep(None)
+            self._promise_kept()
+            raise
+        except ProtocolViolation as error:
+            self.fail(error)
+        except Exception as error:
+            _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
+            self.fail(error)
+        else:
+            # Nothing else is answered by this step, so there is nothing to wait for that could leave with it.
+            reply.keep(buffers)
+            self._flush_replies()
+
+    def _after_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
+        # A task that was cancelled before its first step has not touched the answer; close it, so that it never is.
+        answer.close()
+        self._task = None
+        self.presence.when_left = None
+        if buffer is None:
+            self._budget.give_back(size + FRAME_COST_BYTES)
+        else:
+            self._release(buffer)
+        self._spend(REQUEST_S, is_light=not self._has_unserved)
+        self._serve_next()
+
+    def _serve_next(self) -> None:
+        self._serve_unserved()
+        self._adjust_reading()
+        self._close_when_drained()
+
+    def _serve_unserved(self) -> None:
+        """Serve what was read before, as far as the turn allows."""
+        if not self._has_unserved or self._is_held_up or self._transport is None:
+            return
+        began = self._turns.clock()
+        self._serve_until = began + self._turns.quantum_s
+        try:
+            if self._whole is not None:
+                whole, self._whole = self._whole, None
+                self._serve(*whole)
+            elif self._unserved is not None:
+                unserved, self._unserved = self._unserved, None
+                self._split(unserved)
+        except Exception as error:
+            if not isinstance(error, ProtocolViolation):
+                _logger.exception("request failed unexpectedly", extra={"peer": self.peer})
+            self.fail(error)
+        finally:
+            if self._unserved is None and self._unserved_bytes:
+                self._release_unserved()
+        self._spend(self._turns.clock() - began)
+
+    def _forget_unserved(self) -> None:
+        if self._whole is not None:
+            (_, buffer), self._whole = self._whole, None
+            self._release(buffer)
+        self._unserved = None
+        if self._unserved_bytes:
+            self._release_unserved()
+
+    # -- turns ----------------------------------------------------------------------------------------------
+
+    def _spend(self, cost_s: float, *, is_light: bool = False) -> None:
+        """Account for what was done for this client; it may have to wait for its turn now."""
+        if self._transport is not None and self._turns.spend(self._flow, cost_s, is_light=is_light):
+            self._awaits_turn = True
+            self._adjust_reading()
+
+    def _await_turn(self) -> None:
+        if self._transport is not None and not self._awaits_turn:
+            self._awaits_turn = True
+            self._turns.wait(self._flow)
+
+    def _await_turn_if_free(self) -> None:
+        """Have what is unserved taken up by a turn, unless something else does when it is over."""
+        if not self._is_held_up:
+            self._await_turn()
+
+    def _take_turn(self) -> None:
+        """Go on with what waits after others had their turn."""
+        self._awaits_turn = False
+        self._go_on_sending()
+
+    # -- replies --------------------------------------------------------------------------------------------
+
+    def _answer(self, buffers: Buffers) -> None:
+        """Send an answer that is there already, behind those that are not."""
+        if self._replies:
+            reply = Promise()
+            self._replies.append(reply)
+            reply.keep(buffers)
+        else:
+            self._ready += buffers
+        for buffer in buffers:
+            self._unsent_bytes += len(buffer)
+        if self._unsent_bytes > WRITE_BUFFER_HIGH_BYTES:
+            # Large ones leave at once: only the transport tells whether the client reads, and holds the next ones up.
+            self._flush_replies()
+        elif not self._gathering:
+            self._flush_soon()
+
+    def _keep_promise(self, size_bytes: int) -> None:
+        self._turns.keep(self._flow, size_bytes)
+        self._promise_kept()
+
+    def _promise_kept(self) -> None:
+        # One commit keeps many promises, so the others of this turn of the loop are waited for.
+        if not self._flush_is_due and self._replies and self._replies[0].is_kept:
+            self._flush_soon()
+
+    def _flush_soon(self) -> None:
+        if not self._flush_is_due:
+            self._flush_is_due = True
+            self._loop.call_soon(self._flush_due)
+
+    def _flush_due(self) -> None:
+        self._flush_is_due = False
+        self._flush_replies()
+
+    def _flush_replies(self) -> None:
+        """Send every reply that is ready and has nothing unanswered before it."""
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        if not self._outgoing:
+            self._send_ready(transport)
+        self._adjust_reading()
+        self._close_when_drained()
+
+    def _send_ready(self, transport: asyncio.Transport) -> None:
+        out = self._ready
+        self._unsent_bytes = 0
+        replies = self._replies
+        is_stored = False
+        while replies and replies[0].is_kept:
+            buffers = replies.popleft().buffers
+            if isinstance(buffers, Stream):
+                is_stored = True
+                out += buffers.parts
+            elif buffers is not None:
+                out += buffers
+        if not out:
+            return
+        self._ready = []
+        size = sum(map(len, out))
+        if is_stored or size > WRITE_BUFFER_HIGH_BYTES:
+            self._outgoing.add(out)
+            self._send_pieces(transport)
+        else:
+            self._send(transport, cast("list[Piece]", out), size)
+
+    def _send_pieces(self, transport: asyncio.Transport) -> None:
+        """Send as much of a large answer as the client reads now, or as the others have time for."""
+        turns = self._turns
+        began = turns.clock()
+        cost_s, sent_bytes = 0.0, 0
+        while self._outgoing and not (self._write_paused or self._awaits_turn or transport.is_closing()):
+            if cost_s > turns.quantum_s:
+                break
+            piece_bytes = SHORT_PIECE_BYTES if turns.is_crowded else PIECE_BYTES
+            wanted = min(piece_bytes, max(WRITE_BUFFER_HIGH_BYTES, self._budget.share_bytes))
+            try:
+                pieces = self._outgoing.take(wanted)
+            except (OSError, MillstreamError) as error:
+                # The client was told how much will come, so there is no other way left to tell it.
+                self.fail(error)
+                return
+            size = sum(map(len, pieces))
+            self._send(transport, pieces, size)
+            sent_bytes += size
+            cost_s = turns.clock() - began + sent_bytes * BYTE_S
+        if cost_s:
+            self._spend(
+                cost_s, is_light=sent_bytes <= LIGHT_ANSWER_BYTES and not (self._outgoing or self._has_unserved)
+            )
+            if self._outgoing and not self._write_paused:
+                self._await_turn()
+
+    def _go_on_sending(self) -> None:
+        """Send the rest of a large answer, then see to whatever waits behind it."""
+        if self._transport is not None:
+            self._send_pieces(self._transport)
+            self._flush_replies()
+            self._serve_next()
+
+    def _send(self, transport: asyncio.Transport, out: list[Piece], size: int) -> None:
+        self.last_activity = self._loop.time()
+        self._traffic.bytes_out += size
+        if len(out) == 1:
+            transport.write(out[0])
+        elif len(out) > PIECES_MAX and size <= WRITE_BUFFER_HIGH_BYTES:
+            transport.write(b"".join(out))
+        else:
+            transport.writelines(out)
+        if self._write_paused:
+            self._hold_out(transport.get_write_buffer_size())
+        if self.presence.has_undelivered:
+            # The transport writes at the end of this turn of the loop.
+            self._loop.call_soon(self._note_delivered)
+
+    def _note_delivered(self) -> None:
+        """Learn whether everything that was answered has left for the client."""
+        transport = self._transport
+        if transport is None or self._ready or self._outgoing or any(reply.is_kept for reply in self._replies):
+            return
+        # One that was reset has thrown away what it could not write.
+        if not transport.is_closing() and not transport.get_write_buffer_size():
+            self.presence.delivered()
+
+    def _hold_out(self, size_bytes: int) -> None:
+        """Count the bytes that the client has not read yet."""
+        change = size_bytes - self._held_out_bytes
+        self._held_out_bytes = size_bytes
+        if change > 0:
+            self._budget.take(change)
+        elif change < 0:
+            self._budget.give_back(-change)
+
+    # -- backpressure ---------------------------------------------------------------------------------------
+
+    def _adjust_reading(self) -> None:
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        half = self._half
+        if half is not None and half.is_cramped and self._may_grow():
+            half.grow()
+        # A frame that is under way fills a buffer that is counted already, so only the next one has to wait.
+        is_cramped = half is not None and half.is_cramped
+        no_room = half is None and not self._budget.has_room
+        hold = (
+            no_room
+            or is_cramped
+            or self._draining
+            or self._write_paused
+            or self._outgoing
+            or self._muted is not None
+            or self._awaits_turn
+            or not self._turns.may_promise(self._flow)
+            or self._has_unserved
+            or len(self._replies) >= REPLIES_WAITING_MAX
+        )
+        if no_room:
+            self._budget.wait(self, self._adjust_reading)
+        elif is_cramped:
+            self._budget.wait_to_grow(self, self._adjust_reading)
+        if hold and not self._read_paused:
+            self._read_paused = True
+            transport.pause_reading()
+        elif self._read_paused and not hold:
+            self._read_paused = False
+            self.last_activity = self._loop.time()
+            transport.resume_reading()
+        self._watch_for_end(wanted=self._read_paused and self._task is not None and not self.presence.has_left)
+
+    def _watch_for_end(self, *, wanted: bool) -> None:
+        """Have the end of the stream noticed while an answer is waited for and nothing is read."""
+        if wanted == (self._watched >= 0) or self._hangups is None:
+            return
+        if not wanted:
+            self._hangups.forget(self._watched, self.presence.leave)
+            self._watched = -1
+        elif self._transport is not None:
+            self._watched = self._transport.get_extra_info("socket").fileno()
+            self._hangups.watch(self._watched, self.presence.leave)
+
+    def _close_when_drained(self) -> None:
+        if not self._draining or self._transport is None:
+            return
+        if not (self._replies or self._ready or self._outgoing or self._has_unserved or self._task):
+            self._is_flushing = True
+            self._transport.close()

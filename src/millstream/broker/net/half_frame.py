@@ -1,0 +1,74 @@
+"""A frame of which a part has arrived, in a buffer that grows with what has come, never with what was announced."""
+
+from __future__ import annotations
+
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.frame_buffers import BUFFER_BYTES, FrameBuffers
+from millstream.core.errors import ProtocolViolation
+
+FRAME_COST_BYTES = 512
+"""What a frame costs beside its bytes, so that a flood of tiny ones cannot hide from the budget."""
+
+FRAME_BYTES_MIN = 4 * 1024
+LARGE_BYTES = 64 * 1024
+"""A frame of which a quarter of this has come gets a buffer for large ones."""
+
+_buffers = FrameBuffers()
+
+
+class HalfFrame:
+    """A frame that is under way."""
+
+    __slots__ = ("_budget", "_filled", "buffer", "since", "size")
+
+    def __init__(self, budget: Budget, size: int, start: memoryview, now: float) -> None:
+        self._budget = budget
+        self._filled = len(start)
+        self.size = size
+        self.since = now
+        self.buffer = self._room(may_grow=budget.has_room_to_grow)
+        self.buffer[: self._filled] = start
+
+    @property
+    def space(self) -> memoryview:
+        """Where the next bytes go."""
+        return memoryview(self.buffer)[self._filled : self.size]
+
+    @property
+    def is_cramped(self) -> bool:
+        """Whether it has filled its buffer and needs a larger one."""
+        return self._filled == len(self.buffer)
+
+    def fill(self, nbytes: int) -> bool:
+        """So many bytes have come; whether it is whole now."""
+        self._filled += nbytes
+        return self._filled == self.size
+
+    def grow(self) -> None:
+        """Go on in a larger buffer; a new one, as the transport may still hold a view of this, which pins its size."""
+        before, self.buffer = self.buffer, self._room(may_grow=True)
+        self.buffer[: self._filled] = before
+        give_back(self._budget, before)
+
+    def _room(self, *, may_grow: bool) -> bytearray:
+        """A buffer for what has come of the frame and more: four times as much, if there is memory for it."""
+        filled = self._filled
+        size = min(self.size, max(FRAME_BYTES_MIN, 4 * filled if may_grow else filled + 1))
+        is_large = may_grow and size >= LARGE_BYTES and filled < BUFFER_BYTES
+        room = _buffers.take() if is_large else bytearray(size)
+        self._budget.take(len(room) + FRAME_COST_BYTES)
+        return room
+
+
+def give_back(budget: Budget, buffer: bytearray) -> None:
+    """The buffer of a frame is not needed any more."""
+    _buffers.give_back(buffer)
+    budget.give_back(len(buffer) + FRAME_COST_BYTES)
+
+
+def impossible(size: int, bytes_max: int) -> ProtocolViolation:
+    """What is wrong with a frame of that size."""
+    return ProtocolViolation(
+        f"a request of {size} bytes was announced; 1 to {bytes_max} are allowed "
+        "(is the client speaking the Kafka protocol without TLS?)"
+    )

@@ -1,0 +1,59 @@
+"""Answers that are on their way out; what lies in files is read when its turn comes, a piece at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from millstream.broker.net.stream import Piece, Stored
+
+PIECE_BYTES = 1024 * 1024
+"""So much is read and handed to the transport at a time: less costs more calls, more costs more memory."""
+
+SLACK = 2
+"""A piece may be larger by the half, so that no crumb is left of a part that is hardly larger than a piece."""
+
+
+class Outgoing:
+    """The parts of large answers that the transport does not have yet, in order."""
+
+    __slots__ = ("_begun", "_parts")
+
+    def __init__(self) -> None:
+        self._parts: deque[Piece | Stored] = deque()
+        self._begun = 0
+        """How much of the first part is sent."""
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def add(self, parts: list[Piece | Stored]) -> None:
+        """Have these sent after all others."""
+        self._parts += parts
+
+    def clear(self) -> None:
+        """Nobody is there any more who would read it."""
+        self._parts.clear()
+
+    def take(self, wanted: int) -> list[Piece]:
+        """About so many of the next bytes, or all that are left; raises what reading them raises."""
+        parts = self._parts
+        pieces: list[Piece] = []
+        size = 0
+        most = wanted + wanted // SLACK
+        while parts and size < wanted:
+            part = parts[0]
+            left = len(part) - self._begun
+            if isinstance(part, Piece):
+                pieces.append(part)
+            elif size and size + left > most:
+                break
+            else:
+                left = left if left <= most else wanted
+                pieces.append(part.read(self._begun, left))
+                if self._begun + left < len(part):
+                    self._begun += left
+                    break
+            size += left
+            self._begun = 0
+            parts.popleft()
+        return pieces

@@ -1,0 +1,641 @@
+"""The composition root: builds every part, wires them top to bottom, starts and stops them in a visible order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from random import SystemRandom
+from typing import TYPE_CHECKING, Any, Protocol
+
+from millstream.broker.catalog.catalog import CATALOG_NAME, Catalog
+from millstream.broker.cluster.declarations import CatalogDeclarations, Declarations
+from millstream.broker.cluster.group_settings import DeclaredGroups
+from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
+from millstream.broker.cluster.last_run import FolderOwner
+from millstream.broker.cluster.membership import Membership, Node, is_any_address
+from millstream.broker.cluster.pipeline_owner import PipelineOwner, SoleOwner
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.store import CoordinationStore
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.dispatch import Dispatch
+from millstream.broker.log.files import DiskFiles, Files
+from millstream.broker.log.folder import CLEAN_STOP_NAME, LOCK_NAME, PARTITIONS_NAME, make_private
+from millstream.broker.log.store import LogStore
+from millstream.broker.net.budget import Budget
+from millstream.broker.net.connection import ConnectionLimits
+from millstream.broker.net.listener import Listener, bind, listen
+from millstream.core.backoff import Backoff
+from millstream.core.clock import Clock, SystemClock
+from millstream.core.config import Config, parse_address
+from millstream.core.errors import AddressTaken, ClusterMismatch, InvalidSetting, MillstreamError
+from millstream.core.heap import take_charge
+from millstream.core.ids import NodeId
+from millstream.core.memory import keep_freed_memory, leave_what_stays_alone
+from millstream.protocol.messages.lean_kio import import_lean_kio
+from millstream.protocol.records.compression import set_limits
+
+if TYPE_CHECKING:
+    from millstream.broker.cluster.cluster_node import ClusterNode
+    from millstream.broker.kafka.served import Served
+    from millstream.broker.kafka.subscription_service import SubscriptionService
+    from millstream.broker.pipeline_board import PipelineBoard
+
+_logger = logging.getLogger(__name__)
+
+_ORPHAN_S = 10.0
+_ORPHAN_LOOK_S = 0.1
+"""How long, and how often, a start after a kill tries to get the address that the old gateway may still hold."""
+
+_TROUBLES_MAX = 10
+"""So many failed partitions are named; more would help nobody."""
+
+_RECOVERED_AT_ONCE = 100
+"""So many logs are recovered before a gateway could be up to tell of it."""
+
+_SPAWN_S_MAX = 5.0
+_PROBE_S_MAX = 1.0
+_WAIT_S_FIRST, _WAIT_S_MAX = 0.5, 10.0
+"""Pauses between two attempts to reach what a starting node needs."""
+
+
+class ChildProcess(Protocol):
+    """The broker's side of a process that it runs."""
+
+    async def run(self) -> None:
+        """Start the process whenever it is needed, and again when it ends, until `stop`."""
+
+    async def stop(self) -> None:
+        """Let it finish what is under way, then end it."""
+
+
+class GatewayProcess(ChildProcess, Protocol):
+    """The one that serves HTTP, also while the node is still starting."""
+
+    def tell(self, starting: str) -> None:
+        """Have it answer why the node does not serve yet."""
+
+    def serve_status(self, status: Callable[[], Mapping[str, Any]]) -> None:
+        """Have it answer with the node's status from now on."""
+
+    async def spawned(self) -> None:
+        """Wait until the process has been started."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningNode:
+    """What a child process may use of the node that runs it."""
+
+    config: Config
+    kafka_address: str
+    declared_subscriptions: Subscriptions
+    subscription_service: SubscriptionService
+    pipelines: Pipelines
+    pipeline_board: PipelineBoard
+    pipeline_owner: Callable[[bool], PipelineOwner]
+    """Who runs pipelines; the argument says whether this node can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChildProcesses:
+    """How the processes beside a node are made: the table that the composition root takes."""
+
+    gateway: Callable[[socket.socket, str, Config], GatewayProcess] | None = None
+    beside: Mapping[str, Callable[[RunningNode], ChildProcess]] = field(default_factory=dict)
+    """By name; each is run once the APIs answer, and stopped in the reverse order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Core:
+    """What the APIs stand on: a single node's, or that of one of several."""
+
+    topics: Topics
+    membership: Membership
+    declarations: Declarations
+    quotas: ClientQuotas
+    groups: DeclaredGroups
+    subscriptions: Subscriptions
+    pipelines: Pipelines
+    node: ClusterNode | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reached:
+    """What the nodes of a cluster share."""
+
+    coordination: CoordinationStore
+    declarations: CatalogDeclarations
+
+
+class Broker:
+    """One node: everything between its sockets and its data folder.
+
+    As a guest in the process of a program it leaves alone what belongs to the whole process: how memory is given back
+    and when the collector runs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        children: ChildProcesses | None = None,
+        clock: Clock | None = None,
+        files: Files | None = None,
+        is_guest: bool = False,
+    ) -> None:
+        self._config = config
+        self._children = children or ChildProcesses()
+        self._is_guest = is_guest
+        self._clock = clock or SystemClock()
+        self._files = files or DiskFiles()
+        self._data = os.path.abspath(config.data)
+        self._kafka_socket: socket.socket | None = None
+        self._http_socket: socket.socket | None = None
+        # Kept, since the sockets may be closed already while somebody still wants to tell where they were.
+        self._kafka_at = self._http_at = ""
+        self._served: Served | None = None
+        self._store: LogStore | None = None
+        self._gateway: GatewayProcess | None = None
+        self._gateway_runs = False
+        self._serving: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._undo = AsyncExitStack()
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with the reason when a part that the node cannot do without has died."""
+
+    # -- start and stop -------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Bring every part up, the lowest first; what was started is taken down again if a later part fails.
+
+        Each line that starts something also says how it is undone, and `stop` goes through these from the last
+        to the first: no new work, then finish what is under way, then the data.
+        """
+        try:
+            await self._start()
+        except BaseException:
+            await self._undo.aclose()
+            raise
+
+    async def stop(self) -> None:
+        """Take every part down in order; whatever was acknowledged is on disk when this returns."""
+        await self._undo.aclose()
+        _logger.info("stopped")
+
+    @property
+    def stop_failure(self) -> str | None:
+        """Why the data folder was not left clean, once the node has stopped."""
+        return None if self._store is None else self._store.stop_failure
+
+    async def _start(self) -> None:
+        if not self._is_guest:
+            keep_freed_memory()
+            take_charge()
+        config, undo = self._config, self._undo
+        set_limits(config.decompressed_bytes_max, config.compression_ratio_max)
+        self._check_advertised()
+        self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
+        undo.callback(self._kafka_socket.close)
+        self._kafka_at = _address_of(self._kafka_socket)
+        if config.http and self._children.gateway is not None:
+            await self._prepare_gateway(self._children.gateway)
+        undo.push_async_callback(self._end_tasks)
+
+        # What may be wrong with the settings is told before the log is opened: a start that fails after that leaves the
+        # mark of a clean stop, and with it nobody would know that a machine went down before.
+        self._check_alone()
+        reached = await self._reach_cluster() if config.in_cluster else None
+        if self._has_much_to_recover():
+            await self._tell_start("the logs are checked, since the last stop was not clean")
+        store = self._open_store()
+        self._store = store
+        make_private(Path(self._data))
+        store.when_recovering(lambda done, left: self._tell(f"{done} of {done + left} logs are recovered"))
+        undo.push_async_callback(store.close)
+        self._supervise("log store", store.run())
+        core = await (self._open_alone(store) if reached is None else self._open_in_cluster(store, reached))
+        store.tell_recovered()
+        self._tell("the logs are open, and the APIs are being loaded")
+        # Not before: whoever connects while logs are recovered would wait without knowing what for.
+        listen(self._kafka_socket, flag="kafka")
+        if self._http_socket is not None:
+            listen(self._http_socket, flag="http")
+
+        budget = Budget(config.inflight_bytes_max)
+        dispatch = Dispatch()
+        listener = Listener(
+            dispatch,
+            limits=ConnectionLimits(frame_bytes_max=config.request_bytes_max),
+            budget=budget,
+            connections_max=config.connections_max,
+            idle_s=config.connection_idle_ms / 1000,
+        )
+        await listener.start(self._kafka_socket)
+        undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
+        self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))
+        undo.push_async_callback(self._close_served)
+
+        if self._gateway is not None:
+            self._supervise("start of the HTTP gateway", self._gateway_serves(self._gateway, dispatch))
+            undo.push_async_callback(self._gateway.stop)
+        undo.callback(listener.stop_accepting)
+        if core.node is not None:
+            # Others send requests as soon as they know of this node.
+            await self._served_or_failed()
+            await core.node.join(core.membership.me, self.http_address)
+            undo.push_async_callback(core.node.leave)
+        for name, make in self._children.beside.items():
+            self._run_beside(name, make, core)
+        _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
+
+    async def _prepare_gateway(self, make: Callable[[socket.socket, str, Config], GatewayProcess]) -> None:
+        """Take the address of the gateway, which is started when there is something to tell."""
+        self._http_socket = await self._bind_http()
+        self._undo.callback(self._http_socket.close)
+        self._http_at = _address_of(self._http_socket)
+        self._gateway = make(self._http_socket, self.kafka_address, self._config)
+
+    def _tell(self, starting: str) -> None:
+        """Have the gateway, if there is one, answer why the node is not up yet."""
+        if self._gateway is not None:
+            self._gateway.tell(starting)
+
+    async def _bind_http(self) -> socket.socket:
+        """Bind; a gateway whose broker was killed holds the address until it has noticed that."""
+        address = parse_address(self._config.http, name="http")
+        was_killed = self._files.exists(f"{self._data}/{LOCK_NAME}") and not self._files.exists(
+            f"{self._data}/{CLEAN_STOP_NAME}"
+        )
+        deadline = self._clock.monotonic() + (_ORPHAN_S if was_killed else 0.0)
+        while True:
+            try:
+                return bind(*address, flag="http", listening=False)
+            except AddressTaken:
+                if self._clock.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(_ORPHAN_LOOK_S)
+
+    def _check_advertised(self) -> None:
+        """Refuse addresses that nobody could connect to; they are used only when the APIs are built."""
+        config = self._config
+        if config.advertise:
+            if is_any_address(parse_address(config.advertise, name="advertise")[0]):
+                raise InvalidSetting(
+                    f"--advertise {config.advertise} names no address that a client could connect to; give a name or "
+                    "an address of this machine"
+                )
+        elif config.in_cluster and is_any_address(parse_address(config.kafka, name="kafka")[0]):
+            raise InvalidSetting(
+                f"--kafka {config.kafka} listens on every address, and the other nodes need one to connect to; give it "
+                "with --advertise HOST:PORT"
+            )
+
+    def _check_alone(self) -> None:
+        if self._config.in_cluster:
+            if os.path.exists(os.path.join(self._data, CATALOG_NAME)):
+                raise ClusterMismatch(
+                    f"{self._config.data} is that of a node on its own, whose topics a cluster would not know; "
+                    "start this node with another --data and copy the topics over with a Kafka client"
+                )
+            return
+        if self._config.catalog:
+            raise InvalidSetting("--catalog is for nodes of a cluster, which need --etcd too; a node alone has its own")
+        if self._files.exists(f"{self._data}/{LAST_RUN_NAME}"):
+            raise ClusterMismatch(
+                f"{self._config.data} is that of a node of a cluster; give --etcd and --catalog too, or another --data"
+            )
+
+    def _open_store(self) -> LogStore:
+        return LogStore.open(
+            Path(self._data),
+            files=self._files,
+            clock=self._clock,
+            journal_bytes=self._config.journal_bytes,
+            producer_expiry_ms=self._config.producer_expiry_ms,
+            retention_check_ms=self._config.retention_check_ms,
+            scrub_bytes_per_s=self._config.scrub_bytes_per_s,
+            scrub_interval_ms=self._config.scrub_interval_ms,
+        )
+
+    async def _reach_cluster(self) -> _Reached:
+        """What the nodes of a cluster share, when it is there and belongs to this node's folder."""
+        # Without this, gRPC's own handlers crash the gateway's process when it is forked off.
+        os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
+        # Not needed on a single node, where they may not even be installed.
+        from millstream.broker.cluster.etcd_address import EtcdAddress
+        from millstream.broker.cluster.etcd_store import EtcdStore
+
+        config = self._config
+        if not config.catalog:
+            raise InvalidSetting("with --etcd, all nodes share one catalog: give --catalog postgresql://…")
+        try:
+            address = EtcdAddress.parse(
+                config.etcd, ca=config.etcd_ca, certificate=config.etcd_certificate, key=config.etcd_key
+            )
+            coordination = EtcdStore(address, config.cluster, self._clock)
+        except (ValueError, OSError) as error:
+            raise InvalidSetting(f"etcd cannot be asked: {error}") from error
+        self._undo.push_async_callback(coordination.close)
+        try:
+            catalog = Catalog(config.catalog, cluster=config.cluster)
+        except ValueError as error:
+            raise InvalidSetting(f"--catalog: {error}") from error
+        self._undo.callback(catalog.close)
+        declarations = CatalogDeclarations(catalog, is_prepared=False, clock=self._clock)
+        reached = _Reached(coordination=coordination, declarations=declarations)
+        await self._enter(reached, ", ".join(address.endpoints))
+        return reached
+
+    async def _enter(self, reached: _Reached, etcd: str) -> None:
+        from millstream.broker.cluster.entry import Claim, Entry
+
+        config, random = self._config, SystemRandom()
+        claim = Claim(
+            node_id=NodeId(config.node_id),
+            cluster=config.cluster,
+            etcd=etcd,
+            data=config.data,
+            etcd_wait_s=config.etcd_wait_ms / 1000,
+        )
+        entry = Entry(
+            claim,
+            FolderOwner.read(self._files, self._data),
+            reached.coordination,
+            reached.declarations,
+            clock=self._clock,
+            backoff=lambda: Backoff(random, first_s=_WAIT_S_FIRST, max_s=_WAIT_S_MAX),
+            answers=self._is_answered_by,
+            tell=self._tell_start,
+        )
+        await entry.check()
+
+    async def _is_answered_by(self, other: Node) -> bool:
+        """Whether the node that has this one's id runs. It cannot be this one, which does not listen yet."""
+        await asyncio.to_thread(import_lean_kio)
+        from millstream.protocol.wire.node_status import BrokerStatus
+
+        host = f"[{other.host}]" if ":" in other.host else other.host
+        status = BrokerStatus(f"{host}:{other.port}", answer_s=_PROBE_S_MAX)
+        try:
+            return bool((await status.ask())["node_id"] == other.node_id)
+        except MillstreamError:
+            return False
+        finally:
+            await status.close()
+
+    async def _open_alone(self, store: LogStore) -> _Core:
+        """A single node: its own catalog, and nobody to agree with."""
+        catalog = Catalog.open_folder(Path(self._data))
+        self._undo.callback(catalog.close)
+        declarations = CatalogDeclarations(catalog)
+        topics = Topics(declarations, store, self._config, self._clock)
+        await topics.load()
+        self._undo.callback(topics.close)
+        membership = Membership(catalog.cluster_id, self._advertised())
+        quotas = ClientQuotas(declarations)
+        await quotas.load()
+        groups = DeclaredGroups(declarations, self._config)
+        await groups.load()
+        subscriptions = Subscriptions(declarations, self._clock)
+        await subscriptions.load()
+        pipelines = Pipelines(declarations, self._clock)
+        await pipelines.load()
+        return _Core(
+            topics=topics,
+            membership=membership,
+            declarations=declarations,
+            quotas=quotas,
+            groups=groups,
+            subscriptions=subscriptions,
+            pipelines=pipelines,
+        )
+
+    async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
+        """One of several nodes, which agree through etcd on what the shared catalog declares."""
+        from millstream.broker.cluster.cluster_node import ClusterNode, Surroundings
+        from millstream.broker.cluster.last_run import boot_id_of_machine
+        from millstream.broker.cluster.replica_link import WireLinks
+
+        config, declarations = self._config, reached.declarations
+        node = ClusterNode(
+            Surroundings(
+                config=config,
+                clock=self._clock,
+                random=SystemRandom(),
+                files=self._files,
+                data=self._data,
+                log_store=store,
+                coordination=reached.coordination,
+                declarations=declarations,
+                links=lambda find: WireLinks(find, me=NodeId(config.node_id)),
+                boot_id=boot_id_of_machine(),
+                supervise=self._supervise,
+                catalog_away_since_ms=lambda: declarations.away_since_ms,
+            )
+        )
+        self._undo.callback(node.topics.close)
+        self._undo.push_async_callback(node.close)
+        await node.open()
+        membership = await node.membership(self._advertised())
+        return _Core(
+            topics=node.topics,
+            membership=membership,
+            declarations=node.declarations,
+            quotas=node.quotas,
+            groups=node.groups,
+            subscriptions=node.subscriptions,
+            pipelines=node.pipelines,
+            node=node,
+        )
+
+    async def _serve(
+        self, dispatch: Dispatch, core: _Core, listener: Listener, budget: Budget, store: LogStore
+    ) -> None:
+        """Import the APIs beside the loop, since their message classes take a while, then answer with them."""
+        config, clock = self._config, self._clock
+        module = await asyncio.to_thread(_import_served)
+        node = module.NodeState(
+            node_id=config.node_id,
+            cluster_id=core.membership.cluster_id,
+            started_ms=clock.now_ms(),
+            kafka=self.kafka_address,
+            http=self.http_address,
+            data=self._data,
+        )
+        parts = module.Parts(
+            config=config,
+            clock=clock,
+            topics=core.topics,
+            membership=core.membership,
+            producer_ids=ProducerIds(core.declarations),
+            quotas=core.quotas,
+            groups=core.groups,
+            subscriptions=core.subscriptions,
+            pipelines=core.pipelines,
+            budget=budget,
+            connections=listener.connections,
+            sources=[listener, dispatch, core.topics, store, *([core.node] if core.node is not None else [])],
+            troubles=lambda: _troubles(store, core.node),
+            damage=store.damage,
+            warnings=core.node.warnings if core.node is not None else tuple,
+            node=node,
+            supervise=self._supervise,
+        )
+        self._served = module.Served(parts)
+        await self._served.start()
+        dispatch.serve(self._served.apis)
+        if not self._is_guest:
+            leave_what_stays_alone()
+
+    async def _served_or_failed(self) -> None:
+        if self._serving is not None:
+            await asyncio.wait([self._serving, self.failed], return_when=asyncio.FIRST_COMPLETED)
+        if self.failed.done():
+            await self.failed
+
+    async def _gateway_serves(self, gateway: GatewayProcess, dispatch: Dispatch) -> None:
+        # The gateway's own imports would slow down those of the APIs, which clients wait for.
+        await dispatch.loaded()
+        if self._served is not None:
+            gateway.serve_status(self._served.node_status.health)
+        self._begin_gateway(gateway)
+
+    def _run_beside(self, name: str, make: Callable[[RunningNode], ChildProcess], core: _Core) -> None:
+        """Run a child process once the APIs answer, and have `stop` end it."""
+        made: list[ChildProcess] = []
+
+        async def run() -> None:
+            if self._serving is not None:
+                await asyncio.wait([self._serving])
+            if self._served is not None and not self.failed.done():
+                made.append(make(self._running(core, self._served)))
+                await made[0].run()
+
+        async def stop() -> None:
+            if made:
+                await made[0].stop()
+            else:
+                running.cancel()
+            await asyncio.wait([running])
+
+        running = self._supervise(name, run())
+        self._undo.push_async_callback(stop)
+
+    def _running(self, core: _Core, served: Served) -> RunningNode:
+        node = core.node
+        return RunningNode(
+            config=self._config,
+            kafka_address=self.kafka_address,
+            declared_subscriptions=core.subscriptions,
+            subscription_service=served.subscriptions,
+            pipelines=core.pipelines,
+            pipeline_board=served.pipeline_board,
+            pipeline_owner=lambda stands: SoleOwner() if node is None else node.pipeline_owner(stands=stands),
+        )
+
+    def _begin_gateway(self, gateway: GatewayProcess) -> None:
+        """Start the gateway, if it does not run already since there was something to wait for."""
+        if not self._gateway_runs:
+            self._gateway_runs = True
+            self._supervise("HTTP gateway", gateway.run())
+
+    async def _tell_start(self, reason: str) -> None:
+        """Have the gateway say why the node is not up yet, in good time before the loop stands still."""
+        if self._gateway is None or self._http_socket is None:
+            return
+        self._gateway.tell(reason)
+        listen(self._http_socket, flag="http")
+        self._begin_gateway(self._gateway)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._gateway.spawned(), _SPAWN_S_MAX)
+
+    def _has_much_to_recover(self) -> bool:
+        """Whether opening the logs may take long enough for somebody to ask why."""
+        folder = f"{self._data}/{PARTITIONS_NAME}"
+        if self._files.exists(f"{self._data}/{CLEAN_STOP_NAME}") or not self._files.exists(folder):
+            return False
+        logs = (log for topic in self._files.names(folder) for log in self._files.names(f"{folder}/{topic}"))
+        return next(islice(logs, _RECOVERED_AT_ONCE, None), None) is not None
+
+    async def _close_served(self) -> None:
+        if self._serving is not None:
+            # Clients that came while the APIs were loaded are answered too, and not kept waiting until they are cut.
+            await asyncio.wait([self._serving])
+        if self._served is not None:
+            await self._served.close()
+
+    def _advertised(self) -> Node:
+        address = self._config.advertise or self.kafka_address
+        host, port = parse_address(address, name="advertise")
+        # Nodes on one machine fail together, unless somebody says otherwise.
+        rack = self._config.rack or (socket.gethostname() if self._config.in_cluster else None)
+        return Node(node_id=NodeId(self._config.node_id), host=host, port=port, rack=rack)
+
+    # -- supervision ----------------------------------------------------------------------------------------
+
+    def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        name, error = task.get_name(), task.exception()
+        # What the tree of errors has says by itself what is wrong; anything else is a defect, whose place matters.
+        defect = None if isinstance(error, MillstreamError) else error
+        _logger.critical("a part of the node died", extra={"part": name, "error": str(error)}, exc_info=defect)
+        if not self.failed.done():
+            failure = RuntimeError(f"{name}: {error}")
+            failure.__cause__ = error
+            self.failed.set_exception(failure)
+
+    async def _end_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    # -- addresses ------------------------------------------------------------------------------------------
+
+    @property
+    def kafka_address(self) -> str:
+        """Where Kafka clients connect, with the real port."""
+        if not self._kafka_at:
+            raise RuntimeError("the broker has not been started")
+        return self._kafka_at
+
+    @property
+    def http_address(self) -> str:
+        """Where HTTP is served, with the real port; empty when no gateway is wanted."""
+        return self._http_at
+
+
+def _import_served() -> Any:
+    import_lean_kio()
+    from millstream.broker.kafka import served
+
+    return served
+
+
+def _troubles(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
+    """Why the node should get no traffic although it runs."""
+    if node is not None:
+        yield from node.troubles()
+    for partition, reason in islice(store.failures.items(), _TROUBLES_MAX):
+        yield f"{partition}: {reason}"
+
+
+def _address_of(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

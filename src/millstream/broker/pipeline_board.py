@@ -1,0 +1,158 @@
+"""What the driver of this node tells of the pipelines that it runs: by pipeline, how it does and what it did."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Literal
+
+import msgspec
+
+from millstream.core.metric import Metric, Sample
+from millstream.core.pipeline import Pipeline
+
+State = Literal["waiting", "starting", "running", "retrying", "parked", "stopped"]
+
+STATES: Final[tuple[State, ...]] = ("waiting", "starting", "running", "retrying", "parked", "stopped")
+
+
+class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How one pipeline does, since the driver that runs it was started."""
+
+    name: str
+    state: State
+    rows: int = 0
+    """Messages that were taken."""
+    rows_per_s: float = 0.0
+    lag: int | None = None
+    """Messages that are there and were not taken yet; None before the first batch."""
+    batches: int = 0
+    restarts: int = 0
+    """How often it was begun anew after a failure."""
+    stalls: int = 0
+    """How often a batch was given up, since it made no progress."""
+    still_s: float = 0.0
+    """For how long the batch that is under way has made no progress."""
+    last_error: str = ""
+    last_error_ms: int = 0
+    failing_ms: int = 0
+    """Since when nothing has gone well any more; 0 while it does."""
+    counts: dict[str, int] = {}
+    """More numbers, by name: files, quarantined rows and such."""
+    node: int = -1
+    """The node whose driver runs it."""
+
+
+class PipelineBoard:
+    """The last report of each pipeline that this node runs; other nodes have none of it."""
+
+    def __init__(self, declared: Callable[[], Iterable[Pipeline]] = tuple) -> None:
+        self._declared = declared
+        self._reports: dict[str, PipelineReport] = {}
+        self._lags: dict[str, int] = {}
+        self.restarts = 0
+        """How often the driver ended and was started again."""
+
+    def take(self, reports: Iterable[PipelineReport]) -> None:
+        """These hold from now on, and no others."""
+        self._reports = {report.name: report for report in reports}
+
+    def clear(self) -> None:
+        """The driver has ended, or another node has taken over."""
+        self._reports = {}
+        self._lags = {}
+
+    def take_lags(self, lags: Mapping[str, int]) -> None:
+        """So many messages wait for each pipeline now, whether it is run or not."""
+        self._lags = dict(lags)
+
+    def lag(self, pipeline: str) -> int | None:
+        """How many messages wait for a pipeline, if that is known here."""
+        found = self._reports.get(pipeline)
+        return self._lags.get(pipeline, None if found is None else found.lag)
+
+    def told(self, pipeline: str) -> dict[str, Any] | None:
+        """How a pipeline does, if it is run here."""
+        found = self._reports.get(pipeline)
+        return None if found is None else {**msgspec.structs.asdict(found), "lag": self.lag(pipeline)}
+
+    def metrics(self) -> Iterable[Metric]:
+        """Numbers by pipeline: those of the declarations on every node, those of running ones where they run."""
+        declared = list(self._declared())
+        if not declared:
+            return
+        yield _gauge(
+            "parked",
+            "Whether a pipeline is run no more, since it cannot be run as it is; told by every node.",
+            [_sample(one.name, float(bool(one.parked))) for one in declared],
+        )
+        lags = [(one.name, self.lag(one.name)) for one in declared]
+        if any(lag is not None for _, lag in lags):
+            yield _gauge(
+                "lag",
+                "Messages that are there and that a pipeline did not take yet, also while it is not run.",
+                [_sample(name, lag) for name, lag in lags if lag is not None],
+            )
+        if self._reports:
+            yield from self._metrics_of_the_driver(list(self._reports.values()))
+
+    def _metrics_of_the_driver(self, reports: list[PipelineReport]) -> Iterable[Metric]:
+        yield _gauge(
+            "state",
+            "1 for the state that a pipeline is in: waiting, starting, running, retrying, parked or stopped.",
+            [_sample(one.name, float(one.state == state), state=state) for one in reports for state in STATES],
+        )
+        yield _counter("rows", "Messages that a pipeline took.", [_sample(one.name, one.rows) for one in reports])
+        yield _gauge(
+            "rows_per_second",
+            "Messages that a pipeline takes each second, lately.",
+            [_sample(one.name, one.rows_per_s) for one in reports],
+        )
+        now_ms = time.time() * 1000
+        yield _gauge(
+            "failing_seconds",
+            "For how long nothing of a pipeline has gone well; 0 while it does.",
+            [_sample(one.name, _seconds(one.failing_ms, now_ms)) for one in reports],
+        )
+        yield _counter("batches", "Batches that a pipeline did.", [_sample(one.name, one.batches) for one in reports])
+        yield _counter(
+            "restarts",
+            "How often a pipeline was begun anew after a failure.",
+            [_sample(one.name, one.restarts) for one in reports],
+        )
+        yield _counter(
+            "stalls",
+            "How often a batch of a pipeline was given up, since it made no progress.",
+            [_sample(one.name, one.stalls) for one in reports],
+        )
+        yield _gauge(
+            "still_seconds",
+            "For how long the batch that is under way has made no progress.",
+            [_sample(one.name, one.still_s) for one in reports],
+        )
+        yield _counter(
+            "counted",
+            "What jobs count beside messages, by its name: files, quarantined rows and such.",
+            [_sample(one.name, number, what=what) for one in reports for what, number in sorted(one.counts.items())],
+        )
+        yield _counter(
+            "driver_restarts",
+            "How often the Spark driver of this node ended and was started again.",
+            [Sample(self.restarts)],
+        )
+
+
+def _seconds(since_ms: int, now_ms: float) -> float:
+    return round(max(0.0, now_ms - since_ms) / 1000, 1) if since_ms else 0.0
+
+
+def _gauge(name: str, told: str, samples: Iterable[Sample]) -> Metric:
+    return Metric(f"millstream_pipeline_{name}", "gauge", told, samples)
+
+
+def _counter(name: str, told: str, samples: Iterable[Sample]) -> Metric:
+    return Metric(f"millstream_pipeline_{name}_total", "counter", told, samples)
+
+
+def _sample(pipeline: str, value: float, **more: str) -> Sample:
+    return Sample(value, (("pipeline", pipeline), *more.items()))

@@ -1,0 +1,104 @@
+"""What the owner of a pipeline is told when it is declared or changed, and what is no reason to refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from typing import Final
+
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.cluster.topics import Topics
+from millstream.core.errors import MillstreamError
+from millstream.core.nearest import suggestion
+from millstream.core.pipeline import Pipeline, TransformSettings, named_texts
+from millstream.core.select_statement import read_select
+
+NAMED_MAX: Final = 5
+"""So many topics are named in a note."""
+
+Ways = Mapping[str, Mapping[str, str]]
+"""By topic: the topics that messages of it come to, and the pipeline by which they do."""
+
+
+class PipelineNotes:
+    """Looks at a pipeline beside the topics and pipelines that there are."""
+
+    def __init__(self, pipelines: Pipelines, topics: Topics) -> None:
+        self._pipelines = pipelines
+        self._topics = topics
+
+    def on(self, pipeline: Pipeline) -> list[str]:
+        """What is to be known of it, a sentence each."""
+        with suppress(MillstreamError):
+            # What an older node has declared may be such that nothing can be told of it.
+            return [*self._missing(pipeline), *_unused(pipeline), *self._circles(pipeline)]
+        return []
+
+    def _missing(self, pipeline: Pipeline) -> Iterator[str]:
+        if not _is_clear(pipeline):
+            return
+        missing = [name for name in pipeline.flows() if self._topics.get(name) is None]
+        known = [topic.name for topic in self._topics.all()] if missing else []
+        for name in missing[:NAMED_MAX]:
+            yield f"There is no topic {name!r} yet; the pipeline waits for it{suggestion(name, known) or '.'}"
+        if len(missing) > NAMED_MAX:
+            yield f"Nor are {len(missing) - NAMED_MAX} more of its topics there yet."
+
+    def _circles(self, pipeline: Pipeline) -> Iterator[str]:
+        ways = _ways([*(one for one in self._pipelines.all() if one.name != pipeline.name), pipeline])
+        for topic, targets in pipeline.flows().items():
+            for target in sorted(targets):
+                path = _path(ways, target, topic)
+                if path is not None:
+                    round_trip = [topic, *path]
+                    steps = zip(round_trip, path, strict=False)
+                    names = sorted({pipeline.name, *(ways[one][other] for one, other in steps)})
+                    yield (
+                        f"Messages may go round for ever: {' to '.join(round_trip)}, by the pipelines "
+                        f"{', '.join(names)}. Have a condition end that."
+                    )
+                    return
+
+
+def _is_clear(pipeline: Pipeline) -> bool:
+    settings = pipeline.settings
+    return not isinstance(settings, TransformSettings) or read_select(settings.sql).is_clear
+
+
+def _unused(pipeline: Pipeline) -> Iterator[str]:
+    """Names that stand in the settings of a transform and not in its statement."""
+    settings = pipeline.settings
+    if not isinstance(settings, TransformSettings) or not _is_clear(pipeline):
+        return
+    reads = read_select(settings.sql).reads
+    documents = {"schemas": settings.schemas, "watermarks": settings.watermarks, "tables": settings.tables}
+    for setting, text in documents.items():
+        for name in named_texts(setting, text):
+            if name not in reads:
+                yield f"The statement does not read {name!r}, which `{setting}` names{suggestion(name, reads) or '.'}"
+
+
+def _ways(pipelines: Iterable[Pipeline]) -> dict[str, dict[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for pipeline in pipelines:
+        with suppress(MillstreamError):
+            for topic, targets in pipeline.flows().items():
+                found.setdefault(topic, {}).update(dict.fromkeys(targets, pipeline.name))
+    return found
+
+
+def _path(ways: Ways, start: str, goal: str) -> list[str] | None:
+    """The topics from one to another, both with them; None if messages do not come there."""
+    before: dict[str, str | None] = {start: None}
+    waiting = [start]
+    for topic in waiting:
+        if topic == goal:
+            path = [topic]
+            while (last := before[path[0]]) is not None:
+                path.insert(0, last)
+            return path
+        for target in ways.get(topic, {}):
+            if target not in before:
+                before[target] = topic
+                waiting.append(target)
+    return None

@@ -1,0 +1,126 @@
+"""What this node's push process tells of itself: by subscription, how the endpoint does and what was sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from millstream.core.metric import Distribution, Metric, Sample
+
+
+class PushState(msgspec.Struct, frozen=True, kw_only=True):
+    """How push to an endpoint goes, since its process was started or the settings were changed."""
+
+    state: str
+    """unused, up, failing or down."""
+    concurrency: int
+    in_flight: int
+    accepted: int
+    refused: int
+    failed: int
+    unreachable: int
+    accepted_per_s: float
+    failed_per_s: float
+    last_status: int
+    last_error: str
+    last_error_ms: int
+
+
+class PushReport(PushState, frozen=True, kw_only=True):
+    """The same of one subscription, and how long its endpoint takes to answer."""
+
+    subscription: str
+    bounds: list[float]
+    cumulative: list[int]
+    requests: int
+    seconds: float
+
+    def told(self) -> dict[str, Any]:
+        """What `subscription describe` shows."""
+        return {name: getattr(self, name) for name in PushState.__struct_fields__}
+
+
+class PushBoard:
+    """The last report of each subscription."""
+
+    def __init__(self) -> None:
+        self._reports: dict[str, PushReport] = {}
+        self.restarts = 0
+
+    def take(self, reports: Iterable[PushReport]) -> None:
+        """These hold from now on."""
+        self._reports = {report.subscription: report for report in reports}
+
+    def clear(self) -> None:
+        """The process has ended."""
+        self._reports = {}
+
+    def told(self, subscription: str) -> dict[str, Any] | None:
+        """How push of one subscription goes here."""
+        found = self._reports.get(subscription)
+        return None if found is None else found.told()
+
+    def metrics(self) -> Iterable[Metric]:
+        """Numbers by subscription, while messages are pushed."""
+        reports = list(self._reports.values())
+        if not reports:
+            return
+        yield Metric(
+            "millstream_push_endpoint_up",
+            "gauge",
+            "Whether an endpoint takes messages: 0 while it counts as down.",
+            [_sample(one, float(one.state != "down")) for one in reports],
+        )
+        yield Metric(
+            "millstream_push_concurrency",
+            "gauge",
+            "Requests that may be under way to an endpoint, by what it has shown to take.",
+            [_sample(one, one.concurrency) for one in reports],
+        )
+        yield Metric(
+            "millstream_push_in_flight",
+            "gauge",
+            "Messages that are being pushed.",
+            [_sample(one, one.in_flight) for one in reports],
+        )
+        yield Metric(
+            "millstream_push_requests_total",
+            "counter",
+            "Requests to endpoints, by what became of them.",
+            [sample for one in reports for sample in _by_outcome(one)],
+        )
+        yield Metric(
+            "millstream_push_seconds",
+            "histogram",
+            "How long endpoints take to answer.",
+            [_sample(one, _distribution(one)) for one in reports],
+        )
+        yield Metric(
+            "millstream_push_restarts_total",
+            "counter",
+            "How often the push process ended and was started again.",
+            [Sample(self.restarts)],
+        )
+
+
+def _sample(report: PushReport, value: float | Distribution) -> Sample:
+    return Sample(value, (("subscription", report.subscription),))
+
+
+def _by_outcome(report: PushReport) -> Sequence[Sample]:
+    counts = {
+        "accepted": report.accepted,
+        "refused": report.refused,
+        "failed": report.failed,
+        "unreachable": report.unreachable,
+    }
+    return [
+        Sample(count, (("subscription", report.subscription), ("outcome", outcome)))
+        for outcome, count in counts.items()
+    ]
+
+
+def _distribution(report: PushReport) -> Distribution:
+    return Distribution(tuple(report.bounds), tuple(report.cumulative), report.requests, report.seconds)

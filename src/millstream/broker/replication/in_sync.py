@@ -1,0 +1,266 @@
+"""Who is in sync with the leader of a partition, and what may be acknowledged because of it.
+
+A leader has one of these for each epoch in which it leads with followers. It holds no clock, no log and no connection:
+it is told where followers are and what the coordination store says, and it answers how far the high watermark may
+go and which change of the in-sync set to ask for.
+
+The rules, each of which a planted bug in the simulation breaks:
+
+- The high watermark needs every replica that the store may hold to be in sync. While a change is under way and its
+  outcome is not known, these are the members of the old set and of the new one.
+- Only what follows the current leader epoch counts, so everybody's position is unknown when an epoch begins.
+- The high watermark stands still while fewer are in sync than `min.insync.replicas` asks for, and while the store names
+  replicas that are eligible because of that. So those have everything that was ever acknowledged.
+- A replica joins only when it has everything below the high watermark and below the start of this leader's epoch. One
+  that is found to have less has lost something: it leaves at once, and is not eligible either.
+- A change ends only when the store shows a later revision than the one it was asked for, or refuses it for certain. A
+  change that was given up on may otherwise still arrive there and be carried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from millstream.core.ids import NodeId, Offset
+from millstream.core.partition_state import PartitionState, Versioned
+
+UNKNOWN_POSITION = Offset(-1)
+_NOTHING_YET = Offset(0)
+NOT_REGISTERED = -1
+"""What a follower says that does not know the revision of its registration; nothing is then expected of it."""
+
+MayJoin = Callable[[NodeId, int], bool]
+"""Whether a node may join that fetched under this registration."""
+
+
+def anybody(_node: NodeId, _registration: int) -> bool:
+    """Every replica may join."""
+    return True
+
+
+@dataclass(slots=True)
+class Follower:
+    """One follower, as its fetches show it."""
+
+    node: NodeId
+    caught_up_at: float
+    """When it last had everything that the log held; as of then it is in sync."""
+    offset: Offset = UNKNOWN_POSITION
+    """Everything below it is in the follower's log, as durable as the topic's `flush` asks for."""
+    registration: int = NOT_REGISTERED
+    fetched_at: float = 0.0
+    end_at_fetch: Offset = _NOTHING_YET
+
+    def fetched(self, offset: Offset, *, end: Offset, now: float) -> None:
+        """It asked for what comes next, so it has everything before."""
+        if offset >= end:
+            self.caught_up_at = now
+        elif self.offset != UNKNOWN_POSITION and offset >= self.end_at_fetch:
+            # It has what there was when it fetched the last time, so it was caught up then.
+            self.caught_up_at = max(self.caught_up_at, self.fetched_at)
+        self.offset = offset
+        self.end_at_fetch = end
+        self.fetched_at = now
+
+    def lags(self, *, end: Offset, now: float, lag_s: float) -> bool:
+        """Whether it has been behind for too long to be waited for."""
+        return self.offset < end and now - self.caught_up_at > lag_s
+
+
+class InSyncChange(NamedTuple):
+    """A change of the in-sync set to ask the coordination store for."""
+
+    state: PartitionState
+    revision: int
+    """Of the state that it changes."""
+    registrations: Mapping[NodeId, int]
+    """Those who join, each with the registration it fetched under: it must still be the same incarnation."""
+
+
+class InSync:
+    """The followers of one partition in one epoch of its leader."""
+
+    __slots__ = ("_epoch_start", "_followers", "_me", "_min_setting", "_waited_for", "pending", "revision", "state")
+
+    def __init__(self, me: NodeId, versioned: Versioned, *, epoch_start: Offset, min_in_sync: int, now: float) -> None:
+        self.state, self.revision = versioned
+        self.pending: PartitionState | None = None
+        """What was asked for and may hold, or come to hold."""
+        self._me = me
+        self._epoch_start = epoch_start
+        self._min_setting = min_in_sync
+        self._followers: dict[NodeId, Follower] = {}
+        self._waited_for: tuple[Follower, ...] = ()
+        self._recast(now)
+
+    # -- what is known --------------------------------------------------------------------------------------
+
+    @property
+    def min_in_sync(self) -> int:
+        """How many have to be in sync; more than there are replicas can never be asked for."""
+        return min(self._min_setting, len(self.state.replicas))
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether so many are in sync that `acks=all` is worth something."""
+        return len(self.state.in_sync) >= self.min_in_sync
+
+    @property
+    def epoch_start(self) -> Offset:
+        """Where the leader's log ended when its epoch began."""
+        return self._epoch_start
+
+    @property
+    def followers(self) -> Iterable[Follower]:
+        """Every follower, in sync or not."""
+        return self._followers.values()
+
+    @property
+    def follower_count(self) -> int:
+        """How many followers there are, in sync or not."""
+        return len(self._followers)
+
+    def follower(self, node: NodeId) -> Follower | None:
+        """A follower by its node; None for a node that carries no replica."""
+        return self._followers.get(node)
+
+    def acknowledged(self, own: Offset) -> Offset:
+        """Up to where everybody who counts has the log, given how far the leader has it; -1 for no further than now."""
+        if self.state.eligible or len(self.state.in_sync) < self.min_in_sync:
+            return UNKNOWN_POSITION
+        least = own
+        for follower in self._waited_for:
+            if follower.offset < least:
+                least = follower.offset
+        return least
+
+    def is_caught_up(self, end: Offset) -> bool:
+        """Whether everybody who is waited for has all of the log."""
+        return all(follower.offset >= end for follower in self._waited_for)
+
+    # -- what happens ---------------------------------------------------------------------------------------
+
+    def fetched(self, node: NodeId, offset: Offset, *, end: Offset, now: float, registration: int) -> bool:
+        """A follower has everything below an offset, as its history agrees with the leader's; False for a stranger."""
+        follower = self._followers.get(node)
+        if follower is None:
+            return False
+        follower.fetched(offset, end=end, now=now)
+        follower.registration = registration
+        return True
+
+    def fell_behind(self, *, end_before: Offset, now: float) -> None:
+        """The log has grown: whoever had all of it is behind from now on."""
+        for follower in self._followers.values():
+            if follower.offset >= end_before:
+                follower.caught_up_at = now
+
+    def change_min(self, min_in_sync: int) -> None:
+        """The topic asks for another number of replicas in sync."""
+        self._min_setting = min_in_sync
+
+    # -- changes of the set ---------------------------------------------------------------------------------
+
+    def may_want_change(self, node: NodeId, high_watermark: Offset) -> bool:
+        """Whether it is worth to look for a change now that a follower has fetched."""
+        if self.pending is not None:
+            return False
+        if self.state.eligible:
+            return True
+        if node in self.state.in_sync:
+            return self._has_lost(node, high_watermark)
+        return self._has_caught_up(node, high_watermark, anybody)
+
+    def wanted(
+        self, *, end: Offset, high_watermark: Offset, now: float, lag_s: float, may_join: MayJoin = anybody
+    ) -> InSyncChange | None:
+        """The change to ask for: without those who lag, with those who have caught up; None while one is under way."""
+        if self.pending is not None:
+            return None
+        state = self.state
+
+        def keeps_up(node: NodeId) -> bool:
+            return not self._lags(node, end=end, now=now, lag_s=lag_s)
+
+        kept = {node for node in state.in_sync if keeps_up(node) and not self._has_lost(node, high_watermark)}
+        kept.add(self._me)
+        joined = {
+            node
+            for node in state.replicas
+            # Also behind by no more than a member may be, or it would leave again at once.
+            if node not in state.in_sync and keeps_up(node) and self._has_caught_up(node, high_watermark, may_join)
+        }
+        members = kept | joined
+        in_sync = tuple(node for node in state.replicas if node in members)
+        eligible: tuple[NodeId, ...] = ()
+        if len(in_sync) < self.min_in_sync:
+            left = {*state.eligible, *state.in_sync} - members
+            eligible = tuple(
+                node for node in state.replicas if node in left and not self._has_lost(node, high_watermark)
+            )
+        if set(in_sync) == set(state.in_sync) and eligible == state.eligible:
+            return None
+        registrations = {node: self._followers[node].registration for node in joined if node != self._me}
+        return InSyncChange(replace(state, in_sync=in_sync, eligible=eligible), self.revision, registrations)
+
+    def handed_over(self, *, high_watermark: Offset, may_join: MayJoin = anybody) -> InSyncChange | None:
+        """The change that makes a follower the leader that is in sync and has everything; None if there is none now.
+
+        It is what a controller does, over the same revision, so of two elections only one comes about.
+        """
+        if self.pending is not None:
+            return None
+        for node in self.state.in_sync:
+            if node != self._me and self._has_caught_up(node, high_watermark, may_join):
+                joining = {node: self._followers[node].registration}
+                return InSyncChange(self.state.elected(node), self.revision, joining)
+        return None
+
+    def began(self, change: InSyncChange) -> None:
+        """A change is asked for: from now on both sets count."""
+        self.pending = change.state
+        self._count()
+
+    def refused(self, change: InSyncChange) -> None:
+        """A change was surely not carried out and never will be."""
+        if self.pending is change.state:
+            self.pending = None
+            self._count()
+
+    def learned(self, versioned: Versioned, *, now: float) -> None:
+        """The store shows a later state of the same epoch, which settles any change that was under way."""
+        if versioned.revision <= self.revision:
+            return
+        self.state, self.revision = versioned
+        self.pending = None
+        self._recast(now)
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _has_lost(self, node: NodeId, high_watermark: Offset) -> bool:
+        follower = self._followers.get(node)
+        return follower is not None and UNKNOWN_POSITION < follower.offset < high_watermark
+
+    def _lags(self, node: NodeId, *, end: Offset, now: float, lag_s: float) -> bool:
+        follower = self._followers.get(node)
+        return follower is not None and follower.lags(end=end, now=now, lag_s=lag_s)
+
+    def _has_caught_up(self, node: NodeId, high_watermark: Offset, may_join: MayJoin) -> bool:
+        follower = self._followers.get(node)
+        if follower is None:
+            return node == self._me
+        return follower.offset >= max(high_watermark, self._epoch_start) and may_join(node, follower.registration)
+
+    def _recast(self, now: float) -> None:
+        """Follow the replicas that the state names; those that are known stay where they are."""
+        members = (*self.state.replicas, *self.state.in_sync)
+        self._followers = {
+            node: self._followers.get(node) or Follower(node, now) for node in members if node != self._me
+        }
+        self._count()
+
+    def _count(self) -> None:
+        counted = {*self.state.in_sync, *(self.pending.in_sync if self.pending is not None else ())}
+        self._waited_for = tuple(follower for node, follower in self._followers.items() if node in counted)

@@ -1,0 +1,619 @@
+"""One partition of this node and its role: appends, the high watermark, and everyone who waits for it to move.
+
+This is the one place where the reply to a producer waits. What this node itself promises of a record follows from the
+topic's `flush` setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high
+watermark; with followers it is the least that all replicas in sync have (`in_sync`). `acks=1` waits for this node's own
+promise, `acks=all` for the high watermark.
+
+Nothing here waits for the network or asks the coordination store: `apply` tells what the store says,
+`read_for_follower` is what a follower's fetch comes down to, `append_fetched` what its answer comes down to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+
+from millstream.broker.log.log import READ_AT_ONCE, AppendedRange, Log
+from millstream.broker.log.store import LogStore
+from millstream.broker.log.stretch import Stretch
+from millstream.broker.log.transactions import Guard, OpenTransaction
+from millstream.broker.replication.acknowledgement import AcknowledgementListener, Told
+from millstream.broker.replication.epochs import diverging_end
+from millstream.broker.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, anybody
+from millstream.broker.replication.listeners import AdvanceListener, AppendListener, InSyncKeeper
+from millstream.broker.replication.replica import Replica
+from millstream.broker.replication.shared_reads import SharedReads
+from millstream.core.clock import Clock, SystemClock
+from millstream.core.errors import (
+    DamagedRange,
+    FencedLeaderEpoch,
+    MillstreamError,
+    NotEnoughReplicas,
+    NotLeader,
+    OffsetOutOfRange,
+    OutOfOrderSequence,
+    PartitionClosed,
+    RepairPending,
+    StorageFailure,
+    UnknownLeaderEpoch,
+)
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
+from millstream.core.marker import Marker
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicSettings
+from millstream.protocol.records.batch import Buffer
+from millstream.protocol.records.control import encode_marker
+
+ACKS_ALL = -1
+ACKS_LEADER = 1
+_NO_EPOCH_IS_STALE = Epoch(-1)
+
+
+class FollowerRead(NamedTuple):
+    """What a follower's fetch of one partition is answered with: records, or where its history parts from ours."""
+
+    records: Buffer
+    diverging: EpochEnd | None
+    high_watermark: Offset
+    log_start: Offset
+
+
+class CommittedRead(NamedTuple):
+    """Batches of decided transactions, and the aborted ones among these: producer id and first offset."""
+
+    records: Buffer
+    aborted: list[tuple[int, int]]
+
+
+class Partition(Replica):
+    """One replica of a partition, whatever its role; what it does as a follower is in `Replica`.
+
+    `alone` is a partition that no other node carries: it leads from the start, and everything that recovery kept is
+    on disk, so all of it may be read. Any other has no role until `apply` gives it one, and knows of nothing that it is
+    acknowledged.
+    """
+
+    __slots__ = (
+        "_append_listeners",
+        "_clock",
+        "_hands_over",
+        "_in_sync",
+        "_is_behind",
+        "_listeners",
+        "_stale_epoch",
+        "bytes_out",
+        "in_sync_keeper",
+        "records_in",
+    )
+
+    def __init__(
+        self,
+        topic: Topic,
+        index: PartitionIndex,
+        log: Log,
+        store: LogStore,
+        *,
+        alone: bool = True,
+        clock: Clock | None = None,
+    ) -> None:
+        super().__init__(topic, index, log, store, alone=alone)
+        self.in_sync_keeper: InSyncKeeper | None = None
+        self._stale_epoch = _NO_EPOCH_IS_STALE
+        self._in_sync: InSync | None = None
+        """The followers, while there are some and this node leads them."""
+        self._is_behind = False
+        self._hands_over = False
+        """Whether another replica should lead, as this one cannot put back what its disk lost."""
+        self._clock = clock or SystemClock()
+        # Dictionaries keep an order, so that a simulated run can be repeated.
+        self._listeners: dict[AdvanceListener, None] = {}
+        self._append_listeners: dict[AppendListener, None] = {}
+        self.bytes_out = 0
+        self.records_in = 0
+        log.on_synced = self._advance
+        log.on_sync_failed = self._fail_waiting
+        if not alone:
+            log.acknowledged_offset = lambda: self.high_watermark
+
+    def write(
+        self,
+        batches: bytearray | memoryview,
+        *,
+        acks: int,
+        internal: bool = False,
+        guard: Guard | None = None,
+        is_checked: bool = False,
+    ) -> AppendedRange:
+        """Append without waiting; `acknowledged` tells when a reply may be sent.
+
+        A transaction begins here only under the guard of `start_transaction`. Keys are looked for unless `is_checked`.
+        """
+        if not self.is_leader:
+            raise self._not_leader()
+        in_sync = self._in_sync
+        if in_sync is not None and acks == ACKS_ALL and not in_sync.is_enough:
+            raise self._not_enough(in_sync)
+        settings = self.log.settings
+        try:
+            appended = self.log.append(
+                batches, leader_epoch=self.leader_epoch, internal=internal, guard=guard, is_checked=is_checked
+            )
+        except OutOfOrderSequence as error:
+            if self.log.failure is None:
+                raise
+            raise self._refused_before() from error
+        if not appended.duplicate:
+            self.bytes_in += len(batches)
+            self.records_in += appended.next_offset - appended.base_offset
+            if in_sync is not None:
+                self._tell_followers(in_sync, appended.base_offset)
+        if settings.flush == FLUSH_ALWAYS:
+            # Also for a duplicate: the first copy may still be waiting for its sync.
+            if self.log.synced_offset < self.log.end_offset:
+                self._store.sync_soon(self.log)
+        else:
+            self._advance()
+        return appended
+
+    def _refused_before(self) -> StorageFailure:
+        """What is missing may be what the disk has just refused, so the client is told of the disk, and tries again.
+
+        A client that is told of a gap begins a new epoch. What it has under way to other partitions at that moment, and
+        gets no answer to, it then sends once more under the new epoch, where nobody can tell that it is there already.
+        """
+        return StorageFailure(f"{self.log.partition}: the disk refused what comes before: {self.log.failure}")
+
+    def acknowledged(self, appended: AppendedRange, acks: int = ACKS_ALL) -> asyncio.Future[None] | None:
+        """None when the range is acknowledged already, else a future that tells when it is, or why it never will be."""
+        if self.is_acknowledged(appended, acks):
+            return None
+        told = Told()
+        self.tell(appended, told, acks)
+        return told.future
+
+    def is_acknowledged(self, appended: AppendedRange, acks: int = ACKS_ALL) -> bool:
+        """Whether a reply about an append may be sent."""
+        if appended.next_offset <= self.high_watermark:
+            return True
+        return acks != ACKS_ALL and self._in_sync is not None and appended.next_offset <= self.promised_offset
+
+    def tell(self, appended: AppendedRange, listener: AcknowledgementListener, acks: int = ACKS_ALL) -> None:
+        """Tell `listener` when an append that is not acknowledged yet is, in the moment when the watermark moves."""
+        waiting = self._waiting if acks == ACKS_ALL or self._in_sync is None else self._waiting_here
+        waiting.add(appended.next_offset, listener)
+
+    @property
+    def waiting(self) -> int:
+        """How many are to be told of an acknowledgement."""
+        return len(self._waiting) + len(self._waiting_here)
+
+    def drop_over(self) -> None:
+        """Forget those who were to be told and wait no more."""
+        self._waiting.drop_over()
+        self._waiting_here.drop_over()
+
+    async def append(
+        self, batches: bytearray | memoryview, *, acks: int = ACKS_ALL, internal: bool = False
+    ) -> AppendedRange:
+        """Append and wait until it is acknowledged as `acks` and the topic's `flush` say."""
+        appended = self.write(batches, acks=acks, internal=internal)
+        acknowledged = self.acknowledged(appended, acks)
+        if acknowledged is not None:
+            await acknowledged
+        return appended
+
+    def read(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> Buffer:
+        """Whole batches from the one that holds `offset` up to the high watermark."""
+        stretch = self.stretch(offset, max_bytes=max_bytes, at_once=READ_AT_ONCE, at_least_one=at_least_one)
+        return b"" if stretch is None else stretch.data
+
+    def stretch(self, offset: Offset, *, max_bytes: int, at_once: int, at_least_one: bool = True) -> Stretch | None:
+        """The same as a place in a file, if there is something; more than `at_once` bytes are left there to be read."""
+        if not self.is_leader:
+            raise self._not_leader()
+        stretch = self.log.stretch(
+            offset, max_bytes=max_bytes, up_to=self.high_watermark, at_once=at_once, at_least_one=at_least_one
+        )
+        if stretch is not None:
+            self.bytes_out += stretch.size
+        return stretch
+
+    # -- transactions ---------------------------------------------------------------------------------------
+
+    @property
+    def last_stable_offset(self) -> Offset:
+        """Up to where `read_committed` consumers may read: below it the end of every transaction is acknowledged."""
+        transactions = self.log.producers.transactions
+        if not transactions.is_unsettled:
+            return self.high_watermark
+        return Offset(max(transactions.stable_offset(self.high_watermark), self.log.start_offset))
+
+    def read_committed(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> CommittedRead:
+        """Whole batches up to the last stable offset, and which of the transactions in them were aborted."""
+        stretch, aborted = self.committed_stretch(
+            offset, max_bytes=max_bytes, at_once=READ_AT_ONCE, at_least_one=at_least_one
+        )
+        return CommittedRead(b"" if stretch is None else stretch.data, aborted)
+
+    def committed_stretch(
+        self, offset: Offset, *, max_bytes: int, at_once: int, at_least_one: bool = True
+    ) -> tuple[Stretch | None, list[tuple[int, int]]]:
+        """The same as a place in a file, if there is something; more than `at_once` bytes are left there to be read."""
+        if not self.is_leader:
+            raise self._not_leader()
+        stretch = self.log.stretch(
+            offset, max_bytes=max_bytes, up_to=self.last_stable_offset, at_once=at_once, at_least_one=at_least_one
+        )
+        if stretch is None:
+            return None, []
+        self.bytes_out += stretch.size
+        return stretch, self.aborted_in(offset, Offset(stretch.next_offset))
+
+    def aborted_in(self, first: Offset, next_offset: Offset) -> list[tuple[int, int]]:
+        """The aborted transactions with something between two offsets, each as producer id and first offset."""
+        aborted = self.log.producers.transactions.aborted
+        return [one[:2] for one in aborted.overlapping(first, next_offset)] if aborted else []
+
+    def has_open_transaction(self, producer_id: int, epoch: int) -> bool:
+        """Whether a producer has a transaction open here in an epoch."""
+        return self.log.producers.has_open(producer_id, epoch)
+
+    def open_transactions(self) -> list[OpenTransaction]:
+        """Every transaction that is open here, the oldest first."""
+        return self.log.producers.open_transactions()
+
+    def start_transaction(self, producer_id: int, epoch: int, sequence: int, *, bumps_epoch: bool) -> Guard | None:
+        """A guard under which to ask the coordinator and then to write; None when the transaction is open here.
+
+        A marker that is written in between voids it. `FencedProducer` for an epoch that is over.
+        """
+        if not self.is_leader:
+            raise self._not_leader()
+        now_ms = self.log.clock.now_ms()
+        return self.log.producers.start_guard(producer_id, epoch, sequence, now_ms, bumps_epoch=bumps_epoch)
+
+    def write_marker(self, marker: Marker) -> AppendedRange:
+        """End a transaction here without waiting; `acknowledged` tells when it is certain. May be repeated.
+
+        `FencedProducer` and `TransactionCoordinatorFenced` for a marker that comes from the past, `UnknownLeaderEpoch`
+        for one of a coordinator that is not known yet.
+        """
+        if not self.is_leader:
+            raise self._not_leader()
+        log = self.log
+        admitted = log.producers.check_marker(marker)
+        if admitted is not None:
+            return self.write(encode_marker(admitted, log.clock.now_ms()), acks=ACKS_ALL, internal=True)
+        # It is there already. Whoever asked the coordinator before it came must not begin anything now.
+        log.producers.transactions.guards.pop(marker.producer_id, None)
+        return AppendedRange(log.end_offset, log.end_offset, -1, log.start_offset, True)
+
+    # -- what others ask for --------------------------------------------------------------------------------
+
+    def check_leader_epoch(self, epoch: int) -> None:
+        """Raise when the caller knows another leader than this one; -1 means that it does not say."""
+        if epoch in (-1, self.leader_epoch):
+            if not self.is_leader:
+                raise self._not_leader()
+            return
+        if epoch < self.leader_epoch:
+            raise FencedLeaderEpoch(f"{self.log.partition} is at leader epoch {self.leader_epoch}, not {epoch}")
+        raise UnknownLeaderEpoch(f"{self.log.partition} is only at leader epoch {self.leader_epoch}, not {epoch}")
+
+    def delete_before(self, offset: Offset) -> None:
+        """Let the log begin at an offset, here and then on the followers."""
+        self.log.delete_before(offset)
+        self._tell_listeners()
+
+    def listen(self, listener: AdvanceListener) -> None:
+        """Tell `listener` about every advance until `forget`."""
+        self._listeners[listener] = None
+
+    def forget(self, listener: AdvanceListener) -> None:
+        """Stop telling `listener`."""
+        self._listeners.pop(listener, None)
+
+    def change_settings(self, topic: Topic, settings: TopicSettings) -> None:
+        """Take over changed settings; a stricter `flush` never takes back what was already visible."""
+        self.topic = topic
+        self.log.change_settings(settings)
+        if self._in_sync is not None:
+            self._in_sync.change_min(settings.min_insync_replicas)
+            self._look_for_change()
+        self._advance()
+        if self.log.synced_offset < self.log.end_offset and settings.flush == FLUSH_ALWAYS:
+            self._store.sync_soon(self.log)
+
+    def close(self, reason: MillstreamError | None = None) -> None:
+        """Refuse further writes and fail whoever waits: the partition was deleted, or the broker stops."""
+        self._closed = True
+        self.is_leader = False
+        self._in_sync = None
+        self._fail_waiting(reason or PartitionClosed(f"partition {self.log.partition} was closed"))
+        self._tell_listeners()
+
+    # -- roles ----------------------------------------------------------------------------------------------
+
+    def apply(self, versioned: Versioned, *, me: NodeId, inherited: bool = False) -> None:
+        """Take over what the coordination store says: lead, follow, or neither. Older revisions change nothing.
+
+        `inherited` is a state from before this process registered. If it names this node as the leader, that was an
+        earlier process, whose last records may be lost; so this one leads in a later epoch only, which it has to be
+        elected for. Otherwise one epoch could have two histories, which nobody could tell apart.
+        """
+        if versioned.revision <= self._revision or self._closed:
+            return
+        state = versioned.state
+        before = (self.is_leader, self.leader_epoch)
+        self.state, self._revision, self._me = state, versioned.revision, me
+        alone = state.replicas == (me,)
+        # Before anybody reads: what the disk lost is then waited for, and not passed over.
+        self.log.lost.has_replicas = not alone
+        if inherited and state.leader == me and not alone:
+            self._stale_epoch = state.leader_epoch
+        if state.leader == me and state.leader_epoch > self._stale_epoch:
+            self._lead(versioned, me, alone=alone)
+        else:
+            self._stand_down(state)
+        if before != (self.is_leader, self.leader_epoch):
+            self._tell_listeners()
+
+    def _lead(self, versioned: Versioned, me: NodeId, *, alone: bool) -> None:
+        state, log, now = versioned.state, self.log, self._clock.monotonic()
+        same_epoch = self.is_leader and self.leader_epoch == state.leader_epoch
+        self.is_leader = True
+        self.leader_epoch = Epoch(max(state.leader_epoch, log.latest_epoch)) if alone else state.leader_epoch
+        self.high_watermark = min(max(self.high_watermark, log.start_offset), log.end_offset)
+        if alone:
+            self._in_sync = None
+        elif self._in_sync is not None and same_epoch:
+            self._in_sync.learned(versioned, now=now)
+        else:
+            minimum = log.settings.min_insync_replicas
+            self._in_sync = InSync(me, versioned, epoch_start=log.end_offset, min_in_sync=minimum, now=now)
+            self._is_behind = False
+        if self._in_sync is not None:
+            self._note_behind(self._in_sync)
+            self._look_for_change()
+        self._advance()
+
+    def _stand_down(self, state: PartitionState) -> None:
+        was_leader, self.is_leader = self.is_leader, False
+        self._hands_over = False
+        self.leader_epoch = state.leader_epoch
+        self._in_sync = None
+        self._is_behind = False
+        self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
+        if was_leader:
+            self._fail_waiting(self._not_leader())
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether this leader knows everything that leaders before it have acknowledged."""
+        return self._in_sync is None or self.high_watermark >= self._in_sync.epoch_start
+
+    async def settled(self) -> None:
+        """Wait until everything is acknowledged that the log holds now; `NotLeader` if that may never be.
+
+        A new leader's log may hold what nobody was told is stored. Whoever builds a state from the log has to wait
+        until it is known to stay.
+        """
+        if not self.is_leader:
+            raise self._not_leader()
+        end = self.log.end_offset
+        if end > self.high_watermark:
+            told = Told()
+            self._waiting.add(end, told)
+            await told.future
+
+    # -- the leader's side of replication -------------------------------------------------------------------
+
+    def read_for_follower(
+        self,
+        node: NodeId,
+        *,
+        offset: Offset,
+        last_epoch: int,
+        leader_epoch: int,
+        max_bytes: int,
+        at_least_one: bool = True,
+        registration: int = NOT_REGISTERED,
+        reads: SharedReads | None = None,
+    ) -> FollowerRead:
+        """What follows an offset, up to the end of the log, for a replica of this partition.
+
+        That it asks for an offset means that it has everything before, as durable as the topic asks for, so its
+        position is noted, once it is certain that both logs agree up to there.
+        """
+        in_sync, log = self._in_sync, self.log
+        if not self.is_leader or in_sync is None or in_sync.follower(node) is None:
+            raise NotLeader(f"{log.partition}: node {node} has no replica that follows this node")
+        if leader_epoch < self.leader_epoch:
+            raise FencedLeaderEpoch(f"{log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
+        self.check_leader_epoch(leader_epoch)
+        if offset < log.start_offset:
+            raise self._out_of_range(offset)
+        diverging = diverging_end(log, offset, last_epoch)
+        if diverging is not None:
+            return FollowerRead(b"", diverging, self.high_watermark, log.start_offset)
+        self._note_position(in_sync, node, offset, registration)
+        records: Buffer = b""
+        if max_bytes > 0 and offset < log.end_offset:
+            records = self._read_shared(in_sync, offset, max_bytes, reads, at_least_one=at_least_one)
+        return FollowerRead(records, None, self.high_watermark, log.start_offset)
+
+    def read_for_repair(self, node: NodeId, *, offset: Offset, leader_epoch: int, max_bytes: int) -> FollowerRead:
+        """What follows an offset, for a replica whose disk lost it.
+
+        Any replica answers this up to what it knows to be acknowledged, since below that all of them are the same. The
+        leader of the epoch that is named gives all that it has, as to any follower.
+        """
+        log, state = self.log, self.state
+        if state is None or self._closed or node not in state.replicas:
+            raise NotLeader(f"{log.partition}: node {node} has no replica of it")
+        leads = self.is_leader and leader_epoch == self.leader_epoch
+        up_to = log.end_offset if leads else self.high_watermark
+        records: Buffer = b""
+        if offset < up_to:
+            try:
+                records = log.read(offset, max_bytes=max_bytes, up_to=up_to)
+            except RepairPending as error:
+                # It was lost here, too, and the one that asks must not wait for this one.
+                raise DamagedRange(str(error), first=offset, next_offset=offset + 1) from error
+        return FollowerRead(records, None, self.high_watermark, log.start_offset)
+
+    def damage_changed(self) -> None:
+        """A range was lost, is whole again or given up: those who wait for records look again."""
+        self._tell_listeners()
+
+    def _read_shared(
+        self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None, *, at_least_one: bool
+    ) -> Buffer:
+        """Read up to the end of the log, or give again what another follower was given."""
+        log = self.log
+        if reads is None or in_sync.follower_count == 1:
+            return log.read(offset, max_bytes=max_bytes, up_to=log.end_offset, at_least_one=at_least_one)
+        shared = reads.take(log, self.leader_epoch, offset, max_bytes)
+        if shared is not None:
+            return shared
+        records = log.read(offset, max_bytes=max_bytes, up_to=log.end_offset, at_least_one=at_least_one)
+        if records:
+            reads.keep(log, self.leader_epoch, offset, records)
+        return records
+
+    def _out_of_range(self, offset: Offset) -> OffsetOutOfRange:
+        log = self.log
+        return OffsetOutOfRange(
+            f"{log.partition} holds offsets {log.start_offset} to {log.end_offset}, not {offset}",
+            start=log.start_offset,
+            end=log.end_offset,
+        )
+
+    def _note_position(self, in_sync: InSync, node: NodeId, offset: Offset, registration: int) -> None:
+        end = self.log.end_offset
+        in_sync.fetched(node, offset, end=end, now=self._clock.monotonic(), registration=registration)
+        if self._is_behind and offset >= end and in_sync.is_caught_up(end):
+            self._is_behind = False
+        self._advance()
+        if in_sync.may_want_change(node, self.high_watermark):
+            self._look_for_change()
+
+    def listen_to_appends(self, listener: AppendListener) -> None:
+        """Tell `listener` about every append until `forget_appends`."""
+        self._append_listeners[listener] = None
+
+    def forget_appends(self, listener: AppendListener) -> None:
+        """Stop telling `listener`."""
+        self._append_listeners.pop(listener, None)
+
+    def _tell_followers(self, in_sync: InSync, end_before: Offset) -> None:
+        if not self._is_behind:
+            in_sync.fell_behind(end_before=end_before, now=self._clock.monotonic())
+            self._note_behind(in_sync)
+        for listener in tuple(self._append_listeners):
+            listener.appended(self)
+
+    # -- the in-sync set ------------------------------------------------------------------------------------
+
+    @property
+    def is_under_min_in_sync(self) -> bool:
+        """Whether this node leads, and fewer replicas are in sync than `min.insync.replicas` asks for."""
+        return self._in_sync is not None and not self._in_sync.is_enough
+
+    @property
+    def has_lagging(self) -> bool:
+        """Whether somebody in sync does not have all of the log."""
+        return self._in_sync is not None and self._is_behind
+
+    @property
+    def in_sync(self) -> InSync | None:
+        """The followers, while there are some and this node leads them."""
+        return self._in_sync
+
+    def in_sync_change(self, *, lag_s: float, may_join: MayJoin = anybody) -> InSyncChange | None:
+        """The change of the in-sync set to ask the store for, if there is one; `change_began` when it is asked."""
+        if self._in_sync is None:
+            return None
+        if self._hands_over:
+            change = self._in_sync.handed_over(high_watermark=self.high_watermark, may_join=may_join)
+            if change is not None:
+                return change
+        return self._in_sync.wanted(
+            end=self.log.end_offset,
+            high_watermark=self.high_watermark,
+            now=self._clock.monotonic(),
+            lag_s=lag_s,
+            may_join=may_join,
+        )
+
+    def hand_over(self) -> None:
+        """Have another replica lead that is in sync, as soon as there is one."""
+        if self._in_sync is not None and not self._hands_over:
+            self._hands_over = True
+            self._look_for_change()
+
+    def change_began(self, change: InSyncChange) -> bool:
+        """A change is about to be asked for: until it ends, both sets count. False if it is out of date."""
+        in_sync = self._in_sync
+        if in_sync is None or in_sync.pending is not None or change.revision != self._revision:
+            return False
+        in_sync.began(change)
+        self._note_behind(in_sync)
+        return True
+
+    def is_pending(self, change: InSyncChange) -> bool:
+        """Whether it is still not known what became of a change."""
+        return self._in_sync is not None and self._in_sync.pending is change.state
+
+    def change_ended(self, versioned: Versioned) -> None:
+        """The store shows this state now. It ends a change if it is later than the one that the change was to follow.
+
+        After a lost answer the same revision as before proves nothing: the change may still be on its way.
+        """
+        if self._me is not None:
+            self.apply(versioned, me=self._me)
+
+    def change_refused(self, change: InSyncChange) -> None:
+        """A change was surely not carried out, and never will be."""
+        if self._in_sync is not None:
+            self._in_sync.refused(change)
+            self._advance()
+
+    def _note_behind(self, in_sync: InSync) -> None:
+        if not self._is_behind and not in_sync.is_caught_up(self.log.end_offset):
+            self._is_behind = True
+            if self.in_sync_keeper is not None:
+                self.in_sync_keeper.behind(self)
+
+    def _look_for_change(self) -> None:
+        if self.in_sync_keeper is not None:
+            self.in_sync_keeper.wants_change(self)
+
+    def _not_enough(self, in_sync: InSync) -> NotEnoughReplicas:
+        return NotEnoughReplicas(
+            f"{self.log.partition} has {len(in_sync.state.in_sync)} replicas in sync, "
+            f"min.insync.replicas asks for {in_sync.min_in_sync}"
+        )
+
+    # -- what moves -----------------------------------------------------------------------------------------
+
+    def _advance(self) -> None:
+        log = self.log
+        readable = log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
+        if self._waiting_here:
+            self._waiting_here.acknowledge(readable)
+        if not self.is_leader:
+            return
+        if self._in_sync is not None:
+            readable = self._in_sync.acknowledged(readable)
+        if readable <= self.high_watermark:
+            return
+        self.high_watermark = readable
+        if self._waiting:
+            self._waiting.acknowledge(readable)
+        self._tell_listeners()
+
+    def _tell_listeners(self) -> None:
+        for listener in tuple(self._listeners):
+            listener.advanced(self)

@@ -1,0 +1,189 @@
+"""The ids of the messages that a partition was given lately, so that one that comes again is known.
+
+This is a reader of the leader's own log, and nothing else: what came through any door counts, and a new leader finds
+out the same by reading. It begins where the log was a window ago, and is brought up to the end of the log before it is
+asked. A message of a transaction counts once the transaction is committed.
+
+The ids are bounded in number: of more, the oldest are forgotten, and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from hashlib import blake2b
+from typing import Final, NamedTuple
+
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import BatchRejected, DamagedRange, NotLeader
+from millstream.protocol.records.batch import COMPRESSION_NONE, BatchHeader, iterate_whole_headers
+from millstream.protocol.records.control import read_marker
+from millstream.protocol.records.raw_record import records_section
+from millstream.protocol.records.record import Headers, decode_batch
+
+MESSAGE_ID: Final = "message-id"
+IDS_MAX: Final = 200_000
+"""How many ids of one partition are remembered."""
+READ_BYTES: Final = 1024 * 1024
+ON_LOOP_BYTES: Final = 64 * 1024
+"""More than this is looked through beside the loop."""
+
+_SHORT: Final = 32
+# The name of the header as it stands in a record, with its length before it: batches without it are not opened.
+_MARK: Final = bytes([2 * len(MESSAGE_ID)]) + MESSAGE_ID.encode()
+
+
+class Published(NamedTuple):
+    """Where a message of an id stands."""
+
+    offset: int
+    timestamp_ms: int
+
+
+class _Seen(NamedTuple):
+    """What one batch has to say."""
+
+    producer_id: int
+    """Whose transaction it belongs to; -1 for none."""
+    ids: list[tuple[bytes, Published]]
+    commits: bool | None = None
+    """For a marker: how the transaction has ended."""
+
+
+class PublishedIds:
+    """The recent ids of one partition, in one term of its leader."""
+
+    def __init__(self, partition: Partition, window_ms: int) -> None:
+        self._partition = partition
+        self._log = partition.log
+        self._epoch = partition.leader_epoch
+        self._generation = partition.log.generation
+        self._found: dict[bytes, Published] = {}
+        # By producer: what transactions hold that have not ended.
+        self._open: dict[int, list[tuple[bytes, Published]]] = {}
+        self.window_ms = window_ms
+        self.turn = asyncio.Lock()
+        """Whoever looks and then writes does so in turn."""
+        self.forgotten = 0
+        begin = self._log.offset_for_time(self._now_ms - window_ms, up_to=self._log.end_offset)
+        self._next = int(self._log.end_offset if begin is None else begin[0])
+
+    def __len__(self) -> int:
+        return len(self._found) + sum(map(len, self._open.values()))
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the log is the one that was read: led in the same term, and not cut back."""
+        partition = self._partition
+        return (
+            partition.is_leader
+            and partition.leader_epoch == self._epoch
+            and self._log.generation == self._generation
+            and self._next <= self._log.end_offset
+        )
+
+    async def catch_up(self) -> None:
+        """Read on to the end of the log; from there on nothing may be awaited before it is asked and written to."""
+        while True:
+            if not self.is_current:
+                raise NotLeader(f"{self._log.partition} is led anew, or was cut back")
+            self._next = max(self._next, self._log.start_offset)
+            if self._next >= self._log.end_offset:
+                return
+            try:
+                records = self._log.read(self._next, max_bytes=READ_BYTES, up_to=self._log.end_offset)
+            except DamagedRange as damage:
+                self._next = damage.next_offset
+                continue
+            data = bytes(records)
+            if len(data) > ON_LOOP_BYTES or any(header.compression for header in iterate_whole_headers(data)):
+                next_offset, seen = await asyncio.to_thread(_look_through, data, self._next)
+            else:
+                next_offset, seen = _look_through(data, self._next)
+            self._take(seen)
+            self._next = next_offset
+
+    def find(self, message_id: bytes, window_ms: int) -> Published | None:
+        """The message that has an id, if it was published within the window."""
+        found = self._found.get(_key(message_id))
+        return None if found is None or found.timestamp_ms < self._now_ms - window_ms else found
+
+    @property
+    def _now_ms(self) -> int:
+        return self._log.clock.now_ms()
+
+    def _take(self, batches: Iterable[_Seen]) -> None:
+        for seen in batches:
+            if seen.commits is not None:
+                held = self._open.pop(seen.producer_id, [])
+                self._add(held if seen.commits else [])
+            elif seen.producer_id >= 0:
+                self._open.setdefault(seen.producer_id, []).extend(seen.ids)
+            else:
+                self._add(seen.ids)
+        self._forget()
+
+    def _add(self, ids: Iterable[tuple[bytes, Published]]) -> None:
+        """Of several messages with one id, which other doors let in, the youngest counts: a new leader finds it too."""
+        found = self._found
+        for key, place in ids:
+            known = found.get(key)
+            if known is None or known.timestamp_ms <= place.timestamp_ms:
+                found.pop(key, None)
+                found[key] = place
+
+    def _forget(self) -> None:
+        """Let go of what is older than the window, and of what is too much."""
+        found, oldest_ms = self._found, self._now_ms - self.window_ms
+        while found:
+            key, place = next(iter(found.items()))
+            is_over = place.timestamp_ms < oldest_ms
+            if not is_over and len(found) <= IDS_MAX:
+                break
+            self.forgotten += not is_over
+            del found[key]
+        while len(self) - len(found) > IDS_MAX:
+            producer_id = next(iter(self._open))
+            self.forgotten += len(self._open.pop(producer_id))
+
+
+def id_of(headers: Headers) -> bytes | None:
+    """The id that the publisher has given a message."""
+    return next((value for name, value in headers if name == MESSAGE_ID and value), None)
+
+
+def _key(message_id: bytes) -> bytes:
+    return message_id if len(message_id) <= _SHORT else blake2b(message_id, digest_size=_SHORT).digest()
+
+
+def _look_through(data: bytes, first: int) -> tuple[int, list[_Seen]]:
+    """The ids in some batches from an offset on, and the offset behind them."""
+    seen: list[_Seen] = []
+    next_offset = first
+    for header in iterate_whole_headers(data):
+        next_offset = header.next_offset
+        try:
+            if header.is_control:
+                marker = read_marker(data, header)
+                if marker is not None:
+                    seen.append(_Seen(header.producer_id, [], marker.commit))
+            elif ids := _ids(data, header, first):
+                seen.append(_Seen(header.producer_id if header.is_transactional else -1, ids))
+        except BatchRejected:
+            # Nobody can read it, so nobody can have published it twice.
+            continue
+    return next_offset, seen
+
+
+def _ids(data: bytes, header: BatchHeader, first: int) -> list[tuple[bytes, Published]]:
+    if header.compression == COMPRESSION_NONE:
+        is_there = data.find(_MARK, header.position, header.end_position) >= 0
+    else:
+        is_there = _MARK in records_section(data, header)
+    if not is_there:
+        return []
+    return [
+        (_key(message_id), Published(record.offset, record.timestamp_ms))
+        for record in decode_batch(data, header)
+        if record.offset >= first and (message_id := id_of(record.headers)) is not None
+    ]

@@ -1,0 +1,225 @@
+"""A replica of a partition, as a follower has it: its log, and how that comes to agree with its leader's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from millstream.broker.log.damage import LostRange
+from millstream.broker.log.log import Log
+from millstream.broker.log.mend import Mend, fit_batches
+from millstream.broker.log.store import LogStore
+from millstream.broker.log.truncation import Cut
+from millstream.broker.replication.acknowledgement import Told, Waiting
+from millstream.broker.replication.epochs import truncation_point
+from millstream.core.errors import FencedLeaderEpoch, MillstreamError, NotLeader, PartitionClosed
+from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
+from millstream.core.partition_state import FIRST_EPOCH, PartitionState
+from millstream.core.topic import FLUSH_ALWAYS, Topic
+from millstream.protocol.records.batch import Buffer
+
+_logger = logging.getLogger(__name__)
+
+_NO_REVISION = -1
+
+
+class Replica:
+    """The log of a partition on this node, and what was agreed on about it."""
+
+    __slots__ = (
+        "_closed",
+        "_me",
+        "_revision",
+        "_store",
+        "_waiting",
+        "_waiting_here",
+        "bytes_in",
+        "high_watermark",
+        "index",
+        "is_leader",
+        "leader_epoch",
+        "log",
+        "must_refetch",
+        "state",
+        "topic",
+    )
+
+    def __init__(self, topic: Topic, index: PartitionIndex, log: Log, store: LogStore, *, alone: bool) -> None:
+        self.topic = topic
+        self.index = index
+        self.log = log
+        # The epoch lives on in the log, so it never goes back, whatever the catalog says.
+        self.leader_epoch = Epoch(max(FIRST_EPOCH, log.latest_epoch))
+        self.is_leader = alone
+        self.state: PartitionState | None = None
+        self.high_watermark = log.end_offset if alone else log.start_offset
+        self.bytes_in = 0
+        self.must_refetch = False
+        """Whether what other replicas have does not fit in the place of what the disk lost here."""
+        self._revision = _NO_REVISION
+        self._me: NodeId | None = None
+        self._store = store
+        self._waiting = Waiting()
+        """Those who wait for the high watermark."""
+        self._waiting_here = Waiting()
+        """Those who wait only for this node: `acks=1`, and a follower that has to sync before it fetches on."""
+        self._closed = False
+
+    @property
+    def promised_offset(self) -> Offset:
+        """Up to where this node itself has the log, as durable as the topic's `flush` asks for."""
+        log = self.log
+        return log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
+
+    @property
+    def log_start(self) -> Offset:
+        """The first offset that can still be read."""
+        return self.log.start_offset
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on disk."""
+        return self.log.size_bytes
+
+    @property
+    def revision(self) -> int:
+        """The revision of `state` in the coordination store; -1 before anything is known."""
+        return self._revision
+
+    @property
+    def follows(self) -> NodeId | None:
+        """The node to fetch from; None for a leader, and while nobody leads."""
+        state = self.state
+        if self.is_leader or self._closed or state is None or not state.has_leader or state.leader == self._me:
+            return None
+        return state.leader if self._me in state.replicas else None
+
+    def _not_leader(self) -> NotLeader | PartitionClosed:
+        if self._closed:
+            return PartitionClosed(f"partition {self.log.partition} was closed")
+        leader = f"node {self.state.leader} does" if self.state is not None and self.state.has_leader else "nobody does"
+        return NotLeader(f"this node does not lead {self.log.partition}; {leader}, in epoch {self.leader_epoch}")
+
+    def _fail_waiting(self, error: MillstreamError) -> None:
+        self._waiting.fail(error)
+        self._waiting_here.fail(error)
+
+    # -- the follower's side --------------------------------------------------------------------------------
+
+    def append_fetched(
+        self, records: Buffer, *, leader_epoch: Epoch, high_watermark: Offset, log_start: Offset
+    ) -> asyncio.Future[None] | None:
+        """Take over what the leader of an epoch gave; the future is done when the next fetch may name it as stored."""
+        self._check_following(leader_epoch)
+        log = self.log
+        if records:
+            log.append_replica(records, leader_epoch=leader_epoch)
+            self.bytes_in += len(records)
+        self.note_watermark(high_watermark)
+        if log.start_offset < log_start <= log.end_offset:
+            log.delete_before(log_start)
+            self.high_watermark = max(self.high_watermark, log.start_offset)
+        return self.stored()
+
+    def note_watermark(self, high_watermark: Offset) -> None:
+        """The leader tells up to where records are acknowledged; it has seen that both logs agree up to `has_until`."""
+        known = max(min(high_watermark, self.has_until), self.log.start_offset)
+        if known > self.high_watermark:
+            self.high_watermark = Offset(known)
+
+    def stored(self) -> asyncio.Future[None] | None:
+        """None when all of the log is as durable as the topic asks for, else a future that is done when it is."""
+        if self.promised_offset >= self.log.end_offset:
+            return None
+        told = Told()
+        self._waiting_here.add(self.log.end_offset, told)
+        self._store.sync_soon(self.log)
+        return told.future
+
+    def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
+        """Cut off what the leader of an epoch does not have; the next fetch shows whether the rest agrees.
+
+        The log is shorter at once, and takes nothing until the future, if there is one, tells that it is for good.
+        """
+        self._check_following(leader_epoch)
+        point = truncation_point(self.log, diverging)
+        level = logging.ERROR if point < self.high_watermark else logging.INFO
+        _logger.log(
+            level,
+            "the end of a log differs from its leader's and is cut off",
+            extra={
+                "partition": str(self.log.partition),
+                "from": point,
+                "to": self.log.end_offset,
+                "epoch": leader_epoch,
+            },
+        )
+        if point < self.log.start_offset:
+            return self._cut(self.log.begin_restart(point))
+        return self._cut(self.log.begin_truncation(point))
+
+    def _cut(self, cut: Cut | None) -> asyncio.Future[None] | None:
+        self._cut_waiting()
+        return None if cut is None else self._store.cut_soon(cut)
+
+    @property
+    def has_until(self) -> Offset:
+        """Up to where this replica has everything: the end of its log, or the first offset that its disk lost.
+
+        What no other replica has either does not count: nobody could ever have more.
+        """
+        log = self.log
+        lost = log.lost.repairable if log.lost else ()
+        return Offset(max(lost[0].first, log.start_offset)) if lost else log.end_offset
+
+    async def put_back(self, lost: LostRange, batches: Buffer) -> None:
+        """Put what another replica has into the place of what the disk lost; `CorruptBatch` if it does not fit."""
+        fitted, next_offset = fit_batches(self.log, lost, batches)
+        await self._store.mend(Mend(self.log, lost, fitted, next_offset))
+
+    def give_up(self, lost: LostRange) -> None:
+        """Tell readers that a range is lost for good: no other replica has it either."""
+        self.log.lost.beyond_repair.add((lost.first, lost.next_offset))
+        self.log.lost.on_change()
+
+    def cut_damage(self, watermark: Offset) -> asyncio.Future[None] | None:
+        """Cut a log that has lost what was never acknowledged, to fetch it again; not while anybody counts on the rest.
+
+        The leader, whose high watermark is given, hears of it by `has_until`, and then sees to it that nobody does.
+        What was acknowledged is put back in its place instead, from any replica, unless that cannot be done. The future
+        is that of `truncate`.
+        """
+        state, log = self.state, self.log
+        first = self.has_until
+        if first >= log.end_offset or self.follows is None or state is None:
+            return None
+        if self._me in (*state.in_sync, *state.eligible) or (first < watermark and not self.must_refetch):
+            return None
+        self.must_refetch = False
+        _logger.warning(
+            "a log is cut off where it has lost something, and is fetched again from there",
+            extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
+        )
+        return self._cut(log.begin_truncation(first))
+
+    def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
+        """Begin anew where the leader's log begins, since it has nothing any more of what comes next here.
+
+        The future is that of `truncate`.
+        """
+        self._check_following(leader_epoch)
+        _logger.warning(
+            "a log ends before its leader's begins, and starts anew there",
+            extra={"partition": str(self.log.partition), "end": self.log.end_offset, "start": offset},
+        )
+        return self._cut(self.log.begin_restart(offset))
+
+    def _check_following(self, leader_epoch: Epoch) -> None:
+        if self._closed:
+            raise self._not_leader()
+        if self.is_leader or self.leader_epoch != leader_epoch:
+            raise FencedLeaderEpoch(f"{self.log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
+
+    def _cut_waiting(self) -> None:
+        self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
+        self._fail_waiting(NotLeader(f"the end of {self.log.partition} was cut off"))

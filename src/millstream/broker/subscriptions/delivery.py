@@ -1,0 +1,712 @@
+"""One queue at work: it reads the log ahead, gives messages to workers, makes what happens durable, and wakes whoever
+waits when the log grows, a message comes back, or a time is reached.
+
+Everything that decides runs without an `await` on the loop; what is answered waits for the store where the promise of
+the subscription says so:
+
+    at-most-once    a message is done before it is handed out, durably
+    at-least-once   a lease is written with what follows, or soon; an acceptance is durable before it is answered
+    exactly-once    both are durable before they are answered
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.broker.replication.partition import Partition
+from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.broker.subscriptions.endings import Endings
+from millstream.broker.subscriptions.lease import Lease, Settle
+from millstream.broker.subscriptions.look_ahead import (
+    LOOKED_BYTES_MAX,
+    Stretch,
+    batch_ends,
+    batches_with,
+    keys_in_batch,
+    look,
+    open_here,
+    read,
+    readable_end,
+)
+from millstream.broker.subscriptions.queue import Queue
+from millstream.broker.subscriptions.rejected import Revival
+from millstream.broker.subscriptions.sieve import QueueSieve
+from millstream.broker.subscriptions.state_store import QueueWrite, StateStore
+from millstream.broker.subscriptions.waiter import Waiter
+from millstream.core.clock import Clock
+from millstream.core.errors import (
+    CoordinatorUnavailable,
+    DamagedRange,
+    FencedLeaderEpoch,
+    MillstreamError,
+    NotCoordinator,
+    NotLeader,
+    OffsetOutOfRange,
+    RepairPending,
+)
+from millstream.core.heap import give_back_in
+from millstream.core.ids import Epoch, Offset
+from millstream.core.metric import LATENCY_BOUNDS_S, Histogram
+from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
+from millstream.core.verb import Verb
+from millstream.protocol.records.batch import Buffer, iterate_whole_headers
+
+_logger = logging.getLogger(__name__)
+
+LOOK_BYTES: Final = 1024 * 1024
+LOOK_OFFSETS: Final = 50_000
+LOOK_OFFSETS_ORDERED: Final = 2_000
+"""Of an ordered queue, each message is opened for its key: a few milliseconds of the loop."""
+READ_BYTES_MIN: Final = 64 * 1024
+LOOKS_AT_ONCE: Final = 8
+"""How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
+WAITING_MAX: Final = 10_000
+SIEVE_RETRY_S: Final = 1.0
+STARVED_S: Final = 0.5
+TRIM_OFFSETS, TRIM_S = 100_000, 0.5
+"""When so many more messages wait in memory, what is not needed of it is given back, after a moment."""
+LEASES_S: Final = 0.02
+"""How long a lease that may be forgotten after a crash waits for something else to be written with. Many messages are
+accepted by then; else each would cost two writes."""
+DROPS_S: Final = 60.0
+"""How often it is logged that messages are dropped."""
+ALARM_S_MAX: Final = 3600.0
+"""No alarm is set for later: the time of day may be corrected meanwhile."""
+
+_GOES_ON: Final = (
+    "it goes on from what is stored: nothing that was confirmed is lost, and what workers hold may be delivered again"
+)
+_NOBODY: Final = "millstream/nobody"
+_INT64_MAX: Final = 2**63 - 1
+
+
+class Received(NamedTuple):
+    """What a worker is given: leases, and the batches in which their messages are."""
+
+    leases: list[Lease]
+    batches: list[memoryview]
+
+
+NOTHING: Final = Received([], [])
+
+
+class Wanted(NamedTuple):
+    """What a worker asks for."""
+
+    worker: str
+    max_records: int
+    max_bytes: int
+    whole_batches: bool = False
+    """Whether a batch of which some is given is given as a whole, beyond `max_records`."""
+    at_least_one: bool = True
+    """Whether the first batch is given even if it exceeds `max_bytes`, so that a worker always makes progress."""
+
+
+def age_ms(partition: Partition, offset: Offset, now_ms: int) -> int:
+    """How old the first message from an offset on is, by the timestamp of its batch; 0 when there is none."""
+    oldest = max(offset, partition.log_start)
+    if oldest >= partition.last_stable_offset:
+        return 0
+    try:
+        records = partition.read(oldest, max_bytes=1)
+    except MillstreamError:
+        return 0
+    header = next(iterate_whole_headers(records), None)
+    return 0 if header is None else max(0, now_ms - header.max_timestamp_ms)
+
+
+class Delivery:
+    """The queue of one subscription on one partition that this node leads."""
+
+    def __init__(
+        self,
+        key: QueueKey,
+        queue: Queue,
+        partition: Partition,
+        store: StateStore,
+        clock: Clock,
+        *,
+        next_sequence: int,
+        name: str = "",
+        sieve: QueueSieve | None = None,
+        opener: Callable[[Stretch], Awaitable[Stretch]] | None = None,
+    ) -> None:
+        self.key = key
+        self.name = name
+        """The name of the subscription, for the log."""
+        self.queue = queue
+        self.partition = partition
+        self.leader_epoch = Epoch(partition.leader_epoch)
+        self.last_used_ms = 0
+        """When a worker was last heard of; 0 since it was opened never."""
+        self.latency = Histogram(LATENCY_BOUNDS_S)
+        """How long messages took from their batch's timestamp to their first delivery."""
+        self.damaged = 0
+        """Offsets that were passed over since it was opened, as the disk has lost them."""
+        self.when_rejecting: Callable[[], None] = lambda: None
+        """Called when messages are on their way to the dead letter topic."""
+        self.when_closed: Callable[[Delivery], None] = lambda _delivery: None
+        self._store = store
+        self._clock = clock
+        self._next_sequence = next_sequence
+        self._sieve = sieve
+        self._opener = opener
+        self._looking: asyncio.Task[None] | None = None
+        # In the order in which they came.
+        self._waiting: dict[Waiter, None] = {}
+        self._alarm: asyncio.TimerHandle | None = None
+        self._leases_timer: asyncio.TimerHandle | None = None
+        self._alarm_at_ms = 0
+        self._dropped = queue.counter(DeltaKind.DROPPED)
+        self._drops_timer: asyncio.TimerHandle | None = None
+        self._is_due = False
+        self._is_serving = False
+        # Whether there is more to look at than one turn of the loop should take, and whether the store had no room.
+        self._is_cut_short = False
+        self._is_starved = False
+        # How large a message is, by what was read last.
+        self._message_bytes = 1024
+        self._looked = 0
+        self._last_write: asyncio.Future[None] | None = None
+        self.endings = Endings()
+        self._closed: MillstreamError | None = None
+        self._note_filter()
+        partition.listen(self)
+
+    @property
+    def settings(self) -> SubscriptionSettings:
+        """What the subscription declares now."""
+        return self.queue.settings
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the queue is led elsewhere, or gone."""
+        return self._closed is not None
+
+    @property
+    def waiting(self) -> int:
+        """How many workers wait for a message."""
+        return len(self._waiting)
+
+    @property
+    def backlog(self) -> int:
+        """How many offsets are not done, about."""
+        return self.queue.backlog(readable_end(self.partition, self.settings.isolation))
+
+    @property
+    def topic(self) -> str:
+        """The name of the topic."""
+        return self.partition.topic.name
+
+    @property
+    def index(self) -> str:
+        """The number of the partition, as metrics name it."""
+        return str(self.partition.index)
+
+    def oldest_age_ms(self, now_ms: int) -> int:
+        """How old the oldest message is that is not done, by the timestamp of its batch; 0 when there is none."""
+        return 0 if self._closed is not None else age_ms(self.partition, self.queue.oldest, now_ms)
+
+    # Workers
+
+    def try_receive(self, wanted: Wanted) -> Received:
+        """Lease what is there now. The leases are written, and `handed_out` tells when they may be answered."""
+        self._check()
+        self.last_used_ms = self._clock.now_ms()
+        if not self._may_give:
+            return NOTHING
+        found = self._lease(wanted)
+        self._after()
+        return found
+
+    def park(self, waiter: Waiter) -> None:
+        """Have somebody wait for a message; there may be more of them than messages, but not without end."""
+        self._check()
+        if len(self._waiting) < WAITING_MAX:
+            self._waiting[waiter] = None
+            if self._is_cut_short or self._is_starved or self._has_available:
+                self._wake()
+            self._set_alarm()
+
+    def forget(self, waiter: Waiter) -> None:
+        """Somebody waits no more."""
+        self._waiting.pop(waiter, None)
+
+    def look_again(self) -> None:
+        """Somebody who waits has room again."""
+        self._wake()
+
+    async def handed_out(self) -> None:
+        """Wait until leases that were just given may be told to their worker."""
+        if self.settings.delivery != AT_LEAST_ONCE:
+            await self.durable()
+
+    async def settle(self, worker: str, verbs: Sequence[Settle]) -> list[MillstreamError | None]:
+        """Carry out what a worker says of its leases; answered once it is durable."""
+        results = self.settle_now(worker, verbs)
+        await self.durable()
+        return results
+
+    def settle_now(self, worker: str, verbs: Sequence[Settle]) -> list[MillstreamError | None]:
+        """The same, without the wait: `durable` tells when it may be answered."""
+        self._check()
+        self.last_used_ms = self._clock.now_ms()
+        results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self._clock.now_ms())]
+        self._after()
+        return results
+
+    def worker_gone(self, worker: str) -> None:
+        """Give what a worker holds to others."""
+        if self._closed is None:
+            self.queue.worker_gone(worker, now_ms=self._clock.now_ms())
+            self._after()
+
+    async def durable(self, *, is_all: bool = False) -> None:
+        """Wait until what has happened so far is durable; without `is_all`, what would be found out again may not."""
+        written = self._write(is_all=is_all)
+        if written is not None:
+            # Others wait for the same write, whoever gives up.
+            await asyncio.shield(written)
+
+    def seek(self, offset: Offset) -> None:
+        """Go on at another offset; leases that are out are void."""
+        self._check()
+        self.queue.seek(offset, now_ms=self._clock.now_ms())
+        self._after()
+        self._wake()
+
+    async def revive(self, letters: Mapping[Offset, bytes], closed: Mapping[Offset, bytes]) -> list[Offset]:
+        """Deliver messages again that are dead letters, by their letters; says which of them the log no longer has.
+
+        `closed` are letters by which messages were revived before, and which nobody will revive by again.
+        """
+        keys: dict[int, int] = {}
+        next_offset = 0
+        for offset in sorted(letters):
+            if offset >= next_offset:
+                found, next_offset = await keys_in_batch(self.partition, offset)
+                keys.update(found)
+        self._check()
+        now_ms, log_start = self._clock.now_ms(), self.partition.log_start
+        self.queue.drop_before(log_start, now_ms=now_ms)
+        # A batch may begin before the log does.
+        there = [Revival(one, keys[one], letter) for one, letter in letters.items() if one in keys and one >= log_start]
+        self.queue.letters_closed([Revival(one, 0, letter) for one, letter in closed.items()], now_ms=now_ms)
+        self.queue.revive(there, now_ms=now_ms)
+        self._after()
+        await self.durable()
+        return sorted(letters.keys() - {one.offset for one in there})
+
+    def change(self, settings: SubscriptionSettings, sieve: QueueSieve | None) -> None:
+        """Take over what the subscription declares now; what was looked at already stays as it was decided."""
+        self.queue.settings = settings
+        if self._sieve is not None:
+            self._sieve.close()
+        self._sieve = sieve
+        self._note_filter()
+        self._wake()
+
+    # Being told
+
+    def advanced(self, partition: Partition) -> None:
+        """The log has grown, or it is led by another node now."""
+        try:
+            if not partition.is_leader or partition.leader_epoch != self.leader_epoch:
+                self.close(NotLeader(f"{partition.log.partition} is led by another node now"))
+            elif self._waiting:
+                self._wake()
+        except Exception:
+            # Whoever appends to the partition has nothing to do with it.
+            _logger.exception("a queue could not follow its partition", extra={"queue": str(self.key)})
+
+    def close(self, reason: MillstreamError) -> None:
+        """Send whoever waits away: the queue is led elsewhere, or gone."""
+        if self._closed is not None:
+            return
+        self._write_leases()
+        self._closed = reason
+        self.partition.forget(self)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        if self._drops_timer is not None:
+            self._drops_timer.cancel()
+        if self._looking is not None:
+            self._looking.cancel()
+        if self._sieve is not None:
+            self._sieve.close()
+        self.endings.closed()
+        waiting, self._waiting = self._waiting, {}
+        for waiter in waiting:
+            waiter.refuse(reason)
+        self.when_closed(self)
+
+    def news(self) -> None:
+        """Something was changed in the queue from outside: write it, and look who can go on."""
+        self._after()
+
+    # Below: how
+
+    @property
+    def _has_available(self) -> bool:
+        return self.queue.next_available is not None
+
+    @property
+    def _may_give(self) -> bool:
+        if self.settings.paused:
+            return False
+        self._is_starved = not self._store.has_room(self.key)
+        return not self._is_starved
+
+    def _note_filter(self) -> None:
+        """Have the ledger know which filter decides from now on."""
+        self.queue.filter_version = 0 if self._sieve is None else int(self._sieve.filter.version, 16) & _INT64_MAX
+
+    def _check(self) -> None:
+        if self._closed is not None:
+            raise self._closed
+        if not self.partition.is_leader or self.partition.leader_epoch != self.leader_epoch:
+            self.close(NotLeader(f"{self.partition.log.partition} is led by another node now"))
+            self._check()
+
+    def _lease(self, wanted: Wanted) -> Received:
+        queue = self.queue
+        self._prepare(wanted.max_records)
+        # Looking may have taken a while. What has become due meanwhile may lie before everything that is read below.
+        queue.tick(now_ms := self._clock.now_ms())
+        found = self._read_oldest(wanted)
+        if found is None:
+            return NOTHING
+        oldest, records = found
+        ends, until = batch_ends(records)
+        if until <= oldest:
+            return NOTHING
+        self._message_bytes = len(records) // (until - oldest) + 1
+        leases = queue.acquire(
+            wanted.worker,
+            now_ms=now_ms,
+            max_records=wanted.max_records,
+            until=until,
+            batch_ends=ends if wanted.whole_batches else None,
+        )
+        batches = list(batches_with(records, [(lease.first, lease.last) for lease in leases]))
+        if leases and leases[-1].attempt == 1:
+            self._observe(batches, now_ms)
+        return Received(leases, batches)
+
+    def _read_oldest(self, wanted: Wanted) -> tuple[Offset, Buffer] | None:
+        """Read the log from the oldest message that is available; what the disk has lost of it holds up nothing."""
+        while (oldest := self.queue.next_available) is not None:
+            try:
+                records, _ = read(
+                    self.partition,
+                    oldest,
+                    self.settings.isolation,
+                    max_bytes=self._enough(wanted),
+                    at_least_one=wanted.at_least_one,
+                )
+            except OffsetOutOfRange:
+                # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
+                return None
+            except RepairPending:
+                # Those who wait are woken when it is back, or when nobody has it.
+                return None
+            except DamagedRange as damage:
+                if not self._give_up(oldest, damage):
+                    return None
+            else:
+                return oldest, records
+        return None
+
+    def _enough(self, wanted: Wanted) -> int:
+        """How many bytes are read for what is asked for: clients allow far more than their messages take."""
+        return min(wanted.max_bytes, max(READ_BYTES_MIN, 2 * wanted.max_records * self._message_bytes))
+
+    def _prepare(self, wanted: int) -> None:
+        """Bring the queue up to date with the log and the clock, and look ahead for so many messages."""
+        now_ms = self._clock.now_ms()
+        self.queue.drop_before(self.partition.log_start, now_ms=now_ms)
+        self.queue.tick(now_ms)
+        self._look_ahead(wanted)
+
+    def _give_up(self, oldest: Offset, damage: DamagedRange) -> bool:
+        """Take messages that the disk has lost out of the queue; whether there were any to take."""
+        now_ms = self._clock.now_ms()
+        count = damage.next_offset - oldest
+        leases = self.queue.acquire(_NOBODY, now_ms=now_ms, max_records=count, until=damage.next_offset)
+        lost = [Settle(lease.first, lease.last, Verb.REJECT, None, str(damage)) for lease in leases]
+        self.queue.settle(_NOBODY, lost, now_ms=now_ms)
+        self._note_damage(sum(lease.last - lease.first + 1 for lease in leases), damage)
+        return bool(leases)
+
+    def _note_damage(self, count: int, damage: DamagedRange) -> None:
+        """Count messages that are not delivered, as the disk has lost them, and say so."""
+        if count:
+            self.damaged += count
+            place = {"topic": self.topic, "partition": self.partition.index, "offsets": count}
+            place["subscription_id"] = self.key.subscription_id
+            _logger.error("messages are passed over: %s", damage, extra=place)
+
+    def _observe(self, batches: list[memoryview], now_ms: int) -> None:
+        """Note how long the batches of a first delivery have waited."""
+        for batch in batches:
+            for header in iterate_whole_headers(batch):
+                self.latency.observe(max(0, now_ms - header.max_timestamp_ms) / 1000)
+
+    def _look_ahead(self, wanted: int) -> None:
+        """Look further until enough is known to be there, or nothing more is."""
+        self._is_cut_short = False
+        if self._sieve is not None or self._looking is not None:
+            self._look_beside(wanted)
+            return
+        looked_bytes = 0
+        for _ in range(LOOKS_AT_ONCE):
+            seen = self._look_once(wanted)
+            if seen is None:
+                return
+            if seen.is_heavy:
+                self._look_beside(wanted)
+                return
+            self._take_in(seen, None)
+            looked_bytes += seen.looked_bytes
+            if looked_bytes > LOOKED_BYTES_MAX:
+                break
+        self._is_cut_short = True
+
+    def _look_beside(self, wanted: int) -> None:
+        """Have the filter, or whoever opens heavy batches, look further; whoever waits is woken when it has."""
+        if self._looking is None and self._needs_more(wanted):
+            self._looking = asyncio.get_running_loop().create_task(self._sift(wanted), name=f"filter {self.key}")
+            self._looking.add_done_callback(self._sifted)
+
+    async def looked(self, *, patience_s: float) -> None:
+        """Wait until the filter has looked at what it is asked for now, but not for long."""
+        if self._looking is not None:
+            await asyncio.wait([self._looking], timeout=patience_s)
+
+    async def _sift(self, wanted: int) -> None:
+        while self._closed is None:
+            sieve = self._sieve
+            seen = self._look_once(wanted)
+            if seen is None or (sieve is None and not seen.is_heavy):
+                self._wake()
+                return
+            if seen.is_heavy:
+                seen = await self._opener(seen) if self._opener is not None else open_here(seen)
+            matches = None if sieve is None else await sieve.matches(seen.records, seen.first, seen.next_offset)
+            if self._closed is None and self.queue.next_look == seen.first and self._sieve is sieve:
+                self._take_in(seen, matches)
+                self._wake()
+
+    def _sifted(self, looking: asyncio.Task[None]) -> None:
+        self._looking = None
+        error = None if looking.cancelled() else looking.exception()
+        if self._closed is not None:
+            return
+        if error is not None:
+            _logger.warning("a filter could not be asked", extra={"queue": str(self.key), "error": str(error)})
+            asyncio.get_running_loop().call_later(SIEVE_RETRY_S, self._wake)
+            return
+        try:
+            self._after()
+        except Exception as failure:
+            self._failed(failure)
+
+    def _needs_more(self, wanted: int) -> bool:
+        queue = self.queue
+        # Of what counts as available, some may turn out to wait behind its key; and there may be keys to be learned.
+        if (queue.next_available is not None and queue.counts.available >= wanted) or queue.room <= 0:
+            return False
+        return max(queue.next_look, self.partition.log_start) < readable_end(self.partition, self.settings.isolation)
+
+    def _look_once(self, wanted: int) -> Stretch | None:
+        """Look at the next stretch of the log; None when no more is wanted, or there."""
+        partition, settings = self.partition, self.settings
+        if not self._needs_more(wanted):
+            return None
+        offsets_max = min(LOOK_OFFSETS_ORDERED if settings.ordered else LOOK_OFFSETS, self.queue.room)
+        return look(
+            partition,
+            Offset(max(self.queue.next_look, partition.log_start)),
+            settings.isolation,
+            max_bytes=min(LOOK_BYTES, READ_BYTES_MIN + 2 * offsets_max * self._message_bytes),
+            offsets_max=offsets_max,
+            with_keys=settings.ordered,
+        )
+
+    def _take_in(self, seen: Stretch, matches: npt.NDArray[np.bool_] | None) -> None:
+        for first, last, reason in seen.unreadable:
+            place = {"queue": f"{self.topic}-{self.index}", "first": first, "last": last, "reason": reason}
+            _logger.warning("messages that cannot be read are passed over", extra=place)
+        self.queue.look(
+            seen.first,
+            seen.next_offset,
+            now_ms=self._clock.now_ms(),
+            absent=seen.absent,
+            matches=matches,
+            keys=seen.keys,
+            due=seen.due,
+        )
+        if seen.damage is not None:
+            self._note_damage(seen.next_offset - seen.first, seen.damage)
+        self._looked += seen.next_offset - seen.first
+        if self._looked >= TRIM_OFFSETS and self.queue.fold.unfinished >= TRIM_OFFSETS:
+            self._looked = 0
+            give_back_in(TRIM_S)
+
+    def _after(self) -> None:
+        """What follows from every change."""
+        self._write()
+        if self.queue.has_leases and self._leases_timer is None:
+            self._leases_timer = asyncio.get_running_loop().call_later(LEASES_S, self._write_leases)
+        self.endings.changed(self.queue.fold)
+        if self.queue.counter(DeltaKind.DROPPED) > self._dropped and self._drops_timer is None:
+            self._warn_of_drops()
+        if self.queue.counts.rejecting:
+            self.when_rejecting()
+        if self._waiting and not self._is_serving and self._has_available:
+            self._wake()
+        self._set_alarm()
+
+    def _warn_of_drops(self) -> None:
+        """Log what was dropped since the last time, at once and then once a minute while there is more."""
+        dropped = self.queue.counter(DeltaKind.DROPPED)
+        count, self._dropped = dropped - self._dropped, dropped
+        self._drops_timer = None
+        if count and self._closed is None:
+            _logger.warning(
+                "%d messages were dropped: they failed for good, and the subscription keeps no dead letters",
+                count,
+                extra={"subscription": self.name, "queue": f"{self.topic}-{self.index}", "dropped_total": dropped},
+            )
+            self._drops_timer = asyncio.get_running_loop().call_later(DROPS_S, self._warn_of_drops)
+
+    def _write(self, *, is_all: bool = False) -> asyncio.Future[None] | None:
+        """Write what has happened since the last time and has to be kept; None when everything is durable."""
+        if self._closed is not None:
+            raise self._closed
+        frame = self.queue.drain() if is_all or self.queue.is_urgent else None
+        if frame is not None:
+            self.endings.wrote(frame)
+            written = self._store.write(QueueWrite(self.key, self.leader_epoch, self._next_sequence, frame))
+            self._next_sequence += 1
+            self._last_write = written
+            written.add_done_callback(self._written)
+        last = self._last_write
+        return None if last is None or (last.done() and last.exception() is None) else last
+
+    def _write_leases(self) -> None:
+        """Write leases that nothing else was written with."""
+        if self._leases_timer is not None:
+            self._leases_timer.cancel()
+            self._leases_timer = None
+        if self._closed is None and self.queue.has_leases:
+            self._write(is_all=True)
+
+    def _written(self, written: asyncio.Future[None]) -> None:
+        error = None if written.cancelled() else written.exception()
+        if error is not None:
+            # What is in memory is not what the store has: the queue is read back when it is next needed.
+            if self._closed is None and not isinstance(error, (FencedLeaderEpoch, NotCoordinator)):
+                self._tell(logging.WARNING, "the last changes of a queue could not be stored", str(error))
+            self.close(NotLeader(f"the state of the queue could not be written: {error}"))
+        elif self._is_starved:
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiting and not self._is_due and self._closed is None:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._serve_waiting)
+
+    def _serve_waiting(self) -> None:
+        """Give what is there to those who wait, in turn and in equal parts."""
+        self._is_due = False
+        if self._closed is not None:
+            return
+        self._is_serving = True
+        try:
+            self._serve_all()
+        except MillstreamError as error:
+            self.close(error)
+        except Exception as error:
+            self._failed(error)
+        finally:
+            self._is_serving = False
+        if self._is_cut_short:
+            self._wake()
+        self._set_alarm()
+
+    def _serve_all(self) -> None:
+        self._check()
+        if not self._may_give:
+            # Whatever changes that wakes those who wait, and they look again.
+            self._is_cut_short = False
+            if self._is_starved and (self._last_write is None or self._last_write.done()):
+                # Others fill the store, and do not tell this queue when they have made room.
+                asyncio.get_running_loop().call_later(STARVED_S, self._wake)
+            return
+        self._prepare(self._wanted_by_all())
+        for waiter in list(self._waiting):
+            if self._closed is not None or not self._serve(waiter):
+                break
+        if self._closed is None:
+            self._after()
+
+    def _wanted_by_all(self) -> int:
+        wanted = 0
+        for waiter in self._waiting:
+            wanted += waiter.wanted.max_records
+            if wanted >= LOOK_OFFSETS:
+                return LOOK_OFFSETS
+        return wanted
+
+    def _serve(self, waiter: Waiter) -> bool:
+        """Serve one; whether it is worth to go on with the next."""
+        if waiter.is_done:
+            self._waiting.pop(waiter, None)
+            return True
+        share = -(-max(1, self.queue.counts.available) // len(self._waiting))
+        wanted = waiter.wanted_now()
+        if wanted is None:
+            return False
+        found = self.try_receive(wanted._replace(max_records=min(wanted.max_records, share)))
+        if found.leases:
+            self._waiting.pop(waiter, None)
+            waiter.give(self, found)
+            return True
+        # This one may hold as many as it can; others may not.
+        return self._has_available
+
+    def _failed(self, error: Exception) -> None:
+        """Something went wrong that nobody has thought of: begin anew from what is stored."""
+        self._tell(logging.ERROR, "a defect has stopped a queue", str(error), error)
+        self.close(CoordinatorUnavailable(f"the queue failed: {error}"))
+
+    def _tell(self, level: int, what: str, why: str, defect: Exception | None = None) -> None:
+        place = {"queue": f"{self.topic}-{self.index}", "subscription_id": self.key.subscription_id, "error": why}
+        _logger.log(level, "%s; %s", what, _GOES_ON, extra=place, exc_info=defect)
+
+    def _set_alarm(self) -> None:
+        due_ms = self.queue.next_due_ms
+        if self._closed is not None or due_ms is None or (self._alarm is not None and self._alarm_at_ms <= due_ms):
+            return
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm_at_ms = due_ms
+        delay_s = min(max(0, due_ms - self._clock.now_ms()) / 1000, ALARM_S_MAX)
+        self._alarm = asyncio.get_running_loop().call_later(delay_s, self._alarm_rings)
+
+    def _alarm_rings(self) -> None:
+        self._alarm = None
+        if self._closed is not None:
+            return
+        try:
+            self.queue.tick(self._clock.now_ms())
+            self._after()
+        except Exception as error:
+            self._failed(error)

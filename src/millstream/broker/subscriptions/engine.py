@@ -1,0 +1,430 @@
+"""Every queue that this node leads: opened when a subscription is declared or first used, closed when the partition
+moves to another node or the subscription goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+from uuid import UUID
+
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.cluster.topics import Topics
+from millstream.broker.replication.partition import Partition
+from millstream.broker.subscriptions.dead_letters import DeadLetters
+from millstream.broker.subscriptions.delivery import Delivery
+from millstream.broker.subscriptions.letter_box import LetterBox
+from millstream.broker.subscriptions.look_ahead import readable_end
+from millstream.broker.subscriptions.queue import Queue
+from millstream.broker.subscriptions.remembered import Remembered
+from millstream.broker.subscriptions.sieve import QueueSieve, Sieve
+from millstream.broker.subscriptions.state_store import StateStore
+from millstream.core.backoff import Backoff
+from millstream.core.clock import Clock
+from millstream.core.errors import (
+    MillstreamError,
+    NotLeader,
+    PartitionClosed,
+    RequestTimedOut,
+    UnknownSubscription,
+)
+from millstream.core.ids import Epoch, Offset, PartitionIndex, ProducerId
+from millstream.core.subscription import EARLIEST, QueueKey, Subscription, SubscriptionSettings
+from millstream.core.topic import Topic
+from millstream.protocol.filter.filter import compile_filter
+
+_logger = logging.getLogger(__name__)
+
+OPENING_S: Final = 1.0
+"""How long a worker waits for queues that are being opened while others are there to ask."""
+SETTLED_S: Final = 30.0
+RETRY_S_MAX: Final = 30.0
+REOPEN_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the engine stands on."""
+
+    topics: Topics
+    subscriptions: Subscriptions
+    store: StateStore
+    clock: Clock
+    random: Random
+    box: LetterBox
+    next_producer_id: Callable[[], Awaitable[ProducerId]]
+    sieve: Sieve
+    forget: Callable[[Callable[[QueueKey], bool]], Awaitable[object]]
+    """Has the states of queues go that are gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    delivery: Delivery
+    letters: DeadLetters
+
+
+class Engine:
+    """The queues of one node."""
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around = around
+        self._open: dict[QueueKey, _Open] = {}
+        self._opening: dict[QueueKey, asyncio.Task[Delivery]] = {}
+        self._followed: set[str] = set()
+        # Queues for which a task tries until they are open.
+        self._beginning: set[tuple[QueueKey, Partition]] = set()
+        self._awaited: dict[UUID, asyncio.Future[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._remembered = Remembered()
+        self._closed = False
+
+    def start(self) -> None:
+        """Begin the queues of everything that is declared, and follow what will be."""
+        self._around.subscriptions.when_changed(self._declared)
+        self._around.topics.when_deleted(self._topic_deleted)
+        self._declared()
+
+    async def close(self) -> None:
+        """Send whoever waits away. Dead letters that are not written are the next leader's."""
+        self._closed = True
+        for task in [*self._opening.values(), *self._tasks]:
+            task.cancel()
+        await asyncio.gather(*self._opening.values(), *self._tasks, return_exceptions=True)
+        for opened in list(self._open.values()):
+            opened.delivery.close(PartitionClosed("the broker is stopping"))
+            await opened.letters.close()
+        for subscription_id in list(self._awaited):
+            self._tell_awaiting(subscription_id)
+        await self._around.box.close()
+        await self._around.sieve.stop()
+
+    @property
+    def open_count(self) -> int:
+        """How many queues are open."""
+        return len(self._open)
+
+    @property
+    def tasks(self) -> int:
+        """How many tasks are at work, beside those of the queues."""
+        return len(self._tasks)
+
+    @property
+    def deliveries(self) -> Iterable[Delivery]:
+        """Every queue that is open."""
+        return [opened.delivery for opened in self._open.values()]
+
+    def opened(self, key: QueueKey) -> Delivery | None:
+        """A queue, if it is open."""
+        found = self._open.get(key)
+        return None if found is None else found.delivery
+
+    async def delivery(self, subscription: Subscription, partition: Partition) -> Delivery:
+        """The queue of a subscription on a partition that this node leads, read back first if it has to be."""
+        key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
+        found = self._open.get(key)
+        if found is not None:
+            if found.delivery.leader_epoch == partition.leader_epoch and partition.is_leader:
+                return found.delivery
+            found.delivery.close(NotLeader(f"{partition.log.partition} is led anew"))
+        opening = self._opening.get(key)
+        if opening is None:
+            opening = asyncio.get_running_loop().create_task(self._begin(subscription, partition, key))
+            self._opening[key] = opening
+            opening.add_done_callback(lambda done: self._was_opened(key, done))
+        return await asyncio.shield(opening)
+
+    async def deliveries_of(self, subscription: Subscription, partitions: Iterable[Partition]) -> list[Delivery]:
+        """The queues on some partitions. One that cannot be opened now does not keep others from being asked."""
+        loop = asyncio.get_running_loop()
+        tasks = [loop.create_task(self.delivery(subscription, partition)) for partition in partitions]
+        if not tasks:
+            return []
+        try:
+            await asyncio.wait(tasks, timeout=OPENING_S)
+            if not any(task.done() and task.exception() is None for task in tasks):
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            # The opening goes on by itself.
+            for task in tasks:
+                task.cancel()
+            done = [task for task in tasks if task.done() and not task.cancelled()]
+            opened = [task.result() for task in done if task.exception() is None]
+        return opened or [task.result() for task in done]
+
+    def next_opening(self, subscription: Subscription) -> asyncio.Future[None]:
+        """Done when a further queue of a subscription is opened here, or there will be none."""
+        if self._closed:
+            # Nobody would tell whoever waited for it, and the end of the node would wait for them.
+            raise PartitionClosed("the broker is stopping")
+        found = self._awaited.get(subscription.subscription_id)
+        if found is None:
+            found = self._awaited[subscription.subscription_id] = asyncio.get_running_loop().create_future()
+        return found
+
+    def worker_gone(self, subscription: Subscription, worker: str) -> None:
+        """Give what a worker of a subscription holds to others."""
+        for opened in list(self._open.values()):
+            if opened.delivery.key.subscription_id == subscription.subscription_id:
+                opened.delivery.worker_gone(worker)
+
+    def needed(self, topic_id: UUID, partition: PartitionIndex, subscribed: Iterable[Subscription]) -> list[Offset]:
+        """The oldest message that each queue on a partition is not done with; all, where a queue is not open."""
+        keys = {QueueKey(one.subscription_id, topic_id, partition) for one in subscribed}
+        keys.update(key for key in self._open if key.topic_id == topic_id and key.partition == partition)
+        opened = [self._open.get(key) for key in keys]
+        return [Offset(0) if one is None else one.delivery.queue.oldest for one in opened]
+
+    def close_queues(self, subscription_id: UUID, topic_id: UUID) -> None:
+        """Close the queues of a subscription on a topic; they are read back when they are next used."""
+        self._close_all(
+            lambda key: key.subscription_id == subscription_id and key.topic_id == topic_id,
+            NotLeader("the queue begins anew"),
+        )
+
+    # Below: how
+
+    async def _begin(self, subscription: Subscription, partition: Partition, key: QueueKey) -> Delivery:
+        around = self._around
+        if self._closed or not partition.is_leader:
+            raise NotLeader(f"{partition.log.partition} is not led by this node")
+        epoch = Epoch(partition.leader_epoch)
+        stored = await around.store.load(key, epoch)
+        if stored.snapshot is None and not subscription.topics:
+            # It may begin at the end of the partition, which a new leader does not know at once.
+            await _settled(partition)
+        queue = await self._restored(subscription, key, epoch, stored.snapshot)
+        declared = self._still_declared(subscription)
+        if self._closed or not partition.is_leader or partition.leader_epoch != epoch:
+            raise NotLeader(f"{partition.log.partition} is not led by this node any more")
+        settings = queue.settings
+        if not queue.is_started:
+            now_ms = around.clock.now_ms()
+            queue.begin(_start_of(declared, settings, partition, now_ms), now_ms=now_ms)
+        elif queue.fold.window.end > partition.log.end_offset:
+            _go_back(queue, partition, around.clock.now_ms())
+        sieve = self._sieve_for(settings, partition)
+        delivery = Delivery(
+            key,
+            queue,
+            partition,
+            around.store,
+            around.clock,
+            next_sequence=stored.sequence + 1,
+            name=declared.name,
+            sieve=sieve,
+            opener=around.sieve.open_batch,
+        )
+        letters = DeadLetters(
+            delivery,
+            around.box,
+            around.clock,
+            subscription=declared.name,
+            next_producer_id=around.next_producer_id,
+            random=around.random,
+        )
+        delivery.when_closed = self._was_closed
+        delivery.endings.share(self._remembered)
+        self._open[key] = _Open(delivery, letters)
+        delivery.news()
+        await delivery.durable()
+        self._tell_awaiting(key.subscription_id)
+        return delivery
+
+    async def _restored(self, subscription: Subscription, key: QueueKey, epoch: Epoch, snapshot: bytes | None) -> Queue:
+        """The queue as it was stored, with what is declared now."""
+        while True:
+            settings = self._around.subscriptions.settings_of(self._still_declared(subscription))
+            if snapshot is None:
+                return Queue(key, settings, leader_epoch=epoch)
+            # A large window takes a while.
+            queue = await asyncio.to_thread(Queue, key, settings, leader_epoch=epoch, snapshot=snapshot)
+            if self._around.subscriptions.settings_of(self._still_declared(subscription)) == settings:
+                return queue
+
+    def _still_declared(self, subscription: Subscription) -> Subscription:
+        declared = self._around.subscriptions.by_id(subscription.subscription_id)
+        if declared is None:
+            raise UnknownSubscription(f"subscription {subscription.name!r} was deleted")
+        return declared
+
+    def _was_opened(self, key: QueueKey, opening: asyncio.Task[Delivery]) -> None:
+        self._opening.pop(key, None)
+        if not opening.cancelled():
+            # Whoever asked for it may have gone, and nobody else wants to know.
+            opening.exception()
+
+    def _tell_awaiting(self, subscription_id: UUID) -> None:
+        awaited = self._awaited.pop(subscription_id, None)
+        if awaited is not None and not awaited.done():
+            awaited.set_result(None)
+
+    def _was_closed(self, delivery: Delivery) -> None:
+        found = self._open.get(delivery.key)
+        if found is not None and found.delivery is delivery:
+            del self._open[delivery.key]
+            self._spawn(found.letters.close())
+            self._spawn(self._reopen(delivery))
+
+    def _declared(self) -> None:
+        """Something about the subscriptions has changed."""
+        around = self._around
+        for subscription_id in [one for one in self._awaited if around.subscriptions.by_id(one) is None]:
+            self._tell_awaiting(subscription_id)
+        for opened in list(self._open.values()):
+            declared = around.subscriptions.by_id(opened.delivery.key.subscription_id)
+            if declared is None:
+                opened.delivery.close(UnknownSubscription("the subscription was deleted"))
+                continue
+            if declared.topics and opened.delivery.topic not in declared.topics:
+                opened.delivery.close(UnknownSubscription("the subscription has this topic no more"))
+                continue
+            settings = around.subscriptions.settings_of(declared)
+            if settings != opened.delivery.settings:
+                self._change(opened.delivery, settings)
+        for subscription in around.subscriptions.all():
+            for topic in subscription.topics:
+                self._follow(topic)
+        self._begin_all()
+        self._spawn(self._forget(lambda key: around.subscriptions.is_deleted(key.subscription_id)))
+
+    def _change(self, delivery: Delivery, settings: SubscriptionSettings) -> None:
+        if settings.ordered != delivery.settings.ordered:
+            # It knows other things of its messages then, and begins anew from what is stored.
+            delivery.close(NotLeader("the queue begins anew, since its order was changed"))
+            return
+        try:
+            delivery.change(settings, self._sieve_for(settings, delivery.partition))
+        except MillstreamError as error:
+            # A newer node may have declared a filter that cannot be read here.
+            delivery.close(error)
+
+    def _sieve_for(self, settings: SubscriptionSettings, partition: Partition) -> QueueSieve | None:
+        if not settings.filter:
+            return None
+        return QueueSieve(self._around.sieve, partition.log.partition, compile_filter(settings.filter))
+
+    def _topic_deleted(self, topic: Topic) -> None:
+        gone = PartitionClosed(f"topic {topic.name!r} was deleted")
+        self._close_all(lambda key: key.topic_id == topic.topic_id, gone)
+        self._spawn(self._forget(lambda key: key.topic_id == topic.topic_id))
+
+    def _follow(self, topic: str) -> None:
+        if topic not in self._followed:
+            self._followed.add(topic)
+            self._around.topics.when_leadership_changes(topic, lambda _index, led: self._begin_soon(topic, led))
+
+    def _begin_soon(self, topic: str, led: Partition | None) -> None:
+        """Begin the queues of a partition that this node leads from now on."""
+        if led is None or self._closed:
+            return
+        for subscription in self._around.subscriptions.all():
+            if topic in subscription.topics:
+                self._begin_at(subscription, led)
+
+    def _begin_all(self) -> None:
+        for subscription in self._around.subscriptions.all():
+            for topic in subscription.topics:
+                self._begin_on(subscription, topic)
+
+    def _begin_on(self, subscription: Subscription, name: str) -> None:
+        """Begin the queues of a topic, so that what is published from now on is in them."""
+        topic = self._around.topics.get(name)
+        if topic is None or self._closed:
+            return
+        for partition in self._around.topics.partitions_of(topic):
+            self._begin_at(subscription, partition)
+
+    def _begin_at(self, subscription: Subscription, partition: Partition) -> None:
+        key = QueueKey(subscription.subscription_id, partition.topic.topic_id, PartitionIndex(partition.index))
+        if partition.is_leader and key not in self._open and (key, partition) not in self._beginning:
+            self._beginning.add((key, partition))
+            self._spawn(self._begin_quietly(subscription, partition, key))
+
+    async def _reopen(self, delivery: Delivery) -> None:
+        """A queue was closed, but may still be led here, and have dead letters to write, or leases to take back."""
+        await asyncio.sleep(REOPEN_S)
+        declared = self._around.subscriptions.by_id(delivery.key.subscription_id)
+        if declared is not None and delivery.topic in declared.topics:
+            self._begin_on(declared, delivery.topic)
+
+    async def _begin_quietly(self, subscription: Subscription, partition: Partition, key: QueueKey) -> None:
+        """Open a queue, again until it works."""
+        backoff = Backoff(self._around.random, max_s=RETRY_S_MAX)
+        try:
+            while partition.is_leader and self._around.subscriptions.by_id(key.subscription_id) is not None:
+                try:
+                    await self.delivery(subscription, partition)
+                except MillstreamError as error:
+                    told = {"queue": subscription.name, "error": str(error)}
+                    _logger.debug("a queue could not be opened", extra=told)
+                    await backoff.pause()
+                else:
+                    return
+        finally:
+            self._beginning.discard((key, partition))
+
+    async def _forget(self, is_gone: Callable[[QueueKey], bool]) -> None:
+        try:
+            await self._around.forget(is_gone)
+        except MillstreamError as error:
+            _logger.debug("states of queues that are gone stay for now", extra={"error": str(error)})
+
+    def _close_all(self, is_gone: Callable[[QueueKey], bool], reason: MillstreamError) -> None:
+        for key, opened in list(self._open.items()):
+            if is_gone(key):
+                opened.delivery.close(reason)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._closed:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.error("a task of the subscriptions failed", exc_info=error)
+
+
+async def _settled(partition: Partition) -> None:
+    try:
+        async with asyncio.timeout(SETTLED_S):
+            await partition.settled()
+    except TimeoutError:
+        raise RequestTimedOut(f"{partition.log.partition} has records that are not acknowledged yet") from None
+
+
+def _go_back(queue: Queue, partition: Partition, now_ms: int) -> None:
+    """The log has lost messages that the queue has seen, and others come in their place: they are to be delivered."""
+    place = min(queue.oldest, partition.log.end_offset)
+    _logger.warning(
+        "a queue goes back, since its partition has lost messages",
+        extra={"partition": str(partition.log.partition), "from": queue.fold.window.end, "to": place},
+    )
+    queue.seek(place, now_ms=now_ms)
+
+
+def _start_of(subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
+    """Where a queue begins that nobody has looked at yet."""
+    if subscription.topics:
+        start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
+        # What was published to a partition that came after the subscription was published for it too.
+        return partition.log_start if start is None else Offset(max(start, partition.log_start))
+    return place_of(settings, partition, now_ms)
+
+
+def place_of(settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
+    """The place that the declared start names now."""
+    end = readable_end(partition, settings.isolation)
+    time_ms = settings.start_time_ms(now_ms)
+    if time_ms is None:
+        return partition.log_start if settings.start == EARLIEST else end
+    found = partition.log.offset_for_time(time_ms, up_to=end)
+    return end if found is None else Offset(max(found[0], partition.log_start))

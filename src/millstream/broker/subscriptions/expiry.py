@@ -1,0 +1,89 @@
+"""Subscriptions that nobody uses any more go, where they say so.
+
+Any node may have workers of a subscription. A node on which one was used notes that in the catalog, once in a while, so
+that no node, and no restart, takes a subscription for unused that is not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Final
+from uuid import UUID
+
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.core.clock import Clock
+from millstream.core.errors import MillstreamError, UnknownSubscription
+from millstream.core.subscription import Subscription
+
+_logger = logging.getLogger(__name__)
+
+NOTES_PER_LIFE: Final = 8
+"""How often a subscription that is used is noted as such in the time after which it would expire."""
+LOOK_S_MIN: Final = 0.05
+LOOK_S_MAX: Final = 600.0
+
+LastUsed = Callable[[UUID], int]
+"""When a subscription was last used on this node, in milliseconds since 1970; 0 if it was not."""
+
+
+class Expiry:
+    """Looks after the subscriptions that expire."""
+
+    def __init__(
+        self,
+        subscriptions: Subscriptions,
+        clock: Clock,
+        last_used: LastUsed,
+        delete: Callable[[str], Awaitable[object]],
+    ) -> None:
+        self._subscriptions = subscriptions
+        self._clock = clock
+        self._last_used = last_used
+        self._delete = delete
+        self._changed = asyncio.Event()
+        subscriptions.when_changed(self._changed.set)
+
+    async def run(self) -> None:
+        """Look, as often as the shortest life asks for; for ever, without cost while nothing expires."""
+        while True:
+            self._changed.clear()
+            mortal = [(one, life_ms) for one in self._subscriptions.all() if (life_ms := self._life_ms(one)) >= 0]
+            for subscription, life_ms in mortal:
+                await self._look(subscription, life_ms)
+            shortest_ms = min((life_ms for _, life_ms in mortal), default=None)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if shortest_ms is None else _pause_s(shortest_ms)):
+                    await self._changed.wait()
+
+    def _life_ms(self, subscription: Subscription) -> int:
+        return self._subscriptions.settings_of(subscription).expires_ms
+
+    async def _look(self, subscription: Subscription, life_ms: int) -> None:
+        now_ms = self._clock.now_ms()
+        used_here_ms = self._last_used(subscription.subscription_id)
+        used_ms = max(used_here_ms, subscription.used_ms, subscription.created_ms)
+        try:
+            if now_ms - used_ms > life_ms:
+                await self._subscriptions.load()
+                now = self._subscriptions.existing(subscription.name)
+                # Another node may have noted a use.
+                if max(now.used_ms, now.created_ms) < now_ms - life_ms:
+                    await self._delete(subscription.name)
+                    _logger.info("an unused subscription expired", extra={"subscription": subscription.name})
+            elif used_here_ms - max(subscription.used_ms, subscription.created_ms) > life_ms / NOTES_PER_LIFE:
+                await self._subscriptions.note_use(subscription.name, used_here_ms)
+        except UnknownSubscription:
+            # Somebody was faster.
+            return
+        except MillstreamError as error:
+            _logger.warning(
+                "a subscription could not be looked after; trying again",
+                extra={"subscription": subscription.name, "error": str(error)},
+            )
+
+
+def _pause_s(life_ms: int) -> float:
+    return min(max(life_ms / NOTES_PER_LIFE / 1000, LOOK_S_MIN), LOOK_S_MAX)

@@ -1,0 +1,220 @@
+"""Where filters are evaluated: a handful of messages here, more in a child process, so that the loop is not held up.
+
+Batches that are too heavy for the loop are opened there as well.
+
+The child starts with the first batch that is worth it, ends when it has had nothing to do for a while, and is started
+again when it dies. It has one request at a time; others wait in the order of their coming, each with no more than the
+bytes that its caller holds anyway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
+from contextlib import suppress
+
+import msgspec
+
+from millstream.broker.subscriptions.filter_worker_message import (
+    LENGTH_BYTES,
+    MESSAGE_BYTES_MAX,
+    Answer,
+    BatchRequest,
+    Found,
+    OpenedBatch,
+    Request,
+    Unreadable,
+    packed,
+)
+from millstream.broker.subscriptions.look import Opened
+from millstream.core.errors import CorruptBatch, FilterUnavailable
+from millstream.protocol.filter.evaluation import Evaluation, Messages, evaluate_few
+from millstream.protocol.filter.filter import Filter
+from millstream.protocol.records.batch import Buffer, iterate_whole_headers
+
+_logger = logging.getLogger(__name__)
+
+MODULE = "millstream.broker.subscriptions.filter_worker_child"
+
+INLINE_BYTES_MAX = 32 * 1024
+INLINE_MESSAGES_MAX = 64
+INLINE_CHECKS_MAX = 1024
+"""Messages times filters that are evaluated in the process of the loop, which takes below a millisecond."""
+
+ATTEMPTS = 2
+ANSWER_S_MAX = 60.0
+"""A child that takes longer, its start included, is taken for dead."""
+
+IDLE_S = 300.0
+BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 10.0
+
+
+class FilterWorker:
+    """Evaluates filters; one for a node."""
+
+    def __init__(
+        self, *, answer_s_max: float = ANSWER_S_MAX, idle_s: float = IDLE_S, backoff_min_s: float = BACKOFF_MIN_S
+    ) -> None:
+        self._answer_s_max = answer_s_max
+        self._idle_s = idle_s
+        self._backoff_min_s = backoff_min_s
+        self._turn = asyncio.Lock()
+        self._child: Process | None = None
+        self._idle: asyncio.TimerHandle | None = None
+        self._hung_up = False
+        self._stopping = asyncio.Event()
+        self._failures = 0
+        self.evaluated_inline = 0
+        self.evaluated_in_child = 0
+        self.opened_in_child = 0
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the child, if one runs."""
+        child = self._child
+        return child.pid if child is not None and child.returncode is None and not self._hung_up else None
+
+    async def evaluate(self, messages: Messages, filters: Sequence[Filter]) -> Evaluation:
+        """Tell which messages match which filter.
+
+        Raises `CorruptBatch` for what cannot be read and `FilterUnavailable` when the child keeps dying over it.
+        """
+        if is_light(messages, len(filters)):
+            with suppress(CorruptBatch):
+                found = evaluate_few(messages, filters, decompressed_bytes_max=INLINE_BYTES_MAX)
+                self.evaluated_inline += 1
+                return found
+            # What does not decompress to little is for the child, which also tells it from what is corrupt.
+        request = _request(messages, filters)
+        async with self._turn:
+            answer = await self._ask(request)
+        if not isinstance(answer, Found):
+            raise CorruptBatch(answer.reason if isinstance(answer, Unreadable) else "it was taken for another")
+        self.evaluated_in_child += 1
+        return answer.evaluation()
+
+    async def open_batch(self, batch: Buffer, first: int, *, with_keys: bool) -> Opened | str:
+        """Open a batch that is too heavy for the loop; the reason if it cannot be read.
+
+        Raises `FilterUnavailable` when the child keeps dying over it.
+        """
+        request = packed(BatchRequest(bytes(batch), first, with_keys))
+        async with self._turn:
+            answer = await self._ask(request)
+        self.opened_in_child += 1
+        return answer.opened() if isinstance(answer, OpenedBatch) else getattr(answer, "reason", "it was not opened")
+
+    async def stop(self) -> None:
+        """End the child; whoever waits for it is told that filters are unavailable."""
+        self._stopping.set()
+        await self._end()
+
+    async def _ask(self, request: bytes) -> Answer:
+        for attempt in range(ATTEMPTS):
+            await self._pause()
+            if self._stopping.is_set():
+                raise FilterUnavailable("the broker is stopping")
+            try:
+                answer = await self._ask_child(request)
+            except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
+                self._failures += 1
+                reason = str(error) or type(error).__name__
+                _logger.warning("evaluating filters failed", extra={"reason": reason, "attempt": attempt + 1})
+            else:
+                self._failures = 0
+                return answer
+        raise FilterUnavailable(f"filters could not be evaluated: {reason}")
+
+    async def _pause(self) -> None:
+        """Wait before a child that died is started again, longer each time."""
+        if self._failures == 0:
+            return
+        pause_s = min(self._backoff_min_s * 2 ** min(self._failures - 1, 16), BACKOFF_MAX_S)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), pause_s)
+
+    async def _ask_child(self, request: bytes) -> Answer:
+        try:
+            async with asyncio.timeout(self._answer_s_max):
+                answer = await self._exchange(request)
+        except BaseException:
+            # Whatever went wrong, an answer that is still on its way must not be taken for that of the next request.
+            await self._end()
+            raise
+        self._rest()
+        return answer
+
+    async def _exchange(self, request: bytes) -> Answer:
+        child = await self._running_child()
+        if child.stdin is None or child.stdout is None:
+            raise OSError("the child has no pipes")
+        child.stdin.write(request)
+        await child.stdin.drain()
+        size = int.from_bytes(await child.stdout.readexactly(LENGTH_BYTES), "big")
+        if size > MESSAGE_BYTES_MAX:
+            raise OSError(f"an answer of {size} bytes")
+        answer: Answer = msgspec.msgpack.decode(await child.stdout.readexactly(size), type=Answer)
+        return answer
+
+    async def _running_child(self) -> Process:
+        if self._idle is not None:
+            self._idle.cancel()
+        child = self._child
+        if child is not None and self.pid is not None:
+            return child
+        await self._end()
+        if self._failures:
+            self.restarts += 1
+        self._hung_up = False
+        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+        self._child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", MODULE, stdin=PIPE, stdout=PIPE, start_new_session=True
+        )
+        return self._child
+
+    def _rest(self) -> None:
+        """Let the child end when nothing is asked for a while."""
+        self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._hang_up)
+
+    def _hang_up(self) -> None:
+        self._hung_up = True
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
+
+    async def _end(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if child.stdin is not None:
+            child.stdin.close()
+        with suppress(ProcessLookupError):
+            child.kill()
+        await asyncio.shield(child.wait())
+
+
+def is_light(messages: Messages, filter_count: int) -> bool:
+    """Whether the loop can evaluate filters on these messages without being held up."""
+    if len(messages.batches) > INLINE_BYTES_MAX:
+        return False
+    count = sum(header.record_count for header in iterate_whole_headers(messages.batches))
+    return count <= INLINE_MESSAGES_MAX and count * filter_count <= INLINE_CHECKS_MAX
+
+
+def _request(messages: Messages, filters: Sequence[Filter]) -> bytes:
+    return packed(
+        Request(
+            messages.topic,
+            messages.partition,
+            bytes(messages.batches),
+            messages.start_offset,
+            messages.end_offset,
+            list(messages.aborted),
+            [each.text for each in filters],
+        )
+    )

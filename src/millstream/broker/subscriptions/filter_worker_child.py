@@ -1,0 +1,77 @@
+"""The child process that evaluates filters: asked over its standard input, answering on its standard output.
+
+It ends when its input closes, so it never outlives the broker.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from functools import lru_cache
+from typing import IO
+
+import msgspec
+
+from millstream.broker.subscriptions.filter_worker_message import (
+    LENGTH_BYTES,
+    MESSAGE_BYTES_MAX,
+    Answer,
+    BatchRequest,
+    Found,
+    OpenedBatch,
+    Request,
+    Unreadable,
+    packed,
+)
+from millstream.broker.subscriptions.look import open_batch
+from millstream.core.errors import BatchRejected
+from millstream.core.memory import leave_what_stays_alone
+from millstream.protocol.filter.evaluation import evaluate
+from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.records.batch import read_header
+
+FILTERS_KEPT = 1024
+
+_compiled = lru_cache(maxsize=FILTERS_KEPT)(compile_filter)
+
+
+def answer(request: Request | BatchRequest) -> Answer:
+    """Evaluate the filters of one request, or open its batch."""
+    try:
+        if isinstance(request, BatchRequest):
+            header = read_header(request.batch)
+            found = open_batch(request.batch, header, request.first, with_keys=request.with_keys, light=False)
+            return OpenedBatch.of(found)
+        return Found.of(evaluate(request.messages(), [_compiled(text) for text in request.filters]))
+    except BatchRejected as error:
+        return Unreadable(str(error))
+
+
+def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
+    """Answer requests until there are no more."""
+    decode = msgspec.msgpack.Decoder(Request | BatchRequest).decode
+    while True:
+        head = asking.read(LENGTH_BYTES)
+        size = int.from_bytes(head, "big")
+        if len(head) < LENGTH_BYTES or size > MESSAGE_BYTES_MAX:
+            return
+        body = asking.read(size)
+        if len(body) < size:
+            return
+        answering.write(packed(answer(decode(body))))
+        answering.flush()
+
+
+def main() -> None:
+    """Serve the broker."""
+    # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    leave_what_stays_alone()
+    try:
+        serve(sys.stdin.buffer, sys.stdout.buffer)
+    except BrokenPipeError:
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""What the broker and the process that evaluates filters say to each other.
+
+A message is its length in four bytes and MessagePack. Each request is answered before the next is read.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from millstream.broker.subscriptions.look import Opened
+from millstream.protocol.filter.evaluation import Evaluation, Messages
+
+LENGTH_BYTES = 4
+MESSAGE_BYTES_MAX = 1 << 30
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Messages, and the texts of the filters to evaluate."""
+
+    topic: str
+    partition: int
+    batches: bytes
+    start_offset: int
+    end_offset: int
+    aborted: list[tuple[int, int]]
+    filters: list[str]
+
+    def messages(self) -> Messages:
+        """The messages to look at."""
+        return Messages(
+            topic=self.topic,
+            partition=self.partition,
+            batches=self.batches,
+            start_offset=self.start_offset,
+            end_offset=self.end_offset,
+            aborted=self.aborted,
+        )
+
+
+class BatchRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """One batch to open for a queue, from an offset on."""
+
+    batch: bytes
+    first: int
+    with_keys: bool
+
+
+class OpenedBatch(msgspec.Struct, frozen=True, tag=True):
+    """The answer: see `broker/subscriptions/look.py`; keys as numbers of 64 bits."""
+
+    absent: list[tuple[int, int]]
+    due: list[tuple[int, int]]
+    keys: bytes | None
+    looked_bytes: int
+
+    @staticmethod
+    def of(opened: Opened) -> OpenedBatch:
+        """Pack what was found."""
+        keys = None if opened.keys is None else opened.keys.astype("<i8").tobytes()
+        return OpenedBatch(opened.absent, opened.due, keys, opened.looked_bytes)
+
+    def opened(self) -> Opened:
+        """Unpack it again."""
+        import numpy as np
+
+        keys = None if self.keys is None else np.frombuffer(self.keys, "<i8").astype(np.int64)
+        return Opened(self.absent, self.due, keys, self.looked_bytes)
+
+
+class Found(msgspec.Struct, frozen=True, tag=True):
+    """The answer: offsets as numbers of 64 bits, and a bit a message for every filter."""
+
+    offsets: bytes
+    matches: list[bytes]
+
+    @staticmethod
+    def of(evaluation: Evaluation) -> Found:
+        """Pack an evaluation."""
+        import numpy as np
+
+        matches = [np.packbits(column, bitorder="little").tobytes() for column in evaluation.matches]
+        return Found(evaluation.offsets.astype("<i8").tobytes(), matches)
+
+    def evaluation(self) -> Evaluation:
+        """Unpack it again."""
+        import numpy as np
+
+        offsets = np.frombuffer(self.offsets, "<i8").astype(np.int64)
+        bits = (np.frombuffer(column, np.uint8) for column in self.matches)
+        unpacked = (np.unpackbits(column, count=offsets.size, bitorder="little") for column in bits)
+        return Evaluation(offsets, tuple(column.view(np.bool_) for column in unpacked))
+
+
+class Unreadable(msgspec.Struct, frozen=True, tag=True):
+    """The batches could not be read."""
+
+    reason: str
+
+
+Answer = Found | OpenedBatch | Unreadable
+
+
+def packed(message: object) -> bytes:
+    """A message as it goes over the pipe."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(LENGTH_BYTES, "big") + body

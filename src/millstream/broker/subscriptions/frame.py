@@ -1,0 +1,177 @@
+"""Deltas as bytes. A frame holds all deltas of one moment of a queue; it is stored whole or not at all.
+
+    header   format, flags, subscription id, topic id, partition, leader epoch, sequence, filter version,
+             number of rows, of texts, of extras
+    lengths  of each text and each extra, 4 bytes each
+    rows     48 bytes each: kind, attempt, worker, reason, extra (numbers of texts and extras), first, last, due, time
+    texts    in UTF-8, one behind the other; then the extras
+
+Rows have a fixed width, so that numpy reads many of them at once. What follows the header is compressed when that
+is worth it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+from uuid import UUID
+
+import numpy as np
+
+from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.core.errors import CorruptBatch, CorruptState
+from millstream.core.ids import PartitionIndex
+from millstream.core.subscription import QueueKey
+from millstream.protocol.records.batch import COMPRESSION_ZSTD
+from millstream.protocol.records.compression import compress, decompress
+
+FORMAT: Final = 1
+FRAME_BYTES_MAX: Final = 1 << 28
+"""No frame takes more, decompressed."""
+
+ROWS: Final = np.dtype(
+    [
+        ("kind", "<u1"),
+        ("attempt", "<u1"),
+        ("unused", "<u2"),
+        ("worker", "<u4"),
+        ("reason", "<u4"),
+        ("extra", "<u4"),
+        ("first", "<i8"),
+        ("last", "<i8"),
+        ("due_ms", "<i8"),
+        ("time_ms", "<i8"),
+    ]
+)
+"""The rows of a frame. A number of 0 means none for worker, reason and extra."""
+
+_HEADER: Final = struct.Struct("<BB16s16siiqqIII")
+_ROW: Final = struct.Struct("<BBHIIIqqqq")
+_COMPRESSED: Final = 1
+_COMPRESS_MIN: Final = 1024
+
+
+class FrameHeader(NamedTuple):
+    """What all deltas of a frame have in common."""
+
+    key: QueueKey
+    leader_epoch: int
+    sequence: int
+    filter_version: int
+
+
+class Frame(NamedTuple):
+    """A frame that was read."""
+
+    header: FrameHeader
+    deltas: list[Delta]
+
+
+def write_frame(header: FrameHeader, deltas: Sequence[Delta]) -> bytes:
+    """The bytes of deltas."""
+    texts: dict[str, int] = {"": 0}
+    extras: list[bytes] = []
+    pack = _ROW.pack
+    rows: list[bytes] = []
+    for kind, first, last, attempt, due_ms, worker, time_ms, reason, extra in deltas:
+        named = texts.get(worker)
+        if named is None:
+            named = texts[worker] = len(texts)
+        why = texts.setdefault(reason, len(texts)) if reason else 0
+        if extra:
+            extras.append(extra)
+        rows.append(pack(kind, attempt, 0, named, why, len(extras) if extra else 0, first, last, due_ms, time_ms))
+    del texts[""]
+    blobs = [text.encode("utf-8", "replace") for text in texts]
+    lengths = b"".join([len(blob).to_bytes(4, "little") for blob in (*blobs, *extras)])
+    body = b"".join((lengths, *rows, *blobs, *extras))
+    flags = 0
+    if len(body) >= _COMPRESS_MIN:
+        body = compress(COMPRESSION_ZSTD, body)
+        flags = _COMPRESSED
+    key = header.key
+    return b"".join(
+        (
+            _HEADER.pack(
+                FORMAT,
+                flags,
+                key.subscription_id.bytes,
+                key.topic_id.bytes,
+                key.partition,
+                header.leader_epoch,
+                header.sequence,
+                header.filter_version,
+                len(deltas),
+                len(blobs),
+                len(extras),
+            ),
+            body,
+        )
+    )
+
+
+def read_header(data: bytes) -> FrameHeader:
+    """Read the header of a frame alone."""
+    return _read_header(data)[0]
+
+
+def read_frame(data: bytes) -> Frame:
+    """Read a frame; raise `CorruptState` for what is none."""
+    header, flags, row_count, text_count, extra_count = _read_header(data)
+    body = memoryview(data)[_HEADER.size :]
+    if flags & _COMPRESSED:
+        try:
+            body = memoryview(decompress(COMPRESSION_ZSTD, body, bytes_max=FRAME_BYTES_MAX))
+        except CorruptBatch as error:
+            raise CorruptState(f"a frame of deltas does not decompress: {error}") from error
+    lengths_bytes = 4 * (text_count + extra_count)
+    rows_end = lengths_bytes + _ROW.size * row_count
+    if rows_end > len(body):
+        raise CorruptState("a frame of deltas is cut off")
+    lengths = np.frombuffer(body[:lengths_bytes], "<u4").tolist()
+    if rows_end + sum(lengths) != len(body):
+        raise CorruptState("the texts of a frame of deltas do not fill it")
+    blobs = list(_blobs(body, rows_end, lengths))
+    texts = ["", *(blob.decode("utf-8", "replace") for blob in blobs[:text_count])]
+    return Frame(header, _read_rows(body[lengths_bytes:rows_end], texts, [b"", *blobs[text_count:]]))
+
+
+def _read_header(data: bytes) -> tuple[FrameHeader, int, int, int, int]:
+    if len(data) < _HEADER.size:
+        raise CorruptState("a frame of deltas is shorter than its header")
+    form, flags, subscription_id, topic_id, partition, epoch, sequence, filter_version, rows, texts, extras = (
+        _HEADER.unpack_from(data)
+    )
+    if form != FORMAT:
+        raise CorruptState(f"a frame of deltas has the unknown format {form}")
+    key = QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))
+    return FrameHeader(key, epoch, sequence, filter_version), flags, rows, texts, extras
+
+
+def _blobs(body: memoryview, position: int, lengths: Iterable[int]) -> Iterable[bytes]:
+    for length in lengths:
+        yield bytes(body[position : position + length])
+        position += length
+
+
+def _read_rows(rows: memoryview, texts: list[str], extras: list[bytes]) -> list[Delta]:
+    deltas = []
+    try:
+        for kind, attempt, _, worker, reason, extra, first, last, due_ms, time_ms in _ROW.iter_unpack(rows):
+            deltas.append(
+                Delta(
+                    DeltaKind(kind),
+                    first,
+                    last,
+                    attempt,
+                    due_ms,
+                    texts[worker],
+                    time_ms,
+                    texts[reason],
+                    extras[extra],
+                )
+            )
+    except (ValueError, IndexError) as error:
+        raise CorruptState(f"a row of a frame of deltas cannot be: {error}") from error
+    return deltas

@@ -1,0 +1,242 @@
+"""What the log has at offsets that a queue looks at for the first time: batches opened for it, and the deltas.
+
+A batch is opened on the loop only if that takes well below a millisecond; `open_batch` raises `TooHeavy` for others,
+which the process that evaluates filters opens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Final, NamedTuple
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.core.errors import CorruptBatch
+from millstream.protocol.records.batch import COMPRESSION_NONE, BatchHeader, Buffer
+from millstream.protocol.records.raw_record import raw_records, records_section
+from millstream.protocol.records.record import Record, decode_batch
+
+if TYPE_CHECKING:
+    from millstream.protocol.records.columns import HeaderColumn
+
+DELIVER_AT: Final = "deliver-at"
+"""The header that delays a message: milliseconds since 1970, as text."""
+
+LIGHT_BYTES_MAX: Final = 1024 * 1024
+LIGHT_RECORDS_MAX: Final = 2_000
+"""A batch that decompresses to more, or of which more records have to be looked at, is not opened on the loop."""
+COMPILED_RECORDS_MIN: Final = 20_000
+"""So many records pay for compiled code, which takes seconds to load."""
+
+_DELIVER_AT_BYTES: Final = DELIVER_AT.encode()
+_TIME_DIGITS_MAX: Final = 15
+
+Ranges = list[tuple[int, int]]
+"""Offsets, each range with its first and its last."""
+
+
+class TooHeavy(Exception):
+    """Opening the batch would hold up the loop."""
+
+
+class Opened(NamedTuple):
+    """What a queue has to know of one batch, from an offset on."""
+
+    absent: Ranges
+    due: Ranges
+    """Delayed messages: offset and time."""
+    keys: npt.NDArray[np.int64] | None
+    """A number for the key of every offset, the same on every node; 0 where there is none.
+
+    Two keys with the same number wait for each other, which keeps the order of both.
+    """
+    looked_bytes: int
+    """How much was looked through."""
+
+
+def open_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, light: bool = True) -> Opened:
+    """Find out which offsets of a batch hold messages, which of these are delayed, and their keys.
+
+    Raises `BatchRejected` for what cannot be read, and `TooHeavy`, if only what is light is opened.
+    """
+    is_dense = header.record_count == header.last_offset_delta + 1
+    is_compressed = header.compression != COMPRESSION_NONE
+    try:
+        section = records_section(records, header, decompressed_bytes_max=LIGHT_BYTES_MAX if light else None)
+    except CorruptBatch:
+        if not (light and is_compressed):
+            raise
+        raise TooHeavy from None
+    has_delays = section.find(_DELIVER_AT_BYTES) >= 0
+    if is_dense and not has_delays and not with_keys:
+        return Opened([], [], None, len(section))
+    if light and header.record_count > LIGHT_RECORDS_MAX:
+        raise TooHeavy
+    if header.record_count >= COMPILED_RECORDS_MIN:
+        return _open_compiled(records, header, first, with_keys=with_keys, has_delays=has_delays)
+    offsets: list[int] = []
+    due: Ranges = []
+    keys = np.zeros(header.next_offset - first, np.int64) if with_keys else None
+    if has_delays:
+        for record in decode_batch(records, header, first=first):
+            offsets.append(record.offset)
+            if (time_ms := deliver_at_ms(record)) is not None:
+                due.append((record.offset, time_ms))
+            if keys is not None and record.key is not None:
+                keys[record.offset - first] = crc32(record.key) + 1
+    else:
+        for raw in raw_records(section, header):
+            offset = header.base_offset + raw.offset_delta
+            if offset >= first:
+                offsets.append(offset)
+                if keys is not None and raw.key is not None:
+                    keys[offset - first] = crc32(raw.key) + 1
+    absent = _holes(np.array(offsets, np.int64), first, header.last_offset)
+    return Opened(absent, due, keys, len(section))
+
+
+def _open_compiled(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, has_delays: bool) -> Opened:
+    from millstream.protocol.records.decoder import HEADER, KEY, decode_columns
+
+    batch = memoryview(records)[header.position : header.end_position]
+    fields = [name for name, is_wanted in ((KEY, with_keys), (HEADER, has_delays)) if is_wanted]
+    found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
+    due: Ranges = []
+    keys = np.zeros(header.next_offset - first, np.int64) if with_keys else None
+    for columns in decode_columns(batch, fields=fields, start_offset=first, verify_crc=False):
+        found.append(columns.offsets)
+        if keys is not None and columns.keys is not None:
+            data, ends = columns.keys.data.tobytes(), columns.keys.offsets.tolist()
+            numbers = np.fromiter((crc32(data[a:b]) + 1 for a, b in pairwise(ends)), np.int64, len(ends) - 1)
+            if columns.keys.validity is not None:
+                numbers[np.unpackbits(columns.keys.validity, count=numbers.size, bitorder="little") == 0] = 0
+            keys[columns.offsets - first] = numbers
+        if columns.headers is not None:
+            due += _due(columns.offsets, columns.headers)
+    return Opened(_holes(np.concatenate(found), first, header.last_offset), due, keys, len(batch))
+
+
+def _due(offsets: npt.NDArray[np.int64], headers: HeaderColumn) -> Ranges:
+    """The delayed messages among some."""
+    names, values = headers.keys.data.tobytes(), headers.values.data.tobytes()
+    name_ends, value_ends = headers.keys.offsets.tolist(), headers.values.offsets.tolist()
+    due: Ranges = []
+    for offset, (begin, end) in zip(offsets.tolist(), pairwise(headers.offsets.tolist()), strict=True):
+        for at in range(begin, end):
+            if names[name_ends[at] : name_ends[at + 1]] == _DELIVER_AT_BYTES:
+                time_ms = _time_ms(values[value_ends[at] : value_ends[at + 1]])
+                if time_ms is not None:
+                    due.append((offset, time_ms))
+                    break
+    return due
+
+
+def _holes(offsets: npt.NDArray[np.int64], first: int, last: int) -> Ranges:
+    """The ranges from `first` to `last` of which no offset is there."""
+    bounds = np.concatenate(([first - 1], offsets, [last + 1]))
+    before = np.flatnonzero(np.diff(bounds) > 1)
+    return [(int(bounds[at]) + 1, int(bounds[at + 1]) - 1) for at in before]
+
+
+def deliver_at_ms(record: Record) -> int | None:
+    """When a message wants to be delivered, if it says so in a way that can be read."""
+    for name, value in record.headers:
+        if name == DELIVER_AT and value is not None and (time_ms := _time_ms(value)) is not None:
+            return time_ms
+    return None
+
+
+def _time_ms(value: bytes) -> int | None:
+    return int(value) if value.isdigit() and len(value) <= _TIME_DIGITS_MAX else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """What was read of the offsets [first, next_offset)."""
+
+    first: int
+    next_offset: int
+    absent: Sequence[tuple[int, int]] = ()
+    """Offsets without a message, as ranges with both ends."""
+    matches: npt.NDArray[np.bool_] | None = None
+    """For each offset whether the filter lets it through; None if it lets all through."""
+    keys: npt.NDArray[np.int64] | None = None
+    """For each offset the hash of its key, 0 without one."""
+    due: Sequence[tuple[int, int]] = ()
+    """Messages that are delayed: offset and time."""
+
+    def since(self, offset: int) -> Look:
+        """The part from an offset on; what lies between the offset and the first that was read is absent."""
+        skipped = offset - self.first
+        if skipped == 0:
+            return self
+        if skipped < 0:
+            hole = -skipped
+            return Look(
+                first=offset,
+                next_offset=self.next_offset,
+                absent=[(offset, self.first - 1), *self.absent],
+                matches=None if self.matches is None else np.concatenate((np.ones(hole, np.bool_), self.matches)),
+                keys=None if self.keys is None else np.concatenate((np.zeros(hole, np.int64), self.keys)),
+                due=self.due,
+            )
+        return Look(
+            first=offset,
+            next_offset=max(self.next_offset, offset),
+            absent=[(max(first, offset), last) for first, last in self.absent if last >= offset],
+            matches=None if self.matches is None else self.matches[skipped:],
+            keys=None if self.keys is None else self.keys[skipped:],
+            due=[(message, due_ms) for message, due_ms in self.due if message >= offset],
+        )
+
+    def key_bytes(self) -> bytes:
+        """The hashes of all keys, 8 bytes each."""
+        if self.keys is None:
+            return bytes(8 * (self.next_offset - self.first))
+        return np.ascontiguousarray(self.keys, np.int64).tobytes()
+
+    def deltas(self, now_ms: int) -> list[Delta]:
+        """What happens by it."""
+        if self.next_offset <= self.first:
+            return []
+        first, last = self.first, self.next_offset - 1
+        deltas = [Delta(DeltaKind.LOOKED, first, last, 0, 0, "", now_ms)]
+        for begin, end in self.absent:
+            deltas.append(Delta(DeltaKind.ABSENT, begin, end, 0, 0, "", now_ms))
+        if self.matches is None and not self.due:
+            return deltas
+        wanted = np.ones(self.next_offset - self.first, np.bool_)
+        for begin, end in self.absent:
+            wanted[begin - self.first : end - self.first + 1] = False
+        if self.matches is not None:
+            deltas += self._filtered(wanted & ~self.matches, now_ms)
+            wanted &= self.matches
+        deltas += self._parked(wanted, now_ms)
+        return deltas
+
+    def _filtered(self, out: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
+        places = np.flatnonzero(out)
+        if not len(places):
+            return []
+        begin, end = int(places[0]), int(places[-1])
+        # A range says it all if it has no holes; otherwise there is a bit for each offset.
+        bits = b"" if end - begin + 1 == len(places) else np.packbits(out[begin : end + 1], bitorder="little").tobytes()
+        first, last = self.first + begin, self.first + end
+        return [Delta(DeltaKind.FILTERED, first, last, 0, 0, "", now_ms, "", bits)]
+
+    def _parked(self, wanted: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
+        deltas: list[Delta] = []
+        for offset, due_ms in self.due:
+            if due_ms <= now_ms or not wanted[offset - self.first]:
+                continue
+            before = deltas[-1] if deltas else None
+            if before is not None and before.last + 1 == offset and before.due_ms == due_ms:
+                deltas[-1] = before._replace(last=offset)
+            else:
+                deltas.append(Delta(DeltaKind.PARKED, offset, offset, 0, due_ms, "", now_ms))
+        return deltas

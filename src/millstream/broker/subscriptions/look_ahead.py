@@ -1,0 +1,208 @@
+"""What a queue has to know of a stretch of the log before it can hand it out: which offsets hold messages, which of
+them are delayed, and their keys. Batches that raise none of these questions are not opened.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.broker.replication.partition import Partition
+from millstream.broker.subscriptions.look import Opened, Ranges, TooHeavy, open_batch
+from millstream.core.errors import BatchRejected, DamagedRange, OffsetOutOfRange, RepairPending
+from millstream.core.ids import Offset
+from millstream.core.subscription import READ_COMMITTED
+from millstream.protocol.records.aborted_batches import AbortedBatches
+from millstream.protocol.records.batch import Buffer, iterate_whole_headers, read_header
+
+LOOKED_BYTES_MAX: Final = 2 * 1024 * 1024
+"""So much is looked through on the loop at once: a few milliseconds."""
+
+
+class Stretch(NamedTuple):
+    """A part of the log as a queue looks at it."""
+
+    records: Buffer
+    first: Offset
+    next_offset: Offset
+    absent: Ranges
+    due: Ranges
+    """Delayed messages: offset and time."""
+    keys: npt.NDArray[np.int64] | None
+    looked_bytes: int = 0
+    """How much was looked through."""
+    is_heavy: bool = False
+    """Whether it ends with a batch that is still to be opened, elsewhere."""
+    unreadable: tuple[tuple[int, int, str], ...] = ()
+    """Batches that cannot be read, each as its first and last offset and the reason; they are absent."""
+    damage: DamagedRange | None = None
+    """Why all of it is absent, if the disk lost it."""
+
+    @property
+    def batch_first(self) -> int:
+        """The first offset of the heavy batch that is looked at."""
+        return max(int(self.first), read_header(self.records).base_offset)
+
+    def with_batch(self, opened: Opened | str) -> Stretch:
+        """The same with its heavy batch opened, or with the reason why it cannot be."""
+        first = self.batch_first
+        if isinstance(opened, str):
+            lost = (first, self.next_offset - 1)
+            return self._replace(absent=[*self.absent, lost], is_heavy=False, unreadable=((*lost, opened),))
+        keys = self.keys
+        if keys is not None and opened.keys is not None:
+            keys[first - self.first :] = opened.keys
+        return self._replace(absent=[*self.absent, *opened.absent], due=opened.due, is_heavy=False)
+
+
+def readable_end(partition: Partition, isolation: str) -> Offset:
+    """Up to where a queue may look."""
+    return partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
+
+
+def read(
+    partition: Partition, offset: Offset, isolation: str, *, max_bytes: int, at_least_one: bool = True
+) -> tuple[Buffer, Ranges]:
+    """Whole batches from an offset on, and the aborted transactions among them."""
+    if isolation == READ_COMMITTED:
+        committed = partition.read_committed(offset, max_bytes=max_bytes, at_least_one=at_least_one)
+        return committed.records, committed.aborted
+    return partition.read(offset, max_bytes=max_bytes, at_least_one=at_least_one), []
+
+
+def look(
+    partition: Partition,
+    offset: Offset,
+    isolation: str,
+    *,
+    max_bytes: int,
+    offsets_max: int,
+    with_keys: bool = False,
+) -> Stretch | None:
+    """Look at the log from an offset on; None when there is nothing to see yet."""
+    try:
+        records, aborted = read(partition, offset, isolation, max_bytes=max_bytes)
+    except DamagedRange as damage:
+        next_offset = Offset(min(damage.next_offset, readable_end(partition, isolation)))
+        return _lost(offset, next_offset, damage, with_keys=with_keys)
+    except RepairPending:
+        # Whoever waits is woken when it is back, or when nobody has it.
+        return None
+    absent: Ranges = []
+    due: Ranges = []
+    keys: list[tuple[int, npt.NDArray[np.int64]]] = []
+    unreadable: list[tuple[int, int, str]] = []
+    left_out = AbortedBatches(aborted)
+    position = offset
+    looked_bytes = 0
+    for header in iterate_whole_headers(records):
+        if header.next_offset <= position:
+            continue
+        if position > offset and (header.next_offset - offset > offsets_max or looked_bytes > LOOKED_BYTES_MAX):
+            break
+        first = max(position, header.base_offset)
+        gap = [(int(position), header.base_offset - 1)] if header.base_offset > position else []
+        if header.is_control or left_out.holds(header.last_offset, header.attributes, header.producer_id):
+            absent += [*gap, (first, header.last_offset)]
+        else:
+            try:
+                opened = open_batch(records, header, first, with_keys=with_keys)
+            except TooHeavy:
+                if position > offset:
+                    break
+                batch = memoryview(records)[header.position : header.end_position]
+                none = np.zeros(header.next_offset - offset, np.int64) if with_keys else None
+                return Stretch(batch, offset, header.next_offset, gap, [], none, is_heavy=True)
+            except BatchRejected as error:
+                absent += [*gap, (first, header.last_offset)]
+                unreadable.append((first, header.last_offset, str(error)))
+            else:
+                absent += [*gap, *opened.absent]
+                due += opened.due
+                looked_bytes += opened.looked_bytes
+                if opened.keys is not None:
+                    keys.append((first, opened.keys))
+        position = header.next_offset
+    if position == offset:
+        return None
+    all_keys = np.zeros(position - offset, np.int64) if with_keys else None
+    if all_keys is not None:
+        for begin, some in keys:
+            all_keys[begin - offset : begin - offset + some.size] = some
+    return Stretch(records, offset, position, absent, due, all_keys, looked_bytes, False, tuple(unreadable))
+
+
+def open_here(seen: Stretch) -> Stretch:
+    """Open the heavy batch of a stretch in this process."""
+    header, with_keys = read_header(seen.records), seen.keys is not None
+    try:
+        return seen.with_batch(open_batch(seen.records, header, seen.batch_first, with_keys=with_keys, light=False))
+    except BatchRejected as error:
+        return seen.with_batch(str(error))
+
+
+def _lost(offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_keys: bool) -> Stretch | None:
+    """A stretch that the disk has lost: nothing is there, and what follows goes on."""
+    if next_offset <= offset:
+        return None
+    keys = np.zeros(next_offset - offset, np.int64) if with_keys else None
+    return Stretch(b"", offset, next_offset, [(offset, next_offset - 1)], [], keys, damage=damage)
+
+
+async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int], Offset]:
+    """Find every message of the batch that holds an offset, with the number of its key, and the offset after the batch.
+
+    What cannot be read any more, or cannot be opened, has none.
+    """
+    found: dict[int, int] = {}
+    try:
+        records = partition.read(offset, max_bytes=1)
+    except (OffsetOutOfRange, DamagedRange, RepairPending):
+        return found, Offset(offset + 1)
+    header = next(iterate_whole_headers(records), None)
+    if header is None:
+        return found, Offset(offset + 1)
+    if not header.is_control:
+        with suppress(BatchRejected):
+            opened = await asyncio.to_thread(
+                open_batch, records, header, header.base_offset, with_keys=True, light=False
+            )
+            if opened.keys is not None:
+                found = dict(enumerate(opened.keys.tolist(), header.base_offset))
+            for first, last in opened.absent:
+                for missing in range(first, last + 1):
+                    del found[missing]
+    return found, Offset(max(header.next_offset, offset + 1))
+
+
+def batches_with(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:
+    """The batches of a stretch that hold something of the given ranges, which are in order; neighbours together."""
+    view = memoryview(records)
+    begin = end = 0
+    ranges = iter(leased)
+    current = next(ranges, None)
+    for header in iterate_whole_headers(records):
+        while current is not None and current[1] < header.base_offset:
+            current = next(ranges, None)
+        if current is None:
+            break
+        if current[0] > header.last_offset:
+            continue
+        if header.position != end:
+            if end > begin:
+                yield view[begin:end]
+            begin = header.position
+        end = header.end_position
+    if end > begin:
+        yield view[begin:end]
+
+
+def batch_ends(records: Buffer) -> tuple[list[int], Offset]:
+    """The last offset of every batch, and the offset after all of them."""
+    ends = [int(header.last_offset) for header in iterate_whole_headers(records)]
+    return ends, Offset(ends[-1] + 1 if ends else -1)

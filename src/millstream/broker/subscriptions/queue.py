@@ -1,0 +1,650 @@
+"""One subscription on one partition: which message is with whom, and what comes next. Pure: no clock, no I/O.
+
+Every change is a delta that is applied to the `Fold` and kept until `drain`, so that the stored deltas give the same
+state again. Beside it the queue keeps what may be lost with the process and is made anew from the fold: what is
+available next (`Supply`), what is due when (`DueIndex`), and whose turn it is (`KeyOrder`).
+
+`now_ms` is the time of day. Whatever is due by then happens first, so a lease that has ended is never settled. When
+the time of day is put back, leases and waits for a retry last no longer for that.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.broker.subscriptions.aside import Aside
+from millstream.broker.subscriptions.clock_step import CLOCK_STEP_MS, put_back
+from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.broker.subscriptions.due_index import NEVER_MS, DueIndex
+from millstream.broker.subscriptions.fold import Fold, revival_bytes
+from millstream.broker.subscriptions.frame import FrameHeader, write_frame
+from millstream.broker.subscriptions.key_order import KeyOrder
+from millstream.broker.subscriptions.lease import Lease, Settle
+from millstream.broker.subscriptions.look import Look
+from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
+from millstream.broker.subscriptions.rejected import Rejected, Revival
+from millstream.broker.subscriptions.snapshot import read_snapshot
+from millstream.broker.subscriptions.supply import Supply
+from millstream.broker.subscriptions.window import Window
+from millstream.core.errors import CorruptState, InvalidRecordState, PolicyViolation
+from millstream.core.ids import Offset
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
+from millstream.core.verb import Verb
+
+WINDOW_MAX: Final = 1_000_000
+PARKED_MAX: Final = 1_000_000
+DENSE_MAX: Final = 65_536
+"""A window of more offsets sets aside what holds its start back."""
+
+ATTEMPTS_COUNTED_MAX: Final = 255
+REASON_LENGTH_MAX: Final = 500
+REASONS_MAX: Final = 1024
+"""So many different reasons are kept of messages on their way to the dead letter topic; further ones have none."""
+
+_PENDING_MAX: Final = 1000
+_ASIDE_STEP: Final = 4096
+_NOWHERE: Final = 2**63 - 1
+_ACCEPT: Final = Verb.ACCEPT
+_USED_UP: Final = "all attempts have failed"
+
+_ACQUIRED: Final = DeltaKind.ACQUIRED
+_ACCEPTED: Final = DeltaKind.ACCEPTED
+_MERGED: Final = (DeltaKind.LOOKED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED, DeltaKind.LETTER_CLOSED)
+_PATIENT: Final = (
+    DeltaKind.LOOKED,
+    DeltaKind.FILTERED,
+    DeltaKind.ABSENT,
+    DeltaKind.PARKED,
+    DeltaKind.DUE,
+    DeltaKind.ASIDE,
+    DeltaKind.LETTER_CLOSED,
+)
+"""What would be found out again after a crash, or does not matter then, and so may ride along with the next write."""
+_IS_MERGED: Final = tuple(kind in _MERGED for kind in range(max(DeltaKind) + 1))
+_IS_PATIENT: Final = tuple(kind in _PATIENT for kind in range(max(DeltaKind) + 1))
+"""Both by number: they are asked for with every event."""
+
+
+class Counts(NamedTuple):
+    """How many unfinished messages are in which state, of those that have been looked at."""
+
+    available: int
+    leased: int
+    parked: int
+    blocked: int
+    rejecting: int
+    aside: int
+    """How many of them the window has left behind."""
+
+
+class Queue:
+    """The machine that the leader of a partition runs for a subscription."""
+
+    def __init__(
+        self,
+        key: QueueKey,
+        settings: SubscriptionSettings,
+        *,
+        leader_epoch: int,
+        snapshot: bytes | None = None,
+        window_max: int = WINDOW_MAX,
+        parked_max: int = PARKED_MAX,
+        dense_max: int = DENSE_MAX,
+    ) -> None:
+        """With a snapshot it goes on from there; without one `begin` says where it starts."""
+        self.settings = settings
+        """May be replaced, except that `ordered` stays: a queue that changes it is made anew from a snapshot."""
+        self.filter_version = 0
+        """Stands in every frame, so that the ledger knows which filter decided."""
+        self._leader_epoch = leader_epoch
+        self._window_max = window_max
+        self._parked_max = parked_max
+        self._dense_max = dense_max
+        self._fold = Fold(key) if snapshot is None else read_snapshot(snapshot)
+        if self._fold.key != key:
+            raise CorruptState(f"the snapshot of queue {self._fold.key} does not belong to {key}")
+        self._pending: list[Delta] = []
+        self._is_urgent = False
+        self.has_leases = False
+        """Whether there are leases to store that may be forgotten after a crash: they can wait for what is urgent."""
+        self._order = KeyOrder(0) if settings.ordered else None
+        self._restore()
+
+    def _restore(self) -> None:
+        """Make anew what is not stored; also when the window is empty and stands elsewhere."""
+        fold, start = self._fold, self._fold.window.start
+        self._aside_tried_at = 0
+        self._ticked_ms = 0
+        self._dues = DueIndex(self._due_runs)
+        waiting = fold.waiting_runs(0, fold.window.end)
+        for run in waiting:
+            self._dues.add(run.first, run.last, run.due_ms)
+        holding = [(run.first, run.last) for run in waiting if run.attempt and run.first >= start]
+        self._order = None if self._order is None else KeyOrder(start, holding)
+        self._supply = Supply(fold, self._order)
+        if self._order is None:
+            self._supply.came_back(0, start - 1)
+        elif not holding:
+            self._supply.lock_keys(self._order)
+
+    # -- what it says of itself ------------------------------------------------------------------------------
+
+    @property
+    def fold(self) -> Fold:
+        """Its durable state, for looking only."""
+        return self._fold
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has a place in the log."""
+        return self._fold.is_started
+
+    @property
+    def next_look(self) -> Offset:
+        """Where the driver reads on."""
+        window = self._fold.window
+        return Offset(window.end if self._order is None else max(self._order.next_look, window.start))
+
+    @property
+    def room(self) -> int:
+        """How many offsets the driver may look further; 0 while too many messages wait."""
+        if self._order is not None and self._order.is_scattered:
+            return self._order.look_max
+        window = self._fold.window
+        return max(0, self._window_max - window.span) + window.end - self.next_look
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether messages can be given; after a restart an ordered queue learns first, by `look`, who holds a key."""
+        return self._order is None or self._order.is_ready
+
+    @property
+    def next_due_ms(self) -> int | None:
+        """When to call `tick`: never too late, sometimes too early."""
+        return None if self._dues.next_ms == NEVER_MS else self._dues.next_ms
+
+    @property
+    def oldest(self) -> Offset:
+        """The first message that is not done, or where the queue looks next."""
+        return self._fold.oldest
+
+    @property
+    def counts(self) -> Counts:
+        """How many messages are in which state."""
+        counts = self._fold.counts
+        return Counts(
+            available=counts[AVAILABLE],
+            leased=counts[LEASED],
+            parked=counts[PARKED],
+            blocked=counts[BLOCKED],
+            rejecting=counts[REJECTING],
+            aside=self._fold.aside.unfinished,
+        )
+
+    def counter(self, kind: DeltaKind) -> int:
+        """To how many messages this has happened since the queue began; a message counts each time."""
+        return self._fold.counters[kind]
+
+    @property
+    def redelivered(self) -> int:
+        """How many deliveries were not the first of their message."""
+        return self._fold.redelivered
+
+    def in_flight(self, worker: str) -> int:
+        """How many messages a worker holds."""
+        return self._fold.workers.references(worker)
+
+    def backlog(self, end_offset: int) -> int:
+        """How many messages are not done, about: those not looked at yet may be filtered out."""
+        return self._fold.unfinished + max(0, end_offset - self._fold.window.end)
+
+    # -- looking ahead ---------------------------------------------------------------------------------------
+
+    def begin(self, offset: int, *, now_ms: int) -> None:
+        """Start at an offset."""
+        self._do(Delta(DeltaKind.START, offset, offset, 0, 0, "", now_ms))
+        self._restore()
+
+    def look(
+        self,
+        first: int,
+        next_offset: int,
+        *,
+        now_ms: int,
+        absent: Sequence[tuple[int, int]] = (),
+        matches: npt.NDArray[np.bool_] | None = None,
+        keys: npt.NDArray[np.int64] | None = None,
+        due: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Take in what the driver has read from `next_look` on. It may have begun earlier; a hole before is absent."""
+        window = self._fold.window
+        if self._order is None and matches is None and not absent and not due and first == window.end < next_offset:
+            self._do(Delta(DeltaKind.LOOKED, first, next_offset - 1, 0, 0, "", now_ms))
+            self._try_aside(now_ms)
+            return
+        look = Look(first=first, next_offset=next_offset, absent=absent, matches=matches, keys=keys, due=due)
+        if self._order is not None:
+            self._learn(self._order, look)
+        if next_offset <= window.end:
+            return
+        for delta in look.since(window.end).deltas(now_ms):
+            self._do(delta)
+            if delta.kind == DeltaKind.PARKED:
+                self._dues.add(delta.first, delta.last, delta.due_ms)
+        self._try_aside(now_ms)
+
+    def _learn(self, order: KeyOrder, look: Look) -> None:
+        order.trim(self._fold.window.base)
+        was_scattered = order.is_scattered
+        if was_scattered:
+            order.learn_held(look.first, array("q", look.key_bytes()))
+        if look.next_offset > order.next_offset and not (was_scattered and look.first > order.next_offset):
+            order.learn(look.since(order.next_offset).key_bytes())
+        if not (order.is_ready or order.is_scattered):
+            self._supply.lock_keys(order)
+
+    @property
+    def _aside_step(self) -> int:
+        return min(_ASIDE_STEP, self._dense_max)
+
+    def _try_aside(self, now_ms: int) -> None:
+        window = self._fold.window
+        if window.span > self._dense_max and window.end - self._aside_tried_at >= self._aside_step:
+            self._set_aside(now_ms)
+
+    def _set_aside(self, now_ms: int) -> None:
+        """Let the start of the window move on, unless what is there is about to be taken or fills it anyway."""
+        window, aside = self._fold.window, self._fold.aside
+        self._aside_tried_at = window.end
+        while window.span > self._dense_max and self.is_ready:
+            start = window.start - window.base
+            end = min(start + self._aside_step, len(window))
+            end = end if self._order is None else max(start, min(end, self._order.next_offset - window.base))
+            available = window.states.find(AVAILABLE, start, end)
+            end = end if available < 0 else available
+            unfinished = end - start - window.states.count(DONE, start, end)
+            is_dense = unfinished * 4 > end - start and window.span * 2 < self._window_max
+            if start == end or is_dense or unfinished > self._parked_max - aside.unfinished:
+                return
+            for first, last in self._unfinished_ranges(start, end):
+                keys = b"" if self._order is None else self._order.keys(first, last).tobytes()
+                self._do(Delta(DeltaKind.ASIDE, first, last, 0, 0, "", now_ms, "", keys))
+
+    def _unfinished_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
+        window = self._fold.window
+        done = np.frombuffer(window.states, np.uint8)[start:end] == DONE
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], done, [True])))) + (window.base + start)
+        return [(first, after - 1) for first, after in edges.reshape(-1, 2).tolist()]
+
+    # -- giving messages out ---------------------------------------------------------------------------------
+
+    @property
+    def next_available(self) -> Offset | None:
+        """The oldest message that `acquire` would give, unless limits of the worker keep it from it."""
+        if not self.is_ready or not self._fold.counts[AVAILABLE]:
+            return None
+        found = self._supply.peek(_NOWHERE)
+        return None if found is None else Offset(found)
+
+    def acquire(
+        self,
+        worker: str,
+        *,
+        now_ms: int,
+        max_records: int,
+        until: int | None = None,
+        batch_ends: Sequence[int] | None = None,
+    ) -> list[Lease]:
+        """Lease the oldest available messages to a worker, none at `until` or beyond.
+
+        With the last offsets of batches, the batch in which the limit falls is filled up: it is sent whole anyway. An
+        ordered queue does not do so, since what comes next of a key must not be given together with what came before.
+        """
+        if self._dues.next_ms <= now_ms:
+            self.tick(now_ms)
+        fold = self._fold
+        if not fold.counts[AVAILABLE] or not self.is_ready:
+            return []
+        settings = self.settings
+        room = min(
+            max_records,
+            settings.in_flight_max - fold.workers.references(worker),
+            settings.leases_max - fold.counts[LEASED],
+        )
+        if room <= 0:
+            return []
+        end = _NOWHERE if until is None else until
+        deadline_ms = now_ms + settings.lease_ms
+        leases: list[Lease] = []
+        taken = self._lease(worker, room, end, deadline_ms, now_ms, leases)
+        if batch_ends and self._order is None and taken >= max_records:
+            place = bisect_left(batch_ends, leases[-1].last)
+            if place < len(batch_ends) and batch_ends[place] > leases[-1].last:
+                more = batch_ends[place] - leases[-1].last
+                self._lease(worker, more, min(end, batch_ends[place] + 1), deadline_ms, now_ms, leases)
+        return leases
+
+    def _lease(self, worker: str, count: int, until: int, due_ms: int, now_ms: int, leases: list[Lease]) -> int:
+        runs = self._supply.take(count, until)
+        kind = _ACCEPTED if self.settings.delivery == AT_MOST_ONCE else _ACQUIRED
+        taken = 0
+        for first, last, attempts in runs:
+            attempt = min(attempts + 1, ATTEMPTS_COUNTED_MAX)
+            delta = Delta(kind, first, last, attempt, due_ms, worker, now_ms)
+            if kind == _ACQUIRED:
+                self._do(delta)
+                self._dues.add(first, last, due_ms)
+            else:
+                self._end(delta)
+            leases.append(Lease(Offset(first), Offset(last), attempt, due_ms))
+            taken += last - first + 1
+        return taken
+
+    # -- taking them back ------------------------------------------------------------------------------------
+
+    def settle(self, worker: str, verbs: Sequence[Settle], *, now_ms: int) -> list[InvalidRecordState | None]:
+        """Carry out what a worker says of messages that it holds; for each verb None or why it was refused."""
+        if self._dues.next_ms <= now_ms:
+            self.tick(now_ms)
+        return [self._settle(worker, verb, now_ms) for verb in verbs]
+
+    def _settle(self, worker: str, settle: Settle, now_ms: int) -> InvalidRecordState | None:
+        number = self._fold.workers.number(worker)
+        runs = [] if number is None else self._held_runs(number, settle.first, settle.last)
+        if not runs or (settle.attempt is not None and any(run[2] != settle.attempt for run in runs)):
+            if settle.verb == Verb.ACCEPT and self.settings.delivery == AT_MOST_ONCE:
+                return None
+            return settle.not_held_by(worker)
+        verb = settle.verb
+        for first, last, attempt in runs:
+            if verb == _ACCEPT:
+                self._end(Delta(_ACCEPTED, first, last, attempt, 0, worker, now_ms))
+            elif verb == Verb.RELEASE:
+                delay_ms = self.settings.backoff_ms(attempt, now_ms) if settle.delay_ms is None else settle.delay_ms
+                due_ms = now_ms + delay_ms
+                self._fail(Delta(DeltaKind.RELEASED, first, last, attempt, due_ms, worker, now_ms, settle.reason))
+            elif verb == Verb.REJECT:
+                self._give_up(first, last, attempt, worker, now_ms, settle.reason)
+            elif verb == Verb.RETURN:
+                due_ms = now_ms + (settle.delay_ms or 0)
+                # What waits in its first attempt holds its key, also after a restart.
+                left = max(1, attempt - 1) if self._order is not None and due_ms > now_ms else attempt - 1
+                self._wait_again(Delta(DeltaKind.RELEASED, first, last, left, due_ms, worker, now_ms, settle.reason))
+            else:
+                self._extend(first, last, attempt, worker, now_ms, settle.delay_ms)
+        return None
+
+    def _held_runs(self, number: int, first: int, last: int) -> list[tuple[int, int, int]]:
+        """The messages as runs of the same attempt; empty unless the worker holds all of them."""
+        window = self._fold.window
+        if last < first or last >= window.end:
+            return []
+        if first >= window.start:
+            start, end = first - window.base, last + 1 - window.base
+            if not window.is_leased_to(start, end, number):
+                return []
+            attempt = window.attempts[start]
+            if end - start == 1 or window.attempts.count(attempt, start, end) == end - start:
+                return [(first, last, attempt)]
+        runs: list[tuple[int, int, int]] = []
+        count = 0
+        for columns, start, end in self._fold.parts(first, last):
+            if not columns.is_leased_to(start, end, number):
+                return []
+            count += end - start
+            for run_start, run_end in columns.attempt_runs(start, end):
+                begin = columns.offset_at(run_start)
+                runs.append((begin, begin + run_end - run_start - 1, columns.attempts[run_start]))
+        return runs if count == last - first + 1 else []
+
+    def _extend(self, first: int, last: int, attempt: int, worker: str, now_ms: int, lease_ms: int | None) -> None:
+        due_ms = now_ms + max(1, self.settings.lease_ms if lease_ms is None else lease_ms)
+        self._do(Delta(DeltaKind.EXTENDED, first, last, attempt, due_ms, worker, now_ms))
+        self._dues.add(first, last, due_ms)
+
+    def worker_gone(self, worker: str, *, now_ms: int) -> None:
+        """Release what a worker holds; the deliveries count."""
+        self.tick(now_ms)
+        for run in self._fold.leased_to(worker):
+            due_ms = now_ms + self.settings.backoff_ms(run.attempt, now_ms)
+            self._fail(
+                Delta(DeltaKind.RELEASED, run.first, run.last, run.attempt, due_ms, worker, now_ms, "the worker left")
+            )
+
+    def _fail(self, delta: Delta) -> None:
+        """A delivery has failed: another one follows, at once or later, unless it was the last."""
+        if 0 < self.settings.attempts <= delta.attempt:
+            self._do(delta._replace(due_ms=delta.time_ms))
+            reason = delta.reason or _USED_UP
+            self._give_up(delta.first, delta.last, delta.attempt, delta.worker, delta.time_ms, reason)
+            return
+        self._wait_again(delta)
+
+    def _wait_again(self, delta: Delta) -> None:
+        """The messages are available again, at once or at a time."""
+        self._do(delta)
+        if delta.due_ms > delta.time_ms:
+            self._dues.add(delta.first, delta.last, delta.due_ms)
+        elif self.is_ready:
+            self._supply.came_back(delta.first, delta.last)
+
+    def _give_up(self, first: int, last: int, attempt: int, worker: str, now_ms: int, reason: str) -> None:
+        reason = reason[:REASON_LENGTH_MAX]
+        kind = DeltaKind.DROPPED
+        if self.settings.has_dead_letters:
+            kind = DeltaKind.REJECTING
+            reasons = self._fold.reasons
+            if len(reasons) >= REASONS_MAX and reasons.number(reason) is None:
+                reason = ""
+        self._end(Delta(kind, first, last, attempt, 0, worker, now_ms, reason))
+
+    def _end(self, delta: Delta) -> None:
+        """It is no longer the messages' turn, so their keys are free for the next."""
+        order = self._order
+        if order is None or not order.is_ready:
+            self._do(delta)
+            return
+        offsets = range(delta.first, delta.last + 1)
+        keys = [self._supply.key_of(order, offset) for offset in offsets]
+        self._do(delta)
+        for offset, key in zip(offsets, keys, strict=True):
+            self._next_of(order, key, offset)
+
+    def _next_of(self, order: KeyOrder, key: int, offset: int) -> None:
+        if not order.leave(key, offset):
+            return
+        while (waiting := order.next_waiting(key)) is not None:
+            place = self._fold.place(waiting)
+            if place is not None and place[0].states[place[1]] == BLOCKED:
+                place[0].states[place[1]] = AVAILABLE
+                self._fold.counts[BLOCKED] -= 1
+                self._fold.counts[AVAILABLE] += 1
+                order.lead(key, waiting)
+                self._supply.came_back(waiting, waiting)
+                return
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def tick(self, now_ms: int) -> None:
+        """Let everything happen that is due: leases end, waits are over, and a window that is full makes room."""
+        if self._fold.window.span >= self._window_max:
+            self._set_aside(now_ms)
+        if now_ms < self._ticked_ms - CLOCK_STEP_MS:
+            for delta in put_back(self._fold, self._ticked_ms - now_ms, now_ms):
+                self._do(delta)
+                self._dues.add(delta.first, delta.last, delta.due_ms)
+        self._ticked_ms = now_ms
+        if self._dues.next_ms > now_ms:
+            return
+        for first, last in self._dues.pop(now_ms):
+            for run in self._fold.waiting_runs(first, last):
+                if run.due_ms > now_ms:
+                    continue
+                if run.state == LEASED:
+                    worker = self._fold.workers.texts[run.holder]
+                    due_ms = now_ms + self.settings.backoff_ms(run.attempt, now_ms)
+                    self._fail(Delta(DeltaKind.EXPIRED, run.first, run.last, run.attempt, due_ms, worker, now_ms))
+                else:
+                    self._do(Delta(DeltaKind.DUE, run.first, run.last, run.attempt, 0, "", now_ms))
+                    self._come_up(run.first, run.last, run.attempt)
+
+    def _come_up(self, first: int, last: int, attempt: int) -> None:
+        order = self._order
+        if order is None or (attempt and order.is_ready):
+            self._supply.came_back(first, last)
+        elif order.is_ready:
+            for offset in range(first, min(last + 1, self._supply.fresh)):
+                self._supply.come_up(order, offset, self._supply.key_of(order, offset))
+
+    def _due_runs(self, first: int, last: int) -> list[tuple[int, int, int]]:
+        return [(run.first, run.last, run.due_ms) for run in self._fold.waiting_runs(first, last)]
+
+    # -- seeking, retention ----------------------------------------------------------------------------------
+
+    def seek(self, offset: int, *, now_ms: int) -> None:
+        """Go on at another offset. Leases end, nothing is remembered of the messages: they may come again."""
+        self._do(Delta(DeltaKind.SOUGHT, offset, self._fold.window.end, 0, 0, "", now_ms))
+        self._restore()
+
+    def drop_before(self, log_start: int, *, now_ms: int) -> None:
+        """The log begins at an offset now; what was not done before it never will be, and leases on it end."""
+        oldest = self._fold.oldest
+        if log_start <= oldest:
+            return
+        is_beyond = log_start > self._fold.window.end
+        self._do(Delta(DeltaKind.RETENTION_CUT, oldest, log_start - 1, 0, 0, "", now_ms))
+        if is_beyond:
+            self._restore()
+        elif self._order is not None and self._order.is_ready:
+            for key, head in self._order.heads_before(log_start):
+                self._next_of(self._order, key, head)
+
+    # -- dead letters ----------------------------------------------------------------------------------------
+
+    def rejecting(self, count_max: int) -> list[Rejected]:
+        """The oldest messages that are to be produced to the dead letter topic."""
+        found: list[Rejected] = []
+        if not self._fold.counts[REJECTING]:
+            return found
+        for columns in (self._fold.aside, self._fold.window):
+            place = columns.states.find(REJECTING)
+            while place >= 0 and len(found) < count_max:
+                found.append(self._rejected(columns, place))
+                place = columns.states.find(REJECTING, place + 1)
+        return found
+
+    def planned(self) -> list[Rejected]:
+        """Those of them for which a plan was made."""
+        places = [place for offset, plan in self._fold.plans.items() if plan and (place := self._fold.place(offset))]
+        return [self._rejected(*place) for place in places if place[0].states[place[1]] == REJECTING]
+
+    def _rejected(self, columns: Window | Aside, place: int) -> Rejected:
+        offset = Offset(columns.offset_at(place))
+        reason = self._fold.reasons.texts[columns.holders[place]]
+        times = columns.firsts[place], columns.dues[place]
+        return Rejected(offset, columns.attempts[place], reason, *times, self._fold.plans.get(offset, b""))
+
+    def plan(self, offset: int, plan: bytes, *, now_ms: int) -> bool:
+        """Keep how a message will be produced to the dead letter topic, or that it was not; False if it will not be."""
+        return self._dead(DeltaKind.PLANNED, offset, now_ms, "", plan)
+
+    def dead_lettered(self, offset: int, where: bytes, *, now_ms: int) -> bool:
+        """The message stands in the dead letter topic; False if it was not on its way there."""
+        return self._dead(DeltaKind.DEAD_LETTERED, offset, now_ms, "", where)
+
+    def drop(self, offset: int, reason: str, *, now_ms: int) -> bool:
+        """The message cannot be produced to the dead letter topic, and never will be."""
+        return self._dead(DeltaKind.DROPPED, offset, now_ms, reason, b"")
+
+    def revive(self, revivals: Sequence[Revival], *, now_ms: int) -> int:
+        """Have dead letters delivered again as new messages; says how many are.
+
+        Messages that the queue is not done with are left as they are, and so are those that it has revived by the same
+        letter before: whoever does not know whether it was answered can ask again.
+        """
+        fold = self._fold
+        wanted = sorted({one.offset: one for one in revivals if self._can_revive(one)}.values())
+        left = self._parked_max - fold.aside.unfinished
+        if sum(one.offset < fold.window.start for one in wanted) > left:
+            raise PolicyViolation(
+                f"no more than {self._parked_max} old messages can wait in a queue, and {fold.aside.unfinished} do; "
+                "revive the others when some of these are done"
+            )
+        for run in _consecutive(wanted):
+            first, last = run[0].offset, run[-1].offset
+            self._do(Delta(DeltaKind.REVIVED, first, last, 0, 0, "", now_ms, "", revival_bytes(run)))
+            if self._order is None:
+                self._supply.came_back(first, last)
+            elif self._order.is_ready:
+                for one in run:
+                    self._supply.revive(self._order, one.offset, one.key)
+        return len(wanted)
+
+    def _can_revive(self, revival: Revival) -> bool:
+        fold = self._fold
+        is_done = revival.offset < fold.window.end and fold.state_of(revival.offset) == DONE
+        return is_done and fold.revived.get(revival.offset) != revival.letter
+
+    def letters_closed(self, revivals: Iterable[Revival], *, now_ms: int) -> None:
+        """Forget by which letters messages were revived, since these are closed."""
+        for one in revivals:
+            if self._fold.revived.get(one.offset) == one.letter:
+                self._do(Delta(DeltaKind.LETTER_CLOSED, one.offset, one.offset, 0, 0, "", now_ms))
+
+    def _dead(self, kind: DeltaKind, offset: int, now_ms: int, reason: str, extra: bytes) -> bool:
+        place = self._fold.place(offset)
+        if place is None or place[0].states[place[1]] != REJECTING:
+            return False
+        attempt = place[0].attempts[place[1]]
+        self._do(Delta(kind, offset, offset, attempt, 0, "", now_ms, reason, extra))
+        return True
+
+    # -- what has to be stored -------------------------------------------------------------------------------
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether any of it would not be found out again after a crash, or it has become much."""
+        return self._is_urgent or len(self._pending) > _PENDING_MAX
+
+    def drain(self) -> bytes | None:
+        """The frame of everything that has happened since the last one; it is stored whole, and in order."""
+        if not self._pending:
+            return None
+        deltas, self._pending = self._pending, []
+        self._is_urgent = self.has_leases = False
+        self._fold.sequence += 1
+        header = FrameHeader(self._fold.key, self._leader_epoch, self._fold.sequence, self.filter_version)
+        return write_frame(header, deltas)
+
+    def _do(self, delta: Delta) -> None:
+        """Let an event happen, and keep it to be stored."""
+        self._fold.apply(delta)
+        pending = self._pending
+        kind = delta.kind
+        if kind == _ACQUIRED and self.settings.delivery == AT_LEAST_ONCE:
+            self.has_leases = True
+        elif not _IS_PATIENT[kind]:
+            self._is_urgent = True
+        if pending and _IS_MERGED[kind]:
+            before = pending[-1]
+            if before.kind == kind and before.last + 1 == delta.first and before[3:7] == delta[3:7]:
+                pending[-1] = Delta(kind, before.first, *delta[2:])
+                return
+        pending.append(delta)
+
+
+def _consecutive(revivals: Sequence[Revival]) -> list[list[Revival]]:
+    """Cut revivals in the order of their offsets into runs without a gap."""
+    runs: list[list[Revival]] = []
+    for one in revivals:
+        if runs and runs[-1][-1].offset + 1 == one.offset:
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    return runs

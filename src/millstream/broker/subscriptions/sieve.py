@@ -1,0 +1,256 @@
+"""Filters at work: a stretch of the log is decoded once, however many subscriptions have a filter on it.
+
+Queues of one partition look at the same messages, some earlier and some later, and by stretches of other lengths. The
+first has all filters of the partition evaluated for whole batches, while the others wait, and what came out is kept for
+them, as long as there is room for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left, bisect_right, insort
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from millstream.broker.subscriptions.filter_worker import FilterWorker
+from millstream.broker.subscriptions.look_ahead import Stretch
+from millstream.core.errors import BatchRejected
+from millstream.core.ids import Offset
+from millstream.core.topic import TopicPartition
+from millstream.protocol.filter.evaluation import Messages
+from millstream.protocol.filter.filter import Filter
+from millstream.protocol.records.batch import Buffer, iterate_whole_headers
+
+KEPT_BYTES_MAX: Final = 16 * 1024 * 1024
+
+Bits = npt.NDArray[np.bool_]
+
+
+class _Run(NamedTuple):
+    """What was found for consecutive offsets: a row of bits for each filter."""
+
+    start: int
+    end: int
+    rows: dict[Filter, Bits]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(bits.nbytes for bits in self.rows.values())
+
+
+@dataclass(slots=True)
+class _Partition:
+    """The filters of one partition, and what is kept of what they found, ascending and not overlapping."""
+
+    filters: Counter[Filter] = field(default_factory=Counter)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Queues that ask for the same wait for whoever has it evaluated."""
+    runs: list[_Run] = field(default_factory=list)
+
+    def run_at(self, offset: int) -> _Run | None:
+        """The run that an offset lies in."""
+        at = bisect_right(self.runs, offset, key=_start) - 1
+        return self.runs[at] if at >= 0 and offset < self.runs[at].end else None
+
+
+class Sieve:
+    """The filters of a node, by the partitions that they look at."""
+
+    def __init__(self, worker: FilterWorker) -> None:
+        self._worker = worker
+        self._partitions: dict[TopicPartition, _Partition] = {}
+        self._kept: OrderedDict[tuple[TopicPartition, int], _Run] = OrderedDict()
+        """Every run, that which was used last at the end."""
+        self._kept_bytes = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """How much of what was found is kept."""
+        return self._kept_bytes
+
+    async def open_batch(self, seen: Stretch) -> Stretch:
+        """Open the heavy batch of a stretch, beside the loop."""
+        opened = await self._worker.open_batch(seen.records, seen.batch_first, with_keys=seen.keys is not None)
+        return seen.with_batch(opened)
+
+    async def stop(self) -> None:
+        """End the process that evaluates filters."""
+        await self._worker.stop()
+
+    def join(self, partition: TopicPartition, wanted: Filter) -> None:
+        """A queue with a filter begins."""
+        self._partitions.setdefault(partition, _Partition()).filters[wanted] += 1
+
+    def leave(self, partition: TopicPartition, wanted: Filter) -> None:
+        """A queue with a filter ends, or has another one now."""
+        known = self._partitions.get(partition)
+        if known is None:
+            return
+        known.filters[wanted] -= 1
+        if known.filters[wanted] <= 0:
+            del known.filters[wanted]
+        if not known.filters:
+            # The next queue may find other messages there: a topic that was made anew, another leader's log.
+            for run in list(known.runs):
+                self._drop(partition, run)
+            del self._partitions[partition]
+
+    async def matches(
+        self, partition: TopicPartition, wanted: Filter, records: Buffer, first: Offset, next_offset: Offset
+    ) -> Bits:
+        """For every offset of a stretch, whether its message matches; what cannot be opened does."""
+        known = self._partitions.get(partition) or _Partition()
+        async with known.turn:
+            runs = self._covering(partition, known, wanted, first, next_offset)
+            if runs is None:
+                runs = await self._look(partition, known, wanted, records, first, next_offset)
+        found = np.zeros(next_offset - first, np.bool_)
+        for run in runs:
+            start, end = max(first, run.start), min(next_offset, run.end)
+            found[start - first : end - first] = run.rows[wanted][start - run.start : end - run.start]
+        return found
+
+    def _covering(
+        self, partition: TopicPartition, known: _Partition, wanted: Filter, first: int, next_offset: int
+    ) -> list[_Run] | None:
+        """The runs that together tell all of a stretch, if there are."""
+        runs: list[_Run] = []
+        at = first
+        while at < next_offset:
+            run = known.run_at(at)
+            if run is None or wanted not in run.rows:
+                return None
+            self._kept.move_to_end((partition, run.start))
+            runs.append(run)
+            at = run.end
+        return runs
+
+    async def _look(
+        self,
+        partition: TopicPartition,
+        known: _Partition,
+        wanted: Filter,
+        records: Buffer,
+        first: Offset,
+        next_offset: Offset,
+    ) -> list[_Run]:
+        """Have every filter evaluated for the whole batches of a stretch that are not kept yet."""
+        runs: list[_Run] = []
+        start, position, end_position = int(first), -1, -1
+        for header in iterate_whole_headers(records):
+            if header.next_offset <= first or header.base_offset >= next_offset:
+                continue
+            run = known.run_at(header.base_offset)
+            if run is not None and wanted in run.rows and header.next_offset <= run.end:
+                if position >= 0:
+                    piece = memoryview(records)[position:end_position]
+                    runs.append(await self._sift(partition, known, wanted, piece, start, header.base_offset))
+                    position = -1
+                if not runs or runs[-1] is not run:
+                    runs.append(run)
+                start = max(start, run.end)
+                continue
+            if position < 0:
+                # What lies between a run and the next batch holds no messages.
+                position, start = header.position, min(start, header.base_offset)
+            end_position = header.end_position
+            last = header.next_offset
+        if position >= 0:
+            end = max(last, next_offset)
+            piece = memoryview(records)[position:end_position]
+            runs.append(await self._sift(partition, known, wanted, piece, start, end))
+        return runs
+
+    async def _sift(
+        self, partition: TopicPartition, known: _Partition, wanted: Filter, records: Buffer, start: int, end: int
+    ) -> _Run:
+        rows = {one: np.zeros(end - start, np.bool_) for one in (*known.filters, wanted)}
+        first, next_offset = Offset(start), Offset(end)
+        try:
+            await self._evaluate(partition, records, first, next_offset, rows)
+        except BatchRejected:
+            await self._evaluate_one_by_one(partition, records, first, next_offset, rows)
+        run = _Run(start, end, rows)
+        if self._partitions.get(partition) is known:
+            self._keep(partition, known, run)
+        return run
+
+    async def _evaluate(
+        self,
+        partition: TopicPartition,
+        records: Buffer,
+        first: Offset,
+        next_offset: Offset,
+        by_filter: dict[Filter, Bits],
+    ) -> None:
+        messages = Messages(
+            topic=partition.topic,
+            partition=partition.partition,
+            batches=records,
+            start_offset=first,
+            end_offset=next_offset,
+        )
+        evaluation = await self._worker.evaluate(messages, list(by_filter))
+        for dense, bits in zip(by_filter.values(), evaluation.matches, strict=True):
+            dense[evaluation.offsets - first] = bits
+
+    async def _evaluate_one_by_one(
+        self,
+        partition: TopicPartition,
+        records: Buffer,
+        first: Offset,
+        next_offset: Offset,
+        by_filter: dict[Filter, Bits],
+    ) -> None:
+        """Some batch cannot be opened. Workers see it as it is, and can reject it; the others are filtered."""
+        view = memoryview(records)
+        for header in iterate_whole_headers(records):
+            begin, end = max(first, header.base_offset), min(next_offset, header.next_offset)
+            if begin >= end:
+                continue
+            try:
+                one = view[header.position : header.end_position]
+                await self._evaluate(partition, one, first, next_offset, by_filter)
+            except BatchRejected:
+                for dense in by_filter.values():
+                    dense[begin - first : end - first] = True
+
+    def _keep(self, partition: TopicPartition, known: _Partition, run: _Run) -> None:
+        for old in [old for old in known.runs if old.start < run.end and old.end > run.start]:
+            self._drop(partition, old)
+        insort(known.runs, run, key=_start)
+        self._kept[partition, run.start] = run
+        self._kept_bytes += run.size_bytes
+        while self._kept_bytes > KEPT_BYTES_MAX:
+            self._drop(*next((place[0], kept) for place, kept in self._kept.items()))
+
+    def _drop(self, partition: TopicPartition, run: _Run) -> None:
+        runs = self._partitions[partition].runs
+        del runs[bisect_left(runs, run.start, key=_start)]
+        self._kept_bytes -= self._kept.pop((partition, run.start)).size_bytes
+
+
+def _start(run: _Run) -> int:
+    return run.start
+
+
+class QueueSieve:
+    """The filter of one queue."""
+
+    def __init__(self, sieve: Sieve, partition: TopicPartition, wanted: Filter) -> None:
+        self._sieve = sieve
+        self._partition = partition
+        self.filter = wanted
+        sieve.join(partition, wanted)
+
+    def close(self) -> None:
+        """The queue has gone, or has another filter."""
+        self._sieve.leave(self._partition, self.filter)
+
+    async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Bits:
+        """For every offset of a stretch, whether its message matches."""
+        return await self._sieve.matches(self._partition, self.filter, records, first, next_offset)

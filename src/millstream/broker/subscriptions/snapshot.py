@@ -1,0 +1,205 @@
+"""The durable state of a queue as bytes. Equal states give equal bytes, whatever way led to them."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any, Final
+from uuid import UUID
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from millstream.broker.subscriptions.columns import Columns
+from millstream.broker.subscriptions.fold import Fold
+from millstream.broker.subscriptions.interned import Interned
+from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING, STATES
+from millstream.broker.subscriptions.window import Window
+from millstream.core.errors import CorruptBatch, CorruptState
+from millstream.core.ids import PartitionIndex
+from millstream.core.subscription import QueueKey
+from millstream.protocol.records.batch import COMPRESSION_ZSTD
+from millstream.protocol.records.compression import compress, decompress
+
+FORMAT: Final = 0x81
+"""The first byte; that of a frame of deltas is another."""
+SNAPSHOT_BYTES_MAX: Final = 1 << 28
+"""No snapshot takes more, decompressed: both limits of a queue together need a third of it."""
+
+
+class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
+    """Columns; the numbers stand only for messages that have any."""
+
+    states: bytes
+    attempts: bytes
+    rows: bytes
+    dues: bytes
+    holders: bytes
+    firsts: bytes
+
+
+class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
+    """Everything that is kept of a queue."""
+
+    subscription_id: bytes
+    topic_id: bytes
+    partition: int
+    is_started: bool
+    start: int
+    sequence: int
+    counters: list[int]
+    redelivered: int
+    workers: list[str]
+    reasons: list[str]
+    plans: list[tuple[int, bytes]]
+    revived: list[tuple[int, bytes]]
+    window: StoredColumns
+    aside: StoredColumns
+    aside_offsets: bytes
+    aside_keys: bytes
+
+
+_FORMAT_BYTE: Final = bytes([FORMAT])
+_ENCODER: Final = msgspec.msgpack.Encoder()
+_DECODER: Final = msgspec.msgpack.Decoder(StoredQueue)
+
+
+def write_snapshot(fold: Fold) -> bytes:
+    """The bytes of a state."""
+    window, aside = fold.window, fold.aside
+    waiting = np.frombuffer(aside.states, np.uint8) != DONE
+    workers, reasons = fold.workers.held(), fold.reasons.held()
+    numbers = _renumbered(fold.workers, workers), _renumbered(fold.reasons, reasons)
+    stored = StoredQueue(
+        subscription_id=fold.key.subscription_id.bytes,
+        topic_id=fold.key.topic_id.bytes,
+        partition=fold.key.partition,
+        is_started=fold.is_started,
+        start=window.start,
+        sequence=fold.sequence,
+        counters=fold.counters,
+        redelivered=fold.redelivered,
+        workers=workers,
+        reasons=reasons,
+        plans=sorted(fold.plans.items()),
+        revived=list(fold.revived.items()),
+        window=_stored(window, slice(window.start - window.base, None), *numbers),
+        aside=_stored(aside, waiting, *numbers),
+        aside_offsets=np.frombuffer(aside.offsets, np.int64)[waiting].tobytes(),
+        aside_keys=np.frombuffer(aside.keys, np.int64)[waiting].tobytes(),
+    )
+    return _FORMAT_BYTE + compress(COMPRESSION_ZSTD, _ENCODER.encode(stored))
+
+
+def is_snapshot(data: bytes) -> bool:
+    """Whether these are the bytes of a snapshot, or of something else."""
+    return data[:1] == _FORMAT_BYTE
+
+
+def read_snapshot(data: bytes) -> Fold:
+    """The state of a snapshot; raise `CorruptState` for what is none."""
+    if not is_snapshot(data):
+        raise CorruptState("the snapshot of a queue has an unknown format")
+    try:
+        body = decompress(COMPRESSION_ZSTD, memoryview(data)[1:], bytes_max=SNAPSHOT_BYTES_MAX)
+        stored = _DECODER.decode(body)
+    except (CorruptBatch, msgspec.MsgspecError) as error:
+        raise CorruptState(f"the snapshot of a queue cannot be read: {error}") from error
+    try:
+        return _restored(stored)
+    except (ValueError, IndexError) as error:
+        raise CorruptState(f"the columns of a snapshot do not fit together: {error}") from error
+
+
+def _renumbered(interned: Interned, held: list[str]) -> npt.NDArray[np.uint32]:
+    """The number in the snapshot for each number in use."""
+    numbers = np.zeros(len(interned.texts) + 1, np.uint32)
+    for place, text in enumerate(held):
+        number = interned.number(text)
+        numbers[-1 if number is None else number] = place
+    return numbers
+
+
+def _stored(
+    columns: Columns,
+    chosen: slice | npt.NDArray[np.bool_],
+    workers: npt.NDArray[np.uint32],
+    reasons: npt.NDArray[np.uint32],
+) -> StoredColumns:
+    states = np.frombuffer(columns.states, np.uint8)[chosen].copy()
+    states[states == BLOCKED] = AVAILABLE
+    attempts = np.frombuffer(columns.attempts, np.uint8)[chosen].copy()
+    attempts[states == DONE] = 0
+    rows = np.flatnonzero((attempts > 0) | (states == PARKED))
+    state = states[rows]
+    dues = np.frombuffer(columns.dues, np.int64)[chosen][rows]
+    dues[state == AVAILABLE] = 0
+    numbers = np.frombuffer(columns.holders, np.uint32)[chosen][rows]
+    holders = np.zeros(len(rows), np.uint32)
+    holders[state == LEASED] = workers[numbers[state == LEASED]]
+    holders[state == REJECTING] = reasons[numbers[state == REJECTING]]
+    firsts = np.frombuffer(columns.firsts, np.int64)[chosen][rows]
+    firsts[attempts[rows] == 0] = 0
+    return StoredColumns(
+        states=states.tobytes(),
+        attempts=attempts.tobytes(),
+        rows=rows.astype(np.uint32).tobytes(),
+        dues=dues.tobytes(),
+        holders=holders.tobytes(),
+        firsts=firsts.tobytes(),
+    )
+
+
+def _restored(stored: StoredQueue) -> Fold:
+    key = QueueKey(UUID(bytes=stored.subscription_id), UUID(bytes=stored.topic_id), PartitionIndex(stored.partition))
+    fold = Fold(key)
+    fold.is_started = stored.is_started
+    fold.window = Window(stored.start)
+    fold.sequence = stored.sequence
+    fold.counters[: len(stored.counters)] = stored.counters
+    fold.redelivered = stored.redelivered
+    fold.plans = dict(stored.plans)
+    fold.revived = dict(stored.revived)
+    for columns, kept in ((fold.window, stored.window), (fold.aside, stored.aside)):
+        _restore(columns, kept)
+        for state, count in enumerate(np.bincount(np.frombuffer(kept.states, np.uint8), minlength=STATES).tolist()):
+            fold.counts[state] += count
+    fold.counts[DONE] = 0
+    fold.aside.offsets.frombytes(stored.aside_offsets)
+    fold.aside.keys.frombytes(stored.aside_keys)
+    if not len(fold.aside.offsets) == len(fold.aside.keys) == len(fold.aside):
+        raise ValueError("messages set aside have no offset")
+    _refer(fold.workers, stored.workers, fold, LEASED)
+    _refer(fold.reasons, stored.reasons, fold, REJECTING)
+    return fold
+
+
+def _restore(columns: Columns, stored: StoredColumns) -> None:
+    count = len(stored.states)
+    if len(stored.attempts) != count or (np.frombuffer(stored.states, np.uint8) >= STATES).any():
+        raise ValueError("a message has no attempts, or an unknown state")
+    columns.states += stored.states
+    columns.attempts += stored.attempts
+    rows = np.frombuffer(stored.rows, np.uint32)
+    columns.dues = array("q", _spread(rows, np.frombuffer(stored.dues, np.int64), count))
+    columns.holders = array("I", _spread(rows, np.frombuffer(stored.holders, np.uint32), count))
+    columns.firsts = array("q", _spread(rows, np.frombuffer(stored.firsts, np.int64), count))
+
+
+def _spread(rows: npt.NDArray[np.uint32], values: npt.NDArray[Any], count: int) -> bytes:
+    column = np.zeros(count, values.dtype)
+    column[rows] = values
+    return column.tobytes()
+
+
+def _refer(interned: Interned, texts: list[str], fold: Fold, state: int) -> None:
+    """Count who refers to each text. In a snapshot all are in use, so they get the numbers that the columns have."""
+    total = np.zeros(len(texts), np.int64)
+    for columns in (fold.window, fold.aside):
+        held = np.frombuffer(columns.holders, np.uint32)[np.frombuffer(columns.states, np.uint8) == state]
+        counts = np.bincount(held, minlength=len(texts))
+        if len(counts) > len(texts):
+            raise ValueError("a message refers to a text that is not there")
+        total += counts
+    for text, references in zip(texts, total.tolist(), strict=True):
+        interned.hold(text, references)

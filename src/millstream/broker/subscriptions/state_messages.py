@@ -1,0 +1,98 @@
+"""What nodes ask each other about the states of queues: bodies in MessagePack, since deltas are bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+from uuid import UUID
+
+import msgspec
+
+from millstream.broker.subscriptions.state_store import QueueWrite
+from millstream.core.errors import InvalidRequest
+from millstream.core.ids import Epoch, PartitionIndex
+from millstream.core.subscription import QueueKey
+
+LOAD_KEY: Final = 32020
+WRITE_KEY: Final = 32021
+
+
+class LoadQueue(msgspec.Struct, frozen=True, array_like=True):
+    """Asks for a queue on behalf of its leader."""
+
+    subscription_id: bytes
+    topic_id: bytes
+    partition: int
+    leader_epoch: int
+
+    @property
+    def key(self) -> QueueKey:
+        """The queue."""
+        return _key(self.subscription_id, self.topic_id, self.partition)
+
+
+class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
+    """The answer; `error` is Kafka's code, 0 when all is well."""
+
+    error: int
+    message: str | None
+    snapshot: bytes | None = None
+    sequence: int = -1
+
+
+class WriteOfQueue(msgspec.Struct, frozen=True, array_like=True):
+    """One write."""
+
+    subscription_id: bytes
+    topic_id: bytes
+    partition: int
+    leader_epoch: int
+    sequence: int
+    deltas: bytes
+
+    def read(self) -> QueueWrite:
+        """As the store takes it."""
+        key = _key(self.subscription_id, self.topic_id, self.partition)
+        return QueueWrite(key, Epoch(self.leader_epoch), self.sequence, self.deltas)
+
+
+class WriteQueues(msgspec.Struct, frozen=True, array_like=True):
+    """Writes of one partition of the state topic, in order."""
+
+    state_partition: int
+    writes: list[WriteOfQueue]
+
+
+class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
+    """The answer, once the writes are durable: an error for all, or one for each write."""
+
+    error: int
+    message: str | None
+    errors: Sequence[tuple[int, str | None]] = ()
+
+
+def write_load(key: QueueKey, leader_epoch: Epoch) -> bytes:
+    """The body that asks for a queue."""
+    return msgspec.msgpack.encode(LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch))
+
+
+def write_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
+    """The body of writes."""
+    content = [
+        WriteOfQueue(
+            write.key.subscription_id.bytes,
+            write.key.topic_id.bytes,
+            write.key.partition,
+            write.leader_epoch,
+            write.sequence,
+            write.deltas,
+        )
+        for write in writes
+    ]
+    return msgspec.msgpack.encode(WriteQueues(index, content))
+
+
+def _key(subscription_id: bytes, topic_id: bytes, partition: int) -> QueueKey:
+    if len(subscription_id) != 16 or len(topic_id) != 16:
+        raise InvalidRequest("the id of a subscription or topic has 16 bytes")
+    return QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))

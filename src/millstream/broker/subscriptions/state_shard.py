@@ -1,0 +1,183 @@
+"""The state machine of one partition of `__subscriptions`: the images of its queues, each with who may write it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from millstream.broker.coordination.state import LateRecords, Outcome, StateRecord
+from millstream.broker.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
+from millstream.broker.subscriptions.state_store import MakeImage, QueueImage, QueueWrite
+from millstream.core.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
+from millstream.core.ids import Epoch
+from millstream.core.subscription import QueueKey
+
+NO_SEQUENCE = -1
+
+WriteResult = MillstreamError | None
+
+
+@dataclass(slots=True)
+class _Kept:
+    leader_epoch: Epoch
+    sequence: int
+    image: QueueImage
+    has_state: bool = False
+    since: list[StateRecord] | None = None
+    """What was taken in since a snapshot was begun."""
+
+
+class Loaded(NamedTuple):
+    """A queue as its leader finds it."""
+
+    snapshot: Callable[[], bytes] | None
+    """What makes the snapshot; None for a queue that was never written."""
+    sequence: int
+    is_large: bool
+
+
+class _LateSnapshot:
+    """The snapshot of a large queue, made beside the loop while the queue goes on."""
+
+    def __init__(self, all_kept: Mapping[QueueKey, _Kept], key: QueueKey) -> None:
+        self._all_kept = all_kept
+        self._key = key
+        self._snapshot: StateRecord | None = None
+        self._since: list[StateRecord] = []
+
+    async def make(self) -> None:
+        kept = self._all_kept.get(self._key)
+        if kept is None:
+            return
+        leader_epoch, sequence = kept.leader_epoch, kept.sequence
+        kept.since = self._since
+        try:
+            content = await asyncio.to_thread(kept.image.capture())
+        except BaseException:
+            kept.since = None
+            raise
+        self._snapshot = write_record(QueueRecord(SNAPSHOT, self._key, leader_epoch, sequence, content))
+
+    def records(self) -> list[StateRecord]:
+        kept = self._all_kept.get(self._key)
+        if kept is None or kept.since is not self._since or self._snapshot is None:
+            # It has gone, and whatever has come in its place is in the log.
+            return []
+        kept.since = None
+        return [self._snapshot, *self._since]
+
+
+class StateShard:
+    """The queues of one partition."""
+
+    def __init__(self, make_image: MakeImage) -> None:
+        self._make_image = make_image
+        self._kept: dict[QueueKey, _Kept] = {}
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __iter__(self) -> Iterable[QueueKey]:
+        return iter(self._kept)
+
+    def written(self) -> list[QueueKey]:
+        """The queues that have begun."""
+        return [key for key, kept in self._kept.items() if kept.has_state]
+
+    def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
+        """Read a queue for its leader; leaders before it can write no more once this is answered."""
+        kept = self._kept.get(key)
+        if kept is not None and kept.leader_epoch > leader_epoch:
+            raise _fenced(key, kept, leader_epoch)
+        records: Sequence[StateRecord] = ()
+        if kept is None or kept.leader_epoch < leader_epoch:
+            sequence = NO_SEQUENCE if kept is None else kept.sequence
+            records = [write_record(QueueRecord(DELTAS, key, leader_epoch, sequence, b""))]
+        if kept is None:
+            return records, Loaded(None, NO_SEQUENCE, is_large=False)
+        snapshot = kept.image.capture() if kept.has_state else None
+        return records, Loaded(snapshot, kept.sequence, kept.image.is_large)
+
+    def write(self, writes: Iterable[QueueWrite]) -> Outcome[list[WriteResult]]:
+        """Take in the writes of several queues; each is told whether it was."""
+        records: list[StateRecord] = []
+        results: list[WriteResult] = []
+        ends: dict[QueueKey, int] = {}
+        for write in writes:
+            try:
+                is_new = self._check(write, ends)
+            except MillstreamError as error:
+                results.append(error)
+                continue
+            results.append(None)
+            if is_new:
+                ends[write.key] = write.sequence
+                records.append(
+                    write_record(QueueRecord(DELTAS, write.key, write.leader_epoch, write.sequence, write.deltas))
+                )
+        return records, results
+
+    def forget(self, is_gone: Callable[[QueueKey], bool]) -> Outcome[int]:
+        """Drop the queues that are gone; say how many."""
+        gone = [key for key in self._kept if is_gone(key)]
+        return [write_record(QueueRecord(SNAPSHOT, key, Epoch(-1), NO_SEQUENCE, None)) for key in gone], len(gone)
+
+    # The state machine
+
+    def replay(self, record: StateRecord) -> None:
+        """Take one record in."""
+        read = read_record(record)
+        if read.content is None:
+            self._kept.pop(read.key, None)
+            return
+        kept = self._kept.get(read.key)
+        if read.kind == SNAPSHOT:
+            # A snapshot stands for everything before it.
+            image = self._make_image(read.key, read.content or None)
+            self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, image, bool(read.content))
+            return
+        if kept is None:
+            image = self._make_image(read.key, None)
+            kept = self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, image)
+        if kept.since is not None:
+            kept.since.append(record)
+        if read.content:
+            kept.image.replay(read.content)
+            kept.has_state = True
+        kept.leader_epoch, kept.sequence = read.leader_epoch, read.sequence
+
+    def loaded(self) -> None:
+        """Nothing is due by itself."""
+
+    def unload(self) -> None:
+        """Nobody is parked."""
+
+    def durable_keys(self) -> list[Hashable]:
+        """Every queue."""
+        return list(self._kept)
+
+    def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
+        """The snapshot of a queue."""
+        if not isinstance(key, QueueKey) or (kept := self._kept.get(key)) is None:
+            return None
+        if kept.image.is_large:
+            return _LateSnapshot(self._kept, key)
+        content = kept.image.capture()() if kept.has_state else b""
+        return write_record(QueueRecord(SNAPSHOT, key, kept.leader_epoch, kept.sequence, content))
+
+    def _check(self, write: QueueWrite, ends: dict[QueueKey, int]) -> bool:
+        """Whether a write is new; raise when it may not be."""
+        kept = self._kept.get(write.key)
+        if kept is None or kept.leader_epoch != write.leader_epoch:
+            raise _fenced(write.key, kept, write.leader_epoch)
+        end = ends.get(write.key, kept.sequence)
+        if write.sequence > end + 1:
+            raise OutOfOrderSequence(f"write {write.sequence} of a queue came after {end}; the ones between are lost")
+        return write.sequence == end + 1
+
+
+def _fenced(key: QueueKey, kept: _Kept | None, leader_epoch: Epoch) -> FencedLeaderEpoch:
+    known = "was not loaded" if kept is None else f"is written under leader epoch {kept.leader_epoch}"
+    return FencedLeaderEpoch(f"the queue of partition {key.partition} {known}, not under {leader_epoch}")

@@ -1,0 +1,215 @@
+"""Which messages a worker can be given next, the oldest first.
+
+Messages come up in two ways. Those that nobody has had are found by going forward through the window; the place
+reached is `fresh`, and it never goes back. Those that came back (a failure, an expired lease, the end of a wait)
+lie before it, and are found by hints. So an acquisition never searches what it has searched before, however long the
+window is. Hints are ranges in which something may be available; who takes looks at the messages.
+"""
+
+from __future__ import annotations
+
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+
+from millstream.broker.subscriptions.aside import Aside
+from millstream.broker.subscriptions.fold import Fold
+from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
+from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED
+from millstream.broker.subscriptions.window import Window
+
+
+class Run(NamedTuple):
+    """Consecutive messages that can be leased, all with the same number of attempts so far."""
+
+    first: int
+    last: int
+    attempts: int
+
+
+class Supply:
+    """What is available, in the order in which it is handed out."""
+
+    __slots__ = ("_fold", "_fresh", "_hints", "order")
+
+    def __init__(self, fold: Fold, order: KeyOrder | None) -> None:
+        self._fold = fold
+        self._fresh = fold.window.start
+        self._hints: list[tuple[int, int]] = []
+        self.order = order
+
+    @property
+    def fresh(self) -> int:
+        """The first offset that has not come up yet."""
+        return max(self._fresh, self._fold.window.start)
+
+    def came_back(self, first: int, last: int) -> None:
+        """Messages are available that may have come up before. In an ordered queue it is their turn."""
+        last = min(last, self.fresh - 1)
+        if first <= last:
+            heappush(self._hints, (first, last))
+
+    def peek(self, until: int) -> int | None:
+        """The oldest message before an offset that would be given."""
+        hints = self._hints
+        while hints and hints[0][0] < until:
+            first, last = hints[0]
+            found = self._run_in(first, min(last, until - 1), 1)
+            if found is not None:
+                return found.first
+            heappop(hints)
+            if last >= until:
+                heappush(hints, (until, last))
+        while True:
+            found = self._fresh_run(1, until)
+            if found is None or self._lets_in(found.first):
+                return None if found is None else found.first
+            self._fresh = found.first + 1
+
+    def take(self, count: int, until: int) -> list[Run]:
+        """So many messages before an offset, or fewer; the caller leases them at once."""
+        runs: list[Run] = []
+        if self._hints:
+            count -= self._take_hinted(count, until, runs)
+        while count > 0:
+            found = self._fresh_run(count, until)
+            if found is None:
+                break
+            self._fresh = found.last + 1
+            if self.order is None:
+                runs.append(found)
+                count -= found.last - found.first + 1
+            else:
+                count -= self._take_in_order(self.order, found, runs)
+        return runs
+
+    def _take_hinted(self, count: int, until: int, runs: list[Run]) -> int:
+        taken = 0
+        hints = self._hints
+        # Hints may overlap. What this call has taken is not leased yet, so it is told by its offset.
+        floor = 0
+        while hints and taken < count and hints[0][0] < until:
+            first, last = heappop(hints)
+            found = self._run_in(max(first, floor), min(last, until - 1), count - taken)
+            if found is None:
+                if last >= until:
+                    heappush(hints, (until, last))
+                continue
+            runs.append(found)
+            taken += found.last - found.first + 1
+            floor = found.last + 1
+            if floor <= last:
+                heappush(hints, (floor, last))
+        return taken
+
+    def _run_in(self, first: int, last: int, count: int) -> Run | None:
+        for columns, start, end in self._fold.parts(first, last):
+            found = columns.run(start, end, AVAILABLE, count)
+            if found is not None:
+                return _as_run(columns, *found)
+        return None
+
+    def _fresh_run(self, count: int, until: int) -> Run | None:
+        window = self._fold.window
+        base = window.base
+        fresh = self._fresh if self._fresh > window.start else window.start
+        end = base + len(window.states)
+        if until < end:
+            end = until
+        if self.order is not None and self.order.next_offset < end:
+            # The keys of what follows are not known yet.
+            end = self.order.next_offset
+        if fresh >= end:
+            return None
+        found = window.run(fresh - base, end - base, AVAILABLE, count)
+        if found is None:
+            self._fresh = end
+            return None
+        start, stop = found
+        self._fresh = base + start
+        return Run(base + start, base + stop - 1, window.attempts[start])
+
+    # -- ordered by key --------------------------------------------------------------------------------------
+
+    def _lets_in(self, offset: int) -> bool:
+        """Whether it is the turn of a message that comes up; if so it is the head of its key from now on."""
+        order = self.order
+        if order is None:
+            return True
+        if order.enter(order.key_of(offset), offset):
+            return True
+        self.block(offset)
+        return False
+
+    def block(self, offset: int) -> None:
+        """Mark a message as waiting behind its key."""
+        place = self._fold.place(offset)
+        if place is not None:
+            place[0].states[place[1]] = BLOCKED
+            self._fold.counts[AVAILABLE] -= 1
+            self._fold.counts[BLOCKED] += 1
+
+    def lock_keys(self, order: KeyOrder) -> None:
+        """Find out whose turn it is, once the keys are known of who is leased or tried again; then who is aside."""
+        fold = self._fold
+        for run in fold.waiting_runs(0, fold.window.end):
+            if run.attempt:
+                for offset in range(run.first, run.last + 1):
+                    order.enter(self.key_of(order, offset), offset)
+        order.is_ready = True
+        aside = fold.aside
+        for index in np.flatnonzero(np.frombuffer(aside.states, np.uint8) == AVAILABLE).tolist():
+            self.come_up(order, aside.offsets[index], aside.keys[index])
+
+    def come_up(self, order: KeyOrder, offset: int, key: int) -> None:
+        """A message that lies before `fresh` is available for the first time."""
+        if order.enter(key, offset):
+            self.came_back(offset, offset)
+        else:
+            self.block(offset)
+
+    def revive(self, order: KeyOrder, offset: int, key: int) -> None:
+        """A message that was done is available again: it comes before all later ones of its key that nobody has."""
+        if offset >= self.fresh:
+            # It comes up with the others.
+            return
+        head = order.head_of(key)
+        place = None if head is None else self._fold.place(head)
+        if key == NO_KEY or head is None:
+            order.enter(key, offset)
+        elif head > offset and place is not None and place[0].states[place[1]] == AVAILABLE:
+            self.block(head)
+            order.wait_in_place(key, head)
+            order.lead(key, offset)
+        else:
+            self.block(offset)
+            order.wait_in_place(key, offset)
+            return
+        self.came_back(offset, offset)
+
+    def key_of(self, order: KeyOrder, offset: int) -> int:
+        """The hash of the key of an unfinished message."""
+        return order.key_of(offset) if offset >= self._fold.window.start else self._fold.aside.key_of(offset)
+
+    def _take_in_order(self, order: KeyOrder, found: Run, runs: list[Run]) -> int:
+        taken = 0
+        first = -1
+        for offset, key in enumerate(order.keys(found.first, found.last), found.first):
+            if order.enter(key, offset):
+                taken += 1
+                if first < 0:
+                    first = offset
+                continue
+            self.block(offset)
+            if first >= 0:
+                runs.append(Run(first, offset - 1, found.attempts))
+                first = -1
+        if first >= 0:
+            runs.append(Run(first, found.last, found.attempts))
+        return taken
+
+
+def _as_run(columns: Window | Aside, start: int, end: int) -> Run:
+    first = columns.offset_at(start)
+    return Run(first, first + end - start - 1, columns.attempts[start])

@@ -1,0 +1,106 @@
+"""Where one message of a subscription is, as its publisher is told.
+
+Before its end: `waiting` for a worker (also while it is not looked at yet), `blocked` behind an earlier message of its
+key, `delayed` until a time (it was published so, or it failed and will be tried again), `leased` to a worker until a
+time, `rejected` and on its way to the dead letter topic.
+
+At its end: `accepted`, `dead-lettered`, `dropped` (it failed for good, and there is no dead letter topic), `filtered`,
+`skipped` (the subscription began after it, was set to go on elsewhere, or retention has taken it), `absent` (no message
+stands there that the subscription could deliver), or `done` when it is not remembered how it ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, NamedTuple
+
+from millstream.broker.subscriptions.delivery import Delivery
+from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
+
+_STATES: Final = {
+    AVAILABLE: "waiting",
+    BLOCKED: "blocked",
+    LEASED: "leased",
+    PARKED: "delayed",
+    REJECTING: "rejected",
+}
+_ENDS: Final = {
+    DeltaKind.ACCEPTED: "accepted",
+    DeltaKind.DEAD_LETTERED: "dead-lettered",
+    DeltaKind.DROPPED: "dropped",
+    DeltaKind.FILTERED: "filtered",
+    DeltaKind.ABSENT: "absent",
+    DeltaKind.SOUGHT: "skipped",
+    DeltaKind.RETENTION_CUT: "skipped",
+}
+_OTHER_ENDS: Final = [kind for kind in _ENDS if kind != DeltaKind.ACCEPTED]
+
+
+class ToldState(NamedTuple):
+    """Where a message is: the state, the number of its last delivery, and the time that it waits for, or 0."""
+
+    state: str
+    attempt: int = 0
+    next_ms: int = 0
+    is_final: bool = False
+
+
+async def told_state(delivery: Delivery, offset: int, *, start: int | None, wait_s: float) -> ToldState:
+    """Where a message is; with a wait, answered when that is final, or the wait is over.
+
+    What is told is durable. `start` is where the subscription began on the partition, if that is known.
+    """
+    deadline = asyncio.get_running_loop().time() + wait_s
+    while True:
+        found = _state_now(delivery, offset, start)
+        if found is None:
+            # What was decided of it may not be written yet, and only what is written says how it ended.
+            await delivery.durable(is_all=True)
+            return _ended(delivery, offset)
+        left_s = deadline - asyncio.get_running_loop().time()
+        if found.is_final or left_s <= 0:
+            await delivery.durable()
+            return found
+        ending = delivery.endings.end_of(offset)
+        try:
+            await asyncio.wait([ending], timeout=left_s)
+            ended = ending.result() if ending.done() else None
+        finally:
+            # Whoever gives up makes room for others.
+            ending.cancel()
+        if ended is not None or delivery.is_closed:
+            # If it is closed, this raises why.
+            await delivery.durable()
+        if ended is not None:
+            return _final(ended)
+
+
+def _state_now(delivery: Delivery, offset: int, start: int | None) -> ToldState | None:
+    """Where it is; None when it has ended."""
+    fold = delivery.queue.fold
+    if start is not None and offset < start and not fold.counters[DeltaKind.SOUGHT]:
+        return ToldState("skipped", is_final=True)
+    if offset >= fold.window.end:
+        return ToldState("waiting")
+    place = fold.place(offset)
+    state = DONE if place is None else place[0].states[place[1]]
+    if place is None or state == DONE:
+        return None
+    columns, index = place
+    next_ms = columns.dues[index] if state in (LEASED, PARKED) else 0
+    return ToldState(_STATES[state], columns.attempts[index], next_ms)
+
+
+def _ended(delivery: Delivery, offset: int) -> ToldState:
+    ended = delivery.endings.how(offset)
+    if ended is not None:
+        return _final(ended)
+    counters = delivery.queue.fold.counters
+    # Where nothing has ever ended in another way, this has not either.
+    is_certain = not any(counters[kind] for kind in _OTHER_ENDS)
+    return ToldState("accepted" if is_certain else "done", is_final=True)
+
+
+def _final(ended: Delta) -> ToldState:
+    return ToldState(_ENDS[ended.kind], ended.attempt, is_final=True)

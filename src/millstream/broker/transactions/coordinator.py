@@ -1,0 +1,266 @@
+"""The transaction coordinator of this node: checks what can be checked without the state, and finds the shard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from millstream.broker.coordination.runtime import Runtime, StateTopic, StateTopics
+from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
+from millstream.broker.coordination.state import Confirmation, Outcome
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.transactions.batch import Member, placement_of
+from millstream.broker.transactions.records import transaction_tombstone
+from millstream.broker.transactions.requests import (
+    Initialized,
+    InitRequest,
+    ProducerRef,
+    TransactionDescription,
+    TransactionFilter,
+    TransactionLimits,
+)
+from millstream.broker.transactions.shard import TransactionShard
+from millstream.broker.transactions.spare_ids import ProducerIds, SpareIds
+from millstream.core.clock import Clock
+from millstream.core.config import Config
+from millstream.core.errors import (
+    ConcurrentTransactions,
+    CoordinatorUnavailable,
+    InvalidProducerMapping,
+    InvalidRequest,
+    InvalidTransactionState,
+    InvalidTransactionTimeout,
+    MillstreamError,
+    ProducerFenced,
+    UnknownTransaction,
+)
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.topic import TRANSACTION_STATE, TopicPartition
+
+T = TypeVar("T")
+
+ID_CHARACTERS_MAX: Final = 4096
+PATIENCE_S: Final = 0.5
+"""How long a producer waits here for its last transaction to be ended, before it is told to ask again."""
+MARKERS_S: Final = 5.0
+"""How long who commits a batch waits here for its markers, which may be on other nodes, before it is told of it."""
+
+_TOPIC_SETTINGS: Final = {
+    "cleanup.policy": "compact",
+    "segment.bytes": str(64 * 1024 * 1024),
+    "max.message.bytes": str(32 * 1024 * 1024),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionsStatus:
+    """The transactions of this node in numbers."""
+
+    by_state: Mapping[str, int]
+    shards: int
+    shards_loading: int
+
+
+_FINAL: Final = Confirmation(
+    (ProducerFenced, InvalidProducerMapping, InvalidTransactionState, UnknownTransaction), transaction_tombstone("")
+)
+"""What ends a producer, or a batch of many: a coordinator that was replaced must not say it from its old state."""
+
+
+class TransactionCoordinator:
+    """Transactional ids, kept in `__transaction_state`."""
+
+    def __init__(
+        self,
+        topics: StateTopics,
+        config: Config,
+        clock: Clock,
+        producer_ids: ProducerIds,
+        *,
+        retry_first_s: float = RETRY_FIRST_S,
+    ) -> None:
+        self._clock = clock
+        self._limits = TransactionLimits(
+            timeout_max_ms=config.transaction_timeout_max_ms, id_expiration_ms=config.transactional_id_expiry_ms
+        )
+        self._spare = SpareIds(producer_ids)
+        self._on_ending: Callable[[], None] = lambda: None
+        topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=_TOPIC_SETTINGS)
+        self._runtime: Runtime[TransactionShard] = Runtime(
+            topics,
+            topic,
+            self._make_shard,
+            clock=clock,
+            retry_first_s=retry_first_s,
+            confirmation=_FINAL if config.in_cluster else None,
+        )
+
+    @property
+    def shards(self) -> list[Shard[TransactionShard]]:
+        """Every shard that this node runs."""
+        return self._runtime.shards
+
+    def when_ending(self, listener: Callable[[], None]) -> None:
+        """Tell whoever writes markers that there may be some to be written."""
+        self._on_ending = listener
+
+    async def start(self) -> None:
+        """Begin to load what the log has; requests meanwhile are told to wait."""
+        await self._runtime.start()
+
+    async def wait_loaded(self) -> None:
+        """Wait until no shard is loading any more."""
+        await self._runtime.wait_loaded()
+
+    async def close(self) -> None:
+        """Send producers who wait away, and let what was appended be acknowledged."""
+        await self._runtime.close()
+
+    async def ensure(self) -> None:
+        """Make the topic if this is its first use."""
+        await self._runtime.ensure()
+
+    def partition_of(self, transactional_id: str) -> PartitionIndex:
+        """The partition of the topic that holds a transactional id."""
+        return self._runtime.partition_of(placement_of(transactional_id))
+
+    def leader_of(self, transactional_id: str) -> NodeId | None:
+        """The node that coordinates a transactional id; None while nobody does."""
+        return self._runtime.leader_of(placement_of(transactional_id))
+
+    def latest_epoch(self) -> int:
+        """The latest epoch that a coordinator of the cluster has, as far as this node knows."""
+        return self._runtime.latest_epoch()
+
+    # Producers
+
+    async def init(self, request: InitRequest) -> Initialized:
+        """A producer begins, or begins anew."""
+        _check_id(request.transactional_id)
+        if not 0 < request.timeout_ms <= self._limits.timeout_max_ms:
+            raise InvalidTransactionTimeout(
+                f"a transaction may take from 1 to {self._limits.timeout_max_ms} ms, not {request.timeout_ms}"
+            )
+        await self._spare.fill()
+        return await self._patiently(request.transactional_id, lambda shard: shard.init(request))
+
+    async def add_partitions(self, who: ProducerRef, partitions: Collection[TopicPartition], *, version: int) -> None:
+        """Partitions become part of the producer's transaction."""
+        _check_id(who.transactional_id)
+        await self._patiently(
+            who.transactional_id, lambda shard: shard.add_partitions(who, partitions, version=version)
+        )
+
+    async def verify(
+        self, who: ProducerRef, partitions: Collection[TopicPartition]
+    ) -> Mapping[TopicPartition, MillstreamError | None]:
+        """Whether partitions are part of the producer's transaction."""
+        _check_id(who.transactional_id)
+        return await self._run(who.transactional_id, lambda shard: shard.verify(who, partitions))
+
+    async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
+        """Commit or abort; answered when the decision is durable, while markers are still being written."""
+        _check_id(who.transactional_id)
+        await self._spare.fill()
+        return await self._run(who.transactional_id, lambda shard: shard.end(who, commit=commit, version=version))
+
+    # The batch commit
+
+    async def last_batch(self, query: str) -> int:
+        """Which batch of a query was committed last; -1 if none was."""
+        _check_id(query)
+        return await self._runtime.run(query, lambda shard: shard.batches.last_batch(query), pure=True)
+
+    async def prepare(self, who: ProducerRef) -> None:
+        """A writer has written all of its part of a batch."""
+        await self._run(who.transactional_id, lambda shard: shard.batches.prepare(who))
+
+    async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
+        """Commit all members of a batch together; False if that was done before.
+
+        Answered when the markers are there too, so that who reads after a job sees what it wrote; unless that takes
+        long, since the decision stands.
+        """
+        _check_id(query)
+        await self._spare.fill()
+        is_new = await self._runtime.run(query, lambda shard: shard.batches.complete(query, batch, members), pure=True)
+        with suppress(TimeoutError, CoordinatorUnavailable):
+            async with asyncio.timeout(MARKERS_S):
+                for member in members:
+                    await self._until_ended(member.transactional_id)
+        return is_new
+
+    async def abort_batch(self, query: str, batch: int, run: str = "") -> int:
+        """Abort every attempt at a batch, and whatever a named run still begins; the answer is how many there were."""
+        _check_id(query)
+        if run:
+            _check_id(run)
+        await self._spare.fill()
+        return await self._runtime.run(query, lambda shard: shard.batches.abort(query, batch, run), pure=True)
+
+    # For administrators
+
+    async def abort(self, transactional_id: str) -> str:
+        """End a transaction that hangs; the answer is the state that it was in."""
+        _check_id(transactional_id)
+        await self._spare.fill()
+        return await self._run(transactional_id, lambda shard: shard.abort(transactional_id))
+
+    async def describe(self, transactional_id: str) -> TransactionDescription:
+        """One transactional id."""
+        _check_id(transactional_id)
+        return await self._run(transactional_id, lambda shard: shard.describe(transactional_id))
+
+    async def listing(self, wanted: TransactionFilter) -> list[TransactionDescription]:
+        """The transactional ids of this node."""
+        answers = [shard.submit(lambda state: state.listing(wanted), pure=True) for shard in self.shards]
+        return [one for listing in await asyncio.gather(*answers) for one in listing]
+
+    def status(self) -> TransactionsStatus:
+        """The transactions of this node in numbers."""
+        states = [shard.state for shard in self.shards]
+        counts: Counter[str] = Counter()
+        for state in states:
+            if state is not None:
+                counts.update(state.counts())
+        return TransactionsStatus(
+            by_state=counts, shards=len(states), shards_loading=sum(state is None for state in states)
+        )
+
+    async def _run(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
+        return await self._runtime.run(placement_of(transactional_id), operation, pure=True)
+
+    async def _patiently(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
+        """Wait a moment for the last transaction to be ended: sooner than the client would ask again."""
+        try:
+            return await self._run(transactional_id, operation)
+        except ConcurrentTransactions as concurrent:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._until_ended(transactional_id)
+            except (TimeoutError, CoordinatorUnavailable):
+                raise concurrent from None
+        return await self._run(transactional_id, operation)
+
+    async def _until_ended(self, transactional_id: str) -> None:
+        await self._run(transactional_id, lambda shard: shard.until_ended(transactional_id))
+
+    def _make_shard(self, timers: Timers) -> TransactionShard:
+        return TransactionShard(
+            timers,
+            limits=self._limits,
+            clock=self._clock,
+            take_producer_id=self._spare.take,
+            on_ending=lambda: self._on_ending(),
+        )
+
+
+def _check_id(name: str) -> None:
+    if not name:
+        raise InvalidRequest("a transactional id or a query cannot be empty")
+    if len(name) > ID_CHARACTERS_MAX:
+        raise InvalidRequest(f"a transactional id or a query has at most {ID_CHARACTERS_MAX} characters")

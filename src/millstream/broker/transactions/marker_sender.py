@@ -1,0 +1,215 @@
+"""Writes the markers of what is decided, and says when all of them are there.
+
+A decision is durable before the first marker is written, and every shard that is loaded has its undecided rest written
+again; so a crash at any point only means that a marker is written twice, which partitions recognise.
+
+Each transaction is a task of its own, so that a partition without a leader holds up nobody else. Their number is
+bounded: what is beyond it waits in the state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from random import Random
+from typing import Any, Final, Protocol
+
+from millstream.broker.coordination.shard import Shard
+from millstream.broker.transactions.requests import Ending
+from millstream.broker.transactions.shard import TransactionShard
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
+from millstream.core.backoff import Backoff
+from millstream.core.errors import (
+    FencedProducer,
+    MillstreamError,
+    TransactionCoordinatorFenced,
+    UnknownTopic,
+)
+from millstream.core.ids import ProducerEpoch
+from millstream.core.marker import Marker
+from millstream.core.partition_state import FIRST_EPOCH
+from millstream.core.topic import TopicPartition
+
+_logger = logging.getLogger(__name__)
+
+AT_ONCE_MAX: Final = 1000
+PAUSE_S: Final = 1.0
+"""How long a transaction is left alone that could not be ended for another reason than its partitions."""
+_NOT_NEEDED: Final = (UnknownTopic, FencedProducer)
+"""The topic was deleted, or the partition has seen a later epoch of this producer."""
+
+MarkedShard = Shard[TransactionShard]
+
+
+class MarkerWriter(Protocol):
+    """Has markers written, on this node and on others."""
+
+    async def write(
+        self, marker: Marker, partitions: Iterable[TopicPartition]
+    ) -> Mapping[TopicPartition, MillstreamError | None]:
+        """Write one marker to these partitions; None for each that has it durably, else why it has not."""
+
+
+class MarkerSender:
+    """Every ending transaction of this node's shards."""
+
+    def __init__(
+        self,
+        shards: Callable[[], Iterable[MarkedShard]],
+        writer: MarkerWriter,
+        random: Random,
+        *,
+        latest_epoch: Callable[[], int] = lambda: FIRST_EPOCH,
+        pause_s: float = PAUSE_S,
+    ) -> None:
+        self._shards = shards
+        self._latest_epoch = latest_epoch
+        self._pause_s = pause_s
+        self._writer = writer
+        self._random = random
+        self._wakes = 0
+        self._soon: asyncio.Handle | None = None
+        self._collecting: set[MarkedShard] = set()
+        self._under_way: set[tuple[MarkedShard, str]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.retries = 0
+
+    @property
+    def under_way(self) -> int:
+        """How many transactions are being ended."""
+        return len(self._under_way)
+
+    def wake(self) -> None:
+        """Something may have been decided. Cheap, and called from inside of operations, so it only looks later."""
+        self._wakes += 1
+        if self._soon is None and not self._closed:
+            self._soon = asyncio.get_running_loop().call_soon(self._look)
+
+    async def close(self) -> None:
+        """Stop; what is not done is done after the next start."""
+        self._closed = True
+        if self._soon is not None:
+            self._soon.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _look(self) -> None:
+        self._soon = None
+        for shard in self._shards():
+            if shard not in self._collecting and shard.state is not None and shard.state.has_endings:
+                self._collecting.add(shard)
+                self._start(self._collect(shard), name=f"endings of {shard.name}")
+
+    async def _collect(self, shard: MarkedShard) -> None:
+        """Begin to end what a shard has decided; its answer comes when the decision is durable."""
+        try:
+            seen = -1
+            while seen != self._wakes:
+                seen = self._wakes
+                known = [transactional_id for one, transactional_id in self._under_way if one is shard]
+                room = AT_ONCE_MAX - len(self._under_way)
+                if room <= 0:
+                    return
+                decided = partial(TransactionShard.endings, known=known, limit=room)
+                for ending in await shard.run(decided, pure=True):
+                    self._under_way.add((shard, ending.transactional_id))
+                    self._start(self._finish(shard, ending), name=f"end {ending.transactional_id}")
+        except MillstreamError:
+            # The shard is read back or led elsewhere; whoever loads it looks again.
+            return
+        finally:
+            self._collecting.discard(shard)
+
+    async def _finish(self, shard: MarkedShard, ending: Ending) -> None:
+        try:
+            reason = await self._try_to_finish(shard, ending)
+            if reason is not None:
+                # It stays decided, so it is tried again, here or by whoever coordinates it then.
+                named = {"transactional_id": ending.transactional_id, "reason": reason}
+                _logger.info("a transaction is not ended yet", extra=named)
+                await asyncio.sleep(self._pause_s)
+        finally:
+            self._under_way.discard((shard, ending.transactional_id))
+            self.wake()
+
+    async def _try_to_finish(self, shard: MarkedShard, ending: Ending) -> str | None:
+        """Why it did not work, or None."""
+        try:
+            if not await self._write_all(shard, ending):
+                return "this node does not coordinate it any more"
+            await shard.run(lambda state: state.complete(ending), pure=True)
+        except MillstreamError as error:
+            return str(error)
+        except Exception:
+            _logger.exception("a transaction could not be ended: a defect")
+            return "a defect"
+        return None
+
+    async def _write_all(self, shard: MarkedShard, ending: Ending) -> bool:
+        """Write every marker, however long it takes; False when this node does not coordinate any more.
+
+        Coordinators have the epochs of their own partitions, and a request that was made up may have left the epoch of
+        another one. A coordinator that is told that it was replaced, but can still write down its decision, was not:
+        it goes on with the latest epoch that any coordinator has.
+        """
+        left = set(ending.partitions)
+        backoff = Backoff(self._random)
+        claimed = int(FIRST_EPOCH)
+        while left:
+            if shard.state is None:
+                return False
+            epoch = max(shard.epoch, claimed)
+            answers = await self._writer.write(_marker(ending, epoch), left)
+            if any(isinstance(error, TransactionCoordinatorFenced) for error in answers.values()):
+                claimed = self._latest_epoch()
+                if claimed <= epoch or not await shard.run(lambda state: state.confirmed(ending), pure=True):
+                    return False
+            left = {one for one in left if not _is_over(ending, one, answers.get(one, _NO_ANSWER))}
+            if left:
+                self.retries += 1
+                await backoff.pause()
+        return True
+
+    def _start(self, work: Any, *, name: str) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            _logger.error("a transaction could not be ended: a defect", exc_info=task.exception())
+
+
+def _marker(ending: Ending, coordinator_epoch: int) -> Marker:
+    return Marker(
+        producer_id=ending.producer_id,
+        producer_epoch=ProducerEpoch(ending.epoch),
+        commit=ending.commit,
+        coordinator_epoch=coordinator_epoch,
+        bumps_epoch=ending.version >= EPOCH_PER_TRANSACTION,
+    )
+
+
+_NO_ANSWER: Final = MillstreamError("no answer came")
+
+
+def _is_over(ending: Ending, partition: TopicPartition, error: MillstreamError | None) -> bool:
+    if error is None:
+        return True
+    if isinstance(error, _NOT_NEEDED):
+        _logger.warning(
+            "a marker is not needed",
+            extra={
+                "transactional_id": ending.transactional_id,
+                "partition": str(partition),
+                "error": str(error),
+            },
+        )
+        return True
+    return False

@@ -1,0 +1,72 @@
+"""The other nodes of the cluster, as far as coordinators ask them something: one connection to each, when needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+from millstream.broker.cluster.membership import Node
+from millstream.core.errors import BrokerUnreachable
+from millstream.core.ids import NodeId
+from millstream.protocol.messages.codec import load_request_class, load_response_class, response_body_at
+from millstream.protocol.messages.shape import reshape
+from millstream.protocol.wire.channel import Channel
+
+CONNECT_S: Final = 3.0
+ANSWER_S: Final = 30.0
+_PRIVATE_VERSION: Final = 0
+
+
+class Peers(Protocol):
+    """Asks other nodes."""
+
+    async def ask(self, node: NodeId, request: Any) -> Any:
+        """Send a message to a node; the answer is of the message's version. A `MillstreamError` when none came."""
+
+    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+        """Send one of Millstream's own requests; the body of the answer. A `MillstreamError` when none came."""
+
+
+class WirePeers:
+    """Asks over connections of its own, opened when they are first needed and again when they were lost."""
+
+    def __init__(self, find: Callable[[NodeId], Node | None], *, me: NodeId) -> None:
+        self._find = find
+        self._client_id = f"coordinator-{me}"
+        self._channels: dict[NodeId, Channel] = {}
+        self._opening: dict[NodeId, asyncio.Lock] = {}
+        self._closed = False
+
+    async def ask(self, node: NodeId, request: Any) -> Any:
+        """Send a message to a node."""
+        key, newest = request.__api_key__, request.__version__
+        channel = await self._channel(node)
+        version = channel.version_for(key, newest=newest)
+        answer = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=ANSWER_S)
+        return reshape(answer, load_response_class(key, newest))
+
+    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+        """Send one of Millstream's own requests."""
+        channel = await self._channel(node)
+        frame = await channel.exchange(api_key, _PRIVATE_VERSION, [body], timeout_s=ANSWER_S)
+        return frame[response_body_at(api_key, _PRIVATE_VERSION, frame) :]
+
+    async def close(self) -> None:
+        """Let go of every connection."""
+        self._closed = True
+        channels, self._channels = self._channels, {}
+        for channel in channels.values():
+            await channel.close()
+
+    async def _channel(self, node: NodeId) -> Channel:
+        async with self._opening.setdefault(node, asyncio.Lock()):
+            known = self._channels.get(node)
+            if known is not None and known.is_open:
+                return known
+            address = self._find(node)
+            if address is None or self._closed:
+                raise BrokerUnreachable(f"node {node} is not registered")
+            channel = await Channel.open(address.host, address.port, client_id=self._client_id, timeout_s=CONNECT_S)
+            self._channels[node] = channel
+            return channel

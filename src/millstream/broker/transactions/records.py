@@ -1,0 +1,211 @@
+"""The records of `__transaction_state`, in Kafka's own format, so that tools which read that topic understand it.
+
+    key 0      (transactional id)   value: the producer of that id and its transaction
+    key 7300   (query)              value: its last batch that was committed, and when; ours, see `batch.py`.
+                                    Tag 0: the last run of it that was given up
+
+Keys and values begin with a 16-bit number: of a key it says what the record is, of a value its version. Written is
+version 1 of a transaction, which has tagged fields; 0 is read too. Beside Kafka's tags (0 previous producer id, 1 next
+producer id, 2 version of the protocol) there are two of ours: the last epoch, without which a producer that asks again
+after a change of coordinator would be fenced, and the mark of a prepared transaction, which Kafka's tools see as one
+that is ongoing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.transactions.batch import LastBatch
+from millstream.broker.transactions.transaction import (
+    FIRST_VERSION,
+    NO_EPOCH,
+    NO_TIME_MS,
+    Transaction,
+    TransactionState,
+)
+from millstream.core.errors import ProtocolViolation
+from millstream.core.ids import NO_PRODUCER_ID, PartitionIndex, ProducerId
+from millstream.core.topic import TopicPartition, by_topic
+from millstream.protocol.messages.primitives import Reader, Writer
+
+_TRANSACTION_KEY: Final = 0
+_QUERY_KEY: Final = 7300
+_VERSION: Final = 1
+_QUERY_VERSION: Final = 1
+_FIRST_WITH_TIME: Final = 1
+
+_ENDED_RUN_TAG: Final = 0
+_PREVIOUS_TAG: Final = 0
+_NEXT_TAG: Final = 1
+_PROTOCOL_TAG: Final = 2
+_LAST_EPOCH_TAG: Final = 7300
+_PREPARED_TAG: Final = 7301
+
+_STATUS: Final = (
+    TransactionState.EMPTY,
+    TransactionState.ONGOING,
+    TransactionState.PREPARE_COMMIT,
+    TransactionState.PREPARE_ABORT,
+    TransactionState.COMPLETE_COMMIT,
+    TransactionState.COMPLETE_ABORT,
+    TransactionState.DEAD,
+    TransactionState.PREPARE_EPOCH_FENCE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TransactionKey:
+    """Names a transactional id."""
+
+    transactional_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class QueryKey:
+    """Names a query, whose batches are committed by many writers at once."""
+
+    query: str
+
+
+def transaction_record(transaction: Transaction) -> StateRecord:
+    """The record of a transaction as it stands."""
+    is_prepared = transaction.state is TransactionState.PREPARED
+    status = TransactionState.ONGOING if is_prepared else transaction.state
+    writer = Writer(flexible=True)
+    writer.int16(_VERSION)
+    writer.int64(transaction.producer_id)
+    writer.int16(transaction.epoch)
+    writer.int32(transaction.timeout_ms)
+    writer.int8(_STATUS.index(status))
+    _write_partitions(writer, transaction)
+    writer.int64(transaction.updated_ms)
+    writer.int64(transaction.started_ms)
+    tags = [
+        (_PREVIOUS_TAG, transaction.previous_producer_id.to_bytes(8, "big", signed=True), NO_PRODUCER_ID),
+        (_NEXT_TAG, transaction.next_producer_id.to_bytes(8, "big", signed=True), NO_PRODUCER_ID),
+        (_PROTOCOL_TAG, transaction.version.to_bytes(2, "big"), FIRST_VERSION),
+        (_LAST_EPOCH_TAG, transaction.last_epoch.to_bytes(2, "big", signed=True), NO_EPOCH),
+        (_PREPARED_TAG, b"\x01" if is_prepared else b"\x00", 0),
+    ]
+    _write_tags(writer, [(tag, content) for tag, content, absent in tags if _number(content) != absent])
+    return StateRecord(_transaction_key(transaction.transactional_id), bytes(writer.buffer))
+
+
+def transaction_tombstone(transactional_id: str) -> StateRecord:
+    """The record that takes a transactional id away."""
+    return StateRecord(_transaction_key(transactional_id), None)
+
+
+def query_record(query: str, last: LastBatch) -> StateRecord:
+    """The record of the last batch of a query."""
+    writer = Writer(flexible=True)
+    writer.int16(_QUERY_VERSION)
+    writer.int64(last.batch)
+    writer.int64(last.updated_ms)
+    _write_tags(writer, [(_ENDED_RUN_TAG, last.ended_run.encode())] if last.ended_run else [])
+    return StateRecord(_query_key(query), bytes(writer.buffer))
+
+
+def query_tombstone(query: str) -> StateRecord:
+    """The record that takes the last batch of a query away."""
+    return StateRecord(_query_key(query), None)
+
+
+def read_key(key: bytes) -> TransactionKey | QueryKey | None:
+    """What a record is about; None for kinds that are not known."""
+    reader = Reader(key, flexible=False)
+    kind = reader.int16()
+    if kind == _TRANSACTION_KEY:
+        return TransactionKey(reader.string())
+    return QueryKey(reader.string()) if kind == _QUERY_KEY else None
+
+
+def read_query(value: bytes) -> LastBatch:
+    """The last batch of a query; version 0 does not tell its time."""
+    reader = Reader(value)
+    version = reader.int16()
+    if not 0 <= version <= _QUERY_VERSION:
+        raise ProtocolViolation(f"version {version} of a query's record is unknown")
+    batch, updated_ms = reader.int64(), reader.int64() if version >= _FIRST_WITH_TIME else NO_TIME_MS
+    tags = {tag: bytes(content.rest()) for tag, content in reader.tags()}
+    return LastBatch(batch, updated_ms, tags.get(_ENDED_RUN_TAG, b"").decode(errors="replace"))
+
+
+def read_transaction(transactional_id: str, value: bytes) -> Transaction:
+    """Read the value of a transaction's record."""
+    reader = Reader(value, flexible=False)
+    version = reader.int16()
+    if not 0 <= version <= _VERSION:
+        raise ProtocolViolation(f"version {version} of a transaction's record is unknown")
+    reader.flexible = version >= 1
+    producer_id, epoch, timeout_ms = reader.int64(), reader.int16(), reader.int32()
+    status = reader.int8()
+    if not 0 <= status < len(_STATUS):
+        raise ProtocolViolation(f"a transaction's record has the unknown status {status}")
+    partitions = frozenset(_read_partitions(reader))
+    updated_ms, started_ms = reader.int64(), reader.int64()
+    tags = {tag: _number(bytes(content.rest())) for tag, content in reader.tags()}
+    return Transaction(
+        transactional_id=transactional_id,
+        producer_id=ProducerId(producer_id),
+        epoch=epoch,
+        last_epoch=tags.get(_LAST_EPOCH_TAG, NO_EPOCH),
+        previous_producer_id=ProducerId(tags.get(_PREVIOUS_TAG, NO_PRODUCER_ID)),
+        next_producer_id=ProducerId(tags.get(_NEXT_TAG, NO_PRODUCER_ID)),
+        timeout_ms=timeout_ms,
+        state=TransactionState.PREPARED if tags.get(_PREPARED_TAG) else _STATUS[status],
+        partitions=partitions,
+        started_ms=started_ms,
+        updated_ms=updated_ms,
+        version=tags.get(_PROTOCOL_TAG, FIRST_VERSION),
+    )
+
+
+def _write_partitions(writer: Writer, transaction: Transaction) -> None:
+    # Kafka writes null instead of an empty list, as long as nothing has begun.
+    if transaction.state is TransactionState.EMPTY:
+        writer.array_length(-1)
+        return
+    named = by_topic(transaction.partitions)
+    writer.array_length(len(named))
+    for topic, indexes in named.items():
+        writer.string(topic)
+        writer.int32_array(tuple(indexes))
+        writer.no_tags()
+
+
+def _read_partitions(reader: Reader) -> Iterable[TopicPartition]:
+    for _ in range(reader.array_length(item_bytes_min=2)):
+        topic, indexes = reader.string(), reader.int32_array()
+        reader.skip_tags()
+        for index in indexes:
+            yield TopicPartition(topic, PartitionIndex(index))
+
+
+def _write_tags(writer: Writer, tags: list[tuple[int, bytes]]) -> None:
+    writer.uvarint(len(tags))
+    for tag, content in tags:
+        writer.uvarint(tag)
+        writer.uvarint(len(content))
+        writer.buffer += content
+
+
+def _number(content: bytes) -> int:
+    return int.from_bytes(content, "big", signed=True)
+
+
+def _transaction_key(transactional_id: str) -> bytes:
+    writer = Writer(flexible=False)
+    writer.int16(_TRANSACTION_KEY)
+    writer.string(transactional_id)
+    return bytes(writer.buffer)
+
+
+def _query_key(query: str) -> bytes:
+    writer = Writer(flexible=False)
+    writer.int16(_QUERY_KEY)
+    writer.string(query)
+    return bytes(writer.buffer)

@@ -1,0 +1,81 @@
+"""What the coordinator is asked and what it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from millstream.core.ids import ProducerId
+from millstream.core.topic import TopicPartition
+
+
+class ProducerRef(NamedTuple):
+    """A producer as it names itself."""
+
+    transactional_id: str
+    producer_id: ProducerId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitRequest:
+    """A producer begins, or goes on after an error with the id and epoch that it had."""
+
+    transactional_id: str
+    timeout_ms: int
+    expected: tuple[ProducerId, int] | None = None
+
+
+class Initialized(NamedTuple):
+    """The id and epoch of a producer."""
+
+    producer_id: ProducerId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """A transaction that is decided and whose markers have to be written."""
+
+    transactional_id: str
+    producer_id: ProducerId
+    epoch: int
+    commit: bool
+    version: int
+    partitions: frozenset[TopicPartition]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionDescription:
+    """One transactional id as administrators see it."""
+
+    transactional_id: str
+    state: str
+    producer_id: ProducerId
+    epoch: int
+    timeout_ms: int
+    started_ms: int
+    updated_ms: int
+    partitions: tuple[TopicPartition, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionFilter:
+    """Which transactions are listed; an empty filter lets everything through."""
+
+    states: Collection[str] = ()
+    producer_ids: Collection[int] = ()
+    longer_than_ms: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransactionLimits:
+    """The bounds of one shard."""
+
+    timeout_max_ms: int = 900_000
+    id_expiration_ms: int = 604_800_000
+    sweep_ms: int = 3_600_000
+    ids_max: int = 1_000_000
+    queries_max: int = 100_000
+    tombstones_max: int = 1000

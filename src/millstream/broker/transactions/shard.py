@@ -1,0 +1,526 @@
+"""The state machine of one partition of `__transaction_state`: its transactional ids and what becomes of them.
+
+Every public operation is a plain function of the state that returns the records to append and the response, now or
+later. Nothing here reads a clock that was not given to it, waits, or does I/O. What is decided, and has markers to be
+written, is told to whoever listens through `on_ending`; who writes them says so with `complete`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import Final
+
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.timers import Timers
+from millstream.broker.transactions.batch import attempt_of
+from millstream.broker.transactions.batches import Batches
+from millstream.broker.transactions.records import (
+    QueryKey,
+    TransactionKey,
+    query_record,
+    read_key,
+    read_query,
+    read_transaction,
+    transaction_record,
+    transaction_tombstone,
+)
+from millstream.broker.transactions.requests import (
+    Ending,
+    Initialized,
+    InitRequest,
+    ProducerRef,
+    TransactionDescription,
+    TransactionFilter,
+    TransactionLimits,
+)
+from millstream.broker.transactions.transaction import (
+    ENDING,
+    EPOCH_MAX,
+    EPOCH_PER_TRANSACTION,
+    IDLE,
+    NO_EPOCH,
+    Transaction,
+    TransactionState,
+    is_exhausted,
+)
+from millstream.core.clock import Clock
+from millstream.core.errors import (
+    ConcurrentTransactions,
+    CoordinatorUnavailable,
+    InvalidProducerMapping,
+    InvalidTransactionState,
+    MillstreamError,
+    NotCoordinator,
+    PolicyViolation,
+    ProducerFenced,
+    TransactionAbortable,
+    UnknownTransaction,
+)
+from millstream.core.ids import NO_PRODUCER_ID, ProducerId
+from millstream.core.topic import TopicPartition
+
+_logger = logging.getLogger(__name__)
+
+_SWEEP: Final = "sweep"
+_RETRY_MS: Final = 1000
+_WAITING_MAX: Final = 100
+"""So many wait for the end of one transaction; more, such as those who gave up waiting, are not parked."""
+_UNTOLD: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
+_COMPLETE_FOR: Final = {True: TransactionState.COMPLETE_COMMIT, False: TransactionState.COMPLETE_ABORT}
+
+TakeProducerId = Callable[[], ProducerId]
+"""Gives a producer id that nobody has had before; `CoordinatorUnavailable` when none is at hand."""
+
+
+class TransactionShard:
+    """Transactional ids of one partition."""
+
+    def __init__(
+        self,
+        timers: Timers,
+        *,
+        limits: TransactionLimits,
+        clock: Clock,
+        take_producer_id: TakeProducerId,
+        on_ending: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._timers = timers
+        self._limits = limits
+        self._clock = clock
+        self._take_producer_id = take_producer_id
+        self._on_ending = on_ending
+        self._transactions: dict[str, Transaction] = {}
+        # In the order in which they were decided, so that the oldest is ended first.
+        self._ending: dict[str, None] = {}
+        self._until_ended: dict[str, list[Later[None]]] = {}
+        self._loaded = False
+        self.batches = Batches(self._transactions, clock=clock, abort=self.aborted, queries_max=limits.queries_max)
+
+    @property
+    def has_endings(self) -> bool:
+        """Whether something is decided and has markers to be written."""
+        return bool(self._ending)
+
+    # Producers
+
+    def init(self, request: InitRequest) -> Outcome[Initialized]:
+        """A producer begins, or begins anew; whoever had the id before is fenced."""
+        known = self._transactions.get(request.transactional_id)
+        self._check_may_begin(request.transactional_id, known)
+        now_ms = self._clock.now_ms()
+        transaction = known or Transaction(
+            transactional_id=request.transactional_id,
+            producer_id=self._take_producer_id(),
+            timeout_ms=request.timeout_ms,
+            updated_ms=now_ms,
+        )
+        _check_not_ending(transaction)
+        _check_expected(transaction, request.expected)
+        if transaction.state is TransactionState.ONGOING:
+            # The next attempt finds it ended, and gets an epoch that the aborted transaction never had.
+            aborted = self.aborted(transaction, "a producer begins with its transactional id")
+            return [transaction_record(aborted)], _refused(_concurrent(transaction))
+        if transaction.state not in IDLE:
+            raise InvalidTransactionState(f"{request.transactional_id!r} is prepared; its batch decides about it")
+        expected_epoch = None if request.expected is None else request.expected[1]
+        begun = self._begun(transaction, expected_epoch, request.timeout_ms, now_ms)
+        if known is not None and request.expected is None:
+            _log_fenced(known, begun, "a producer begins with its transactional id")
+        return [transaction_record(begun)], Initialized(begun.producer_id, begun.epoch)
+
+    def add_partitions(self, who: ProducerRef, partitions: Iterable[TopicPartition], *, version: int) -> Outcome[None]:
+        """Partitions become part of the producer's transaction, which begins with the first of them."""
+        transaction = self._known(who.transactional_id)
+        _check_not_ending(transaction)
+        _check_producer(transaction, who)
+        if transaction.state is TransactionState.PREPARED:
+            raise InvalidTransactionState(f"{who.transactional_id!r} is prepared; nothing can be added")
+        wanted = frozenset(partitions)
+        if transaction.state is TransactionState.ONGOING and wanted <= transaction.partitions:
+            return [], None
+        grown = transaction.with_partitions(wanted, version=version, now_ms=self._clock.now_ms())
+        return [transaction_record(grown)], None
+
+    def verify(
+        self, who: ProducerRef, partitions: Iterable[TopicPartition]
+    ) -> Outcome[dict[TopicPartition, MillstreamError | None]]:
+        """Whether partitions are part of the producer's transaction."""
+        transaction = self._known(who.transactional_id)
+        # Only what is open is asked about, so here the epoch decides first: it tells a late batch from one in time.
+        _check_producer(transaction, who)
+        _check_not_ending(transaction)
+        return [], {
+            partition: None
+            if partition in transaction.partitions
+            else TransactionAbortable(f"{partition} is not part of the transaction of {who.transactional_id!r}")
+            for partition in partitions
+        }
+
+    def end(self, who: ProducerRef, *, commit: bool, version: int) -> Outcome[Initialized]:
+        """Commit or abort; the answer of the second version is the id and epoch for the next transaction."""
+        transaction = self._known(who.transactional_id)
+        if version < EPOCH_PER_TRANSACTION:
+            _check_producer(transaction, who)
+            _check_not_ending(transaction)
+            return self._end_first_version(transaction, commit=commit)
+        _check_not_ending(transaction)
+        return self._end_second_version(transaction, who, commit=commit)
+
+    def abort(self, transactional_id: str) -> Outcome[str]:
+        """An administrator ends a transaction that hangs; the answer is the state it was in."""
+        transaction = self._described(transactional_id)
+        if transaction.state in IDLE:
+            raise InvalidTransactionState(f"{transactional_id!r} has no transaction to abort")
+        if transaction.is_committing:
+            raise InvalidTransactionState(f"{transactional_id!r} is being committed, which cannot be taken back")
+        was = transaction.state.value
+        if transaction.state in ENDING:
+            return [], was
+        return [transaction_record(self.aborted(transaction, "an administrator aborts its transaction"))], was
+
+    # Markers
+
+    def endings(self, known: Iterable[str] = (), *, limit: int = 1000) -> Outcome[list[Ending]]:
+        """What is decided and has markers to be written, without those that the caller knows of."""
+        left_out = set(known)
+        found: list[Ending] = []
+        for transactional_id in self._ending:
+            if len(found) >= limit:
+                break
+            if transactional_id not in left_out:
+                found.append(_ending_of(self._transactions[transactional_id]))
+        return [], found
+
+    def complete(self, ending: Ending) -> Outcome[None]:
+        """Every marker is written."""
+        transaction = self._transactions.get(ending.transactional_id)
+        if transaction is None or transaction.state not in ENDING or _ending_of(transaction) != ending:
+            return [], None
+        if attempt_of(ending.transactional_id) is not None:
+            # Its id is never used again.
+            return [transaction_tombstone(ending.transactional_id)], None
+        return [transaction_record(transaction.complete(now_ms=self._clock.now_ms()))], None
+
+    def confirmed(self, ending: Ending) -> Outcome[bool]:
+        """Write down once more what was decided: who can do so durably is the coordinator, and no other has been since.
+
+        False when it is over by now.
+        """
+        transaction = self._transactions.get(ending.transactional_id)
+        if transaction is None or transaction.state not in ENDING or _ending_of(transaction) != ending:
+            return [], False
+        return [transaction_record(transaction)], True
+
+    def until_ended(self, transactional_id: str) -> Outcome[None]:
+        """Wait until the transaction that is being ended has its markers; at once if none is."""
+        if transactional_id not in self._ending:
+            return [], None
+        waiting = self._until_ended.setdefault(transactional_id, [])
+        if len(waiting) >= _WAITING_MAX:
+            return [], None
+        later: Later[None] = Later()
+        waiting.append(later)
+        return [], later
+
+    # For administrators
+
+    def describe(self, transactional_id: str) -> Outcome[TransactionDescription]:
+        """One transactional id."""
+        return [], _description(self._described(transactional_id))
+
+    def listing(self, wanted: TransactionFilter) -> Outcome[list[TransactionDescription]]:
+        """Every transactional id that the filter lets through."""
+        now_ms = self._clock.now_ms()
+        return [], [_description(one) for one in self._transactions.values() if _passes(one, wanted, now_ms)]
+
+    def counts(self) -> dict[str, int]:
+        """How many transactional ids are in which state; for looking only."""
+        counted = {state.value: 0 for state in TransactionState}
+        for transaction in self._transactions.values():
+            counted[transaction.state.value] += 1
+        return counted
+
+    # The fold
+
+    def replay(self, record: StateRecord) -> None:
+        """Take one record of the log in."""
+        key = read_key(record.key)
+        if isinstance(key, TransactionKey):
+            self._replay_transaction(key.transactional_id, record.value)
+        elif isinstance(key, QueryKey):
+            self.batches.replay_query(key.query, None if record.value is None else read_query(record.value))
+
+    def loaded(self) -> None:
+        """Set the timers of what is under way, and have markers written that a crash left out."""
+        self._loaded = True
+        for transaction in self._transactions.values():
+            self._set_timeout(transaction)
+        self._timers.schedule(_SWEEP, 0, self._sweep, pure=True)
+        if self._ending:
+            self._on_ending()
+
+    def unload(self) -> None:
+        """Send everyone who waits to find the coordinator again."""
+        waiting, self._until_ended = self._until_ended, {}
+        for laters in waiting.values():
+            for later in laters:
+                later.refuse(NotCoordinator("the state of this transaction is read back from the log"))
+
+    def durable_keys(self) -> list[Hashable]:
+        """A name for every record that the log has to hold."""
+        return [*map(TransactionKey, self._transactions), *map(QueryKey, self.batches.queries)]
+
+    def durable_record(self, key: Hashable) -> StateRecord | None:
+        """The record of this name, as it stands now."""
+        if isinstance(key, TransactionKey):
+            transaction = self._transactions.get(key.transactional_id)
+            return None if transaction is None else transaction_record(transaction)
+        if isinstance(key, QueryKey) and key.query in self.batches.queries:
+            return query_record(key.query, self.batches.queries[key.query])
+        return None
+
+    def aborted(self, transaction: Transaction, reason: str) -> Transaction:
+        """The transaction as the coordinator itself ends it: the producer is fenced."""
+        ended = self._decided(transaction, commit=False)
+        _log_fenced(transaction, ended, reason)
+        return ended
+
+    # Below: how
+
+    def _check_may_begin(self, transactional_id: str, known: Transaction | None) -> None:
+        attempt = attempt_of(transactional_id)
+        if attempt is not None:
+            self.batches.check_may_begin(attempt)
+        if known is None and len(self._transactions) >= self._limits.ids_max:
+            raise PolicyViolation(f"a coordinator keeps at most {self._limits.ids_max} transactional ids")
+
+    def _begun(self, transaction: Transaction, expected: int | None, timeout_ms: int, now_ms: int) -> Transaction:
+        if is_exhausted(transaction.epoch) and expected in (None, transaction.epoch):
+            keeps = expected is not None
+            fresh = self._take_producer_id()
+            return transaction.with_new_producer(fresh, keeps_last_epoch=keeps, timeout_ms=timeout_ms, now_ms=now_ms)
+        return transaction.with_epoch_bumped(expected, timeout_ms=timeout_ms, now_ms=now_ms)
+
+    def _end_first_version(self, transaction: Transaction, *, commit: bool) -> Outcome[Initialized]:
+        state = transaction.state
+        if state is TransactionState.ONGOING or (state is TransactionState.PREPARED and not commit):
+            ended = transaction.ending(commit=commit, version=0, now_ms=self._clock.now_ms())
+            return [transaction_record(ended)], _UNTOLD
+        if state is _COMPLETE_FOR[commit]:
+            return [], _UNTOLD
+        raise _wrong_state(transaction, commit=commit)
+
+    def _end_second_version(self, transaction: Transaction, who: ProducerRef, *, commit: bool) -> Outcome[Initialized]:
+        state = transaction.state
+        is_retry = _is_retried_end(transaction, who)
+        if transaction.producer_id != who.producer_id and not is_retry:
+            raise _mapping(transaction, who)
+        is_current = transaction.epoch == who.epoch
+        if not is_current and not (is_retry and state in _COMPLETE_FOR.values()):
+            raise _fenced(transaction, who)
+        if not is_current:
+            if state is _COMPLETE_FOR[commit]:
+                return [], Initialized(transaction.producer_id, transaction.epoch)
+            raise _wrong_state(transaction, commit=commit)
+        if commit and state is not TransactionState.ONGOING:
+            raise _wrong_state(transaction, commit=commit)
+        ended = self._decided(transaction, commit=commit)
+        after = ended.complete(now_ms=ended.updated_ms)
+        return [transaction_record(ended)], Initialized(after.producer_id, after.epoch)
+
+    def _decided(self, transaction: Transaction, *, commit: bool) -> Transaction:
+        successor = self._take_producer_id() if is_exhausted(transaction.epoch) else NO_PRODUCER_ID
+        return transaction.ending(
+            commit=commit, version=EPOCH_PER_TRANSACTION, now_ms=self._clock.now_ms(), next_producer_id=successor
+        )
+
+    def _known(self, transactional_id: str) -> Transaction:
+        transaction = self._transactions.get(transactional_id)
+        if transaction is None:
+            raise InvalidProducerMapping(f"{transactional_id!r} has no producer id")
+        return transaction
+
+    def _described(self, transactional_id: str) -> Transaction:
+        transaction = self._transactions.get(transactional_id)
+        if transaction is None:
+            raise UnknownTransaction(f"there is no transactional id {transactional_id!r}")
+        return transaction
+
+    def _replay_transaction(self, transactional_id: str, value: bytes | None) -> None:
+        before = self._transactions.get(transactional_id)
+        if value is None:
+            self._transactions.pop(transactional_id, None)
+            self._timers.cancel(transactional_id)
+            self.batches.forget(transactional_id)
+            after = None
+        else:
+            after = self._transactions[transactional_id] = read_transaction(transactional_id, value)
+            self.batches.note(transactional_id)
+            if self._loaded:
+                self._set_timeout(after)
+        was_ending = before is not None and before.state in ENDING
+        is_ending = after is not None and after.state in ENDING
+        if is_ending and not was_ending:
+            self._ending[transactional_id] = None
+            if self._loaded:
+                self._on_ending()
+        elif was_ending and not is_ending:
+            del self._ending[transactional_id]
+            for later in self._until_ended.pop(transactional_id, ()):
+                later.give(None)
+
+    def _set_timeout(self, transaction: Transaction) -> None:
+        transactional_id = transaction.transactional_id
+        deadline_ms = transaction.deadline_ms
+        if deadline_ms is None:
+            self._timers.cancel(transactional_id)
+            return
+        delay_ms = max(0, deadline_ms - self._clock.now_ms())
+        self._timers.schedule(transactional_id, delay_ms, lambda: self._time_out(transactional_id), pure=True)
+
+    def _time_out(self, transactional_id: str) -> list[StateRecord]:
+        transaction = self._transactions.get(transactional_id)
+        if transaction is None or transaction.state is not TransactionState.ONGOING:
+            return []
+        # Should the append be refused, this is tried again; otherwise the change of state cancels it.
+        self._timers.schedule(transactional_id, _RETRY_MS, lambda: self._time_out(transactional_id), pure=True)
+        try:
+            return [transaction_record(self.aborted(transaction, "its transaction timed out"))]
+        except CoordinatorUnavailable:
+            return []
+
+    def _sweep(self) -> list[StateRecord]:
+        """Take away ids that nobody has used for long, and the last batches of queries."""
+        most = self._limits.tombstones_max
+        oldest_ms = self._clock.now_ms() - self._limits.id_expiration_ms
+        expired: list[StateRecord] = []
+        for transaction in self._transactions.values():
+            if len(expired) >= most:
+                break
+            if transaction.state in IDLE and transaction.updated_ms <= oldest_ms:
+                expired.append(transaction_tombstone(transaction.transactional_id))
+        expired += self.batches.expired(before_ms=oldest_ms, limit=most - len(expired))
+        pause_ms = _RETRY_MS if len(expired) >= most else self._limits.sweep_ms
+        self._timers.schedule(_SWEEP, pause_ms, self._sweep, pure=True)
+        return expired
+
+    def __iter__(self) -> Iterator[Transaction]:
+        """Every transaction; for looking only."""
+        return iter(self._transactions.values())
+
+
+def _check_not_ending(transaction: Transaction) -> None:
+    """Refuse for now what comes while markers are written.
+
+    As in Kafka this precedes what is said of the epoch, and mostly of the id: the client may have been answered the id
+    and epoch that count only once the markers are there, so neither tells a zombie from the producer itself.
+    """
+    if transaction.state in ENDING:
+        raise _concurrent(transaction)
+
+
+def _check_expected(transaction: Transaction, expected: tuple[ProducerId, int] | None) -> None:
+    """A producer that says what it had must have had it last, or be the one whose epochs were used up."""
+    if expected is None or transaction.epoch == NO_EPOCH:
+        return
+    producer_id, epoch = expected
+    if producer_id == transaction.producer_id:
+        return
+    if producer_id == transaction.previous_producer_id and is_exhausted(epoch):
+        return
+    raise ProducerFenced(
+        f"{transaction.transactional_id!r} belongs to producer {transaction.producer_id} at epoch {transaction.epoch} "
+        f"now, not to producer {producer_id} at epoch {epoch}"
+    )
+
+
+def _check_producer(transaction: Transaction, who: ProducerRef) -> None:
+    if transaction.producer_id != who.producer_id:
+        raise _mapping(transaction, who)
+    if transaction.epoch != who.epoch:
+        raise _fenced(transaction, who)
+
+
+def _is_retried_end(transaction: Transaction, who: ProducerRef) -> bool:
+    """Whether the client repeats the request that ended the transaction, after which the epoch rose."""
+    if transaction.producer_id == who.producer_id and transaction.epoch == who.epoch + 1:
+        return True
+    overflowed = who.epoch == EPOCH_MAX - 1 and transaction.epoch == 0
+    return overflowed and transaction.previous_producer_id == who.producer_id
+
+
+def _log_fenced(before: Transaction, after: Transaction, reason: str) -> None:
+    named = {
+        "transactional_id": before.transactional_id,
+        "producer_id": before.producer_id,
+        "epoch": before.epoch,
+        "next_producer_id": after.producer_id,
+        "next_epoch": after.epoch,
+        "reason": reason,
+    }
+    _logger.info("a producer is fenced", extra=named)
+
+
+def _mapping(transaction: Transaction, who: ProducerRef) -> InvalidProducerMapping:
+    return InvalidProducerMapping(
+        f"{who.transactional_id!r} has the producer id {transaction.producer_id}, not {who.producer_id}"
+    )
+
+
+def _fenced(transaction: Transaction, who: ProducerRef) -> ProducerFenced:
+    return ProducerFenced(
+        f"producer {who.producer_id} of {who.transactional_id!r} is at epoch {transaction.epoch}, not {who.epoch}"
+    )
+
+
+def _concurrent(transaction: Transaction) -> ConcurrentTransactions:
+    return ConcurrentTransactions(f"the last transaction of {transaction.transactional_id!r} is still being ended")
+
+
+def _wrong_state(transaction: Transaction, *, commit: bool) -> InvalidTransactionState:
+    wanted = "committed" if commit else "aborted"
+    return InvalidTransactionState(
+        f"{transaction.transactional_id!r} is {transaction.state.value} and cannot be {wanted}"
+    )
+
+
+def _refused(error: MillstreamError) -> Later[Initialized]:
+    later: Later[Initialized] = Later()
+    later.refuse(error)
+    return later
+
+
+def _ending_of(transaction: Transaction) -> Ending:
+    return Ending(
+        transaction.transactional_id,
+        transaction.producer_id,
+        transaction.epoch,
+        transaction.is_committing,
+        transaction.version,
+        transaction.partitions,
+    )
+
+
+def _passes(transaction: Transaction, wanted: TransactionFilter, now_ms: int) -> bool:
+    if wanted.states and transaction.state.value not in wanted.states:
+        return False
+    if wanted.producer_ids and transaction.producer_id not in wanted.producer_ids:
+        return False
+    return wanted.longer_than_ms < 0 or (
+        transaction.started_ms >= 0 and now_ms - transaction.started_ms > wanted.longer_than_ms
+    )
+
+
+def _description(transaction: Transaction) -> TransactionDescription:
+    return TransactionDescription(
+        transactional_id=transaction.transactional_id,
+        state=transaction.state.value,
+        producer_id=transaction.producer_id,
+        epoch=transaction.epoch,
+        timeout_ms=transaction.timeout_ms,
+        started_ms=transaction.started_ms,
+        updated_ms=transaction.updated_ms,
+        partitions=tuple(sorted(transaction.partitions, key=lambda one: (one.topic, one.partition))),
+    )

@@ -1,0 +1,155 @@
+"""What pipelines have not taken yet: from where each of them stands to the last message that is committed.
+
+What lies behind that is not there for anybody who reads what is committed: transactions that are open, and what came
+after they began. Where a pipeline stands is what its group has committed; where that says nothing, the place at which
+the pipeline is to begin.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from millstream.client.admin.groups import Committed, committed_by_group
+from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
+from millstream.core.errors import MillstreamError
+from millstream.core.expression import compile_expression
+from millstream.core.pipeline import LATEST, LandSettings, Pipeline, PipelineKind
+from millstream.core.topic import TopicPartition
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMetadata
+from millstream.protocol.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
+from millstream.protocol.wire.offset_listing import ListedOffset
+
+
+class Reader(NamedTuple):
+    """A pipeline by what it reads, as it was declared and as far as it can be told without Spark."""
+
+    name: str
+    kind: PipelineKind
+    group: str
+    topics: frozenset[str]
+    pattern: re.Pattern[str] | None
+    from_latest: bool
+
+    def takes(self, topic: TopicMetadata) -> bool:
+        """Whether it reads a topic."""
+        if self.pattern is None:
+            return topic.name in self.topics
+        return not topic.is_internal and self.pattern.fullmatch(topic.name) is not None
+
+    def among(self, there: ClusterMetadata) -> list[TopicMetadata]:
+        """The topics of it that there are."""
+        if self.pattern is None:
+            return [there.topics[name] for name in self.topics if name in there.topics]
+        return [topic for topic in there.topics.values() if self.takes(topic)]
+
+    def begins_at_end(self, topic: str, begun: frozenset[str]) -> bool:
+        """Whether it is to begin with messages that come from now on, given the topics that it has begun."""
+        if not self.from_latest or topic in begun:
+            return False
+        # Topics that come while it lands others are landed from their first message on.
+        return not (begun and self.kind is PipelineKind.LAND)
+
+
+def reader_of(pipeline: Pipeline) -> Reader | None:
+    """What a pipeline reads; None if that cannot be told from its settings."""
+    try:
+        settings = pipeline.settings
+        topics = frozenset(pipeline.flows())
+        pattern = settings.pattern if isinstance(settings, LandSettings) else ""
+        compiled = compile_expression(pattern) if pattern else None
+    except MillstreamError:
+        return None
+    return Reader(pipeline.name, pipeline.kind, pipeline.group, topics, compiled, settings.start == LATEST)
+
+
+class Backlog(NamedTuple):
+    """How far a pipeline is, in offsets."""
+
+    passed: int
+    """Those that are there, and that it has behind it."""
+    left: int
+    """Those that it has not taken yet."""
+
+
+class Backlogs:
+    """Asks the brokers what readers have not taken, as often as it is told to.
+
+    Of partitions that nobody leads just now it holds what was known last.
+    """
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._starts: dict[TopicPartition, int] = {}
+        self._ends: dict[TopicPartition, int] = {}
+
+    async def lags(self, readers: Sequence[Reader]) -> dict[str, int]:
+        """By reader, how much it has not taken of what it reads.
+
+        Left out are those of whom it is not known, and those whose topics are all missing.
+        """
+        has_pattern = any(one.pattern is not None for one in readers)
+        named = None if has_pattern else sorted(set().union(*(one.topics for one in readers)))
+        there = await self._client.metadata(named)
+        read = {one: found for one in readers if (found := one.among(there))}
+        return {name: one.left for name, one in (await self._of(read, asks_passed=False)).items()}
+
+    async def in_topic(self, readers: Sequence[Reader], topic: TopicMetadata) -> dict[str, Backlog]:
+        """By reader, how far it is in a topic that it reads; left out are those of whom it is not known."""
+        return await self._of({one: [topic] for one in readers}, asks_passed=True)
+
+    async def _of(self, read: Mapping[Reader, Sequence[TopicMetadata]], *, asks_passed: bool) -> dict[str, Backlog]:
+        committed = await committed_by_group(self._client, [one.group for one in read])
+        every = {where for topics in read.values() for topic in topics for where in _partitions(topic)}
+        self._ends = await self._listed(every, LATEST_TIMESTAMP, READ_COMMITTED, self._ends)
+        places: dict[str, dict[TopicPartition, int | None]] = {}
+        for reader, topics in read.items():
+            told = committed[reader.group]
+            if not isinstance(told, MillstreamError):
+                places[reader.name] = self._places(reader, topics, told)
+        # Where a partition starts matters only to those that are not at its end.
+        asked = {
+            where
+            for of_reader in places.values()
+            for where, offset in of_reader.items()
+            if asks_passed or offset is None or offset < self._ends.get(where, 0)
+        }
+        self._starts = await self._listed(asked, EARLIEST_TIMESTAMP, READ_UNCOMMITTED, self._starts)
+        found = {name: self._backlog(of_reader) for name, of_reader in places.items()}
+        return {name: one for name, one in found.items() if one is not None}
+
+    def _places(
+        self, reader: Reader, topics: Sequence[TopicMetadata], committed: Committed
+    ) -> dict[TopicPartition, int | None]:
+        """Where a reader goes on, by partition; None is where the partition starts."""
+        begun = frozenset(where.topic for where in committed)
+        places: dict[TopicPartition, int | None] = {}
+        for topic in topics:
+            at_end = reader.begins_at_end(topic.name, begun)
+            for where in _partitions(topic):
+                places[where] = committed.get(where, self._ends.get(where) if at_end else None)
+        return places
+
+    async def _listed(
+        self, wanted: Iterable[TopicPartition], time_ms: int, isolation: int, known: Mapping[TopicPartition, int]
+    ) -> dict[TopicPartition, int]:
+        found = await self._client.list_offsets_of(dict.fromkeys(wanted, time_ms), isolation=isolation)
+        held = {where: known[where] for where in found if where in known}
+        return {**held, **{where: one.offset for where, one in found.items() if isinstance(one, ListedOffset)}}
+
+    def _backlog(self, places: Mapping[TopicPartition, int | None]) -> Backlog | None:
+        passed = left = 0
+        for where, offset in places.items():
+            end, start = self._ends.get(where), self._starts.get(where, offset)
+            if end is None or start is None:
+                return None
+            place = start if offset is None else max(offset, start)
+            passed += max(0, min(place, end) - start)
+            left += max(0, end - place)
+        return Backlog(passed, left)
+
+
+def _partitions(topic: TopicMetadata) -> list[TopicPartition]:
+    return [TopicPartition(topic.name, number) for number in topic.partitions]

@@ -1,0 +1,93 @@
+"""What is asked of nodes about their clients. Only Millstream answers this; Kafka has no such request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.core.errors import BrokerUnreachable, RequestRefused
+from millstream.core.ids import NodeId
+from millstream.protocol.wire.client import Client
+
+CLIENT_LIST_KEY = 32001
+UNSUPPORTED_VERSION = 35
+
+PRODUCER, CONSUMER = "producer", "consumer"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectedClient:
+    """One connection of a client. Rates are None when it was not there long enough to tell."""
+
+    node: int
+    address: str
+    client_id: str
+    software: str
+    version: str
+    roles: tuple[str, ...]
+    produced_bytes: int
+    fetched_bytes: int
+    produced_bytes_per_s: float | None
+    fetched_bytes_per_s: float | None
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Clients:
+    """The clients of all nodes, and how many more there are than nodes tell."""
+
+    clients: tuple[ConnectedClient, ...]
+    left_out: int
+
+
+async def list_clients(client: Client, *, interval_s: float) -> Clients:
+    """Every connection to every node, with rates over an interval."""
+    nodes = sorted((await client.metadata([])).nodes)
+    before = {node: await _ask(client, node) for node in nodes}
+    await asyncio.sleep(interval_s)
+    found: list[ConnectedClient] = []
+    left_out = 0
+    for node in nodes:
+        after = await _ask(client, node)
+        earlier = {one["connection"]: one for one in before[node]["clients"]}
+        elapsed_s = after["clock_s"] - before[node]["clock_s"]
+        found += [_client(node, one, earlier.get(one["connection"]), elapsed_s) for one in after["clients"]]
+        left_out += after["left_out"]
+    return Clients(tuple(sorted(found, key=lambda one: (one.client_id, one.node, one.address))), left_out)
+
+
+async def _ask(client: Client, node: NodeId) -> dict[str, Any]:
+    try:
+        answer: dict[str, Any] = json.loads(bytes(await client.private(node, CLIENT_LIST_KEY, b"")))
+    except (BrokerUnreachable, ValueError) as error:
+        raise RequestRefused(
+            f"node {node} does not tell its clients ({error}); only Millstream does, no other kind of broker",
+            code=UNSUPPORTED_VERSION,
+        ) from error
+    return answer
+
+
+def _client(node: int, now: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s: float) -> ConnectedClient:
+    done = {PRODUCER: now["produce_requests"], CONSUMER: now["fetch_requests"]}
+    return ConnectedClient(
+        node=node,
+        address=now["address"],
+        client_id=now["client_id"],
+        software=now["software"],
+        version=now["software_version"],
+        roles=tuple(role for role, requests in done.items() if requests),
+        produced_bytes=now["produced_bytes"],
+        fetched_bytes=now["fetched_bytes"],
+        produced_bytes_per_s=_rate("produced_bytes", now, before, elapsed_s),
+        fetched_bytes_per_s=_rate("fetched_bytes", now, before, elapsed_s),
+        idle_s=now["idle_s"],
+    )
+
+
+def _rate(key: str, now: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s: float) -> float | None:
+    if before is None or elapsed_s <= 0:
+        return None
+    return round(float(now[key] - before[key]) / elapsed_s, 1)

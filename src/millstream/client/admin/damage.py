@@ -1,0 +1,82 @@
+"""What the disk of a broker lost, as the commands tell it: which offsets, and what to do about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from millstream.core.errors import MillstreamError
+from millstream.core.topic import TRANSACTION_STATE
+
+if TYPE_CHECKING:
+    from millstream.core.ids import NodeId
+    from millstream.protocol.wire.client import Client
+    from millstream.protocol.wire.cluster_metadata import TopicMetadata
+
+NODE_STATUS_KEY = 32000
+
+
+class LostOffsets(NamedTuple):
+    """A range of offsets of a partition that cannot be read any more; others are unharmed."""
+
+    topic: str
+    partition: int
+    first: int
+    next_offset: int
+    is_repaired: bool = False
+    """Whether it is being fetched from other replicas."""
+
+    def __str__(self) -> str:
+        return f"{self.topic}-{self.partition}: the disk lost the offsets {self.first} to {self.next_offset - 1}"
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        if self.is_repaired:
+            return (
+                "nothing, while the nodes that carry the partition run: the offsets are fetched from another replica; "
+                "if this stays, the log of this node says why"
+            )
+        if self.topic == TRANSACTION_STATE:
+            # No group reads this topic; what it lost are decisions about transactions.
+            return (
+                "the other offsets are unharmed and in use; transactions whose state was there may never end by "
+                "themselves: find them with millstream transaction list --hanging, and end them with "
+                "millstream transaction abort"
+            )
+        return (
+            "the other offsets are unharmed and served; restore these from a copy, if you have one, and let a group "
+            f"step over them with: millstream group reset GROUP --topic {self.topic} --partition {self.partition} "
+            f"--to {self.next_offset}"
+        )
+
+
+async def node_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
+    """How a node is, by Millstream's private request; None when it does not tell, as another kind of broker."""
+    try:
+        status: dict[str, Any] = json.loads(bytes(await client.private(node, NODE_STATUS_KEY, b"")))
+    except (MillstreamError, ValueError):
+        return None
+    return status
+
+
+def lost_of(status: dict[str, Any]) -> list[LostOffsets]:
+    """What a node lost, by its status."""
+    return [
+        LostOffsets(one["topic"], one["partition"], one["first"], one["next"], one["repair"])
+        for one in status["damage"]
+    ]
+
+
+async def ask_lost(client: Client, topic: TopicMetadata, partitions: Iterable[int]) -> list[LostOffsets] | None:
+    """What the leaders of some partitions of a topic lost of them; None when a leader does not tell."""
+    wanted = set(partitions)
+    leaders = {one.leader_id for one in topic.partitions.values() if one.partition in wanted and one.leader_id >= 0}
+    lost: list[LostOffsets] = []
+    for leader in sorted(leaders):
+        status = await node_status(client, leader)
+        if status is None or "damage" not in status:
+            return None
+        lost += [one for one in lost_of(status) if one.topic == topic.name and one.partition in wanted]
+    return sorted(lost)

@@ -1,0 +1,397 @@
+"""Dead letters as an operator works on them: counted, looked at, sent back, or put away.
+
+A dead letter topic is a log, from which nothing is taken out. So the open letters are those that a subscription of
+Millstream's own on that topic has not accepted: whoever sends a letter back, or puts it away, accepts it there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from time import time
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from uuid import UUID
+
+from millstream.client.admin.letter_post import LetterPost
+from millstream.core.errors import (
+    Conflict,
+    InvalidRecordState,
+    InvalidRequest,
+    MillstreamError,
+    NotFound,
+    SubscriptionExists,
+    UnknownGroup,
+)
+from millstream.core.ids import NodeId
+from millstream.core.subscription import (
+    ATTEMPTS,
+    DEAD_LETTER_TOPIC,
+    EARLIEST,
+    IN_FLIGHT_MAX,
+    LEASE,
+    LETTERS_PREFIX,
+    NO_DEAD_LETTERS,
+    START,
+)
+from millstream.core.verb import Verb
+from millstream.protocol.private.open_letters import letters_would_be_lost, stored_letters
+from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.protocol.records.record import Headers, NewRecord
+from millstream.protocol.wire.refusal import TRANSIENT
+
+if TYPE_CHECKING:
+    from millstream.protocol.wire.client import Client
+
+PREFIX = "dlq-"
+REDRIVEN = "dlq-redriven"
+FIRST_PUBLISHED = "dlq-timestamp"
+BATCH = 500
+LEASE_MS = 60_000
+"""Short, since it is how long the letters of a command that was killed are kept from others."""
+
+EXTEND_S = 15.0
+RELEASE_S_MAX = 5.0
+"""Whoever ends a command does not wait longer for it to give letters back."""
+
+HELD_MAX = 100_000
+NO_ORIGIN = "the letter does not say where it came from"
+_PAUSE_S = 0.25
+_PASSES = (*TRANSIENT, UnknownGroup)
+"""What passes by itself: a failover, and a subscription that another node has not heard of yet."""
+
+T = TypeVar("T")
+
+
+class DeadLetterTopic(NamedTuple):
+    """A dead letter topic, the subscriptions that write to it, and how many letters are open."""
+
+    topic: str
+    subscriptions: list[str]
+    letters: int
+
+
+class Queue(NamedTuple):
+    """The queue in which a message died."""
+
+    subscription: str
+    topic: str
+    topic_id: UUID
+    partition: int
+
+
+class Letter(NamedTuple):
+    """The offset of a message, and where its letter is in the dead letter topic."""
+
+    offset: int
+    letter_partition: int
+    letter_offset: int
+
+
+class Origin(NamedTuple):
+    """Where the message of a letter came from."""
+
+    queue: Queue
+    letter: Letter
+
+
+def origin_of(letter: LeasedMessage) -> Origin | None:
+    """Where the message of a letter came from, if the letter says so; anybody can publish to its topic."""
+    headers = headers_of(letter)
+    try:
+        topic_id = UUID(headers["dlq-topic-id"])
+        queue = Queue(headers["dlq-subscription"], headers["dlq-topic"], topic_id, int(headers["dlq-partition"]))
+        return Origin(queue, Letter(int(headers["dlq-offset"]), letter.partition, letter.record.offset))
+    except (KeyError, ValueError):
+        return None
+
+
+class DeadLetterDesk:
+    """Works on the letters of one dead letter topic."""
+
+    def __init__(self, client: Client, topic: str, worker: str, *, patience_s: float) -> None:
+        self._client = client
+        self._subscriptions = SubscriptionClient(client)
+        self.topic = topic
+        self._worker = worker
+        self._name = LETTERS_PREFIX + topic
+        self._patience_s = patience_s
+        self._held: dict[tuple[int, int], LeasedMessage] = {}
+        self._sent: set[tuple[int, int]] = set()
+        """Of these, those that were sent back, or may have been."""
+        self._leaders: dict[int, NodeId | None] = {}
+        # Letters that are closed, of which the queues of their messages were not told yet.
+        self._closed: dict[Queue, list[Letter]] = {}
+        self._letter_topic_id = UUID(int=0)
+        self._post = LetterPost(client)
+        self.held_by_others = 0
+        self.unreached = 0
+
+    async def open(self) -> None:
+        """Begin to count the letters, if nobody has before."""
+        settings = {LEASE: str(LEASE_MS), IN_FLIGHT_MAX: str(HELD_MAX)}
+        try:
+            told = await self._described(*TRANSIENT)
+        except UnknownGroup:
+            with suppress(SubscriptionExists):
+                await self._subscriptions.create(self._name, [self.topic], {START: EARLIEST, ATTEMPTS: "0", **settings})
+            return
+        if any(told["settings"].get(name) != value for name, value in settings.items()):
+            await self._subscriptions.alter(self._name, settings)
+
+    @asynccontextmanager
+    async def holding(self) -> AsyncIterator[None]:
+        """Keep the leases of what is held while work is done, and give back in the end what was not settled."""
+        extending = asyncio.create_task(self._extend())
+        try:
+            yield
+        finally:
+            extending.cancel()
+            with suppress(asyncio.CancelledError):
+                await extending
+            # What cannot be given back comes back by itself, and that must not hide how the work went.
+            with suppress(MillstreamError, TimeoutError):
+                async with asyncio.timeout(min(RELEASE_S_MAX, self._patience_s)):
+                    await self._give_back()
+
+    async def letters(self, wanted: Callable[[], int]) -> AsyncIterator[list[LeasedMessage]]:
+        """The open letters, some at a time, each once, while any are wanted; they are held until they are settled."""
+        loop = asyncio.get_running_loop()
+        taken = 0
+        deadline = loop.time() + self._patience_s
+        while taken < HELD_MAX and (number := wanted()) > 0:
+            some = await self._patiently(partial(self._receive, min(BATCH, number)))
+            if some:
+                self._held.update({_place(letter): letter for letter in some})
+                self._leaders.update({letter.partition: letter.node for letter in some})
+                taken += len(some)
+                yield some
+                # What is still held is only settled from here on.
+                for letter in some:
+                    if _place(letter) in self._held:
+                        self._held[_place(letter)] = without_content(letter)
+                deadline = loop.time() + self._patience_s
+            elif await self._is_at_end() or loop.time() + _PAUSE_S > deadline:
+                return
+            else:
+                await asyncio.sleep(_PAUSE_S)
+
+    async def close(self, letters: Sequence[LeasedMessage]) -> int:
+        """Close letters; says how many may still be open, since a failover lost their leases."""
+        doubtful = 0
+        for letter, error in zip(letters, await self._settle(letters, Verb.ACCEPT), strict=True):
+            if error is not None and not isinstance(error, InvalidRecordState):
+                raise error
+            self._held.pop(_place(letter), None)
+            self._sent.discard(_place(letter))
+            if error is not None:
+                doubtful += 1
+            elif (origin := origin_of(letter)) is not None:
+                self._closed.setdefault(origin.queue, []).append(origin.letter)
+        return doubtful
+
+    async def revive(self, letters: Sequence[LeasedMessage]) -> list[str | None]:
+        """Have the messages of letters delivered again, each by its own subscription; for each None, or why not."""
+        reasons: list[str | None] = [NO_ORIGIN] * len(letters)
+        by_queue: dict[Queue, list[tuple[int, Letter]]] = {}
+        for at, letter in enumerate(letters):
+            origin = origin_of(letter)
+            if origin is not None:
+                by_queue.setdefault(origin.queue, []).append((at, origin.letter))
+                self._letter_topic_id = letter.topic_id
+        for queue, some in by_queue.items():
+            missing = await self._revive_in(queue, [letter for _, letter in some])
+            for at, found in some:
+                reasons[at] = missing.get(found.offset)
+        return reasons
+
+    async def forget_closed(self) -> None:
+        """Tell the queues of revived messages that their letters are closed; what they are not told costs a little."""
+        with suppress(MillstreamError):
+            for queue in list(self._closed):
+                await self._revive_in(queue, [])
+
+    async def _revive_in(self, queue: Queue, letters: list[Letter]) -> dict[int, str]:
+        """Revive messages in one queue; the offsets of those that cannot be, and why."""
+        closed = self._closed.get(queue, [])[:BATCH]
+        place = (queue.topic, queue.topic_id, queue.partition)
+        try:
+            gone = await self._patiently(
+                lambda: self._subscriptions.revive(queue.subscription, place, self._letter_topic_id, letters, closed),
+                *TRANSIENT,
+            )
+        except (NotFound, InvalidRequest) as error:
+            return dict.fromkeys((letter.offset for letter in letters), str(error))
+        self._closed.pop(queue, None)
+        return dict.fromkeys(gone, f"topic {queue.topic!r} no longer has the original")
+
+    async def check_target(self, topic: str) -> None:
+        """Raise `UnknownTopic` if letters cannot be sent to a topic since it does not exist."""
+        await self._patiently(lambda: self._post.partitions_of(topic), *TRANSIENT)
+
+    async def publish(self, letter: LeasedMessage, topic: str) -> None:
+        """Publish a letter's message to a topic, in the partition that it came from if that is its topic."""
+        headers = headers_of(letter)
+        partition = int(headers["dlq-partition"]) if headers.get("dlq-partition", "").isdigit() else None
+        times = int(headers[REDRIVEN]) if headers.get(REDRIVEN, "").isdigit() else 0
+        published = headers.get(FIRST_PUBLISHED) or str(letter.record.timestamp_ms)
+        kept: Headers = tuple(header for header in letter.record.headers if not header[0].startswith(PREFIX))
+        story = ((REDRIVEN, str(times + 1).encode()), (FIRST_PUBLISHED, published.encode()))
+        # With a time in the past it could be too old for its topic: refused there, or deleted before anybody got it.
+        record = NewRecord(letter.record.key, letter.record.value, (*kept, *story), int(time() * 1000))
+        await self.check_target(topic)
+        await self._patiently(self._post.open, *TRANSIENT)
+        self._sent.add(_place(letter))
+        is_origin = topic == headers.get("dlq-topic")
+        await self._post.send(topic, partition if is_origin else None, record, spread=letter.record.offset)
+
+    async def _receive(self, number: int) -> list[LeasedMessage]:
+        return await self._subscriptions.receive(
+            self._name, self._worker, max_records=number, max_bytes=8 * 1024 * 1024
+        )
+
+    async def _is_at_end(self) -> bool:
+        """Whether all queues were asked, and nothing is left that could be had; in a failover some are missing."""
+        told = await self._described(*_PASSES)
+        found = (await self._client.metadata([self.topic])).topics.get(self.topic)
+        partitions = set() if found is None else set(found.partitions)
+        self.unreached = len(partitions - {queue["partition"] for queue in told["queues"]})
+        self.held_by_others = max(0, sum(queue["leased"] for queue in told["queues"]) - len(self._held))
+        return not self.unreached and not any(queue["available"] for queue in told["queues"])
+
+    async def _described(self, *passing: type[MillstreamError]) -> dict[str, Any]:
+        (told,) = await self._patiently(lambda: self._subscriptions.describe([self._name]), *passing)
+        return told
+
+    async def _settle(self, letters: Iterable[LeasedMessage], verb: int) -> list[MillstreamError | None]:
+        """Settle letters at whoever leads them now; leases outlive a failover, mostly."""
+        listed = list(letters)
+        results: list[MillstreamError | None] = [None] * len(listed)
+        left = list(range(len(listed)))
+
+        async def attempt() -> None:
+            nonlocal left
+            some = [listed[at]._replace(node=self._leaders[listed[at].partition]) for at in left]
+            told = await self._subscriptions.settle(
+                self._name, self._worker, some, verb, delay_ms=None if verb == Verb.EXTEND else 0
+            )
+            for at, error in zip(left, told, strict=True):
+                results[at] = error
+            left = [at for at in left if isinstance(results[at], _PASSES)]
+            failed = next((results[at] for at in left), None)
+            if failed is not None:
+                await self._find_leaders()
+                raise failed
+
+        with suppress(*_PASSES):
+            await self._patiently(attempt)
+        return results
+
+    async def _give_back(self) -> None:
+        """Return what nothing was done with, which does not count as a delivery, and release what was sent."""
+        for verb, is_sent in ((Verb.RETURN, False), (Verb.RELEASE, True)):
+            letters = [letter for place, letter in self._held.items() if (place in self._sent) == is_sent]
+            if letters:
+                await self._settle(letters, verb)
+
+    async def _find_leaders(self) -> None:
+        found = (await self._client.metadata([self.topic])).topics.get(self.topic)
+        for one in () if found is None else found.partitions.values():
+            if one.leader_id >= 0:
+                self._leaders[one.partition] = one.leader_id
+
+    async def _extend(self) -> None:
+        while True:
+            await asyncio.sleep(EXTEND_S)
+            # A lease that is gone meanwhile shows when its letter is settled.
+            with suppress(MillstreamError):
+                await self._settle(self._held.values(), Verb.EXTEND)
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
+        """Try again what passes by itself, for as long as the command may wait."""
+        return await _patiently(attempt, self._patience_s, named or _PASSES)
+
+
+def _place(letter: LeasedMessage) -> tuple[int, int]:
+    return letter.partition, letter.record.offset
+
+
+def headers_of(letter: LeasedMessage) -> dict[str, str]:
+    """The headers of a letter as text; the last one of a name counts."""
+    return {name: (value or b"").decode(errors="replace") for name, value in letter.record.headers}
+
+
+def without_content(letter: LeasedMessage) -> LeasedMessage:
+    """A letter with its headers only: there may be many, and they may be large."""
+    return letter._replace(record=letter.record._replace(key=None, value=None))
+
+
+async def _patiently(
+    attempt: Callable[[], Awaitable[T]], patience_s: float, passing: tuple[type[MillstreamError], ...]
+) -> T:
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        try:
+            return await attempt()
+        except passing:
+            if loop.time() + _PAUSE_S > deadline:
+                raise
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
+    """Every topic that is declared as a dead letter topic."""
+    told = await SubscriptionClient(client).describe()
+    writers: dict[str, list[str]] = {}
+    opened: dict[str, int] = {}
+    for one in told:
+        topic = one["settings"].get(DEAD_LETTER_TOPIC, NO_DEAD_LETTERS)
+        if topic != NO_DEAD_LETTERS:
+            writers.setdefault(topic, []).append(one["name"])
+        if one["name"].startswith(LETTERS_PREFIX):
+            topic = one["name"].removeprefix(LETTERS_PREFIX)
+            opened[topic] = sum(queue["backlog"] for queue in one["queues"])
+            if opened[topic]:
+                # Letters outlive a subscription that was deleted by force.
+                writers.setdefault(topic, [])
+    return [
+        DeadLetterTopic(topic, names, opened.get(topic, await stored_letters(client, topic)))
+        for topic, names in sorted(writers.items())
+    ]
+
+
+async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
+    """The dead letter topic of this name, or of the subscription of this name; a failover is waited out."""
+    known = await _patiently(lambda: dead_letter_topics(client), patience_s, TRANSIENT)
+    if any(one.topic == name for one in known):
+        return name
+    for one in known:
+        if name in one.subscriptions:
+            return one.topic
+    with suppress(UnknownGroup):
+        (told,) = await SubscriptionClient(client).describe([name])
+        raise NotFound(f"subscription {told['name']!r} has no dead letter topic")
+    raise NotFound(f"no subscription is called {name!r} or has it as its dead letter topic; see millstream dlq list")
+
+
+async def check_no_open_letters(client: Client, topic: str) -> None:
+    """Raise `Conflict` for a dead letter topic that holds open letters."""
+    found = await _dead_letter_topic(client, topic)
+    if found is not None and found.letters:
+        raise Conflict(letters_would_be_lost(topic, found.letters, found.subscriptions))
+
+
+async def close_letters_of(client: Client, topic: str) -> None:
+    """Close every open letter of a topic without a look at any, if it is a dead letter topic."""
+    if await _dead_letter_topic(client, topic) is not None:
+        await DeadLetterDesk(client, topic, "close-all", patience_s=RELEASE_S_MAX).open()
+        await SubscriptionClient(client).seek(LETTERS_PREFIX + topic, "latest")
+
+
+async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | None:
+    # Another kind of broker has no subscriptions, and answers nothing that could be read.
+    with suppress(MillstreamError, ValueError):
+        return next((one for one in await dead_letter_topics(client) if one.topic == topic), None)
+    return None

@@ -1,0 +1,325 @@
+"""What is asked of brokers about consumer groups, over Kafka's own APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
+from millstream.core.errors import (
+    GroupNotEmpty,
+    InvalidRequest,
+    MillstreamError,
+    ProtocolViolation,
+    UnknownGroup,
+    UnknownTopic,
+)
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.side_by_side import side_by_side
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.primitives import Reader
+from millstream.protocol.private.transactions import GROUP_COORDINATOR
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import refusal
+
+DEAD = "Dead"
+CLASSIC = "classic"
+CONSUMER = "consumer"
+"""A group of the newer protocol, in which the broker shares out."""
+_NO_GENERATION = -1
+_GROUP_ID_NOT_FOUND = 69
+_UNKNOWN_MEMBER_ID = 25
+_GROUPS_ASKED_MAX = 100
+"""So many groups are asked for with one request."""
+
+Committed = dict[TopicPartition, int]
+"""By partition, the next offset that a group is to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One member of a group and the partitions it reads."""
+
+    member_id: str
+    client_id: str
+    host: str
+    partitions: tuple[TopicPartition, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group as its coordinator describes it."""
+
+    name: str
+    state: str
+    protocol: str
+    """How partitions are shared out."""
+    members: tuple[Member, ...]
+    kind: str = CLASSIC
+    protocol_type: str = ""
+    """What its members are, if they told: "consumer" for consumers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a group is in one partition. None: nothing is committed, or the partition is gone."""
+
+    where: TopicPartition
+    committed: int | None
+    start: int | None
+    end: int | None
+
+    @property
+    def lag(self) -> int | None:
+        """How many offsets lie between what is committed and the end."""
+        if self.committed is None or self.end is None:
+            return None
+        return max(0, self.end - self.committed)
+
+
+async def list_groups(client: Client) -> list[tuple[str, str, str]]:
+    """The name, the state and the type of every group, from every node."""
+    from kio.schema.list_groups.v5 import request
+
+    messages: Any = request
+    found: dict[str, tuple[str, str, str]] = {}
+    for node in (await client.metadata([])).nodes:
+        answer = await client.send(node, messages.ListGroupsRequest())
+        if answer.error_code:
+            raise refusal(answer.error_code, None, about="the list of groups")
+        for group in answer.groups:
+            found[group.group_id] = (group.group_id, group.group_state, group.group_type or CLASSIC)
+    return sorted(found.values())
+
+
+async def describe_group(client: Client, name: str) -> Group:
+    """One group of either type, or `UnknownGroup`."""
+    found = await _describe_classic(client, name) or await _describe_consumers(client, name)
+    if found is None:
+        raise UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
+    return found
+
+
+async def _describe_consumers(client: Client, name: str) -> Group | None:
+    from kio.schema.consumer_group_describe.v1 import request
+
+    messages: Any = request
+    asked = messages.ConsumerGroupDescribeRequest(group_ids=(name,), include_authorized_operations=False)
+    try:
+        described = (await client.send(await client.coordinator(name), asked)).groups[0]
+    except InvalidRequest:
+        # A broker that does not serve the newer protocol has no such groups.
+        return None
+    if described.error_code == _GROUP_ID_NOT_FOUND:
+        return None
+    if described.error_code:
+        raise refusal(described.error_code, described.error_message, about=f"group {name!r}")
+    members = tuple(
+        Member(one.member_id, one.client_id, one.client_host, _named_partitions(one.assignment.topic_partitions))
+        for one in described.members
+    )
+    return Group(name, described.group_state, described.assignor_name, members, CONSUMER, CONSUMER)
+
+
+def _named_partitions(topics: Any) -> tuple[TopicPartition, ...]:
+    return tuple(TopicPartition(one.topic_name, PartitionIndex(index)) for one in topics for index in one.partitions)
+
+
+async def _describe_classic(client: Client, name: str) -> Group | None:
+    from kio.schema.describe_groups.v6 import request
+
+    messages: Any = request
+    asked = messages.DescribeGroupsRequest(groups=(name,), include_authorized_operations=False)
+    described = (await client.send(await client.coordinator(name), asked)).groups[0]
+    if described.error_code == _GROUP_ID_NOT_FOUND or described.group_state == DEAD:
+        return None
+    if described.error_code:
+        raise refusal(described.error_code, described.error_message, about=f"group {name!r}")
+    members = tuple(
+        Member(one.member_id, one.client_id, one.client_host, assigned_partitions(one.member_assignment))
+        for one in described.members
+    )
+    return Group(name, described.group_state, described.protocol_data, members, CLASSIC, described.protocol_type)
+
+
+def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
+    """Read the assignment that the leader of a group of consumers gave to a member; nothing if it is another kind."""
+    if not assignment:
+        return ()
+    reader = Reader(assignment, flexible=False)
+    partitions: list[TopicPartition] = []
+    try:
+        reader.int16()
+        for _ in range(reader.array_length(item_bytes_min=6)):
+            topic = reader.string()
+            partitions += [TopicPartition(topic, PartitionIndex(index)) for index in reader.int32_array()]
+    except ProtocolViolation:
+        return ()
+    return tuple(partitions)
+
+
+async def committed_offsets(client: Client, name: str) -> Committed:
+    """Every offset that a group has committed."""
+    return _committed(await _ask_offsets(client, await client.coordinator(name), [name]), name)
+
+
+async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
+    """Every offset that some groups have committed, with one request per coordinator, or few if they are very many.
+
+    An error stands in the place of what could not be told just now.
+    """
+    by_node: dict[NodeId, list[str]] = {}
+    found: dict[str, Committed | MillstreamError] = {}
+    for name, where in (await _coordinators(client, names)).items():
+        if isinstance(where, MillstreamError):
+            found[name] = where
+        else:
+            by_node.setdefault(where, []).append(name)
+    asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
+    for told in await side_by_side(_offsets_or_errors(client, *one) for one in asked):
+        found.update(told)
+    return found
+
+
+async def _coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeId | MillstreamError]:
+    from kio.schema.find_coordinator.v6 import request
+
+    messages: Any = request
+    found: dict[str, NodeId | MillstreamError] = {}
+    for part in _parts(names):
+        asked = messages.FindCoordinatorRequest(key_type=GROUP_COORDINATOR, coordinator_keys=tuple(part))
+        for one in (await client.send(None, asked)).coordinators:
+            about = f"coordinator of {one.key!r}"
+            refused = refusal(one.error_code, one.error_message, about=about) if one.error_code else None
+            found[one.key] = refused or NodeId(one.node_id)
+    return found
+
+
+def _parts(names: Sequence[str]) -> list[Sequence[str]]:
+    return [names[at : at + _GROUPS_ASKED_MAX] for at in range(0, len(names), _GROUPS_ASKED_MAX)]
+
+
+async def _offsets_or_errors(
+    client: Client, node: NodeId, names: Sequence[str]
+) -> dict[str, Committed | MillstreamError]:
+    try:
+        told = await _ask_offsets(client, node, names)
+    except MillstreamError as error:
+        return dict.fromkeys(names, error)
+    found: dict[str, Committed | MillstreamError] = {}
+    for name in names:
+        try:
+            found[name] = _committed(told, name)
+        except MillstreamError as error:
+            found[name] = error
+    return found
+
+
+async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> dict[str, Any]:
+    from kio.schema.offset_fetch.v9 import request
+
+    messages: Any = request
+    groups = tuple(messages.OffsetFetchRequestGroup(group_id=name, topics=None) for name in names)
+    answer = await client.send(node, messages.OffsetFetchRequest(groups=groups))
+    return {one.group_id: one for one in answer.groups}
+
+
+def _committed(told: Mapping[str, Any], name: str) -> Committed:
+    answer = told.get(name)
+    if answer is None:
+        raise ProtocolViolation(f"the answer with offsets does not name group {name!r}")
+    if answer.error_code:
+        raise refusal(answer.error_code, None, about=f"offsets of group {name!r}")
+    return {
+        TopicPartition(topic.name, PartitionIndex(one.partition_index)): one.committed_offset
+        for topic in answer.topics
+        for one in topic.partitions
+        if one.committed_offset >= 0
+    }
+
+
+async def progress_of(client: Client, group: Group) -> list[Progress]:
+    """How far a group is in every partition that it reads or has committed."""
+    committed = await committed_offsets(client, group.name)
+    read = {where for member in group.members for where in member.partitions}
+    by_topic: dict[str, list[int]] = {}
+    for where in {*committed, *read}:
+        by_topic.setdefault(where.topic, []).append(where.partition)
+    progress: list[Progress] = []
+    for topic in sorted(by_topic):
+        bounds = await _bounds(client, topic, sorted(by_topic[topic]))
+        for index in sorted(by_topic[topic]):
+            where = TopicPartition(topic, PartitionIndex(index))
+            start, end = bounds.get(index, (None, None))
+            progress.append(Progress(where, committed.get(where), start, end))
+    return progress
+
+
+async def _bounds(client: Client, topic: str, partitions: list[int]) -> Mapping[int, tuple[int | None, int | None]]:
+    try:
+        starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
+        ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP))
+    except UnknownTopic:
+        # The topic was deleted; what the group committed there is still listed.
+        return {}
+    return {index: (starts[index].offset, ends[index].offset) for index in partitions}
+
+
+async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartition, int]) -> None:
+    """Move a group without members to these offsets."""
+    from kio.schema.offset_commit.v9 import request
+
+    messages: Any = request
+    by_topic: dict[str, list[Any]] = {}
+    for where, offset in offsets.items():
+        wanted = messages.OffsetCommitRequestPartition(
+            partition_index=where.partition, committed_offset=offset, committed_metadata=""
+        )
+        by_topic.setdefault(where.topic, []).append(wanted)
+    topics = tuple(
+        messages.OffsetCommitRequestTopic(name=topic, partitions=tuple(wanted)) for topic, wanted in by_topic.items()
+    )
+    asked = messages.OffsetCommitRequest(
+        group_id=name, generation_id_or_member_epoch=_NO_GENERATION, member_id="", topics=topics
+    )
+
+    async def attempt(node: NodeId) -> None:
+        answer = await client.send(node, asked)
+        for topic in answer.topics:
+            for one in topic.partitions:
+                if one.error_code == _UNKNOWN_MEMBER_ID:
+                    raise GroupNotEmpty(busy_sentence(name))
+                if one.error_code:
+                    raise refusal(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
+
+    await client.at_coordinator(name, attempt, kind=GROUP_COORDINATOR)
+
+
+async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:
+    """Raise `GroupNotEmpty` when the group is in use, and `UnknownGroup` when it has to exist and does not."""
+    try:
+        group = await describe_group(client, name)
+    except UnknownGroup:
+        if may_be_new:
+            return
+        raise
+    if group.members:
+        raise GroupNotEmpty(busy_sentence(name))
+
+
+async def delete_group(client: Client, name: str) -> None:
+    """Delete a group and its offsets."""
+    from kio.schema.delete_groups.v2 import request
+
+    messages: Any = request
+    asked = messages.DeleteGroupsRequest(groups_names=(name,))
+    result = (await client.send(await client.coordinator(name), asked)).results[0]
+    if result.error_code:
+        error = refusal(result.error_code, None, about=f"delete group {name!r}")
+        raise GroupNotEmpty(busy_sentence(name)) if isinstance(error, GroupNotEmpty) else error
+
+
+def busy_sentence(name: str) -> str:
+    """What to do about a group that is in use."""
+    return f"group {name!r} has members; stop its consumers first, then try again"

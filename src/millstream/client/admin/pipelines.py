@@ -1,0 +1,237 @@
+"""Pipelines as clients declare, change and see them, over Millstream's private requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+
+import msgspec
+
+from millstream.client.admin.groups import delete_group, describe_group
+from millstream.core.errors import (
+    GroupNotEmpty,
+    MillstreamError,
+    NotFound,
+    PipelineExists,
+    RequestTimedOut,
+    UnknownGroup,
+)
+from millstream.core.ids import NodeId
+from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, PipelineKind, Rule
+from millstream.core.side_by_side import side_by_side
+from millstream.protocol.private.pipeline_messages import (
+    ALTER_KEY,
+    CREATE_KEY,
+    DELETE_KEY,
+    LIST_KEY,
+    RULES_KEY,
+    NewPipeline,
+    PipelineChanges,
+    PipelineNames,
+    RuleChanges,
+    ToldRule,
+)
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import refusal
+
+LISTED_S: Final = 5.0
+"""A node that has not told of its pipelines by then hangs, and is left out."""
+_DUPLICATE_RESOURCE: Final = 92
+_WELL: Final = ("running", "stopped")
+"""What went wrong before is over then."""
+
+
+class PipelineMade(NamedTuple):
+    """A pipeline that was declared."""
+
+    pipeline_id: UUID
+    notes: list[str]
+    """What its owner should know, such as topics that are not there yet."""
+
+
+class RulesChanged(NamedTuple):
+    """Rules that were changed: how many there are now."""
+
+    rules: int
+    notes: list[str]
+
+
+class PipelineClient:
+    """Speaks to the nodes about pipelines."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def create(
+        self,
+        name: str,
+        kind: PipelineKind | str,
+        settings: Mapping[str, str],
+        *,
+        rules: Iterable[Rule] = (),
+        is_wanted: bool = True,
+        validate_only: bool = False,
+    ) -> PipelineMade:
+        """Declare a pipeline. Offsets that one of the same name left behind are forgotten first."""
+        body = NewPipeline(
+            name=name,
+            kind=str(kind),
+            settings=dict(settings),
+            rules=[ToldRule.of(rule) for rule in rules],
+            wanted=is_wanted,
+            validate_only=True,
+        )
+        answer = await self._ask(None, CREATE_KEY, body)
+        if not validate_only:
+            await self._forget_progress(name)
+            answer = await self._ask(None, CREATE_KEY, msgspec.structs.replace(body, validate_only=False))
+        return PipelineMade(UUID(answer["pipeline_id"]), answer.get("notes", []))
+
+    async def _forget_progress(self, name: str) -> None:
+        """Delete what an older pipeline of this name has committed; a group of others is left alone."""
+        group = f"{GROUP_PREFIX}{name}"
+        try:
+            found = await describe_group(self._client, group)
+            if found.protocol_type in ("", GROUP_TYPE):
+                await delete_group(self._client, group)
+                return
+        except UnknownGroup:
+            return
+        except GroupNotEmpty:
+            raise GroupNotEmpty(
+                f"a pipeline {name!r} is still being run, by hand or since it was deleted just now; "
+                f"`millstream group describe {group}` shows where, and when it has ended"
+            ) from None
+        raise GroupNotEmpty(
+            f"the group {group!r} of the pipeline is one of consumers, who have offsets in it; choose another name, or "
+            f"take the group away: millstream group delete {group}"
+        )
+
+    async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> list[str]:
+        """Change settings; None takes one back to its default. The answer is what its owner should know."""
+        body = PipelineChanges(name=name, settings=dict(settings), validate_only=validate_only)
+        notes: list[str] = (await self._ask(None, ALTER_KEY, body)).get("notes", [])
+        return notes
+
+    async def start(self, name: str) -> None:
+        """Have it run; one that was parked is tried again."""
+        await self._ask(None, ALTER_KEY, PipelineChanges(name=name, wanted=True))
+
+    async def stop(self, name: str) -> None:
+        """Have it run no more."""
+        await self._ask(None, ALTER_KEY, PipelineChanges(name=name, wanted=False))
+
+    async def delete(self, name: str) -> None:
+        """Take it away; what it has written stays, how far it came is forgotten."""
+        await self._ask(None, DELETE_KEY, {"name": name})
+        # Whoever runs it needs a moment to hear of it, and takes the group away after that.
+        with suppress(UnknownGroup, GroupNotEmpty):
+            await delete_group(self._client, f"{GROUP_PREFIX}{name}")
+
+    async def forget_deleted(self, name: str) -> None:
+        """Take the group of a pipeline away if that is declared no more; for whoever has ended to run it."""
+        try:
+            await self.describe([name])
+        except NotFound:
+            with suppress(UnknownGroup, GroupNotEmpty):
+                await delete_group(self._client, f"{GROUP_PREFIX}{name}")
+
+    async def change_rules(
+        self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
+    ) -> RulesChanged:
+        """Put rules in, and take others out."""
+        put = [ToldRule.of(rule) for rule in rules]
+        body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
+        answer = await self._ask(None, RULES_KEY, body)
+        return RulesChanged(answer["rules"], answer.get("notes", []))
+
+    async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Pipelines, each with its `state` and the report of the node that runs it; with rules if they are named.
+
+        Every node is asked, and the newest that any of them knows is told. One that does not answer is left out, as
+        long as there is another; `notes` say so of pipelines that it may be running.
+        """
+        body = PipelineNames(names=None if names is None else list(names))
+        nodes = sorted((await self._client.metadata(())).nodes)
+        answers = await side_by_side(self._listed(node, body) for node in nodes)
+        failed = [answer for answer in answers if isinstance(answer, MillstreamError)]
+        found: dict[str, dict[str, Any]] = {}
+        for answer in answers:
+            for told in () if isinstance(answer, MillstreamError) else answer["pipelines"]:
+                found[told["name"]] = _newer(found.get(told["name"]), told)
+        if not found and failed:
+            raise failed[0]
+        silent = [f"{error}" for error in failed]
+        return [
+            {**one, "state": state_of(one), "notes": silent if one["report"] is None else []}
+            for _name, one in sorted(found.items())
+        ]
+
+    async def _listed(self, node: NodeId, body: PipelineNames) -> dict[str, Any] | MillstreamError:
+        try:
+            async with asyncio.timeout(LISTED_S):
+                return await self._ask(node, LIST_KEY, body)
+        except TimeoutError:
+            return RequestTimedOut(f"node {node} did not tell within {LISTED_S:g} s how its pipelines do")
+        except NotFound:
+            # The catalog itself said so: others that still know it have not heard yet that it is gone.
+            raise
+        except MillstreamError as error:
+            return error
+
+    async def _ask(self, node: NodeId | None, key: int, body: Any) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, msgspec.json.encode(body))))
+        if answer["error"] == _DUPLICATE_RESOURCE:
+            raise PipelineExists(answer["message"])
+        if answer["error"]:
+            raise refusal(answer["error"], answer["message"])
+        return answer
+
+
+def _newer(known: dict[str, Any] | None, told: dict[str, Any]) -> dict[str, Any]:
+    """What two nodes tell of a pipeline, put together; the report comes from the one that runs it."""
+    if known is None:
+        return told
+    newest = told if told["version"] > known["version"] else known
+    reports = [report for report in (known["report"], told["report"]) if report is not None]
+    lags = [lag for lag in (known.get("lag"), told.get("lag")) if lag is not None]
+    # A node that has it waiting tells why it does not run it; another one may.
+    report = min(reports, key=lambda report: report["state"] == "waiting", default=None)
+    return {**newest, "report": report, "lag": lags[-1] if lags else None}
+
+
+async def land_topic(client: Client, topic: str, *, validate_only: bool = False) -> str:
+    """Declare that a topic is landed, unless that is declared already; the name of the pipeline."""
+    name = f"{LAND_PREFIX}{topic}"
+    with suppress(PipelineExists):
+        await PipelineClient(client).create(name, PipelineKind.LAND, {"topics": topic}, validate_only=validate_only)
+    return name
+
+
+def state_of(told: Mapping[str, Any]) -> str:
+    """The state of a pipeline: what is declared counts before what the driver says, which may not know it yet."""
+    if not told["wanted"]:
+        return "stopped"
+    if told["parked"]:
+        return "parked"
+    report = told["report"]
+    return "waiting" if report is None else str(report["state"])
+
+
+def summary_of(told: Mapping[str, Any]) -> dict[str, Any]:
+    """A pipeline in one line."""
+    report = told["report"] or {"last_error": " ".join(told["notes"])}
+    return {
+        "pipeline": told["name"],
+        "kind": told["kind"],
+        "state": told["state"],
+        "rows": report.get("rows", 0),
+        "rows_per_s": report.get("rows_per_s", 0.0),
+        "lag": told.get("lag", report.get("lag")),
+        "restarts": report.get("restarts", 0),
+        "error": told["parked"] or ("" if told["state"] in _WELL else report.get("last_error", "")),
+    }

@@ -1,0 +1,67 @@
+"""A place in a topic as people name it: its start, its end, an offset, or a time."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass
+from datetime import datetime
+from enum import Enum
+
+from millstream.core.errors import InvalidRequest
+
+EARLIEST_TIMESTAMP = -2
+LATEST_TIMESTAMP = -1
+"""The two times that have a special meaning when offsets are looked up."""
+
+HELP = (
+    "start, end, an offset, a time (2026-01-31T12:00:00Z; local if it names no zone) or how long ago (90s, 15m, 2h, 7d)"
+)
+
+_NAMES = {"start": "start", "earliest": "start", "beginning": "start", "end": "end", "latest": "end"}
+_AGO = re.compile(r"(\d+)\s*(ms|s|m|h|d|w)\Z")
+_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000, "w": 7 * 86_400_000}
+
+
+class Kind(Enum):
+    """How a position is given."""
+
+    START = "start"
+    END = "end"
+    OFFSET = "offset"
+    TIME = "time"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in every partition of a topic. `value` is the offset, or the time in milliseconds."""
+
+    kind: Kind
+    value: int = 0
+
+    @property
+    def lookup_timestamp(self) -> int | None:
+        """The timestamp to look the offset up with; None when the offset itself is given."""
+        return {
+            Kind.START: EARLIEST_TIMESTAMP,
+            Kind.END: LATEST_TIMESTAMP,
+            Kind.TIME: self.value,
+            Kind.OFFSET: None,
+        }[self.kind]
+
+
+def parse_position(text: str, *, now_ms: int | None = None) -> Position:
+    """Read a position, or raise `InvalidRequest` that says what is understood."""
+    text = text.strip()
+    if text.lower() in _NAMES:
+        return Position(Kind(_NAMES[text.lower()]))
+    if text.isascii() and text.isdigit():
+        return Position(Kind.OFFSET, int(text))
+    ago = _AGO.match(text)
+    if ago is not None:
+        now_ms = time.time_ns() // 1_000_000 if now_ms is None else now_ms
+        return Position(Kind.TIME, max(0, now_ms - int(ago[1]) * _UNIT_MS[ago[2]]))
+    try:
+        return Position(Kind.TIME, max(0, int(datetime.fromisoformat(text).astimezone().timestamp() * 1000)))
+    except (ValueError, OverflowError):
+        raise InvalidRequest(f"{text!r} is no position; give {HELP}") from None

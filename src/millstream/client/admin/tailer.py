@@ -1,0 +1,265 @@
+"""Reads a topic from somewhere on: up to where it ends now, or for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from typing import NamedTuple, TypeVar
+
+from millstream.core.errors import BatchRejected, BrokerUnreachable, CorruptBatch, OffsetOutOfRange, RequestTimedOut
+from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
+from millstream.protocol.records.record import Record, decode_records
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.fetching import READ_UNCOMMITTED, FetchAnswer, FetchLimits
+
+FETCH_BYTES_MAX = 4 * 1024 * 1024
+FOLLOW_WAIT_MS = 5_000
+LOOK_S = 5.0
+"""How often whoever follows a topic looks for partitions that were added, at most."""
+
+REACH_FACTOR = 4
+_RETRY_S = 0.2
+_NOBODY = NodeId(-1)
+
+T = TypeVar("T")
+_Fetched = dict[TopicPartition, FetchAnswer]
+
+
+class Message(NamedTuple):
+    """One record and the partition it lies in."""
+
+    partition: int
+    record: Record
+
+
+class Fetched(NamedTuple):
+    """What one partition gave, to be read from an offset on."""
+
+    partition: int
+    start: int
+    answer: FetchAnswer
+
+
+class _Polled(NamedTuple):
+    fetched: list[Fetched]
+    has_moved: bool
+    """Whether the node does not lead all that it was asked for."""
+
+
+class Tailer:
+    """Reads all partitions of a topic together, each of them in order."""
+
+    def __init__(
+        self,
+        client: Client,
+        topic: str,
+        starts: Mapping[int, int],
+        *,
+        patience_s: float,
+        isolation: int = READ_UNCOMMITTED,
+        is_whole: bool = False,
+        note: Callable[[str], None],
+    ) -> None:
+        self._client = client
+        self._isolation = isolation
+        self._topic = topic
+        self._patience_s = patience_s
+        self._note = note
+        self._is_whole = is_whole
+        """Whether it is all of the topic, so that partitions that are added belong to it."""
+        self.lost: list[str] = []
+        """What was left out, since the disk of the broker lost it or its batch cannot be read."""
+        self._positions = {
+            TopicPartition(topic, PartitionIndex(partition)): Offset(offset) for partition, offset in starts.items()
+        }
+
+    async def last(self, number: int, ends: Mapping[int, int]) -> list[Message]:
+        """The last messages before the ends, oldest first; between partitions, their times decide.
+
+        Not every offset holds a message: markers of transactions take some, and compaction leaves gaps. So where too
+        few are found, it begins anew further back.
+        """
+        starts = dict(self._positions)
+        reach = number
+        while True:
+            kept: dict[int, deque[Message]] = {}
+            self.lost.clear()
+            self._positions = {
+                where: Offset(max(start, ends[where.partition] - reach)) for where, start in starts.items()
+            }
+            is_all = self._positions == starts
+            async for message in self.until(ends):
+                kept.setdefault(message.partition, deque(maxlen=number)).append(message)
+            if is_all or sum(map(len, kept.values())) >= number:
+                break
+            reach *= REACH_FACTOR
+        merged = heapq.merge(*kept.values(), key=lambda message: message.record.timestamp_ms)
+        return list(deque(merged, maxlen=number))
+
+    async def until(self, ends: Mapping[int, int]) -> AsyncIterator[Message]:
+        """Every message before the ends."""
+        limits = FetchLimits(FETCH_BYTES_MAX, 0, isolation=self._isolation)
+        while True:
+            wanted = {where: at for where, at in self._positions.items() if at < ends[where.partition]}
+            if not wanted:
+                return
+            before = dict(self._positions)
+            for where, answer in (await self._fetch(wanted, limits)).items():
+                for message in self._messages(self._take(where, answer)):
+                    if message.record.offset < ends[where.partition]:
+                        yield message
+            if self._positions == before:
+                # What is left cannot be read any more, for example because it was deleted meanwhile.
+                return
+
+    async def follow(self) -> AsyncGenerator[Message, None]:
+        """Every message from here on, as it comes."""
+        async with aclosing(self.follow_together()) as following:
+            async for messages in following:
+                for message in messages:
+                    yield message
+
+    async def follow_together(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Message], None]:
+        """Every message from here on; those that come together are given together."""
+        async with aclosing(self.follow_fetched(bytes_max)) as following:
+            async for fetched in following:
+                if messages := [message for one in fetched for message in self._messages(one)]:
+                    yield messages
+
+    async def follow_fetched(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Fetched], None]:
+        """Everything from here on, for a caller who reads the batches.
+
+        Each node is asked by a poll of its own, so that what one of them has does not wait for the others.
+        """
+        limits = FetchLimits(bytes_max, FOLLOW_WAIT_MS, isolation=self._isolation)
+        loop = asyncio.get_running_loop()
+        polls: dict[NodeId, asyncio.Task[_Polled]] = {}
+        try:
+            by_leader, looked = await self._patiently(self._by_leader), loop.time()
+            while True:
+                for leader in by_leader.keys() - polls.keys():
+                    polls[leader] = loop.create_task(self._poll(by_leader[leader], limits))
+                await asyncio.wait(polls.values(), return_when=asyncio.FIRST_COMPLETED)
+                ended = [leader for leader, poll in polls.items() if poll.done()]
+                polled = [polls.pop(leader).result() for leader in ended]
+                fetched = [each for one in polled for each in one.fetched]
+                if fetched:
+                    yield fetched
+                if any(one.has_moved for one in polled):
+                    # Perhaps nobody is elected yet.
+                    await asyncio.sleep(_RETRY_S)
+                elif loop.time() - looked < LOOK_S:
+                    continue
+                by_leader, looked = await self._patiently(self._by_leader), loop.time()
+        finally:
+            for poll in polls.values():
+                poll.cancel()
+            await asyncio.gather(*polls.values(), return_exceptions=True)
+
+    async def _poll(self, places: Sequence[TopicPartition], limits: FetchLimits) -> _Polled:
+        async def fetch() -> _Fetched:
+            return await self._fetch({where: self._positions[where] for where in places}, limits)
+
+        answers = await self._patiently(fetch)
+        fetched = [self._take(where, answer) for where, answer in answers.items() if answer.records]
+        return _Polled(fetched, has_moved=len(answers) < len(places))
+
+    async def _by_leader(self) -> dict[NodeId, list[TopicPartition]]:
+        """Whom to ask for which partitions; those that were added since are read from their beginning.
+
+        Those that nobody leads go along with others, as they are found when somebody does.
+        """
+        found = (await self._client.metadata([self._topic])).topics.get(self._topic)
+        partitions = {} if found is None else found.partitions
+        if self._is_whole:
+            for index in partitions:
+                self._positions.setdefault(TopicPartition(self._topic, PartitionIndex(index)), Offset(0))
+        led: dict[NodeId, list[TopicPartition]] = {}
+        for where in self._positions:
+            known = partitions.get(where.partition)
+            led.setdefault(_NOBODY if known is None else known.leader_id, []).append(where)
+        return led
+
+    def _take(self, where: TopicPartition, answer: FetchAnswer) -> Fetched:
+        """Go on behind an answer."""
+        start = self._positions[where]
+        # By the headers, since a batch may end in offsets that hold no record any more.
+        for header in iterate_whole_headers(answer.records):
+            self._positions[where] = max(self._positions[where], header.next_offset)
+        return Fetched(where.partition, start, answer)
+
+    def _messages(self, fetched: Fetched) -> list[Message]:
+        skip = partial(self._skip, TopicPartition(self._topic, PartitionIndex(fetched.partition)))
+        answer = fetched.answer
+        return [
+            Message(fetched.partition, record)
+            for record in decode_records(answer.records, aborted=answer.aborted, skip=skip)
+            if record.offset >= fetched.start
+        ]
+
+    def _skip(self, where: TopicPartition, header: BatchHeader, error: BatchRejected) -> None:
+        """Go on behind a batch that cannot be read, and say so."""
+        offsets = f"{where}: the batch at offsets {header.base_offset} to {header.last_offset} cannot be read ({error})"
+        self.lost.append(offsets)
+        reset = f"millstream group reset GROUP --topic {where.topic} --partition {where.partition}"
+        at = header.next_offset
+        self._note(f"{offsets}; going on at {at}. To do: let a group step over it with: {reset} --to {at}.")
+
+    async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Ask; while the broker is away, for example because it restarts, try again for a while."""
+        loop = asyncio.get_running_loop()
+        deadline: float | None = None
+        while True:
+            try:
+                return await attempt()
+            except OffsetOutOfRange:
+                await self._start_over()
+            except (BrokerUnreachable, RequestTimedOut) as error:
+                if deadline is None:
+                    self._note(f"Lost the broker; trying for {self._patience_s:g} s to find it again ({error}).")
+                    deadline = loop.time() + self._patience_s
+                if loop.time() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+    async def _fetch(self, wanted: Mapping[TopicPartition, Offset], limits: FetchLimits) -> _Fetched:
+        try:
+            return await self._client.fetch_many(wanted, limits)
+        except CorruptBatch:
+            if not await self._step_over():
+                raise
+            return {}
+
+    async def _step_over(self) -> bool:
+        """Go on behind what the disk of the broker lost, and say so; False when it knows of nothing there."""
+        from millstream.client.admin.damage import ask_lost
+        from millstream.client.admin.topics import find_topic
+
+        found = await find_topic(self._client, self._topic)
+        lost = await ask_lost(self._client, found, [where.partition for where in self._positions]) or ()
+        moved = False
+        for one in lost:
+            where = TopicPartition(one.topic, PartitionIndex(one.partition))
+            if one.first <= self._positions[where] < one.next_offset:
+                self._positions[where] = Offset(one.next_offset)
+                self.lost.append(str(one))
+                self._note(f"{one}; going on at {one.next_offset}. To do: {one.advice}.")
+                moved = True
+        return moved
+
+    async def _start_over(self) -> None:
+        """Retention has overtaken a slow reader: go on with what is left."""
+        from millstream.client.admin.topics import offset_bounds
+
+        bounds = await offset_bounds(self._client, self._topic, [where.partition for where in self._positions])
+        for where, at in self._positions.items():
+            start, end = bounds[where.partition]
+            if not start <= at <= end:
+                self._note(f"{where}: offset {at} is gone; going on from {start}.")
+                self._positions[where] = Offset(start)

@@ -1,0 +1,185 @@
+"""What is asked of brokers about topics, over Kafka's own APIs, so that they work against any Kafka too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Position
+from millstream.core.errors import InvalidSetting, UnknownTopic
+from millstream.core.ids import NodeId
+from millstream.core.nearest import suggestion
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.fetching import READ_UNCOMMITTED
+from millstream.protocol.wire.refusal import refusal
+
+_TOPIC_RESOURCE = 2
+_NODE_RESOURCE = 4
+_SET, _DELETE = 0, 1
+_SOURCE_TOPIC = 1
+_MIN_IN_SYNC = "min.insync.replicas"
+_DEFAULT_REPLICATION, _ETCD = "default-replication", "etcd"
+_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class TopicConfig:
+    """One setting of a topic: what holds, and whether the topic's owner set it."""
+
+    value: str | None
+    is_override: bool
+
+
+async def find_topic(client: Client, name: str, *, advice: str | None = None) -> TopicMetadata:
+    """One topic, or `UnknownTopic` that says what to do: how to make it, unless there is other advice."""
+    found = await client.metadata([name])
+    if name in found.topics:
+        return found.topics[name]
+    error = refusal(found.errors.get(name, 3), None, about=f"topic {name!r}")
+    if isinstance(error, UnknownTopic):
+        what_to_do = advice or f"create it with: millstream topic create {name}"
+        raise UnknownTopic(f"topic {name!r} does not exist; {what_to_do}")
+    raise error
+
+
+async def create_topic(
+    client: Client, name: str, *, partitions: int, replication: int, settings: Mapping[str, str]
+) -> Any:
+    """Create a topic; -1 leaves a number to the broker."""
+    from kio.schema.create_topics.v7 import request
+
+    messages: Any = request
+    wanted = messages.CreatableTopic(
+        name=name,
+        num_partitions=partitions,
+        replication_factor=replication,
+        assignments=(),
+        configs=tuple(messages.CreatableTopicConfig(name=key, value=value) for key, value in settings.items()),
+    )
+    answer = await client.send(None, messages.CreateTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
+    return _checked(answer.topics[0], f"create topic {name!r}")
+
+
+async def delete_topic(client: Client, name: str) -> None:
+    """Delete a topic and everything in it."""
+    from kio.schema.delete_topics.v6 import request
+
+    messages: Any = request
+    wanted = messages.DeleteTopicState(name=name, topic_id=None)
+    answer = await client.send(None, messages.DeleteTopicsRequest(topics=(wanted,), timeout=_TIMEOUT))
+    _checked(answer.responses[0], f"delete topic {name!r}")
+
+
+async def grow_topic(client: Client, name: str, partitions: int) -> None:
+    """Give a topic more partitions."""
+    from kio.schema.create_partitions.v3 import request
+
+    messages: Any = request
+    wanted = messages.CreatePartitionsTopic(name=name, count=partitions, assignments=None)
+    asked = messages.CreatePartitionsRequest(topics=(wanted,), timeout=_TIMEOUT, validate_only=False)
+    _checked((await client.send(None, asked)).results[0], f"grow topic {name!r}")
+
+
+async def alter_topic(client: Client, name: str, changes: Mapping[str, str | None]) -> None:
+    """Set some settings of a topic; None takes one back to the node's default."""
+    from kio.schema.incremental_alter_configs.v1 import request
+
+    messages: Any = request
+    configs = tuple(
+        messages.AlterableConfig(name=key, config_operation=_DELETE if value is None else _SET, value=value)
+        for key, value in changes.items()
+    )
+    resource = messages.AlterConfigsResource(resource_type=_TOPIC_RESOURCE, resource_name=name, configs=configs)
+    asked = messages.IncrementalAlterConfigsRequest(resources=(resource,), validate_only=False)
+    _checked((await client.send(None, asked)).responses[0], f"alter topic {name!r}")
+
+
+async def check_settings_exist(client: Client, topic: str, names: Sequence[str]) -> None:
+    """Raise `InvalidSetting` for the first name that is no setting of a topic on this broker."""
+    known = await topic_configs(client, topic) if names else {}
+    for name in names:
+        if name not in known:
+            raise InvalidSetting(f"topics have no setting {name!r}{suggestion(name, known)}")
+
+
+async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
+    """Every setting of a topic as it holds."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    resource = messages.DescribeConfigsResource(
+        resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=None
+    )
+    answer = await client.send(None, messages.DescribeConfigsRequest(resources=(resource,)))
+    described = _checked(answer.results[0], f"settings of topic {name!r}")
+    return {one.name: TopicConfig(one.value, one.config_source == _SOURCE_TOPIC) for one in described.configs}
+
+
+async def default_replication(client: Client, node: NodeId) -> int | None:
+    """How many copies a node of a cluster gives a topic; None where it is alone, or does not tell."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    keys = (_DEFAULT_REPLICATION, _ETCD)
+    resource = messages.DescribeConfigsResource(
+        resource_type=_NODE_RESOURCE, resource_name=str(node), configuration_keys=keys
+    )
+    (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
+    told = {} if result.error_code else {one.name: one.value for one in result.configs}
+    return int(told[_DEFAULT_REPLICATION]) if told.get(_ETCD) and told.get(_DEFAULT_REPLICATION) else None
+
+
+async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
+    """How many replicas of some topics must be in sync, as far as the broker tells."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    resources = tuple(
+        messages.DescribeConfigsResource(
+            resource_type=_TOPIC_RESOURCE, resource_name=name, configuration_keys=(_MIN_IN_SYNC,)
+        )
+        for name in names
+    )
+    if not resources:
+        return {}
+    answer = await client.send(None, messages.DescribeConfigsRequest(resources=resources))
+    told = {result.resource_name: result.configs for result in answer.results if not result.error_code}
+    return {
+        name: int(one.value)
+        for name, configs in told.items()
+        for one in configs
+        if one.name == _MIN_IN_SYNC and one.value
+    }
+
+
+async def offset_bounds(
+    client: Client, topic: str, partitions: Sequence[int], *, isolation: int = READ_UNCOMMITTED
+) -> dict[int, tuple[int, int]]:
+    """The first offset and the next one of each partition."""
+    starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
+    ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP), isolation=isolation)
+    return {partition: (starts[partition].offset, ends[partition].offset) for partition in partitions}
+
+
+async def offsets_at(
+    client: Client, topic: str, partitions: Sequence[int], position: Position, *, isolation: int = READ_UNCOMMITTED
+) -> dict[int, int]:
+    """The offset of a position in each partition; a time after the last record means the end."""
+    timestamp = position.lookup_timestamp
+    if timestamp is None:
+        bounds = await offset_bounds(client, topic, partitions, isolation=isolation)
+        return {partition: min(max(position.value, start), end) for partition, (start, end) in bounds.items()}
+    found = await client.list_offsets(topic, dict.fromkeys(partitions, timestamp), isolation=isolation)
+    beyond = [partition for partition, listed in found.items() if listed.offset < 0]
+    latest = dict.fromkeys(beyond, LATEST_TIMESTAMP)
+    ends = await client.list_offsets(topic, latest, isolation=isolation) if beyond else {}
+    return {partition: ends.get(partition, listed).offset for partition, listed in found.items()}
+
+
+def _checked(result: Any, about: str) -> Any:
+    if result.error_code:
+        raise refusal(result.error_code, getattr(result, "error_message", None), about=about)
+    return result

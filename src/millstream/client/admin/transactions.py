@@ -1,0 +1,246 @@
+"""What is asked of brokers about transactions, over Kafka's own APIs and Millstream's private requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.core.errors import InvalidRequest, InvalidTransactionState, UnknownTopic, UnknownTransaction
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.primitives import Reader, Writer
+from millstream.protocol.private.transactions import TRANSACTION_COORDINATOR, Transactions
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import refusal
+
+_DESCRIBE_KEY = 65
+_NOT_FOUND = 105
+ONGOING, PREPARED = "Ongoing", "Prepared"
+OPEN_STATES = frozenset({ONGOING, PREPARED, "PrepareCommit", "PrepareAbort"})
+STATES = (
+    "Empty",
+    ONGOING,
+    PREPARED,
+    "PrepareCommit",
+    "PrepareAbort",
+    "CompleteCommit",
+    "CompleteAbort",
+    "Dead",
+    "PrepareEpochFence",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ListedTransaction:
+    """A transactional id in one line."""
+
+    transactional_id: str
+    producer_id: int
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTransaction:
+    """A transactional id with everything that its coordinator knows. `started_ms` is -1 when nothing has begun."""
+
+    transactional_id: str
+    state: str
+    timeout_ms: int
+    started_ms: int
+    producer_id: int
+    epoch: int
+    partitions: tuple[TopicPartition, ...]
+    coordinator: NodeId
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransaction:
+    """A transaction that is open on a partition, as the partition itself knows it."""
+
+    where: TopicPartition
+    leader: NodeId
+    producer_id: int
+    epoch: int
+    coordinator_epoch: int
+    start_offset: int
+
+
+async def list_transactions(
+    client: Client, *, states: Iterable[str] = (), longer_than_ms: int = -1, matching: str | None = None
+) -> list[ListedTransaction]:
+    """The transactional ids of every node, all or those that a regular expression matches as a whole.
+
+    `InvalidRequest` for a state that there is not.
+    """
+    from kio.schema.list_transactions.v2 import request
+
+    messages: Any = request
+    asked = messages.ListTransactionsRequest(
+        state_filters=tuple(states), duration_filter=longer_than_ms, transactional_id_pattern=matching
+    )
+    found: list[ListedTransaction] = []
+    for node in (await client.metadata([])).nodes:
+        answer = await client.send(node, asked)
+        if answer.error_code:
+            raise refusal(answer.error_code, None, about="the list of transactions")
+        if answer.unknown_state_filters:
+            raise InvalidRequest(
+                f"there is no state {answer.unknown_state_filters[0]!r}; a transaction is in one of {', '.join(STATES)}"
+            )
+        found += [
+            ListedTransaction(one.transactional_id, one.producer_id, one.transaction_state)
+            for one in answer.transaction_states
+        ]
+    return sorted(found, key=lambda one: one.transactional_id)
+
+
+async def describe_transaction(client: Client, transactional_id: str) -> DescribedTransaction:
+    """One transactional id, or `UnknownTransaction`."""
+
+    async def attempt(node: NodeId) -> DescribedTransaction:
+        body = Writer(flexible=True)
+        body.array_length(1)
+        body.string(transactional_id)
+        body.no_tags()
+        return _read_described(await client.private(node, _DESCRIBE_KEY, bytes(body.buffer)), node)
+
+    return await client.at_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+
+
+def _read_described(body: memoryview, node: NodeId) -> DescribedTransaction:
+    # Read by hand, since a start that is not known is -1, for which kio's type of a time has no value.
+    reader = Reader(body)
+    reader.int32()
+    reader.array_length()
+    code, transactional_id, state = reader.int16(), reader.string(), reader.string()
+    if code == _NOT_FOUND:
+        raise UnknownTransaction(
+            f"transactional id {transactional_id!r} does not exist; millstream transaction list shows those that do"
+        )
+    if code:
+        raise refusal(code, None, about=f"transactional id {transactional_id!r}")
+    timeout_ms, started_ms, producer_id, epoch = reader.int32(), reader.int64(), reader.int64(), reader.int16()
+    partitions: list[TopicPartition] = []
+    for _ in range(reader.array_length()):
+        topic = reader.string()
+        partitions += [TopicPartition(topic, PartitionIndex(index)) for index in reader.int32_array()]
+        reader.skip_tags()
+    return DescribedTransaction(
+        transactional_id, state, timeout_ms, started_ms, producer_id, epoch, tuple(partitions), node
+    )
+
+
+async def abort_transaction(client: Client, transactional_id: str) -> str:
+    """End a transaction that its coordinator knows; says in which state it was."""
+    return await Transactions(client).abort(transactional_id)
+
+
+async def open_transactions(client: Client, topics: Iterable[str] | None = None) -> list[OpenTransaction]:
+    """Every transaction that is open on a partition."""
+    from kio.schema.describe_producers.v0 import request
+
+    messages: Any = request
+    by_leader: dict[NodeId, dict[str, list[int]]] = {}
+    for name, topic in (await client.metadata(topics)).topics.items():
+        for index, partition in topic.partitions.items():
+            if partition.leader_id >= 0:
+                by_leader.setdefault(partition.leader_id, {}).setdefault(name, []).append(index)
+    found: list[OpenTransaction] = []
+    for leader, wanted in by_leader.items():
+        asked = messages.DescribeProducersRequest(
+            topics=tuple(
+                messages.TopicRequest(name=name, partition_indexes=tuple(indexes)) for name, indexes in wanted.items()
+            )
+        )
+        for topic in (await client.send(leader, asked)).topics:
+            for one in topic.partitions:
+                where = TopicPartition(topic.name, PartitionIndex(one.partition_index))
+                if one.error_code:
+                    raise refusal(one.error_code, one.error_message, about=f"the producers of {where}")
+                found += [_opened(where, leader, each) for each in one.active_producers]
+    return [one for one in found if one.start_offset >= 0]
+
+
+def _opened(where: TopicPartition, leader: NodeId, producer: Any) -> OpenTransaction:
+    return OpenTransaction(
+        where=where,
+        leader=leader,
+        producer_id=producer.producer_id,
+        epoch=producer.producer_epoch,
+        coordinator_epoch=producer.coordinator_epoch,
+        start_offset=producer.current_txn_start_offset,
+    )
+
+
+async def hanging_transactions(client: Client) -> list[OpenTransaction]:
+    """What is open on a partition although no coordinator will end it.
+
+    Partitions are asked before and after the coordinators, so that what began or ended meanwhile is left out.
+    """
+    before = set(await open_transactions(client))
+    if not before:
+        return []
+    known = {one.producer_id: one for one in await list_transactions(client) if one.state in OPEN_STATES}
+    held: dict[str, frozenset[TopicPartition]] = {}
+    for producer_id in {one.producer_id for one in before} & known.keys():
+        name = known[producer_id].transactional_id
+        held[name] = await _partitions_of(client, name)
+    hanging = {
+        one
+        for one in before
+        if (of := known.get(one.producer_id)) is None or one.where not in held[of.transactional_id]
+    }
+    if not hanging:
+        return []
+    still_open = await open_transactions(client, {one.where.topic for one in hanging})
+    return [one for one in still_open if one in hanging]
+
+
+async def _check_exists(client: Client, where: TopicPartition) -> None:
+    topic = (await client.metadata([where.topic])).topics.get(where.topic)
+    if topic is None or where.partition not in topic.partitions:
+        raise UnknownTopic(f"there is no partition {where}")
+
+
+async def _partitions_of(client: Client, transactional_id: str) -> frozenset[TopicPartition]:
+    try:
+        return frozenset((await describe_transaction(client, transactional_id)).partitions)
+    except UnknownTransaction:
+        return frozenset()
+
+
+async def abort_on_partition(
+    client: Client, where: TopicPartition, producer_id: int, *, force: bool = False
+) -> OpenTransaction:
+    """Write the marker that nobody else will write.
+
+    Unless `force` is given, refuse where a coordinator knows the transaction: to end it here alone would tear it.
+    """
+    from kio.schema.write_txn_markers.v1 import request
+
+    messages: Any = request
+    opened = [one for one in await open_transactions(client, [where.topic]) if one.where == where]
+    found = next((one for one in opened if one.producer_id == producer_id), None)
+    if found is None:
+        await _check_exists(client, where)
+        raise InvalidTransactionState(f"producer {producer_id} has no open transaction on {where}")
+    if not force and found not in await hanging_transactions(client):
+        known = next((one for one in await list_transactions(client) if one.producer_id == producer_id), None)
+        named = "its transactional id" if known is None else repr(known.transactional_id)
+        raise InvalidTransactionState(
+            f"the transaction of producer {producer_id} on {where} does not hang: its coordinator knows it, and to end "
+            f"it on one partition would tear it; abort all of it with `millstream transaction abort {named}`"
+        )
+    marker = messages.WritableTxnMarker(
+        producer_id=producer_id,
+        producer_epoch=found.epoch,
+        transaction_result=False,
+        topics=(messages.WritableTxnMarkerTopic(name=where.topic, partition_indexes=(where.partition,)),),
+        coordinator_epoch=max(found.coordinator_epoch, 0),
+    )
+    answer = await client.send(found.leader, messages.WriteTxnMarkersRequest(markers=(marker,)))
+    code = answer.markers[0].topics[0].partitions[0].error_code
+    if code:
+        raise refusal(code, None, about=f"the marker for {where}")
+    return found

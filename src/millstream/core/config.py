@@ -1,0 +1,468 @@
+"""The one config object of a node. Flags, environment, file and `docs/configuration.md` derive from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from millstream.core.errors import InvalidSetting, NotFound
+from millstream.core.nearest import suggestion
+from millstream.core.setting import Setting, setting, settings_of
+
+DECOMPRESSED_BYTES_MAX = 64 * 1024 * 1024
+COMPRESSION_RATIO_MAX = 1000
+"""What one batch may decompress to, in bytes and in times its size; `protocol/records/compression.py` keeps to it."""
+
+ENVIRONMENT_PREFIX = "MILLSTREAM_"
+FILE_NAME = "millstream.toml"
+COMMAND_VARIABLES = frozenset({"MILLSTREAM_BROKERS", "MILLSTREAM_TIMEOUT", "MILLSTREAM_TRACEBACK"})
+"""Variables that the commands read, and that say nothing about a node."""
+
+# Kubernetes puts the addresses of a service into the environment; one that is called millstream is no mistake.
+_SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)\Z")
+
+# Of each pair, the first cannot be larger than the second.
+_ORDERED = (
+    ("group_session_min_ms", "group_session_max_ms"),
+    ("group_consumer_heartbeat_ms", "group_consumer_session_ms"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Every setting of a node. A field's name is its flag (`--node-id`), its variable and its key in the file."""
+
+    data: str = setting("data", "./millstream-data", "The folder that holds everything the node stores.")
+    kafka: str = setting(
+        "kafka", "127.0.0.1:9092", "HOST:PORT on which Kafka clients connect; port 0 picks a free one."
+    )
+    http: str = setting(
+        "http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one, empty means no gateway."
+    )
+    http_hosts: str = setting(
+        "http-hosts",
+        "",
+        "Names by which browsers reach the HTTP gateway without TLS, separated by commas; `*` takes any. Addresses, "
+        "names without a dot and the hosts of `http` and `advertise` need not be named.",
+    )
+    advertise: str = setting(
+        "advertise",
+        "",
+        "HOST:PORT that clients are told to connect to; empty means the address of `kafka`, and where that is every "
+        "address of the machine (0.0.0.0), the one that the client reached it by. A node of a cluster needs it then.",
+    )
+    node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
+    etcd: str = setting(
+        "etcd",
+        "",
+        "URLs of the etcd that the cluster's nodes agree through, separated by commas; empty means a single node.",
+    )
+    etcd_ca: str = setting(
+        "etcd-ca",
+        "",
+        "File with the authority that signed etcd's certificate; empty means those that the machine trusts.",
+    )
+    etcd_certificate: str = setting(
+        "etcd-certificate", "", "File with this node's certificate, where etcd asks for one."
+    )
+    etcd_key: str = setting("etcd-key", "", "File with the private key of `etcd-certificate`.")
+    etcd_wait_ms: int = setting(
+        "etcd-wait-ms",
+        60_000,
+        "In a cluster: how long a starting node waits for etcd before it gives up; 0 waits for ever.",
+        minimum=0,
+    )
+    cluster: str = setting("cluster", "millstream", "The name of the cluster, under which its nodes meet in etcd.")
+    catalog: str = setting(
+        "catalog",
+        "",
+        "URL of the catalog that all nodes of a cluster share (postgresql://…); empty means one in the data folder.",
+    )
+    rack: str = setting(
+        "rack",
+        "",
+        "What fails together with this node; replicas are spread over racks. Empty means the name of the machine.",
+    )
+    lease_ms: int = setting(
+        "lease-ms",
+        3_000,
+        "In a cluster: a node that is not heard of for this long is taken for dead, and others lead its partitions.",
+        minimum=1000,
+        maximum=600_000,
+    )
+    leader_balance_ms: int = setting(
+        "leader-balance-ms",
+        30_000,
+        "In a cluster: so long after a preferred leader is back in sync it leads again; 0 leaves leaders as they are.",
+        minimum=0,
+    )
+    unclean_leader_election: bool = setting(
+        "unclean-leader-election",
+        False,
+        "In a cluster: the `unclean.leader.election.enable` of topics that do not set their own.",
+    )
+    leave_ms: int = setting(
+        "leave-ms",
+        10_000,
+        "In a cluster: how long a stopping node waits for others to take over what it leads.",
+        minimum=0,
+    )
+    replica_lag_ms: int = setting(
+        "replica-lag-ms",
+        10_000,
+        "In a cluster: a replica that has been behind its leader for this long is not waited for any more.",
+        minimum=100,
+        maximum=600_000,
+    )
+    replica_fetch_wait_ms: int = setting(
+        "replica-fetch-wait-ms",
+        500,
+        "In a cluster: how long a leader keeps the fetch of a follower when there is nothing to fetch.",
+        minimum=1,
+        maximum=5_000,
+    )
+    replica_fetch_bytes: int = setting(
+        "replica-fetch-bytes",
+        10 * 1024 * 1024,
+        "In a cluster: the most that one fetch of a follower asks for, of all partitions of a leader together.",
+        minimum=1024 * 1024,
+        maximum=128 * 1024 * 1024,
+    )
+    auto_create_topics: bool = setting(
+        "auto-create-topics", True, "Create a topic when a client first produces to it or asks for it."
+    )
+    default_partitions: int = setting(
+        "default-partitions",
+        1,
+        "Partitions of a topic that is created without saying how many.",
+        minimum=1,
+        maximum=10_000,
+    )
+    default_replication: int = setting(
+        "default-replication",
+        3,
+        "Replicas of a topic that is created without saying how many; as many as there are nodes, if these are fewer.",
+        minimum=1,
+        maximum=100,
+    )
+    offsets_partitions: int = setting(
+        "offsets-partitions",
+        4,
+        "Partitions of `__consumer_offsets`; fixed once the topic exists.",
+        minimum=1,
+        maximum=1000,
+    )
+    transactions_partitions: int = setting(
+        "transactions-partitions",
+        4,
+        "Partitions of `__transaction_state`; fixed once the topic exists.",
+        minimum=1,
+        maximum=1000,
+    )
+    subscriptions_partitions: int = setting(
+        "subscriptions-partitions",
+        4,
+        "Partitions of `__subscriptions`; fixed once the topic exists.",
+        minimum=1,
+        maximum=1000,
+    )
+    default_flush: str = setting(
+        "default-flush",
+        "auto",
+        "The `flush` setting of topics that do not set their own; `auto` means `always` on a single node and `os` in a "
+        "cluster, where other nodes have a record before it is acknowledged.",
+        choices=("auto", "always", "interval", "os"),
+    )
+    default_retention_ms: int = setting(
+        "default-retention-ms",
+        7 * 24 * 3600 * 1000,
+        "The `retention.ms` of topics that do not set their own; -1 keeps records for ever.",
+        minimum=-1,
+    )
+    retention_check_ms: int = setting(
+        "retention-check-ms",
+        60_000,
+        "How often old segments are looked for, to delete them, and compactions that failed are tried again.",
+        minimum=100,
+    )
+    scrub_bytes_per_s: int = setting(
+        "scrub-bytes-per-s",
+        8 * 1024 * 1024,
+        "How fast the scrub reads segments again to find damage before somebody needs what is lost; 0 turns it off.",
+        minimum=0,
+    )
+    scrub_interval_ms: int = setting(
+        "scrub-interval-ms",
+        3_600_000,
+        "How long the scrub rests between two passes over all segments.",
+        minimum=100,
+    )
+    request_bytes_max: int = setting(
+        "request-bytes-max",
+        100 * 1024 * 1024,
+        "The largest request a client may send.",
+        minimum=1024,
+        maximum=2**31 - 1,
+    )
+    inflight_bytes_max: int = setting(
+        "inflight-bytes-max",
+        256 * 1024 * 1024,
+        "Bytes of requests and replies held in memory for all clients together; beyond it, reading from sockets waits.",
+        minimum=1024 * 1024,
+    )
+    decompressed_bytes_max: int = setting(
+        "decompressed-bytes-max",
+        DECOMPRESSED_BYTES_MAX,
+        "What the records of one batch may decompress to. Larger batches are refused, or passed over when they are "
+        "read; clients follow the environment variable of the same name.",
+        minimum=1024 * 1024,
+        maximum=2**30,
+    )
+    compression_ratio_max: int = setting(
+        "compression-ratio-max",
+        COMPRESSION_RATIO_MAX,
+        "How many times its size a batch may decompress to if that is more than 8 MiB; the same holds for it.",
+        minimum=10,
+    )
+    fetch_bytes_max: int = setting(
+        "fetch-bytes-max", 55 * 1024 * 1024, "The most that one fetch is answered with.", minimum=1024
+    )
+    connections_max: int = setting("connections-max", 10_000, "Connections that are open at the same time.", minimum=1)
+    connection_idle_ms: int = setting(
+        "connection-idle-ms", 600_000, "A connection on which nothing happened for this long is closed.", minimum=1000
+    )
+    journal_bytes: int = setting(
+        "journal-bytes",
+        64 * 1024 * 1024,
+        "The size of one file of the shared journal, which commits that touch many partitions go through.",
+        minimum=1024 * 1024,
+    )
+    transaction_timeout_max_ms: int = setting(
+        "transaction-timeout-max-ms",
+        900_000,
+        "The longest timeout that a transactional producer may ask for.",
+        minimum=1,
+    )
+    transactional_id_expiry_ms: int = setting(
+        "transactional-id-expiry-ms",
+        604_800_000,
+        "How long a transactional id is remembered after its last use, and the last batch of a query.",
+        minimum=1,
+    )
+    group_session_min_ms: int = setting(
+        "group-session-min-ms", 6_000, "The shortest session timeout a group member may ask for.", minimum=1
+    )
+    group_session_max_ms: int = setting(
+        "group-session-max-ms", 1_800_000, "The longest session timeout a group member may ask for.", minimum=1
+    )
+    group_initial_delay_ms: int = setting(
+        "group-initial-delay-ms",
+        500,
+        "How long an empty group waits for more members before its first assignment.",
+        minimum=0,
+    )
+    group_members_max: int = setting("group-members-max", 10_000, "Members of one group at most.", minimum=1)
+    group_consumer_session_ms: int = setting(
+        "group-consumer-session-ms",
+        45_000,
+        "How long a member of a consumer group (the newer protocol) may not be heard of before it is put out.",
+        minimum=1,
+        maximum=1_800_000,
+    )
+    group_consumer_heartbeat_ms: int = setting(
+        "group-consumer-heartbeat-ms",
+        5_000,
+        "How often members of consumer groups (the newer protocol) are told to send heartbeats.",
+        minimum=1,
+        maximum=600_000,
+    )
+    offsets_retention_ms: int = setting(
+        "offsets-retention-ms",
+        7 * 24 * 3600 * 1000,
+        "Committed offsets of a group without members are kept for this long.",
+        minimum=1,
+    )
+    producer_expiry_ms: int = setting(
+        "producer-expiry-ms",
+        24 * 3600 * 1000,
+        "How long a partition remembers an idempotent producer that sends nothing.",
+        minimum=1000,
+    )
+    shutdown_ms: int = setting(
+        "shutdown-ms", 30_000, "How long a stopping node waits for requests under way before it closes them.", minimum=0
+    )
+    push_private_addresses: bool = setting(
+        "push-private-addresses",
+        False,
+        "Whether messages may be pushed to private, loopback and link-local addresses, which whoever declares a "
+        "subscription could otherwise not reach.",
+    )
+    pipelines_enabled: bool = setting(
+        "pipelines-enabled",
+        True,
+        "Whether this node may run pipelines. In a cluster one of those that may runs all of them.",
+    )
+    pipelines_master: str = setting(
+        "pipelines-master",
+        "",
+        "The Spark master that pipelines run on, as in spark://HOST:PORT; empty means this machine, with all of its "
+        "cores but one.",
+    )
+    pipelines_memory: str = setting("pipelines-memory", "1g", "The memory of the Java process of the Spark driver.")
+    pipelines_lake: str = setting(
+        "pipelines-lake",
+        "",
+        "Where landed tables are, a folder or a URL such as s3://bucket/path; empty means `lake` in the data folder. "
+        "In a cluster it has to be one that all nodes reach.",
+    )
+    pipelines_folder: str = setting(
+        "pipelines-folder",
+        "",
+        "Where pipelines keep checkpoints; empty means `pipelines` in the data folder. In a cluster it has to be one "
+        "that all nodes reach.",
+    )
+    pipelines_spark: str = setting(
+        "pipelines-spark", "", "More settings of the Spark driver, as NAME=VALUE with semicolons between them."
+    )
+    log_level: str = setting("log-level", "info", "How much is logged.", choices=("debug", "info", "warning", "error"))
+    log_format: str = setting(
+        "log-format", "text", "Whether log lines are for people or one JSON object each.", choices=("text", "json")
+    )
+
+    @classmethod
+    def declared(cls) -> Mapping[str, tuple[str, Setting]]:
+        """Every setting: its flag name to its attribute and declaration."""
+        return {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
+
+    @classmethod
+    def load(
+        cls,
+        *,
+        flags: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        file: Path | None = None,
+    ) -> Config:
+        """Put the sources together: a flag wins over the environment, which wins over the file."""
+        values = _from_file(file)
+        values.update(_from_environment(os.environ if environment is None else environment))
+        declared = cls.declared()
+        for name, value in (flags or {}).items():
+            attribute, known = declared[name]
+            values[attribute] = known.parse(value) if isinstance(value, str) else value
+            known.check(values[attribute])
+        config = cls(**values)
+        config._check_together()
+        return config
+
+    @classmethod
+    def of(cls, settings: Mapping[str, object]) -> Config:
+        """These settings, by their flag names, and nothing else: the environment and the file are not asked."""
+        declared = cls.declared()
+        values: dict[str, Any] = {}
+        for name, value in settings.items():
+            if name not in declared:
+                raise InvalidSetting(f"a node has no setting {name!r}{suggestion(name, declared)}")
+            attribute, known = declared[name]
+            values[attribute] = known.parse(_as_text(value))
+        config = cls(**values)
+        config._check_together()
+        return config
+
+    def _check_together(self) -> None:
+        if not self.data.strip():
+            raise InvalidSetting("data cannot be empty; name the folder that holds everything the node stores")
+        self.spark_settings()
+        for smaller, larger in _ORDERED:
+            if getattr(self, smaller) > getattr(self, larger):
+                name, other = smaller.replace("_", "-"), larger.replace("_", "-")
+                raise InvalidSetting(
+                    f"{name} ({getattr(self, smaller)}) is larger than {other} ({getattr(self, larger)})"
+                )
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether the node belongs to a cluster of several."""
+        return bool(self.etcd)
+
+    @property
+    def topic_flush(self) -> str:
+        """The `flush` setting of topics that do not set their own."""
+        if self.default_flush != "auto":
+            return self.default_flush
+        return "os" if self.in_cluster else "always"
+
+    def spark_settings(self) -> dict[str, str]:
+        """What `pipelines-spark` says, by name."""
+        settings: dict[str, str] = {}
+        for part in filter(None, map(str.strip, self.pipelines_spark.split(";"))):
+            name, separator, value = part.partition("=")
+            if not separator or not name.startswith("spark."):
+                raise InvalidSetting(f"pipelines-spark takes spark.NAME=VALUE with semicolons between, not {part!r}")
+            settings[name.strip()] = value.strip()
+        return settings
+
+    def replace(self, **changes: Any) -> Config:
+        """A copy with some settings changed."""
+        return dataclasses.replace(self, **changes)
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    declared = {_variable(name): setting for name, setting in Config.declared().items()}
+    for variable, text in environment.items():
+        if variable in declared:
+            attribute, known = declared[variable]
+            values[attribute] = known.parse(text)
+        elif _is_unknown(variable):
+            name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
+            meant = suggestion(name, Config.declared())
+            raise InvalidSetting(f"the environment has {variable}, which is no setting of a node{meant}")
+    return values
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.upper().replace("-", "_")
+
+
+def _is_unknown(variable: str) -> bool:
+    """Whether a variable that is no setting looks as if it was meant to be one."""
+    is_ours = variable.startswith(ENVIRONMENT_PREFIX)
+    return is_ours and variable not in COMMAND_VARIABLES and not _SERVICE_LINK.search(variable)
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    path = file if file is not None else Path(FILE_NAME)
+    if not path.exists():
+        if file is not None:
+            raise NotFound(f"config file {file} does not exist")
+        return {}
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidSetting(f"config file {path} is not valid TOML: {error}") from error
+    declared = Config.declared()
+    values: dict[str, Any] = {}
+    for name, value in table.items():
+        if name not in declared:
+            raise InvalidSetting(f"config file {path} has an unknown setting {name!r}{suggestion(name, declared)}")
+        attribute, known = declared[name]
+        values[attribute] = known.parse(_as_text(value))
+    return values
+
+
+def _as_text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def parse_address(text: str, *, name: str) -> tuple[str, int]:
+    """Split HOST:PORT; an IPv6 host stands in brackets."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise InvalidSetting(f"{name} must be HOST:PORT (for example 127.0.0.1:9092), not {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)

@@ -1,0 +1,47 @@
+"""The settings of single consumer groups (KIP-848), by the names that Kafka has for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.setting import Setting, setting, settings_of
+
+SESSION: Final = "consumer.session.timeout.ms"
+HEARTBEAT: Final = "consumer.heartbeat.interval.ms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSettings:
+    """What a consumer group may have otherwise than its node; share groups have the settings of subscriptions."""
+
+    consumer_session_timeout_ms: int = setting(
+        SESSION,
+        45_000,
+        "How long a member of the group may not be heard of before it is put out.",
+        minimum=1,
+        maximum=1_800_000,
+        needs_restart=False,
+    )
+    consumer_heartbeat_interval_ms: int = setting(
+        HEARTBEAT,
+        5_000,
+        "How often members of the group are told to send heartbeats.",
+        minimum=1,
+        maximum=600_000,
+        needs_restart=False,
+    )
+
+
+DECLARED: Final[Mapping[str, Setting]] = {declared.name: declared for _, declared in settings_of(GroupSettings)}
+
+
+def parse_group_settings(overrides: Mapping[str, str], defaults: Mapping[str, int]) -> dict[str, int]:
+    """Turn the settings of a group into numbers, or raise `InvalidSetting`; `defaults` hold for the others."""
+    parsed: dict[str, Any] = {name: DECLARED[name].parse(text) for name, text in overrides.items()}
+    session_ms, heartbeat_ms = ({**defaults, **parsed}[name] for name in (SESSION, HEARTBEAT))
+    if heartbeat_ms >= session_ms:
+        raise InvalidSetting(f"{HEARTBEAT} must be less than {SESSION}, not {heartbeat_ms} beside {session_ms}")
+    return parsed

@@ -1,0 +1,33 @@
+"""The small numbers of the system, each with a type of its own so that mypy keeps them apart."""
+
+from typing import NamedTuple, NewType
+
+Offset = NewType("Offset", int)
+"""The position of a record in its partition."""
+
+Epoch = NewType("Epoch", int)
+"""How many times the leadership of a partition has changed hands."""
+
+PartitionIndex = NewType("PartitionIndex", int)
+"""The number of a partition within its topic, from 0."""
+
+NodeId = NewType("NodeId", int)
+"""The number of a node within its cluster."""
+
+ProducerId = NewType("ProducerId", int)
+"""The number handed to an idempotent producer; -1 means that the producer has none."""
+
+ProducerEpoch = NewType("ProducerEpoch", int)
+"""The incarnation of a producer id; an older one is fenced."""
+
+NO_OFFSET = Offset(-1)
+NO_EPOCH = Epoch(-1)
+NO_PRODUCER_ID = ProducerId(-1)
+NO_TIMESTAMP_MS = -1
+
+
+class EpochEnd(NamedTuple):
+    """An epoch and the offset after its last record."""
+
+    epoch: Epoch
+    end_offset: Offset

@@ -1,0 +1,242 @@
+"""The columns of payloads as they are given to pipelines: Spark's notation for schemas, read without Spark.
+
+It is the part of the notation that JSON payloads are decoded into, so that a node that has no Spark says what is wrong
+when a pipeline is declared. Whatever is read here is read the same by Spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.nearest import suggestion
+from millstream.core.sql_token import Kind, Token, sql_tokens
+from millstream.core.text_place import wrong_setting
+
+DECIMAL_DIGITS_MAX: Final = 38
+_DECIMAL_DIGITS: Final = 10
+_DEPTH_MAX: Final = 50
+
+_SIMPLE: Final[Mapping[str, str]] = {
+    "boolean": "boolean",
+    "tinyint": "tinyint",
+    "byte": "tinyint",
+    "smallint": "smallint",
+    "short": "smallint",
+    "int": "int",
+    "integer": "int",
+    "bigint": "bigint",
+    "long": "bigint",
+    "float": "float",
+    "real": "float",
+    "double": "double",
+    "string": "string",
+    "binary": "binary",
+    "date": "date",
+    "timestamp": "timestamp",
+    "timestamp_ltz": "timestamp",
+    "timestamp_ntz": "timestamp_ntz",
+}
+_DECIMAL: Final = ("decimal", "dec", "numeric")
+_NESTED: Final[Mapping[str, str]] = {
+    "array": "array<string>",
+    "map": "map<string, long>",
+    "struct": "struct<name string>",
+}
+"""Each with an example."""
+_REFUSED: Final = ("char", "character", "geography", "geometry", "interval", "time", "varchar", "variant", "void")
+"""Types of Spark that payloads are not decoded into."""
+_KNOWN: Final = (*_SIMPLE, *_DECIMAL, *_NESTED)
+
+_ILLEGAL: Final = frozenset(" ,;{}()\n\t=")
+"""What the name of a column cannot have in Parquet as Spark and Delta Lake write it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnType:
+    """A type by Spark's simple name for it."""
+
+    name: str
+    numbers: tuple[int, ...] = ()
+    """Of a decimal: how many digits, and how many of them behind the point."""
+    parts: tuple[PayloadColumn, ...] = ()
+    """The fields of a struct, the `element` of an array, the `key` and the `value` of a map."""
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadColumn:
+    """A column, or a field of one."""
+
+    name: str
+    type: ColumnType
+
+
+def parse_columns(text: str, *, about: str = "`schema`") -> tuple[PayloadColumn, ...]:
+    """The columns that a text names; raise `InvalidSetting`, which shows the place, for what is no such text."""
+    found = _Reader(about, text).columns()
+    names = [column.name for column in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise InvalidSetting(f"{about} names column {name!r} twice")
+    return found
+
+
+def check_landed(columns: Iterable[PayloadColumn], *, about: str = "`schema`") -> None:
+    """Raise `InvalidSetting` for columns that a table of a lake cannot have."""
+    names: dict[str, str] = {}
+    for column in columns:
+        other = names.setdefault(column.name.lower(), column.name)
+        if other is not column.name:
+            raise InvalidSetting(f"{about} has columns {other!r} and {column.name!r}, which differ in case alone")
+        _check_landed(column, about)
+
+
+def is_legal(name: str) -> bool:
+    """Whether a field can be a column of a table, or part of one."""
+    return bool(name) and name.isprintable() and _ILLEGAL.isdisjoint(name)
+
+
+def _check_landed(column: PayloadColumn, about: str) -> None:
+    kind = column.type.name
+    if not is_legal(column.name):
+        raise InvalidSetting(f"{about} names {column.name!r}, which cannot be a column of a table")
+    if kind in ("map", "binary"):
+        raise InvalidSetting(
+            f"{about} has {column.name} as {kind}, which payloads are not landed as; as string it keeps its JSON"
+        )
+    check_landed(column.type.parts, about=about)
+
+
+class _Reader:
+    """Reads one text, from its first token to its last."""
+
+    def __init__(self, about: str, text: str) -> None:
+        self._about = about
+        self._text = text
+        self._tokens = sql_tokens(about, text)
+        self._at = 0
+
+    def columns(self) -> tuple[PayloadColumn, ...]:
+        """The columns that the whole text names."""
+        is_struct = self._next.says("STRUCT") and self._tokens[1].marks("<")
+        found = self._type(0).parts if is_struct else self._fields(0)
+        if self._next.kind is not Kind.END:
+            raise self._refused(self._next, f"a comma is missing before {self._next.text!r}")
+        return found
+
+    def _fields(self, depth: int) -> tuple[PayloadColumn, ...]:
+        found = [self._field(depth)]
+        while self._next.marks(","):
+            self._take()
+            found.append(self._field(depth))
+        return tuple(found)
+
+    def _field(self, depth: int) -> PayloadColumn:
+        name = self._take()
+        if name.kind not in (Kind.WORD, Kind.NAME):
+            raise self._refused(
+                name,
+                "the name of a column is missing; one of other characters than letters and digits is in backquotes",
+            )
+        if name.kind is Kind.WORD and not name.text.isascii():
+            raise self._refused(name, f"write `{name.text}` in backquotes")
+        if self._next.marks(":"):
+            self._take()
+        kind = self._type(depth)
+        self._skip_remarks()
+        return PayloadColumn(name.text, kind)
+
+    def _skip_remarks(self) -> None:
+        """What may stand behind a type and means nothing here: every field of a payload may be missing."""
+        if self._next.says("NOT"):
+            self._take()
+            self._expect_word("NULL")
+        if self._next.says("COMMENT"):
+            self._take()
+            comment = self._take()
+            if comment.kind is not Kind.TEXT:
+                raise self._refused(comment, "a comment stands in quotes")
+
+    def _type(self, depth: int) -> ColumnType:
+        token = self._take()
+        if depth > _DEPTH_MAX:
+            raise self._refused(token, f"types are nested more than {_DEPTH_MAX} deep")
+        name = token.text.lower() if token.kind is Kind.WORD else ""
+        if name in _SIMPLE:
+            return ColumnType(_SIMPLE[name])
+        if name in _DECIMAL:
+            return self._decimal(token)
+        if name in _NESTED:
+            return self._nested(name, depth + 1)
+        if name in _REFUSED:
+            raise self._refused(token, f"payloads are not decoded into the type {name}; string keeps what is there")
+        if token.kind in (Kind.WORD, Kind.NAME):
+            known = suggestion(name, _KNOWN) or f"; there are {', '.join(_KNOWN)}"
+            raise self._refused(token, f"{token.text!r} is no type{known}")
+        raise self._refused(token, "a type is missing, as in `id long, name string`")
+
+    def _decimal(self, token: Token) -> ColumnType:
+        digits, behind = self._numbers() if self._next.marks("(") else (_DECIMAL_DIGITS, 0)
+        if not behind <= digits <= DECIMAL_DIGITS_MAX or not digits:
+            raise self._refused(
+                token, f"a decimal has 1 to {DECIMAL_DIGITS_MAX} digits, and no more than these behind the point"
+            )
+        return ColumnType("decimal", (digits, behind))
+
+    def _numbers(self) -> tuple[int, int]:
+        """One number in brackets, or two of them."""
+        self._take()
+        first, second = self._number(), 0
+        if self._next.marks(","):
+            self._take()
+            second = self._number()
+        self._expect(")", "a closing bracket is missing")
+        return first, second
+
+    def _number(self) -> int:
+        token = self._take()
+        if not (token.kind is Kind.WORD and token.text.isascii() and token.text.isdigit()):
+            raise self._refused(token, "a number is missing")
+        return int(token.text)
+
+    def _nested(self, name: str, depth: int) -> ColumnType:
+        self._expect("<", f"say of what the {name} is, as in {_NESTED[name]}")
+        if name == "struct":
+            if self._next.marks(">"):
+                raise self._refused(self._next, "a struct needs fields, as in struct<name string>")
+            parts = self._fields(depth)
+        elif name == "array":
+            parts = (PayloadColumn("element", self._type(depth)),)
+        else:
+            key = self._type(depth)
+            self._expect(",", "a map has a type for keys and one for values, as in map<string, long>")
+            parts = (PayloadColumn("key", key), PayloadColumn("value", self._type(depth)))
+        self._expect(">", f"the {name} is not closed by >")
+        return ColumnType(name, (), parts)
+
+    # -- tokens ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _next(self) -> Token:
+        return self._tokens[self._at]
+
+    def _take(self) -> Token:
+        token = self._next
+        # The end stays where it is.
+        self._at = min(self._at + 1, len(self._tokens) - 1)
+        return token
+
+    def _expect(self, mark: str, otherwise: str) -> None:
+        token = self._take()
+        if not token.marks(mark):
+            raise self._refused(token, otherwise)
+
+    def _expect_word(self, word: str) -> None:
+        token = self._take()
+        if not token.says(word):
+            raise self._refused(token, f"{word} is missing")
+
+    def _refused(self, token: Token, reason: str) -> InvalidSetting:
+        return wrong_setting(self._about, self._text, token.start, token.end, reason)

@@ -1,0 +1,506 @@
+"""Pipelines: jobs of the data plane, declared in the catalog and run on Spark, and the settings that each carries."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, TypeVar
+from uuid import UUID
+
+from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
+from millstream.core.expression import compile_expression
+from millstream.core.lake_place import QUARANTINE_ENDING, check_place, check_whole_place
+from millstream.core.nearest import suggestion
+from millstream.core.payload_columns import check_landed, parse_columns
+from millstream.core.select_statement import read_select
+from millstream.core.setting import setting, settings_of
+from millstream.core.topic import INTERNAL_TOPICS, check_topic_name
+
+NAME_LENGTH_MAX: Final = 200
+RULES_MAX: Final = 10_000
+TARGETS_MAX: Final = 1000
+CONDITION_LENGTH_MAX: Final = 8192
+TEXT_LENGTH_MAX: Final = 64 * 1024
+GROUP_PREFIX: Final = "pipeline-"
+GROUP_TYPE: Final = "pipeline"
+"""The protocol type of these groups. Not "consumer": that forgets offsets of topics that no member says it reads."""
+LAND_PREFIX: Final = "land-"
+"""With the topic's name behind it, the pipeline of a topic that is made with `--land`."""
+
+EARLIEST: Final = "earliest"
+LATEST: Final = "latest"
+FAIL: Final = "fail"
+SKIP: Final = "skip"
+ON_LOST: Final = "on.lost"
+DECODE: Final = "decode"
+NO_DECODING: Final = "none"
+
+_DELAY: Final = re.compile(
+    r"(?:interval\s+)?(?:\d+(?:\.\d+)?\s+"
+    r"(?:year|month|week|day|hour|minute|second|millisecond|microsecond)s?(?:\s+|$))+",
+    re.IGNORECASE,
+)
+"""A time in Spark's words."""
+
+S = TypeVar("S", bound="PipelineSettings")
+
+
+class PipelineKind(StrEnum):
+    """What a pipeline does."""
+
+    LAND = "land"
+    TRANSFORM = "transform"
+    ROUTE = "route"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One rule of a route: which messages of which topic go where."""
+
+    name: str
+    topic: str
+    targets: tuple[str, ...]
+    condition: str = ""
+    """A condition in SQL over the columns of a message; empty takes all."""
+    subscription: str = ""
+    """A subscription whose own filter is the condition; then `condition` is empty."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """A pipeline as it is declared."""
+
+    pipeline_id: UUID
+    name: str
+    kind: PipelineKind
+    overrides: Mapping[str, str] = field(default_factory=dict)
+    """The settings that were given, by name."""
+    is_wanted: bool = True
+    """Whether it is to run."""
+    parked: str = ""
+    """Why it is not run any more although it is wanted: it cannot be run as it is."""
+    created_ms: int = 0
+    rules: tuple[Rule, ...] = ()
+    """The rules of a route, by name."""
+    version: int = 0
+    """How often it was changed since it was declared, so that of two that are told the newer one is known."""
+
+    @property
+    def group(self) -> str:
+        """The consumer group that shows its progress, and whose only member runs it."""
+        return f"{GROUP_PREFIX}{self.name}"
+
+    @property
+    def is_due(self) -> bool:
+        """Whether somebody should be running it."""
+        return self.is_wanted and not self.parked
+
+    @property
+    def settings(self) -> PipelineSettings:
+        """Its settings; worked out anew each time."""
+        return SETTINGS[self.kind].from_strings(self.overrides)
+
+    def flows(self) -> dict[str, set[str]]:
+        """The topics that it reads by name, as far as it can be told without Spark, and those each of them leads to."""
+        found: dict[str, set[str]] = {}
+        settings = self.settings
+        if isinstance(settings, LandSettings):
+            return {topic: set() for topic in settings.topic_names}
+        if isinstance(settings, TransformSettings):
+            return {topic: {settings.into} for topic in settings.topics()}
+        for rule in self.rules:
+            found.setdefault(rule.topic, set()).update(rule.targets)
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSettings:
+    """What every pipeline has."""
+
+    start: str = setting(
+        "from",
+        EARLIEST,
+        "Where it begins on partitions that it has not read: `earliest` or `latest`.",
+        choices=(EARLIEST, LATEST),
+        needs_restart=False,
+    )
+    batch_max: int = setting(
+        "batch.max.messages",
+        1_000_000,
+        "How many messages one batch takes at most.",
+        minimum=1,
+        maximum=100_000_000,
+        needs_restart=False,
+    )
+    stall_ms: int = setting(
+        "stall.ms",
+        30 * 60_000,
+        "A batch that makes no progress for so long is cancelled, and counts as failed: no task of it ended or moved, "
+        "and nothing else was done. 0 waits for ever.",
+        minimum=0,
+        maximum=7 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
+
+    @classmethod
+    def from_strings(cls: type[S], given: Mapping[str, str]) -> S:
+        """Build from names and texts; raise `InvalidSetting` for what does not fit."""
+        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            if name not in by_name:
+                meant = suggestion(name, by_name) or f"; known are: {', '.join(sorted(by_name))}"
+                raise InvalidSetting(f"unknown setting {name!r} of a pipeline of this kind{meant}")
+            attribute, declared = by_name[name]
+            values[attribute] = declared.parse(text)
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    def as_strings(self) -> dict[str, str]:
+        """Every setting as it is shown: name to text."""
+        return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
+
+    def _check(self) -> None:
+        """Raise `InvalidSetting` for settings that do not go together."""
+
+    def check_texts(self) -> None:
+        """Raise `InvalidSetting` for texts that nothing could be run with; asked when they are given.
+
+        Those that are stored are not asked any more, so that they can be shown and changed whatever they say.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovingSettings(PipelineSettings):
+    """What pipelines from topics to topics have."""
+
+    on_lost: str = setting(
+        ON_LOST,
+        FAIL,
+        "What to do when retention has deleted messages before they were read: `fail`, or `skip` them and count them.",
+        choices=(FAIL, SKIP),
+        needs_restart=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LandSettings(PipelineSettings):
+    """How topics become tables."""
+
+    topics: str = setting("topics", "", "The topics that are landed, with commas between them.", needs_restart=False)
+    pattern: str = setting(
+        "pattern",
+        "",
+        "A regular expression instead: every topic whose whole name it fits, also those that come later.",
+        needs_restart=False,
+    )
+    lake: str = setting(
+        "lake",
+        "",
+        "Where the tables are, a folder or a URL such as s3://bucket/path; empty is `pipelines-lake` of the node.",
+        needs_restart=False,
+    )
+    format: str = setting(
+        "format",
+        "delta",
+        "What the tables are made of.",
+        choices=("delta", "parquet"),
+        needs_restart=False,
+    )
+    every_ms: int = setting(
+        "every.ms",
+        60_000,
+        "How long messages gather before they are landed; more than a batch of them is landed at once.",
+        minimum=100,
+        maximum=24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    decode: str = setting(
+        DECODE,
+        NO_DECODING,
+        "Whether payloads become columns: `json` decodes them by `schema`, or by what they are found to have.",
+        choices=(NO_DECODING, "json"),
+        needs_restart=False,
+    )
+    schema: str = setting(
+        "schema",
+        "",
+        "The columns of decoded payloads in Spark's notation, for example `id long, customer struct<name string>`; "
+        "empty finds them in the payloads and adds new ones as they come.",
+        needs_restart=False,
+    )
+    widen_max_bytes: int = setting(
+        "widen.max.bytes",
+        100 * 1024**3,
+        "The largest table that is written anew when a column of whole numbers has to take fractions, or its schema "
+        "says so. In larger ones such columns stay, and what does not fit goes to the quarantine; 0 widens none.",
+        minimum=0,
+        maximum=2**60,
+        needs_restart=False,
+    )
+    dedupe_ms: int = setting(
+        "dedupe.ms",
+        0,
+        "Messages with an id that was landed within so long before are left out; 0 keeps all.",
+        minimum=0,
+        maximum=7 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    dedupe_header: str = setting(
+        "dedupe.header", "message-id", "The header that has the id of a message.", needs_restart=False
+    )
+    compact: bool = setting(
+        "compact",
+        True,
+        "Whether small files of hours that are over are made into large ones.",
+        needs_restart=False,
+    )
+
+    def _check(self) -> None:
+        if self.topics and self.pattern:
+            raise InvalidSetting(
+                "`topics` and `pattern` are both given; take one: a pattern may name topics too, as a|b"
+            )
+        if not self.topics and not self.pattern:
+            raise InvalidSetting("say what is landed: either `topics` or `pattern`")
+        if self.pattern:
+            compile_expression(self.pattern)
+        for name in self.topic_names:
+            check_topic_name(name)
+        if self.schema and self.decode == NO_DECODING:
+            raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
+
+    def check_texts(self) -> None:
+        """Raise `InvalidSetting` for a schema that no table can have, for names that clash, and for odd places."""
+        if self.lake:
+            check_whole_place(self.lake)
+        if self.schema:
+            check_landed(parse_columns(self.schema))
+        names = self.topic_names
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidSetting(f"`topics` names {name!r} twice")
+            if self.decode != NO_DECODING and name + QUARANTINE_ENDING in names:
+                raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
+
+    @property
+    def topic_names(self) -> list[str]:
+        """The topics that are named."""
+        return [name.strip() for name in self.topics.split(",") if name.strip()]
+
+    def takes(self, topic: str) -> bool:
+        """Whether a topic of this name is landed."""
+        return self.matcher()(topic)
+
+    def matcher(self) -> Callable[[str], bool]:
+        """Says of names of topics whether they are landed; for whoever asks of many."""
+        if not self.pattern:
+            return frozenset(self.topic_names).__contains__
+        expression = compile_expression(self.pattern)
+        return lambda topic: expression.fullmatch(topic) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformSettings(MovingSettings):
+    """How topics become a topic, by a statement of SQL."""
+
+    sql: str = setting(
+        "sql",
+        "",
+        "The SELECT statement. Topics stand in it as tables by their names, decoded payloads as columns.",
+        needs_restart=False,
+    )
+    into: str = setting("into", "", "The topic that takes the rows.", needs_restart=False)
+    decode: str = setting(
+        DECODE,
+        "json",
+        "How payloads are read: `json` makes columns of them, `none` leaves key and value as they are.",
+        choices=(NO_DECODING, "json"),
+        needs_restart=False,
+    )
+    schemas: str = setting(
+        "schemas",
+        "",
+        'The columns of payloads by topic, as a JSON object: {"orders": "id long, amount double"}; topics that are '
+        "not named have theirs found in a sample when the pipeline is first run.",
+        needs_restart=False,
+    )
+    tables: str = setting(
+        "tables",
+        "",
+        'Lake tables that the statement joins with, as a JSON object: {"customers": "/lake/customers"}.',
+        needs_restart=False,
+    )
+    watermarks: str = setting(
+        "watermarks",
+        "",
+        'For windows: how late rows may come, as a JSON object: {"orders": "placed_at 10 minutes"}.',
+        needs_restart=False,
+    )
+
+    def _check(self) -> None:
+        if not self.sql.strip() or not self.into:
+            raise InvalidSetting("a transform needs `sql`, a SELECT statement, and `into`, the topic for its rows")
+        _check_target(self.into)
+
+    def check_texts(self) -> None:
+        """Raise `InvalidSetting` for what is no statement, reads nothing or what it writes, and for odd documents."""
+        if self.schemas.strip() and self.decode == NO_DECODING:
+            raise InvalidSetting("`schemas` are for payloads that are decoded: set decode=json with them")
+        for topic, text in named_texts("schemas", self.schemas).items():
+            parse_columns(text, about=f"the schema of {topic!r}")
+        self.delays()
+        for place in named_texts("tables", self.tables).values():
+            check_place(place)
+        statement = read_select(self.sql)
+        topics = self.topics()
+        if not topics and statement.is_clear:
+            raise InvalidSetting("the statement reads no topic: topics stand in it as tables, by their names")
+        if self.into in topics:
+            raise InvalidSetting(f"the statement reads the topic {self.into!r} that it writes, and would never end")
+
+    def topics(self) -> tuple[str, ...]:
+        """The topics that the statement reads, as far as it can be told without Spark."""
+        tables = named_texts("tables", self.tables)
+        return tuple(name for name in read_select(self.sql).reads if name not in tables)
+
+    def delays(self) -> dict[str, tuple[str, str]]:
+        """The watermarks by topic: a column, and how late its rows may come."""
+        found: dict[str, tuple[str, str]] = {}
+        for topic, text in named_texts("watermarks", self.watermarks).items():
+            column, _, delay = text.strip().partition(" ")
+            if not _DELAY.fullmatch(delay.strip()):
+                raise InvalidSetting(
+                    f"the watermark of {topic!r} is a column and a time, such as `placed_at 10 minutes`, not {text!r}"
+                )
+            found[topic] = (column, delay.strip())
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteSettings(MovingSettings):
+    """How messages are put into consumer queues, by rules that the catalog keeps beside the pipeline."""
+
+    decode: str = setting(
+        DECODE,
+        "json",
+        "How payloads are read for conditions: `json` lets them say `payload.field`, `none` only the other columns.",
+        choices=(NO_DECODING, "json"),
+        needs_restart=False,
+    )
+
+
+SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
+    PipelineKind.LAND: LandSettings,
+    PipelineKind.TRANSFORM: TransformSettings,
+    PipelineKind.ROUTE: RouteSettings,
+}
+
+
+def kind_of(text: str) -> PipelineKind:
+    """The kind of this name; raise `InvalidPipeline` when there is none."""
+    try:
+        return PipelineKind(text)
+    except ValueError:
+        kinds = ", ".join(PipelineKind)
+        meant = suggestion(text, [kind.value for kind in PipelineKind])
+        raise InvalidPipeline(f"{text!r} is no kind of pipeline; known are: {kinds}{meant}") from None
+
+
+def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) -> PipelineSettings:
+    """Its settings; raise an `InvalidRequest` when this cannot be declared."""
+    if not name or len(name) > NAME_LENGTH_MAX:
+        raise InvalidPipeline(f"the name of a pipeline has 1 to {NAME_LENGTH_MAX} characters")
+    if name in set(PipelineKind):
+        raise InvalidPipeline(
+            f"a pipeline cannot be called {name!r}, since `millstream pipeline run` takes that for a kind"
+        )
+    _check_name(name)
+    longest = max((len(text) for text in overrides.values()), default=0)
+    if longest > TEXT_LENGTH_MAX:
+        raise InvalidSetting(f"a setting of a pipeline has at most {TEXT_LENGTH_MAX} characters, not {longest}")
+    settings = SETTINGS[kind].from_strings(overrides)
+    settings.check_texts()
+    return settings
+
+
+def _check_name(name: str) -> None:
+    """Raise `InvalidPipeline` for a name that its group, or a folder, cannot have: the rule is that of topics."""
+    try:
+        check_topic_name(name, noun="pipeline")
+    except InvalidTopicName as refused:
+        raise InvalidPipeline(str(refused)) from None
+
+
+def _check_target(topic: str) -> None:
+    """Raise an `InvalidRequest` for a topic that pipelines cannot write to."""
+    check_topic_name(topic)
+    if topic in INTERNAL_TOPICS:
+        raise InvalidPipeline(f"{topic!r} is the broker's own; a pipeline cannot write to it")
+
+
+def named_texts(setting_name: str, text: str) -> dict[str, str]:
+    """A setting that is a JSON object of texts; raise `InvalidSetting` if it is none."""
+    if not text.strip():
+        return {}
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise InvalidSetting(f"{setting_name} is a JSON object: {error}") from None
+    if not isinstance(document, dict) or not all(isinstance(one, str) for one in document.values()):
+        raise InvalidSetting(f"{setting_name} is a JSON object whose values are texts")
+    return document
+
+
+def check_rules(kind: PipelineKind, rules: Iterable[Rule]) -> None:
+    """Raise `InvalidPipeline` for rules that a pipeline of this kind cannot have together."""
+    listed = tuple(rules)
+    if listed and kind is not PipelineKind.ROUTE:
+        raise InvalidPipeline(f"rules are for pipelines of the kind {PipelineKind.ROUTE}, this one is to {kind}")
+    if len(listed) > RULES_MAX:
+        raise InvalidPipeline(f"a pipeline has at most {RULES_MAX} rules, this one would have {len(listed)}")
+    if len({rule.name for rule in listed}) != len(listed):
+        raise InvalidPipeline("two rules of a pipeline have the same name")
+    for rule in listed:
+        _check_rule(rule)
+    _check_circles(listed)
+
+
+def _check_rule(rule: Rule) -> None:
+    about = f"rule {rule.name!r}"
+    if not 0 < len(rule.name) <= NAME_LENGTH_MAX or not rule.name.isprintable():
+        raise InvalidPipeline(f"the name of a rule is one line of 1 to {NAME_LENGTH_MAX} characters")
+    if not rule.targets or len(rule.targets) > TARGETS_MAX:
+        raise InvalidPipeline(f"{about} needs 1 to {TARGETS_MAX} topics that its messages go to")
+    if len(set(rule.targets)) != len(rule.targets):
+        raise InvalidPipeline(f"{about} names a target twice")
+    check_topic_name(rule.topic)
+    for target in rule.targets:
+        _check_target(target)
+    if rule.condition and rule.subscription:
+        raise InvalidPipeline(f"{about} has either a condition or a subscription whose filter it takes, not both")
+    if len(rule.condition) > CONDITION_LENGTH_MAX:
+        raise InvalidPipeline(f"the condition of {about} has more than {CONDITION_LENGTH_MAX} characters")
+
+
+def _check_circles(rules: Iterable[Rule]) -> None:
+    """A message that comes back to where it was would be routed for ever."""
+    leads: dict[str, set[str]] = {}
+    for rule in rules:
+        leads.setdefault(rule.topic, set()).update(rule.targets)
+    while leads:
+        # What leads nowhere further cannot be part of a circle.
+        open_ended = [topic for topic, targets in leads.items() if not any(target in leads for target in targets)]
+        if not open_ended:
+            topics = ", ".join(sorted(leads))
+            raise InvalidPipeline(f"messages would be routed in a circle; look at the rules of {topics}")
+        for topic in open_ended:
+            del leads[topic]
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,130 @@
+"""Client quotas: whom one is for, what it limits, and which of several holds for a client.
+
+The names are Kafka's. Without authentication every client is the user ANONYMOUS, so no other user can be named yet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from millstream.core.errors import InvalidRequest
+
+USER = "user"
+CLIENT_ID = "client-id"
+IP = "ip"
+ENTITY_TYPES = (USER, CLIENT_ID, IP)
+ANONYMOUS = "ANONYMOUS"
+DEFAULT = None
+"""In the place of a name: everybody who has no quota of their own."""
+
+PRODUCER_BYTE_RATE = "producer_byte_rate"
+CONSUMER_BYTE_RATE = "consumer_byte_rate"
+LIMITS = (PRODUCER_BYTE_RATE, CONSUMER_BYTE_RATE)
+
+MISSING: Mapping[str, str] = MappingProxyType(
+    {
+        "request_percentage": "the broker has one loop for all clients and no threads to share out; limit their bytes",
+        "controller_mutation_rate": "changes of topics are not limited by client",
+        "connection_creation_rate": "connections are not limited by address; `connections-max` limits them together",
+    }
+)
+"""Limits of Kafka that Millstream does not have, each with the reason."""
+
+NAME_LENGTH_MAX = 249
+RATE_MAX = float(2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaEntity:
+    """Whom a quota is for: a user, a client id or both, each by name or as the default. In the order of the types."""
+
+    parts: tuple[tuple[str, str | None], ...]
+
+    @classmethod
+    def of(cls, given: Iterable[tuple[str, str | None]]) -> QuotaEntity:
+        """Check what a request names; raise `InvalidRequest` for what cannot have a quota."""
+        parts: dict[str, str | None] = {}
+        for kind, name in given:
+            if kind in parts:
+                raise InvalidRequest(f"the quota's entity names its {kind} twice")
+            _check_part(kind, name)
+            parts[kind] = name
+        if not parts:
+            raise InvalidRequest("the quota's entity is empty; name a user, a client id or both")
+        return cls(tuple((kind, parts[kind]) for kind in ENTITY_TYPES if kind in parts))
+
+    def __str__(self) -> str:
+        return ", ".join(f"{kind} {'(default)' if name is DEFAULT else name}" for kind, name in self.parts)
+
+
+def _check_part(kind: str, name: str | None) -> None:
+    if kind == IP:
+        raise InvalidRequest(f"quotas by address are not available: {MISSING['connection_creation_rate']}")
+    if kind not in ENTITY_TYPES:
+        raise InvalidRequest(f"quotas are for users and client ids; {kind!r} is unknown")
+    if name is DEFAULT:
+        return
+    if not 0 < len(name) <= NAME_LENGTH_MAX:
+        raise InvalidRequest(f"the {kind} of a quota has 1 to {NAME_LENGTH_MAX} characters, not {len(name)}")
+    if kind == USER and name != ANONYMOUS:
+        raise InvalidRequest(
+            f"there is no user {name!r}: without authentication every client is the user {ANONYMOUS}; "
+            "set the quota for that user, for the default user, or by client id"
+        )
+
+
+def check_limit(key: str, value: float) -> None:
+    """Raise `InvalidRequest` for a limit that is not here, or for a value that cannot be."""
+    if key in MISSING:
+        raise InvalidRequest(f"{key} is a quota of Kafka that Millstream does not have: {MISSING[key]}")
+    if key not in LIMITS:
+        raise InvalidRequest(f"the quota {key!r} is unknown; there are {' and '.join(LIMITS)}")
+    if not math.isfinite(value) or not 0 < value <= RATE_MAX:
+        raise InvalidRequest(f"{key} must be greater than 0, not {value:g}")
+    if value != int(value):
+        raise InvalidRequest(f"{key} must be a whole number of bytes per second, not {value:g}")
+
+
+def candidates(client_id: str) -> Iterator[tuple[QuotaEntity, bool]]:
+    """The entities whose quota may hold for a client, the most specific first, and whether its user shares it.
+
+    A quota of a user is for all clients of that user together. One that speaks of client ids is for each client id
+    alone, also where it is the default.
+    """
+    for user in (ANONYMOUS, DEFAULT):
+        yield QuotaEntity(((USER, user), (CLIENT_ID, client_id))), False
+        yield QuotaEntity(((USER, user), (CLIENT_ID, DEFAULT))), False
+        yield QuotaEntity(((USER, user),)), True
+    yield QuotaEntity(((CLIENT_ID, client_id),)), False
+    yield QuotaEntity(((CLIENT_ID, DEFAULT),)), False
+
+
+class Allotment(NamedTuple):
+    """What a client may take."""
+
+    rate: float
+    is_shared: bool
+    """Whether it is for all clients of the user together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuotaFilter:
+    """Which quotas are asked for: types with the name they must have, and types that must be there by any name."""
+
+    named: Mapping[str, str | None]
+    any_name: frozenset[str]
+    strict: bool
+    """Whether an entity may have no other type than those asked for."""
+
+    def matches(self, entity: QuotaEntity) -> bool:
+        """Whether an entity is among what is asked for."""
+        parts = dict(entity.parts)
+        if self.strict and parts.keys() != self.named.keys() | self.any_name:
+            return False
+        return self.any_name <= parts.keys() and all(
+            kind in parts and parts[kind] == name for kind, name in self.named.items()
+        )

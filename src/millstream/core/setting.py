@@ -1,0 +1,130 @@
+"""How one setting is declared: description, default, bounds, and whether a change needs a restart.
+
+Flags, environment, file and documentation all derive from these declarations, so a setting is written once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from millstream.core.errors import InvalidSetting
+
+_KEY = "millstream.setting"
+
+_INT64_MAX = 2**63 - 1
+
+HIDDEN = "(hidden)"
+"""What stands in the place of a secret value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What is known about one setting besides its value."""
+
+    name: str
+    kind: type
+    default: Any
+    description: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+    length_max: int | None = None
+    """For free text: one line of at most this many characters."""
+    is_fixed: bool = False
+    """Whether the default is the only value: it is there because tools send or show it."""
+    needs_restart: bool = True
+    is_secret: bool = False
+    """Whether nobody is shown the value; that there is one may be told."""
+
+    def parse(self, text: str) -> Any:
+        """Turn the text of a flag, variable or file into the value, or raise `InvalidSetting`."""
+        if self.kind is bool:
+            value: Any = self._parse_bool(text)
+        elif self.kind is str:
+            value = text
+        else:
+            try:
+                value = self.kind(text)
+            except ValueError:
+                noun = "a whole number" if self.kind is int else "a number"
+                raise InvalidSetting(f"{self.name} must be {noun}, not {text!r}") from None
+        self.check(value)
+        return value
+
+    def check(self, value: Any) -> None:
+        """Raise `InvalidSetting` when a value is out of bounds."""
+        if self.is_fixed and value != self.default:
+            raise InvalidSetting(
+                f"{self.name} is always {str(self.default).lower()}, not {value!r}; {self.description}"
+            )
+        if self.choices and value not in self.choices:
+            raise InvalidSetting(f"{self.name} must be one of {', '.join(self.choices)}, not {value!r}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidSetting(f"{self.name} must be a number, not {value}")
+        if isinstance(value, int) and abs(value) > _INT64_MAX:
+            raise InvalidSetting(f"{self.name} must be a number of at most 64 bits, not one of {value.bit_length()}")
+        if self.minimum is not None and value < self.minimum:
+            raise InvalidSetting(f"{self.name} must be at least {_plain(self.minimum)}, not {value}")
+        if self.maximum is not None and value > self.maximum:
+            raise InvalidSetting(f"{self.name} must be at most {_plain(self.maximum)}, not {value}")
+        if self.length_max is not None:
+            self._check_text(value, self.length_max)
+
+    def _check_text(self, text: str, length_max: int) -> None:
+        if len(text) > length_max:
+            raise InvalidSetting(f"{self.name} has at most {length_max} characters, not {len(text)}")
+        if not text.isprintable():
+            raise InvalidSetting(f"{self.name} is one line of printable text; this one has line breaks or controls")
+
+    def _parse_bool(self, text: str) -> bool:
+        lowered = text.strip().lower()
+        if lowered in ("true", "1", "yes", "on"):
+            return True
+        if lowered in ("false", "0", "no", "off"):
+            return False
+        raise InvalidSetting(f"{self.name} must be true or false, not {text!r}")
+
+
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else str(number)
+
+
+def setting(
+    name: str,
+    default: Any,
+    description: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+    length_max: int | None = None,
+    is_fixed: bool = False,
+    needs_restart: bool = True,
+    is_secret: bool = False,
+) -> Any:
+    """Declare a dataclass field as a setting."""
+    declared = Setting(
+        name=name,
+        kind=type(default),
+        default=default,
+        description=description,
+        minimum=minimum,
+        maximum=maximum,
+        choices=choices,
+        length_max=length_max,
+        is_fixed=is_fixed,
+        needs_restart=needs_restart,
+        is_secret=is_secret,
+    )
+    return dataclasses.field(default=default, metadata={_KEY: declared})
+
+
+def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
+    """Yield `(attribute name, setting)` for every setting that a dataclass declares, in order."""
+    for field in dataclasses.fields(holder):
+        if _KEY in field.metadata:
+            yield field.name, field.metadata[_KEY]

@@ -1,0 +1,458 @@
+"""Subscriptions: named queues over topics, and the settings each of them carries.
+
+A share group of Kafka is a subscription of the same name. So the settings carry Kafka's names for the settings of
+groups where Kafka has them, and any Kafka tool can show and change them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Final, NamedTuple
+from uuid import UUID
+from zlib import crc32
+
+from millstream.core import push
+from millstream.core.errors import InvalidSetting, InvalidSubscription
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.nearest import suggestion
+from millstream.core.setting import HIDDEN, Setting, setting, settings_of
+from millstream.core.topic import check_topic_name
+
+NAME_LENGTH_MAX = 249
+TOPICS_MAX = 1000
+FILTER_LENGTH_MAX = 8192
+
+AT_MOST_ONCE: Final = "at-most-once"
+AT_LEAST_ONCE: Final = "at-least-once"
+EXACTLY_ONCE: Final = "exactly-once"
+
+READ_COMMITTED: Final = "read_committed"
+READ_UNCOMMITTED: Final = "read_uncommitted"
+
+EARLIEST: Final = "earliest"
+LATEST: Final = "latest"
+BY_DURATION: Final = "by_duration:"
+AT_TIME: Final = "at:"
+
+OWN_PREFIX: Final = "__"
+"""Begins the names of Millstream's own subscriptions."""
+LETTERS_PREFIX: Final = "__dlq/"
+"""And the name of the topic: the subscription by which the open letters of a dead letter topic are known."""
+
+START = "share.auto.offset.reset"
+LEASE = "share.record.lock.duration.ms"
+ISOLATION = "share.isolation.level"
+ATTEMPTS = "share.delivery.count.limit"
+LEASES_MAX = "share.partition.max.record.locks"
+SESSION = "share.session.timeout.ms"
+HEARTBEAT = "share.heartbeat.interval.ms"
+FILTER = "millstream.filter"
+ORDERED = "millstream.ordered"
+DELIVERY = "millstream.delivery"
+BACKOFF_MIN = "millstream.backoff.min.ms"
+BACKOFF_MAX = "millstream.backoff.max.ms"
+DEAD_LETTER_TOPIC = "millstream.dead.letter.topic"
+IN_FLIGHT_MAX = "millstream.in.flight.max"
+EXPIRES = "millstream.expires.ms"
+PAUSED = "millstream.paused"
+
+NO_DEAD_LETTERS: Final = "none"
+"""In the place of a dead letter topic: messages that fail for good are dropped."""
+
+JITTER: Final = 0.2
+"""By which part of it a wait between two attempts is shortened at most, so that what failed together spreads."""
+
+NEW_SUBSCRIPTION: Final[Mapping[str, str]] = {ATTEMPTS: "25", BACKOFF_MIN: "1000", BACKOFF_MAX: "300000"}
+"""Written into a subscription when it is created, beside a dead letter topic of its own; Kafka's share groups keep
+Kafka's defaults. The waits add up to 67 minutes at least."""
+
+_DEAD_LETTER_SUFFIX: Final = "-dlq"
+
+_NOT_IN_TOPIC_NAMES: Final = re.compile(r"[^a-zA-Z0-9._-]")
+
+_DURATION = re.compile(
+    r"P(?:(?P<days>\d{1,9})D)?(?:T(?:(?P<hours>\d{1,9})H)?(?:(?P<minutes>\d{1,9})M)?(?:(?P<seconds>\d{1,9}(?:\.\d{1,9})?)S)?)?\Z"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubscriptionSettings:
+    """What a subscription's owner can set."""
+
+    start: str = setting(
+        START,
+        LATEST,
+        "Where the queue begins on a partition that it has not looked at: `earliest`, `latest`, `by_duration:P7D` (so "
+        "long ago, in ISO 8601) or `at:` and milliseconds since 1970.",
+        needs_restart=False,
+    )
+    lease_ms: int = setting(
+        LEASE,
+        30_000,
+        "How long a worker holds a message before it goes to another, unless it settles or extends.",
+        minimum=100,
+        maximum=12 * 3600 * 1000,
+        needs_restart=False,
+    )
+    attempts: int = setting(
+        ATTEMPTS,
+        5,
+        "How often a message is delivered at most; what then still fails goes to the dead letter topic, or is dropped "
+        "and counted when there is none. 0 tries for ever. Written as 25 into a new subscription.",
+        minimum=0,
+        maximum=200,
+        needs_restart=False,
+    )
+    isolation: str = setting(
+        ISOLATION,
+        READ_COMMITTED,
+        "Whether messages of open and aborted transactions are left out (`read_committed`) or delivered too.",
+        choices=(READ_COMMITTED, READ_UNCOMMITTED),
+        needs_restart=False,
+    )
+    leases_max: int = setting(
+        LEASES_MAX,
+        100_000,
+        "How many messages of one partition are out with workers at once.",
+        minimum=1,
+        maximum=1_000_000,
+        needs_restart=False,
+    )
+    session_ms: int = setting(
+        SESSION,
+        45_000,
+        "How long a Kafka share consumer may be silent before it is taken out of the group.",
+        minimum=1000,
+        maximum=3600 * 1000,
+        needs_restart=False,
+    )
+    heartbeat_ms: int = setting(
+        HEARTBEAT,
+        5000,
+        "How often a Kafka share consumer says that it lives.",
+        minimum=100,
+        maximum=600 * 1000,
+        needs_restart=False,
+    )
+    filter: str = setting(
+        FILTER,
+        "",
+        "Which messages are delivered: a condition over key, headers, topic, timestamp and payload; empty takes all.",
+        needs_restart=False,
+    )
+    ordered: bool = setting(
+        ORDERED,
+        False,
+        "Whether messages of one key are delivered one after the other, in their order.",
+        needs_restart=False,
+    )
+    delivery: str = setting(
+        DELIVERY,
+        AT_LEAST_ONCE,
+        "What is promised: `at-most-once` counts a message as done when it is handed out, `at-least-once` when it is "
+        "accepted, `exactly-once` makes leases durable too, so that no accepted message comes back.",
+        choices=(AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE),
+        needs_restart=False,
+    )
+    backoff_min_ms: int = setting(
+        BACKOFF_MIN,
+        0,
+        "How long a message waits after its first failure; each further one doubles it, and every wait is shortened by "
+        "up to a fifth at random. 0 tries again at once. Written as 1000 into a new subscription.",
+        minimum=0,
+        maximum=24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    backoff_max_ms: int = setting(
+        BACKOFF_MAX,
+        600_000,
+        "The longest wait between two attempts. Written as 300000 into a new subscription.",
+        minimum=0,
+        maximum=7 * 24 * 3600 * 1000,
+        needs_restart=False,
+    )
+    dead_letter_topic: str = setting(
+        DEAD_LETTER_TOPIC,
+        NO_DEAD_LETTERS,
+        "The topic that takes messages which used up their attempts or were rejected; it is created with the first of "
+        "them. `none` drops them, and counts them. A new subscription gets a topic of its own, named after it.",
+        needs_restart=False,
+    )
+    in_flight_max: int = setting(
+        IN_FLIGHT_MAX,
+        10_000,
+        "How many messages of one partition one worker holds at once.",
+        minimum=1,
+        maximum=1_000_000,
+        needs_restart=False,
+    )
+    expires_ms: int = setting(
+        EXPIRES,
+        -1,
+        "A subscription that nobody used for so long is deleted; -1 keeps it for ever.",
+        minimum=-1,
+        needs_restart=False,
+    )
+    paused: bool = setting(
+        PAUSED,
+        False,
+        "Whether delivery rests: leases that are out can be settled, no new ones are given.",
+        needs_restart=False,
+    )
+    push_url: str = setting(
+        push.URL,
+        "",
+        "Where messages are sent as HTTP requests; empty means that workers fetch them.",
+        needs_restart=False,
+    )
+    push_headers: str = setting(
+        push.HEADERS,
+        "",
+        "Headers that are sent with every message, as a JSON object. They are not shown again.",
+        needs_restart=False,
+        is_secret=True,
+    )
+    push_secret: str = setting(
+        push.SECRET,
+        "",
+        "What messages are signed with: a secret of 16 bytes or more, as text or as `whsec_` and Base64; several with "
+        "spaces between them while they change. It is not shown again.",
+        needs_restart=False,
+        is_secret=True,
+    )
+    push_timeout_ms: int = setting(
+        push.TIMEOUT,
+        30_000,
+        "How long the endpoint may take to answer.",
+        minimum=10,
+        maximum=600_000,
+        needs_restart=False,
+    )
+    push_in_flight_max: int = setting(
+        push.IN_FLIGHT_MAX,
+        100,
+        "How many requests a node has under way to the endpoint at most; it begins with one, and follows the answers.",
+        minimum=1,
+        maximum=1000,
+        needs_restart=False,
+    )
+    push_format: str = setting(
+        push.FORMAT,
+        push.BINARY,
+        "How a message is laid out: as a CloudEvent in headers and body, as one JSON document, or as it is.",
+        choices=(push.BINARY, push.STRUCTURED, push.RAW),
+        needs_restart=False,
+    )
+
+    @classmethod
+    def from_strings(cls, given: Mapping[str, str]) -> SubscriptionSettings:
+        """Build from names and texts; raise `InvalidSetting` for what does not fit."""
+        by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
+        values: dict[str, Any] = {}
+        for name, text in given.items():
+            if name not in by_name:
+                names = sorted(by_name)
+                meant = suggestion(name, names) or f"; known are: {', '.join(names)}"
+                raise InvalidSetting(f"unknown setting {name!r} of a subscription{meant}")
+            attribute, declared = by_name[name]
+            values[attribute] = declared.parse(text)
+        settings = cls(**values)
+        settings._check()
+        return settings
+
+    @classmethod
+    def declared(cls) -> Mapping[str, Setting]:
+        """Every setting of a subscription, by its name."""
+        return {declared.name: declared for _, declared in settings_of(cls)}
+
+    def as_strings(self) -> dict[str, str]:
+        """Every setting as it is shown: name to text, without secrets."""
+        found = {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
+        return shown(found)
+
+    def start_time_ms(self, now_ms: int) -> int | None:
+        """The time that `start` names; None for `earliest` and `latest`, which name a place."""
+        if self.start.startswith(AT_TIME):
+            return int(self.start.removeprefix(AT_TIME))
+        if self.start.startswith(BY_DURATION):
+            return max(0, now_ms - _duration_ms(self.start.removeprefix(BY_DURATION)))
+        return None
+
+    @property
+    def has_dead_letters(self) -> bool:
+        """Whether messages that fail for good are kept in a dead letter topic."""
+        return self.dead_letter_topic != NO_DEAD_LETTERS
+
+    def backoff_ms(self, attempt: int, now_ms: int) -> int:
+        """How long a message waits after its n-th attempt has failed; the time of the failure chooses the jitter."""
+        if self.backoff_min_ms == 0:
+            return 0
+        # No shift is longer than the largest setting has bits.
+        longest = min(self.backoff_min_ms << min(max(attempt - 1, 0), 32), self.backoff_max_ms)
+        return longest - int(longest * JITTER * _fraction(now_ms, attempt))
+
+    def _check(self) -> None:
+        _check_start(self.start)
+        if not self.dead_letter_topic:
+            raise InvalidSetting(
+                f"{DEAD_LETTER_TOPIC} cannot be empty; name a topic, or {NO_DEAD_LETTERS!r} to drop what fails for good"
+            )
+        if self.has_dead_letters:
+            check_topic_name(self.dead_letter_topic)
+        if self.backoff_min_ms > self.backoff_max_ms:
+            raise InvalidSetting(
+                f"{BACKOFF_MIN} ({self.backoff_min_ms}) is larger than {BACKOFF_MAX} ({self.backoff_max_ms})"
+            )
+        if len(self.filter) > FILTER_LENGTH_MAX:
+            raise InvalidSetting(f"{FILTER} has at most {FILTER_LENGTH_MAX} characters, not {len(self.filter)}")
+        if self.heartbeat_ms >= self.session_ms:
+            raise InvalidSetting(f"{HEARTBEAT} ({self.heartbeat_ms}) must be below {SESSION} ({self.session_ms})")
+        push.check_push(self.push_url, self.push_headers, self.push_secret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subscription:
+    """A queue over topics as it is declared in the catalog. `overrides` holds only what its owner set."""
+
+    name: str
+    subscription_id: UUID
+    topics: tuple[str, ...]
+    """What it delivers; empty for a share group, whose members say so themselves."""
+    overrides: Mapping[str, str]
+    created_ms: int
+    starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Where its queues begin, by `start_key` and partition, as it was when the topic was subscribed to."""
+    used_ms: int = 0
+    """When it was last noted that somebody uses it; only where it expires otherwise."""
+
+    def start_on(self, topic: str, topic_id: UUID, partition: int) -> int | None:
+        """Where a queue begins; None for a partition that came later, which is delivered from its beginning."""
+        known = self.starts.get(start_key(topic, topic_id), ())
+        return known[partition] if partition < len(known) else None
+
+    @property
+    def settings(self) -> SubscriptionSettings:
+        """Its settings; worked out anew each time."""
+        return SubscriptionSettings.from_strings(self.overrides)
+
+
+def shown(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings by name as anybody may see them: of a secret only that there is one."""
+    declared = SubscriptionSettings.declared()
+    return {
+        name: HIDDEN if value and name in declared and declared[name].is_secret else value
+        for name, value in settings.items()
+    }
+
+
+def start_key(topic: str, topic_id: UUID) -> str:
+    """A topic as it is now: another one that is made under its name later has other offsets."""
+    return f"{topic}/{topic_id}"
+
+
+def topic_of_start(key: str) -> str:
+    """The name of the topic in such a key."""
+    return key.partition("/")[0]
+
+
+class QueueKey(NamedTuple):
+    """One subscription on one partition."""
+
+    subscription_id: UUID
+    topic_id: UUID
+    partition: PartitionIndex
+
+
+class QueuePlace(NamedTuple):
+    """One message of a queue, by the partition's topic."""
+
+    topic: str
+    partition: PartitionIndex
+    offset: Offset
+
+
+def check_subscription(name: str, topics: Iterable[str], overrides: Mapping[str, str]) -> SubscriptionSettings:
+    """Raise a sentence for what cannot be declared; what the filter says is checked by whoever can read it."""
+    check_subscription_name(name)
+    named = tuple(topics)
+    if len(named) > TOPICS_MAX:
+        raise InvalidSubscription(f"a subscription has at most {TOPICS_MAX} topics, this one has {len(named)}")
+    if len(set(named)) != len(named):
+        raise InvalidSubscription(f"subscription {name!r} names a topic twice")
+    for topic in named:
+        check_topic_name(topic)
+    settings = SubscriptionSettings.from_strings(overrides)
+    if settings.has_dead_letters and settings.dead_letter_topic in named:
+        raise InvalidSubscription(
+            f"subscription {name!r} would deliver its own dead letters: {settings.dead_letter_topic!r} is both its "
+            "dead letter topic and one of its topics"
+        )
+    return settings
+
+
+def check_subscription_name(name: str) -> None:
+    """Raise `InvalidSubscription` for a name that a group cannot have."""
+    if not name or name != name.strip():
+        raise InvalidSubscription("a subscription needs a name that neither begins nor ends with a space")
+    if len(name) > NAME_LENGTH_MAX:
+        raise InvalidSubscription(
+            f"the name of a subscription has at most {NAME_LENGTH_MAX} characters, this one has {len(name)}"
+        )
+    if not name.isprintable():
+        raise InvalidSubscription("the name of a subscription is one line of printable text")
+
+
+def settings_of_new(given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
+    """What is written into a new subscription: what its owner gave, and the defaults that lose nothing."""
+    settings = {**NEW_SUBSCRIPTION, DEAD_LETTER_TOPIC: dead_letter_topic, **given}
+    # Where only one bound of the backoff is given, the other one gives way.
+    declared = SubscriptionSettings.declared()
+    if BACKOFF_MAX not in given:
+        settings[BACKOFF_MAX] = str(max(int(settings[BACKOFF_MAX]), declared[BACKOFF_MIN].parse(settings[BACKOFF_MIN])))
+    elif BACKOFF_MIN not in given:
+        settings[BACKOFF_MIN] = str(min(int(settings[BACKOFF_MIN]), declared[BACKOFF_MAX].parse(settings[BACKOFF_MAX])))
+    return settings
+
+
+def dead_letter_topic_for(name: str, subscription_id: UUID, is_taken: Callable[[str], bool]) -> str:
+    """A legal name that no topic has for the dead letters of a subscription, which may be called anything."""
+    legal = _NOT_IN_TOPIC_NAMES.sub("-", name)[: NAME_LENGTH_MAX - len(_DEAD_LETTER_SUFFIX) - 9]
+    plain = f"{legal}{_DEAD_LETTER_SUFFIX}"
+    return plain if legal == name and not is_taken(plain) else f"{plain}-{subscription_id.hex[:8]}"
+
+
+def _fraction(now_ms: int, attempt: int) -> float:
+    """A number from 0 to 1 that looks random, and is the same for all that fails in one moment."""
+    return crc32(b"%d/%d" % (now_ms, attempt)) / 0xFFFFFFFF
+
+
+def _check_start(start: str) -> None:
+    if start in (EARLIEST, LATEST):
+        return
+    if start.startswith(BY_DURATION):
+        _duration_ms(start.removeprefix(BY_DURATION))
+        return
+    time = start.removeprefix(AT_TIME)
+    if not start.startswith(AT_TIME) or not (time.isascii() and time.isdigit() and len(time) <= 15):
+        raise InvalidSetting(
+            f"{START} must be {EARLIEST}, {LATEST}, {BY_DURATION}P7D or {AT_TIME}<milliseconds since 1970>, "
+            f"not {start!r}"
+        )
+
+
+def _duration_ms(text: str) -> int:
+    found = _DURATION.match(text)
+    parts = {} if found is None else {name: float(value) for name, value in found.groupdict().items() if value}
+    if not parts:
+        raise InvalidSetting(f"{START}: {text!r} is no duration; write it as in P7D or PT1H30M")
+    try:
+        return int(timedelta(**parts) / timedelta(milliseconds=1))
+    except OverflowError:
+        raise InvalidSetting(f"{START}: {text!r} is too long") from None
+
+
+def _as_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

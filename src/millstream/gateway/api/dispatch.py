@@ -1,0 +1,232 @@
+"""The API below `/v1` as an application: finds the route, checks what comes in, and answers in JSON.
+
+Every request passes here, so this is plain ASGI: no object is made that is not needed. What is checked, and how, is
+what the routes say.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any, Final, get_args
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from millstream.core.errors import MillstreamError
+from millstream.gateway.api.event_stream import send_events
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.path_tree import PathTree
+from millstream.gateway.api.problem import CONTENT_TYPE, Refused, invalid, problem_document, refusal_of, stopped
+from millstream.gateway.api.route import JSON, PREFIX, Answered, Asked, Lane, Nothing, Route, Streamed
+from millstream.gateway.room import HungUp, Receive, Room
+from millstream.gateway.site import Site
+
+_logger = logging.getLogger(__name__)
+
+QUERY_FIELDS_MAX: Final = 100
+PIECE_BYTES: Final = 64 * 1024
+
+Scope = MutableMapping[str, Any]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+_encode_plain = msgspec.json.Encoder().encode
+
+
+def _encode(answer: Any) -> bytes:
+    """An answer as a line, so that it does not run into the prompt of a shell."""
+    return _encode_plain(answer) + b"\n"
+
+
+class Api:
+    """Serves routes."""
+
+    def __init__(self, routes: Iterable[Route[Any, Any]], parts: Parts, site: Site) -> None:
+        self._tree: PathTree[_Reader] = PathTree()
+        for route in routes:
+            self._tree.add(route, _Reader(route))
+        self._parts = parts
+        self._site = site
+        self._pressure = parts.pressure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; whatever goes wrong is a problem document."""
+        try:
+            await self._serve(scope, receive, send)
+        except HungUp:
+            return
+        except Refused as error:
+            await self._send_problem(scope, send, error)
+        except MillstreamError as error:
+            refused = refusal_of(error)
+            if refused.status is HTTPStatus.INTERNAL_SERVER_ERROR:
+                _logger.exception("a request failed", extra={"path": scope["path"]})
+            await self._send_problem(scope, send, refused)
+        except asyncio.CancelledError:
+            if not self._parts.stopping.done():
+                raise
+            await self._send_problem(scope, send, stopped())
+        except Exception:
+            _logger.exception("a request failed", extra={"path": scope["path"]})
+            said = "the gateway failed to answer; its log says why"
+            await self._send_problem(scope, send, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said))
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reader, path = self._tree.find(scope["method"], scope["raw_path"][len(PREFIX) :])
+        route = reader.route
+        self._parts.check_started()
+        headers = dict(scope["headers"])
+        self._site.check(headers)
+        lane = route.lane
+        self._pressure.enter(lane)
+        room = Room(self._pressure, lane)
+        try:
+            asked = Asked(reader.path(path), reader.query(scope["query_string"]), None, headers, room)
+            if route.body is not Nothing:
+                if b"content-encoding" in headers:
+                    raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "bodies are taken as they are, not compressed")
+                asked.body = reader.body(headers, await room.read(headers, receive))
+            if lane is Lane.WAIT:
+                await self._wait(route, asked, receive, send)
+            else:
+                await self._send_answer(send, route, await route.handle(self._parts, asked))
+        finally:
+            room.release()
+            self._pressure.leave(lane)
+
+    async def _wait(self, route: Route[Any, Any], asked: Asked[Any, Any], receive: Receive, send: Send) -> None:
+        """Serve a route that may wait; it is told when the client hangs up."""
+        gone = asyncio.ensure_future(_hang_up(receive))
+        asked.gone = gone
+        is_delivered = False
+        try:
+            answer = await route.handle(self._parts, asked)
+            if isinstance(answer, Streamed):
+                self._pressure.count(HTTPStatus.OK)
+                await send_events(send, answer.pieces, gone, self._parts.stopping)
+                return
+            # A connection that was lost in this turn of the loop is heard of in the next.
+            await asyncio.sleep(0)
+            if not gone.done():
+                await self._send_answer(send, route, answer)
+                is_delivered = not gone.done()
+        finally:
+            if asked.undelivered is not None and not is_delivered:
+                await asked.undelivered()
+            gone.cancel()
+            with suppress(asyncio.CancelledError):
+                await gone
+
+    async def _send_answer(self, send: Send, route: Route[Any, Any], answer: Any) -> None:
+        status = route.status
+        if isinstance(answer, Answered):
+            status, answer = answer.status, answer.content
+        self._pressure.count(status)
+        content = b"" if answer is None else _encode(answer)
+        await _send(send, status, _JSON_HEADER if content else _NO_HEADER, content)
+
+    async def _send_problem(self, scope: Scope, send: Send, error: Refused) -> None:
+        self._pressure.count(error.status)
+        document = problem_document(scope["path"], error.status, error.detail, error.more)
+        more = [(name.encode(), value.encode()) for name, value in error.headers.items()]
+        try:
+            await _send(send, error.status, (b"content-type", CONTENT_TYPE.encode()), _encode(document), more)
+        except RuntimeError:
+            # The answer had begun already; a stream that breaks off tells by itself that something went wrong.
+            _logger.warning("an answer broke off", extra={"path": scope["path"], "reason": error.detail})
+
+
+class _Reader:
+    """Checks the query and the body of a route's requests."""
+
+    def __init__(self, route: Route[Any, Any]) -> None:
+        self.route = route
+        self._query_type = route.query
+        self._numbers = {name: kind for name, kind in route.names.items() if get_args(kind)[0] is int}
+        self._lists = frozenset(
+            one.encode_name
+            for one in msgspec.structs.fields(route.query)
+            if isinstance(msgspec.inspect.type_info(one.type), msgspec.inspect.ListType)
+        )
+        self._no_query: Any = None
+        self._body = None if route.body is bytes or route.body is Nothing else msgspec.json.Decoder(route.body)
+
+    def path(self, names: dict[str, Any]) -> dict[str, Any]:
+        """What stands in the path, numbers as such."""
+        for name, kind in self._numbers.items():
+            try:
+                names[name] = msgspec.convert(names[name], kind, strict=False)
+            except msgspec.ValidationError as error:
+                raise invalid(f"{name}: {error}") from None
+        return names
+
+    def query(self, text: bytes) -> Any:
+        """The parameters behind the question mark."""
+        if not text:
+            if self._no_query is None:
+                self._no_query = self._convert({})
+            return self._no_query
+        try:
+            pairs = parse_qsl(
+                text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX
+            )
+        except ValueError as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"the query cannot be read: {error}") from None
+        given: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in self._lists:
+                given.setdefault(name, []).append(value)
+            elif name in given:
+                raise invalid(f"parameter {name!r} is given twice")
+            else:
+                given[name] = value
+        return self._convert(given)
+
+    def body(self, headers: Mapping[bytes, bytes], data: bytes) -> Any:
+        """The body as the route wants it."""
+        if self._body is None:
+            return data
+        content_type = headers.get(b"content-type")
+        if content_type is not None and content_type.partition(b";")[0].strip().lower() != JSON.encode():
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the body has to be {JSON}", accepts=[JSON])
+        return read_json(self._body, data or b"{}")
+
+    def _convert(self, given: dict[str, Any]) -> Any:
+        try:
+            return msgspec.convert(given, self._query_type, strict=False)
+        except msgspec.ValidationError as error:
+            raise invalid(f"parameter: {error}") from None
+
+
+def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
+    """Read JSON of a type, or raise `Refused` that says what is wrong with it."""
+    try:
+        return decoder.decode(data)
+    except msgspec.ValidationError as error:
+        raise invalid(f"the body does not fit: {error}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+_JSON_HEADER: Final = (b"content-type", JSON.encode())
+_NO_HEADER: Final = (b"cache-control", b"no-store")
+
+
+async def _send(
+    send: Send, status: int, header: tuple[bytes, bytes], content: bytes, more: Iterable[tuple[bytes, bytes]] = ()
+) -> None:
+    headers = [header, (b"content-length", b"%d" % len(content)), *more]
+    await send({"type": "http.response.start", "status": int(status), "headers": headers})
+    if len(content) > PIECE_BYTES:
+        await send({"type": "http.response.body", "body": content, "more_body": True})
+        # The end is sent when the client has taken most of it, so that what it keeps waiting is counted till then.
+        content = b""
+    await send({"type": "http.response.body", "body": content})

@@ -1,0 +1,135 @@
+"""A stored message as HTTP clients get it: in the same words in which they may publish one."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import msgspec
+
+from millstream.client.admin.message_document import utc
+from millstream.core.message_id import message_id
+from millstream.protocol.records.record import Headers, Record
+
+_RAW = msgspec.json.Decoder(msgspec.Raw)
+_CONTROLS = bytes(range(0x20))
+_ESCAPED_BYTES = 6
+"""What JSON makes of a control character."""
+_MEMBERS_BYTES = 1024
+"""What a message's document takes beside its key, its value and its headers, about."""
+
+
+class ReceivedMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A message. Its value is `json` if its content type says so, else `value`, or `base64` if it is no text.
+
+    A message whose value is null has none of them.
+    """
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+    timestamp: str | None
+    key: str | None = None
+    key_base64: str | None = None
+    value: str | None = None
+    json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    base64: str | None = None
+    headers: dict[str, str] = {}
+    headers_base64: dict[str, str] = {}
+    """Those whose values are no texts."""
+
+
+class LeasedDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=True):
+    """A message that is leased to whoever got it, until the deadline."""
+
+    lease: str
+    """What to settle it with, at any node."""
+    attempt: int
+    deadline: str
+
+
+def message_bytes(record: Record) -> int:
+    """What the contents of a message take: its key, its value and its headers."""
+    headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+    return len(record.key or b"") + len(record.value or b"") + headers
+
+
+def document_bytes(record: Record) -> int:
+    """What a message takes as JSON at most: control characters are escaped, what is no text is encoded."""
+    contents = [record.key, record.value, *(value for _, value in record.headers)]
+    names = sum(_ESCAPED_BYTES * len(name) for name, _ in record.headers)
+    return _MEMBERS_BYTES + names + sum(_json_bytes(one) for one in contents if one)
+
+
+def held_bytes(record: Record) -> int:
+    """What a message takes in memory until it is sent: its contents, as bytes and as text, and its document, twice."""
+    return 2 * (message_bytes(record) + document_bytes(record))
+
+
+def _json_bytes(content: bytes) -> int:
+    controls = len(content) - len(content.translate(None, _CONTROLS))
+    quoted = content.count(b'"') + content.count(b"\\")
+    return max(len(content) + (_ESCAPED_BYTES - 1) * controls + quoted, 4 * len(content) // 3 + 4)
+
+
+def members_of(topic: str, topic_id: object, partition: int, record: Record) -> dict[str, Any]:
+    """What a message is made of, by the names of its document."""
+    members: dict[str, Any] = {
+        "id": message_id(topic_id, partition, record.offset, record.headers),
+        "topic": topic,
+        "partition": partition,
+        "offset": record.offset,
+        "timestamp": utc(record.timestamp_ms),
+    }
+    if record.key is not None:
+        _set(members, "key", "key_base64", record.key)
+    if record.value is not None:
+        _set(members, "value", "base64", record.value)
+        if "value" in members and _says_json(record.headers):
+            _as_json(members, record.value)
+    texts: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for name, value in record.headers:
+        try:
+            texts[name] = (value or b"").decode()
+        except UnicodeDecodeError:
+            others[name] = base64.b64encode(value or b"").decode()
+    if texts:
+        members["headers"] = texts
+    if others:
+        members["headers_base64"] = others
+    return members
+
+
+def received(topic: str, topic_id: object, partition: int, record: Record) -> ReceivedMessage:
+    """A message as it is shown."""
+    return ReceivedMessage(**members_of(topic, topic_id, partition, record))
+
+
+def one_line(document: bytes) -> bytes:
+    """JSON without line ends, which what was published may have had."""
+    return msgspec.json.format(document, indent=-1) if b"\n" in document or b"\r" in document else document
+
+
+def _set(members: dict[str, Any], text: str, encoded: str, value: bytes) -> None:
+    try:
+        members[text] = value.decode()
+    except UnicodeDecodeError:
+        members[encoded] = base64.b64encode(value).decode()
+
+
+def _says_json(headers: Headers) -> bool:
+    for name, value in headers:
+        if name == "content-type" and value is not None:
+            media = value.partition(b";")[0].strip().lower()
+            return media.endswith((b"/json", b"+json"))
+    return False
+
+
+def _as_json(members: dict[str, Any], value: bytes) -> None:
+    try:
+        members["json"] = _RAW.decode(value)
+    except (msgspec.DecodeError, RecursionError):
+        return
+    del members["value"]

@@ -1,0 +1,228 @@
+"""A message as it comes over HTTP: a body with headers, or one of a JSON batch."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Annotated, Final, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from millstream.gateway.api.problem import invalid
+from millstream.protocol.records.record import NewRecord
+
+BATCH_MAX: Final = 1000
+MESSAGE_ID: Final = "message-id"
+CORRELATION_ID: Final = "correlation-id"
+CONTENT_TYPE: Final = "content-type"
+DELIVER_AT: Final = "deliver-at"
+ID_LENGTH_MAX: Final = 1024
+DELAY_S_MAX: Final = 366 * 24 * 3600
+
+
+_UNSAID: Final = frozenset({"application/x-www-form-urlencoded", "application/octet-stream"})
+"""What programs say when they were not told what they send."""
+
+_PREFIX: Final = b"message-"
+_HEADER_PREFIX: Final = b"message-header-"
+
+Text = Annotated[str, Meta(max_length=ID_LENGTH_MAX)]
+Id = Annotated[str, Meta(min_length=1, max_length=ID_LENGTH_MAX)]
+PartitionNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Delay = Annotated[float, Meta(ge=0, le=DELAY_S_MAX)]
+
+
+class MessageHeaders(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
+    """The headers of a request that say something about the message in its body."""
+
+    message_key: Annotated[str | None, Meta(description="Messages of one key go to one partition, in order.")] = None
+    message_id: Annotated[
+        Id | None, Meta(description="What the message is called; without it, by where it is stored.")
+    ] = None
+    message_partition: Annotated[
+        PartitionNumber | None, Meta(description="The partition, instead of the one that the key chooses.")
+    ] = None
+    message_deliver_at: Annotated[
+        str | None,
+        Meta(description="Not to be delivered by subscriptions before this: RFC 3339, or milliseconds since 1970."),
+    ] = None
+    message_delay: Annotated[
+        Delay | None, Meta(description="Not to be delivered by subscriptions before so many seconds have passed.")
+    ] = None
+    correlation_id: Annotated[str | None, Meta(description="Kept with the message.")] = None
+    traceparent: Annotated[str | None, Meta(description="W3C trace context, kept with the message.")] = None
+    tracestate: Annotated[str | None, Meta(description="W3C trace context, kept with the message.")] = None
+    baggage: Annotated[str | None, Meta(description="W3C baggage, kept with the message.")] = None
+
+
+class NewMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of a JSON batch. At most one of `value`, `json` and `base64`; without any, its value is null."""
+
+    value: str | None = None
+    json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    base64: str | None = None
+    key: str | None = None
+    key_base64: str | None = None
+    id: Id | None = None
+    headers: dict[str, str] = {}
+    partition: PartitionNumber | None = None
+    deliver_at: str | None = None
+    delay: Delay | None = None
+    correlation_id: Text | None = None
+
+
+class MessageBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Messages that are published together, in this order; each is acknowledged."""
+
+    messages: Annotated[list[NewMessage], Meta(min_length=1, max_length=BATCH_MAX)]
+
+
+class Placed(NamedTuple):
+    """A message, and the partition if it was named."""
+
+    record: NewRecord
+    partition: int | None
+    id: bytes | None
+
+
+_OF_REQUEST: Final = (CORRELATION_ID, "traceparent", "tracestate", "baggage")
+"""Headers of a request that are kept with every message in it."""
+
+_KNOWN: Final = {field.encode_name.encode() for field in msgspec.structs.fields(MessageHeaders)}
+
+
+def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
+    """The message of a request whose body is the value."""
+    key = message_id = None
+    partition: int | None = None
+    due_ms: int | None = None
+    stored: list[tuple[str, bytes | None]] = []
+    for name, value in headers.items():
+        if name == b"content-type":
+            if value.decode("latin-1").partition(";")[0].strip().lower() not in _UNSAID:
+                stored.append((CONTENT_TYPE, value))
+        elif name.startswith(_PREFIX):
+            if name == b"message-key":
+                key = value
+            elif name == b"message-id":
+                message_id = _checked_id(value)
+                stored.append((MESSAGE_ID, value))
+            elif name.startswith(_HEADER_PREFIX) and len(name) > len(_HEADER_PREFIX):
+                stored.append((name[len(_HEADER_PREFIX) :].decode("latin-1"), value))
+            elif name == b"message-partition":
+                partition = _partition(value)
+            elif name in (b"message-deliver-at", b"message-delay"):
+                if due_ms is not None:
+                    raise invalid("a message has Message-Delay or Message-Deliver-At, not both")
+                is_time = name == b"message-deliver-at"
+                due_ms = _time_ms(value.decode("latin-1")) if is_time else _after_ms(_delay(value))
+            else:
+                raise invalid(f"header {name.decode('latin-1')!r} is not known; others begin with Message-Header-")
+        elif name in _KNOWN:
+            stored.append((name.decode(), value))
+    if due_ms is not None:
+        stored.append((DELIVER_AT, b"%d" % due_ms))
+    return Placed(NewRecord(key, body, tuple(stored)), partition, message_id)
+
+
+def from_batch(message: NewMessage) -> Placed:
+    """One message of a JSON batch as it is stored."""
+    stored: list[tuple[str, bytes | None]] = []
+    if message.json is not msgspec.UNSET:
+        stored.append((CONTENT_TYPE, b"application/json"))
+    if message.id is not None:
+        stored.append((MESSAGE_ID, message.id.encode()))
+    if message.correlation_id is not None:
+        stored.append((CORRELATION_ID, message.correlation_id.encode()))
+    if message.deliver_at is not None or message.delay is not None:
+        if message.deliver_at is not None and message.delay is not None:
+            raise invalid("a message has `delay` or `deliver_at`, not both")
+        due_ms = _time_ms(message.deliver_at) if message.deliver_at is not None else _after_ms(message.delay or 0)
+        stored.append((DELIVER_AT, b"%d" % due_ms))
+    if message.headers:
+        known = {name for name, _ in stored}
+        stored += [(name, _encoded(value)) for name, value in message.headers.items() if name not in known]
+    message_id = None if message.id is None else message.id.encode()
+    return Placed(NewRecord(_key(message), _value(message), tuple(stored)), message.partition, message_id)
+
+
+def with_request(placed: Placed, headers: Mapping[bytes, bytes]) -> Placed:
+    """A message of a batch, with what the request says of all of them where the message does not say it itself."""
+    own = {name for name, _ in placed.record.headers}
+    shared = [(name, value) for name in _OF_REQUEST if name not in own and (value := headers.get(name.encode()))]
+    if not shared:
+        return placed
+    return placed._replace(record=placed.record._replace(headers=(*placed.record.headers, *shared)))
+
+
+def _key(message: NewMessage) -> bytes | None:
+    if message.key_base64 is not None:
+        if message.key is not None:
+            raise invalid("a message has `key` or `key_base64`, not both")
+        return from_base64(message.key_base64, "key_base64")
+    return None if message.key is None else _encoded(message.key)
+
+
+def _value(message: NewMessage) -> bytes | None:
+    given = (message.value is not None) + (message.json is not msgspec.UNSET) + (message.base64 is not None)
+    if given > 1:
+        raise invalid("a message has one of `value`, `json` and `base64`")
+    if message.value is not None:
+        return _encoded(message.value)
+    if message.base64 is not None:
+        return from_base64(message.base64, "base64")
+    return None if isinstance(message.json, msgspec.UnsetType) else bytes(message.json)
+
+
+def from_base64(text: str, name: str) -> bytes:
+    """Bytes that came as text."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise invalid(f"{name} is no base64") from None
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode()
+
+
+def _checked_id(value: bytes) -> bytes:
+    if not 0 < len(value) <= ID_LENGTH_MAX:
+        raise invalid(f"a message id has 1 to {ID_LENGTH_MAX} bytes")
+    return value
+
+
+def _partition(value: bytes) -> int:
+    if not value.isdigit() or len(value) > 9:
+        raise invalid(f"Message-Partition is a number, not {value.decode('latin-1')!r}")
+    return int(value)
+
+
+def _delay(value: bytes) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = -1
+    if not 0 <= seconds <= DELAY_S_MAX:
+        raise invalid(f"Message-Delay is 0 to {DELAY_S_MAX} seconds, not {value.decode('latin-1')!r}")
+    return seconds
+
+
+def _after_ms(seconds: float) -> int:
+    return int((time.time() + seconds) * 1000)
+
+
+def _time_ms(text: str) -> int:
+    if text.isascii() and text.isdigit() and len(text) <= 15:
+        return int(text)
+    try:
+        moment = datetime.fromisoformat(text)
+    except ValueError:
+        moment = None
+    if moment is None or moment.tzinfo is None:
+        raise invalid(f"{text!r} is no time; write it as 2026-01-31T12:00:00Z, or as milliseconds since 1970")
+    return max(0, int(moment.timestamp() * 1000))

@@ -1,0 +1,279 @@
+"""The OpenAPI document, made from the routes and the types that check what comes in; and the page at `/docs`, which
+says the same for people, without a script and with nothing from elsewhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from html import escape
+from http import HTTPStatus
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream import __version__
+from millstream.gateway.api.problem import CONTENT_TYPE as PROBLEM
+from millstream.gateway.api.route import EVENT_STREAM, JSON, PREFIX, Nothing, Route
+
+VERSION: Final = "3.1.0"
+_REF: Final = "#/components/schemas/{name}"
+_REFUSAL_REF: Final = "#/components/responses/"
+
+_REFUSALS: Final = {
+    HTTPStatus.BAD_REQUEST: "What was sent cannot be read.",
+    HTTPStatus.FORBIDDEN: "Pages of other sites may not use this.",
+    HTTPStatus.NOT_FOUND: "There is no such thing.",
+    HTTPStatus.CONFLICT: "Something is in the way.",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "What was sent can be read, but cannot be done.",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too much is under way; `Retry-After` says when to try again.",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "The gateway failed.",
+    HTTPStatus.BAD_GATEWAY: "The broker's answer was not understood.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "The broker cannot do this now; it passes by itself.",
+    HTTPStatus.GATEWAY_TIMEOUT: "The broker did not answer in time; whether it was done is not known.",
+}
+_BODY_REFUSALS: Final = {
+    HTTPStatus.REQUEST_TIMEOUT: "The body did not arrive in time.",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body, or a message in it, is too large.",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "The body is of a type that is not understood here.",
+}
+
+
+_STYLE: Final = (
+    "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+    "h2{margin-top:2.5rem;border-bottom:1px solid #ccc}summary{cursor:pointer;padding:.3rem 0}"
+    "code,pre{font:14px ui-monospace,monospace}pre{background:#f5f5f5;padding:.7rem;overflow:auto}"
+    "table{border-collapse:collapse}td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
+    "details{border-bottom:1px solid #eee}details>div{padding:0 0 1rem 1rem}b{display:inline-block;min-width:4.5rem}"
+)
+_STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+
+DOCS_HEADERS: Final = {
+    "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+}
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """What went wrong, as RFC 9457 has it; some kinds have members of their own."""
+
+    type: str
+    title: str
+    status: Annotated[int, Meta(ge=400, le=599)]
+    detail: str
+    instance: str
+
+
+def openapi_document(routes: Iterable[Route[Any, Any]]) -> dict[str, Any]:
+    """The whole page."""
+    listed = list(routes)
+    schemas = _Schemas(listed)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in listed:
+        paths.setdefault(PREFIX + route.path, {})[route.method.lower()] = _operation(route, schemas)
+    return {
+        "openapi": VERSION,
+        "info": {
+            "title": "Millstream",
+            "version": __version__,
+            "description": "Publish, receive and settle messages, and look after topics, subscriptions and the rest.",
+        },
+        "paths": paths,
+        "components": {"schemas": schemas.components, "responses": _refusals(schemas)},
+    }
+
+
+class _Schemas:
+    """The schemas of all types that routes name."""
+
+    def __init__(self, routes: Iterable[Route[Any, Any]]) -> None:
+        types: list[Any] = [Problem]
+        for route in routes:
+            types += [one for one in (route.body, *route.answers, *route.forms.values()) if _has_schema(one)]
+        unique = list(dict.fromkeys(types))
+        found, self.components = msgspec.json.schema_components(unique, ref_template=_REF)
+        self._of = dict(zip(unique, found, strict=True))
+
+    def of(self, kind: Any) -> dict[str, Any]:
+        schema: dict[str, Any] = self._of[kind]
+        return schema
+
+
+def _has_schema(kind: Any) -> bool:
+    return kind is not None and kind is not bytes and kind is not Nothing
+
+
+def _operation(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
+    operation: dict[str, Any] = {
+        "operationId": _operation_id(route),
+        "tags": [route.tag],
+        "summary": route.summary,
+        "responses": _responses(route, schemas),
+    }
+    parameters = [
+        *(_path_parameter(name, kind) for name, kind in route.names.items()),
+        *_parameters(route.query, "query"),
+        *([] if route.headers is None else _parameters(route.headers, "header")),
+    ]
+    if parameters:
+        operation["parameters"] = parameters
+    if route.body is not Nothing:
+        forms: Mapping[str, Any] = route.forms or {JSON: route.body}
+        content = {name: {"schema": schemas.of(kind)} if _has_schema(kind) else {} for name, kind in forms.items()}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _operation_id(route: Route[Any, Any]) -> str:
+    words = re.findall(r"\w+", route.path)
+    return "_".join([route.method.lower(), *words])
+
+
+def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
+    told: dict[HTTPStatus, str] = {route.status: "Done.", **route.more}
+    responses: dict[str, Any] = {}
+    for status, description in told.items():
+        response: dict[str, Any] = {"description": description}
+        if route.streams:
+            response["content"] = {EVENT_STREAM: {"schema": {"type": "string"}}}
+        elif route.answers:
+            found = [schemas.of(kind) for kind in route.answers]
+            response["content"] = {JSON: {"schema": found[0] if len(found) == 1 else {"anyOf": found}}}
+        responses[str(int(status))] = response
+    for status in sorted([*_REFUSALS, *([] if route.body is Nothing else _BODY_REFUSALS)]):
+        responses[str(int(status))] = {"$ref": _REFUSAL_REF + _refusal_name(status)}
+    return responses
+
+
+def _refusals(schemas: _Schemas) -> dict[str, Any]:
+    """What every route may answer instead."""
+    content = {PROBLEM: {"schema": schemas.of(Problem)}}
+    told = sorted({**_REFUSALS, **_BODY_REFUSALS}.items())
+    return {_refusal_name(status): {"description": said, "content": content} for status, said in told}
+
+
+def _refusal_name(status: HTTPStatus) -> str:
+    return status.phrase.title().replace(" ", "")
+
+
+def _path_parameter(name: str, kind: Any) -> dict[str, Any]:
+    return {"name": name, "in": "path", "required": True, "schema": msgspec.json.schema(kind)}
+
+
+def _parameters(kind: type, where: str) -> list[dict[str, Any]]:
+    schema = msgspec.json.schema(kind)
+    properties = schema["$defs"][kind.__name__]["properties"]
+    required = schema["$defs"][kind.__name__]["required"]
+    found: list[dict[str, Any]] = []
+    for name, described in properties.items():
+        description = described.pop("description", None)
+        parameter = {"name": name, "in": where, "required": name in required, "schema": _without_null(described)}
+        found.append(parameter if description is None else {**parameter, "description": description})
+    return found
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of a parameter, which is there or not, and never null."""
+    choices = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
+    kept = {name: value for name, value in schema.items() if name != "anyOf" and (name, value) != ("default", None)}
+    return {**kept, **choices[0]} if len(choices) == 1 else {**kept, **({"anyOf": choices} if choices else {})}
+
+
+def docs_page(document: Mapping[str, Any]) -> bytes:
+    """The page of an OpenAPI document."""
+    info = document["info"]
+    title = f"{info['title']} {info['version']}"
+    parts = [
+        f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>",
+        f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1><p>{escape(info['description'])}</p>",
+        '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>',
+        *_operations(document),
+        "<h2>Types</h2>",
+        *(_type_section(name, schema) for name, schema in sorted(document["components"]["schemas"].items())),
+        "</body></html>\n",
+    ]
+    return "".join(parts).encode()
+
+
+def _operations(document: Mapping[str, Any]) -> Iterator[str]:
+    by_tag: dict[str, list[tuple[str, str, Mapping[str, Any]]]] = {}
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            by_tag.setdefault(operation["tags"][0], []).append((method.upper(), path, operation))
+    for tag, operations in by_tag.items():
+        yield f"<h2>{escape(tag.capitalize())}</h2>"
+        for method, path, operation in operations:
+            yield (
+                f'<details id="{escape(operation["operationId"])}"><summary><b>{method}</b> <code>{escape(path)}</code>'
+                f" {escape(operation['summary'])}</summary><div>"
+            )
+            yield from _parameter_rows(operation.get("parameters", ()))
+            if "requestBody" in operation:
+                yield f"<p>Body</p>{_contents(operation['requestBody']['content'])}"
+            yield from _answer_rows(operation["responses"], document["components"]["responses"])
+            yield "</div></details>"
+
+
+def _parameter_rows(parameters: Any) -> Iterator[str]:
+    if parameters:
+        yield "<p>Parameters</p><table>"
+        for one in parameters:
+            needed = " (required)" if one["required"] else ""
+            said = escape(one.get("description", ""))
+            yield (
+                f"<tr><td><code>{escape(one['name'])}</code><td>{escape(one['in'])}{needed}"
+                f"<td>{_type(one['schema'])}<td>{said}"
+            )
+        yield "</table>"
+
+
+def _answer_rows(responses: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[str]:
+    yield "<p>Answers</p><table>"
+    for status, response in responses.items():
+        told = shared[response["$ref"].rpartition("/")[2]] if "$ref" in response else response
+        yield f"<tr><td><code>{status}</code><td>{escape(told['description'])}<td>{_contents(told.get('content', {}))}"
+    yield "</table>"
+
+
+def _contents(contents: Mapping[str, Any]) -> str:
+    rows = (
+        f"<code>{escape(media)}</code>{': ' if content.get('schema') else ''}{_type(content.get('schema', {}))}"
+        for media, content in contents.items()
+    )
+    return "<br>".join(rows)
+
+
+def _type(schema: Any) -> str:
+    """A schema in a few words; one that has a name leads to it."""
+    if isinstance(schema, bool):
+        return ""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#type-{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(_type(one) for one in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(f"<code>{escape(json.dumps(one))}</code>" for one in schema["enum"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {})) or 'anything'}"
+    return escape(str(schema.get("type", "")))
+
+
+def _type_section(name: str, schema: Mapping[str, Any]) -> str:
+    required = frozenset(schema.get("required", ()))
+    rows = "".join(
+        f"<tr><td><code>{escape(key)}</code><td>{'required' if key in required else ''}<td>{_type(one)}"
+        f"<td>{escape(one.get('description', ''))}"
+        for key, one in schema.get("properties", {}).items()
+    )
+    said = escape(schema.get("description", ""))
+    return (
+        f'<details id="type-{escape(name)}"><summary><code>{escape(name)}</code></summary>'
+        f"<div><p>{said}</p><table>{rows}</table></div></details>"
+    )

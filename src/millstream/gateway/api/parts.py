@@ -1,0 +1,79 @@
+"""What every route of the API works with: clients of the cluster, one publisher, and what bounds them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Final
+
+from millstream.client.publisher import Publisher
+from millstream.gateway.api.leasing import Leasing
+from millstream.gateway.api.problem import RETRY_S, Refused
+from millstream.gateway.api.route import Lane
+from millstream.gateway.api.unpacking import Unpacking
+from millstream.gateway.pressure import REQUESTS_MAX, Pressure
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
+
+CLIENT_ID: Final = "millstream-gateway"
+TIMEOUT_S: Final = 15.0
+PUBLISH_S: Final = 30.0
+"""Most who wait for an answer over HTTP do not wait for longer."""
+
+
+class Parts:
+    """The gateway's own parts; made on the loop, closed in the reverse order."""
+
+    def __init__(
+        self,
+        kafka_address: str,
+        *,
+        starting: Callable[[], str | None] = lambda: None,
+        pressure: Pressure | None = None,
+    ) -> None:
+        self._starting = starting
+        self.client = _connect(kafka_address)
+        # When publishers or readers go beyond their quotas the broker asks their client to pause, and nobody else.
+        self.publishing = _connect(kafka_address)
+        self.reading = _connect(kafka_address)
+        self.publisher = Publisher(self.publishing, timeout_s=PUBLISH_S)
+        self.subscriptions = SubscriptionClient(self.client)
+        self.unpacking = Unpacking()
+        self.leasing = Leasing(self.client, self.unpacking)
+        self.pressure = pressure or Pressure()
+        self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def check_started(self) -> None:
+        """Refuse what comes while the broker starts."""
+        reason = self._starting()
+        if reason is not None:
+            raise Refused(
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                f"the broker starts: {reason}",
+                headers={"retry-after": str(RETRY_S)},
+                reasons=[reason],
+            )
+
+    def new_worker(self, name: str | None) -> str:
+        """Who holds what is leased now: a name that the client gives, or one that nobody else has."""
+        return f"http/{name}" if name else f"http/{secrets.token_hex(8)}"
+
+    def stop(self) -> None:
+        """Send those away who wait for messages."""
+        if not self.stopping.done():
+            self.stopping.set_result(None)
+
+    async def close(self) -> None:
+        """Let what was published become acknowledged, then close all connections."""
+        self.stop()
+        self.unpacking.close()
+        await self.publisher.close()
+        await self.leasing.close()
+        for client in (self.publishing, self.reading, self.client):
+            await client.close()
+
+
+def _connect(kafka_address: str) -> Client:
+    return Client.connect(kafka_address, client_id=CLIENT_ID, timeout_s=TIMEOUT_S, waiting_max=REQUESTS_MAX[Lane.WAIT])

@@ -1,0 +1,131 @@
+"""Errors over HTTP: problem documents as RFC 9457 describes them, and which status each error of the tree has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from millstream.core import errors
+
+CONTENT_TYPE: Final = "application/problem+json"
+RETRY_S: Final = 1
+"""When to try again what passes by itself."""
+
+_STATUSES: Final[tuple[tuple[type[errors.MillstreamError], HTTPStatus], ...]] = (
+    (errors.InvalidRequest, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (errors.NotFound, HTTPStatus.NOT_FOUND),
+    (errors.Conflict, HTTPStatus.CONFLICT),
+    (errors.GroupRejected, HTTPStatus.CONFLICT),
+    (errors.ProducerRejected, HTTPStatus.CONFLICT),
+    (errors.TransactionRejected, HTTPStatus.CONFLICT),
+    (errors.ElectionRefused, HTTPStatus.CONFLICT),
+    (errors.BatchTooLarge, HTTPStatus.REQUEST_ENTITY_TOO_LARGE),
+    (errors.BatchRejected, HTTPStatus.UNPROCESSABLE_ENTITY),
+    (errors.OffsetOutOfRange, HTTPStatus.NOT_FOUND),
+    (errors.LogUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.NotLeader, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.NotEnoughReplicas, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.CoordinatorUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.StoreUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.CatalogUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.FilterUnavailable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.BrokerUnreachable, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.QuotaExceeded, HTTPStatus.TOO_MANY_REQUESTS),
+    (errors.NotStoredInTime, HTTPStatus.SERVICE_UNAVAILABLE),
+    (errors.RequestTimedOut, HTTPStatus.GATEWAY_TIMEOUT),
+    (errors.RequestRefused, HTTPStatus.BAD_GATEWAY),
+    (errors.ProtocolViolation, HTTPStatus.BAD_GATEWAY),
+)
+
+
+class Refused(Exception):
+    """The gateway answers a request with a problem; `more` holds members that only this kind of problem has."""
+
+    def __init__(
+        self, status: HTTPStatus, detail: str, *, headers: Mapping[str, str] | None = None, **more: Any
+    ) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.detail = detail
+        self.headers = headers or {}
+        self.more = more
+
+
+def invalid(detail: str) -> Refused:
+    """What was sent can be read, but cannot be done."""
+    return Refused(HTTPStatus.UNPROCESSABLE_ENTITY, detail)
+
+
+def stopped() -> Refused:
+    """The gateway ends, and has waited for the answer for as long as it could."""
+    return Refused(
+        HTTPStatus.SERVICE_UNAVAILABLE,
+        "the node stops, and whether it has done this is not known; ask another one, or again",
+        headers={"retry-after": str(RETRY_S)},
+    )
+
+
+def status_of(error: errors.MillstreamError) -> HTTPStatus:
+    """The status that an error of the tree is answered with."""
+    found = (status for kind, status in _STATUSES if isinstance(error, kind))
+    return next(found, HTTPStatus.INTERNAL_SERVER_ERROR)
+
+
+def refusal_of(error: errors.MillstreamError) -> Refused:
+    """An error of the tree as it is answered; what passes by itself says when to try again."""
+    return Refused(status_of(error), str(error), headers=retry_after(error))
+
+
+def retry_after(error: errors.MillstreamError) -> dict[str, str]:
+    """The header that says when to try again what passes by itself."""
+    if isinstance(error, errors.QuotaExceeded):
+        return {"retry-after": str(math.ceil(error.wait_s))}
+    return {"retry-after": str(RETRY_S)} if status_of(error) is HTTPStatus.SERVICE_UNAVAILABLE else {}
+
+
+def problem_document(path: str, status: int, detail: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of a problem document."""
+    return {
+        "type": "about:blank",
+        "title": HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        "instance": path,
+        **more,
+    }
+
+
+class JSONLine(JSONResponse):
+    """JSON that ends its line."""
+
+    def render(self, content: Any) -> bytes:
+        """The document, and the end of the line."""
+        return super().render(content) + b"\n"
+
+
+def problem(request: Request, status: int, detail: str, **more: Any) -> JSONResponse:
+    """Answer with a problem document."""
+    return JSONLine(problem_document(request.url.path, status, detail, more), status, media_type=CONTENT_TYPE)
+
+
+def refused(request: Request, error: Exception) -> JSONResponse:
+    """Answer what routing refuses: a path or a method that is not there."""
+    status = error.status_code if isinstance(error, HTTPException) else HTTPStatus.INTERNAL_SERVER_ERROR
+    details = {
+        HTTPStatus.NOT_FOUND: f"nothing is served at {request.url.path}; GET / lists what is",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.method} is not understood at {request.url.path}",
+    }
+    response = problem(request, status, details.get(HTTPStatus(status), str(error)))
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
+
+
+def failed(request: Request, error: Exception) -> JSONResponse:
+    """Answer when the gateway itself went wrong; the log has the traceback."""
+    return problem(request, HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed to answer; its log says why")

@@ -1,0 +1,220 @@
+"""Dead letters: list their topics, show open ones, redrive and purge them."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream.client.admin.dead_letter import DeadLetterDesk, dead_letter_topics, find_topic
+from millstream.client.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
+from millstream.gateway.api.message import ReceivedMessage, received
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.problem import Refused, invalid
+from millstream.gateway.api.route import Asked, Nothing, Route, TopicName
+from millstream.protocol.private.subscriptions import LeasedMessage
+
+PATIENCE_S: Final = 10.0
+SHOWN_MAX: Final = 100
+SHOWN_BYTES_MAX: Final = 8 * 1024 * 1024
+WORKED_ON_MAX: Final = 1000
+"""More are redriven or purged by asking again, so that no request takes long."""
+
+Condition = Annotated[str, Meta(max_length=8192, description="Only these, in the language of subscriptions' filters.")]
+Number = Annotated[int, Meta(ge=1, le=WORKED_ON_MAX)]
+
+
+class DeadLetters(msgspec.Struct, frozen=True):
+    """A dead letter topic, the subscriptions that write to it, and how many letters are open."""
+
+    topic: str
+    subscriptions: list[str]
+    letters: int
+
+
+class DeadLetterList(msgspec.Struct, frozen=True):
+    """Dead letter topics, by their names."""
+
+    dead_letters: list[DeadLetters]
+
+
+class Letters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which letters to show."""
+
+    filter: Condition | None = None
+    limit: Annotated[int, Meta(ge=1, le=SHOWN_MAX)] = 10
+
+
+class LetterList(msgspec.Struct, frozen=True):
+    """Open letters; the headers `dlq-…` tell their story. `held` are with somebody else now."""
+
+    topic: str
+    letters: list[ReceivedMessage]
+    held: int
+
+
+class Redrive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which letters to deliver again."""
+
+    filter: Condition | None = None
+    limit: Number = WORKED_ON_MAX
+    to_topic: TopicName | None = None
+    """Publish them to this topic, for all of its subscriptions, instead of delivering the originals again."""
+
+
+class Purge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which letters to close."""
+
+    filter: Condition | None = None
+    limit: Number = WORKED_ON_MAX
+
+
+class WorkedOn(msgspec.Struct, frozen=True):
+    """What became of the letters of a topic."""
+
+    topic: str
+    done: int
+    skipped: int
+    """Those that did not match."""
+    held: int
+    """Those that are with somebody else now."""
+    doubtful: int
+    """Done, but their leases were lost meanwhile, so that they may be open still."""
+    topics: dict[str, int] = {}
+    """To which topics they were published."""
+    subscriptions: dict[str, int] = {}
+    """Which subscriptions deliver them again."""
+    refused: int = 0
+    """Left open, since their messages cannot be delivered again; `to_topic` publishes them."""
+    reasons: list[str] = []
+
+
+async def list_topics(parts: Parts, asked: Asked[Nothing, Nothing]) -> DeadLetterList:
+    """All dead letter topics."""
+    found = await dead_letter_topics(parts.client)
+    return DeadLetterList([DeadLetters(one.topic, one.subscriptions, one.letters) for one in found])
+
+
+async def show(parts: Parts, asked: Asked[Letters, Nothing]) -> LetterList:
+    """Open letters with their story; they stay open."""
+    shown: list[ReceivedMessage] = []
+    asked.room.reserve(SHOWN_BYTES_MAX)
+    size = 0
+
+    async def note(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+        nonlocal size
+        size += len(letter.record.value or b"")
+        if size > SHOWN_BYTES_MAX:
+            raise invalid(f"more than {SHOWN_BYTES_MAX} bytes are not shown at once; ask for fewer letters")
+        shown.append(received(letter.topic, letter.topic_id, letter.partition, letter.record))
+
+    desk, wanted = await _desk(parts, asked.path["name"], asked.query.filter)
+    outcome = Outcome()
+    await work_through(desk, note, outcome, wanted=wanted, limit=asked.query.limit, keep=True)
+    return LetterList(desk.topic, shown, outcome.held)
+
+
+async def redrive(parts: Parts, asked: Asked[Nothing, Redrive]) -> WorkedOn:
+    """Have the messages of open letters delivered again, each by its own subscription, and close the letters."""
+    said = asked.body
+    desk, wanted = await _desk(parts, asked.path["name"], said.filter)
+    outcome = Outcome()
+    if (to_topic := said.to_topic) is not None:
+        await desk.check_target(to_topic)
+        await work_through(
+            desk, lambda desk, one: desk.publish(one, to_topic), outcome, wanted=wanted, limit=said.limit, keep=False
+        )
+        return _worked_on(desk.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
+    await revive_through(desk, outcome, wanted=wanted, limit=said.limit)
+    if outcome.refused and not outcome.done:
+        raise Refused(HTTPStatus.CONFLICT, refused_letters(outcome.refused, 'give "to_topic"'))
+    return _worked_on(desk.topic, outcome, {})
+
+
+async def purge(parts: Parts, asked: Asked[Nothing, Purge]) -> WorkedOn:
+    """Close open letters without publishing them."""
+
+    async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
+        return
+
+    said = asked.body
+    desk, wanted = await _desk(parts, asked.path["name"], said.filter)
+    outcome = Outcome()
+    await work_through(desk, nothing, outcome, wanted=wanted, limit=said.limit, keep=False)
+    return _worked_on(desk.topic, outcome, {})
+
+
+async def _desk(parts: Parts, name: str, condition: str | None) -> tuple[DeadLetterDesk, Wanted | None]:
+    wanted = None if condition is None else await asyncio.to_thread(_matcher, condition)
+    topic = await find_topic(parts.client, name, patience_s=PATIENCE_S)
+    return DeadLetterDesk(parts.client, topic, parts.new_worker(None), patience_s=PATIENCE_S), wanted
+
+
+def _matcher(condition: str) -> Wanted:
+    # Imported here, in a thread: what reads conditions takes a while to load.
+    from millstream.protocol.filter.matcher import matcher
+
+    return matcher(condition)
+
+
+def _worked_on(topic: str, outcome: Outcome, sent: dict[str, int]) -> WorkedOn:
+    return WorkedOn(
+        topic,
+        outcome.done,
+        outcome.unmatched,
+        outcome.held,
+        outcome.doubtful,
+        sent,
+        outcome.revived,
+        sum(outcome.refused.values()),
+        sorted(outcome.refused),
+    )
+
+
+_SHARED: Final[dict[str, Any]] = {"tag": "dead letters"}
+
+ROUTES: Final = (
+    Route(
+        method="GET",
+        path="/dead-letters",
+        summary="List dead letter topics",
+        handle=list_topics,
+        query=Nothing,
+        body=Nothing,
+        answer=DeadLetterList,
+        **_SHARED,
+    ),
+    Route(
+        method="GET",
+        path="/dead-letters/{name}",
+        summary="Show open letters of a topic, or of a subscription",
+        handle=show,
+        query=Letters,
+        body=Nothing,
+        answer=LetterList,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path="/dead-letters/{name}/redrive",
+        summary="Deliver open letters again, and close them",
+        handle=redrive,
+        query=Nothing,
+        body=Redrive,
+        answer=WorkedOn,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path="/dead-letters/{name}/purge",
+        summary="Close open letters",
+        handle=purge,
+        query=Nothing,
+        body=Purge,
+        answer=WorkedOn,
+        **_SHARED,
+    ),
+)

@@ -1,0 +1,260 @@
+"""Streams of messages as server-sent events: of a topic as they are published, of a subscription as they are leased."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream.client.admin.position import HELP, parse_position
+from millstream.client.admin.tailer import Fetched, Tailer
+from millstream.client.admin.topics import find_topic, offsets_at
+from millstream.core.errors import CorruptBatch, MillstreamError, QuotaExceeded
+from millstream.gateway.api.event_stream import event
+from millstream.gateway.api.message import held_bytes, one_line, received
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.problem import RETRY_S, Refused, invalid, problem_document, refusal_of
+from millstream.gateway.api.route import Asked, Lane, Nothing, Route, Streamed
+from millstream.gateway.api.routes.pulling import WorkerName, leased, receive_until
+from millstream.gateway.api.unpacking import Slice, Span
+from millstream.gateway.room import Room
+from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.records.aborted_batches import AbortedBatches
+from millstream.protocol.records.batch import check_crc, iterate_whole_headers
+from millstream.protocol.records.record import Record
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.fetching import READ_COMMITTED
+
+READ_BYTES: Final = 256 * 1024
+"""What one stream reads at once."""
+
+SLICE_BYTES: Final = 4 * 1024 * 1024
+"""What one stream takes at once of a batch that decompresses to much."""
+
+PIECE_BYTES: Final = 32 * 1024
+PATIENCE_S: Final = 30.0
+WAIT_MS: Final = 30_000
+PARTITIONS_NAMED_MAX: Final = 16
+"""With more of them, only the last event of those that are sent together tells where all of them are."""
+
+_PLACES: Final = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*\Z")
+_encode = msgspec.json.Encoder().encode
+
+
+class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"start": "from"}):
+    """Where to begin; `Last-Event-ID` goes before it."""
+
+    start: Annotated[str, Meta(min_length=1, max_length=100, description=f"Where to begin: {HELP}.")] = "end"
+
+
+class Consume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to lease messages for a stream."""
+
+    max: Annotated[int, Meta(ge=1, le=1000, description="How many messages are leased at once.")] = 100
+    worker: WorkerName | None = None
+
+
+class ListenHeaders(msgspec.Struct, frozen=True, rename="kebab"):
+    """The header with which a stream goes on where another one ended."""
+
+    last_event_id: Annotated[str | None, Meta(description="The id of the last event that came; goes on behind it.")] = (
+        None
+    )
+
+
+async def listen(parts: Parts, asked: Asked[Listen, Nothing]) -> Streamed:
+    """The messages of a topic, from some place on, for as long as the client listens."""
+    asked.room.reserve(READ_BYTES)
+    topic = await find_topic(parts.client, asked.path["topic"])
+    places = asked.headers.get(b"last-event-id")
+    if places:
+        starts = _read_places(places.decode("latin-1"), topic)
+    else:
+        position = parse_position(asked.query.start)
+        starts = await offsets_at(parts.client, topic.name, list(topic.partitions), position, isolation=READ_COMMITTED)
+    pieces = _published(parts, topic, starts, asked.room)
+    return Streamed(_told(pieces, f"/v1/topics/{topic.name}/events"))
+
+
+async def consume(parts: Parts, asked: Asked[Consume, Nothing]) -> Streamed:
+    """The messages of a subscription, leased to whoever listens, who settles them as those that are pulled."""
+    name, worker = asked.path["subscription"], parts.new_worker(asked.query.worker)
+    asked.room.reserve(READ_BYTES)
+    request = Receive(name, worker, asked.query.max, READ_BYTES, WAIT_MS)
+    # Asked once before, so that a subscription that is not there is a problem and no stream.
+    await parts.subscriptions.describe([name])
+    pieces = _leased(parts, request, asked.gone, asked.room)
+    return Streamed(_told(pieces, f"/v1/subscriptions/{name}/events"))
+
+
+async def _published(
+    parts: Parts, topic: TopicMetadata, starts: Mapping[int, int], room: Room
+) -> AsyncGenerator[bytes, None]:
+    notes: list[str] = []
+    tailer = Tailer(
+        parts.reading,
+        topic.name,
+        starts,
+        patience_s=PATIENCE_S,
+        isolation=READ_COMMITTED,
+        is_whole=True,
+        note=notes.append,
+    )
+    places = dict(starts)
+    async with aclosing(tailer.follow_fetched(READ_BYTES)) as following:
+        async for fetched in following:
+            for one in fetched:
+                async with aclosing(_records(parts, topic, one, room, notes)) as reading:
+                    async for records in reading:
+                        for note in notes:
+                            yield event("note", _encode({"detail": note}))
+                        notes.clear()
+                        for piece in _pieces(_events(topic, one.partition, records, places)):
+                            yield piece
+
+
+async def _records(
+    parts: Parts, topic: TopicMetadata, fetched: Fetched, room: Room, notes: list[str]
+) -> AsyncGenerator[list[Record], None]:
+    """What one partition gave, some records at a time, each when there is room for them."""
+    batches, left_out = fetched.answer.records, AbortedBatches(fetched.answer.aborted)
+    for header in iterate_whole_headers(batches):
+        start = max(fetched.start, header.base_offset)
+        if left_out.holds(header.last_offset, header.attributes, header.producer_id) or header.is_control:
+            continue
+        while start <= header.last_offset:
+            try:
+                check_crc(batches, header)
+                found = await parts.unpacking.read(
+                    batches,
+                    header,
+                    [Span(start, header.next_offset)],
+                    READ_BYTES,
+                    large_bytes_max=SLICE_BYTES,
+                )
+            except CorruptBatch as error:
+                found = Slice([], header.next_offset, str(error))
+            try:
+                room.resize(READ_BYTES + sum(map(held_bytes, found.records)))
+            except Refused:
+                # Read again when others have been sent what they wait for.
+                del found
+                await asyncio.sleep(RETRY_S)
+                continue
+            if found.oversized:
+                notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {found.oversized}; left out")
+            yield found.records
+            start = found.next_offset
+            room.resize(READ_BYTES)
+
+
+def _events(topic: TopicMetadata, partition: int, records: list[Record], places: dict[int, int]) -> Iterable[bytes]:
+    for at, record in enumerate(records, 1):
+        places[partition] = record.offset + 1
+        is_told = at == len(records) or len(places) <= PARTITIONS_NAMED_MAX
+        event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if is_told else None
+        document = _encode(received(topic.name, topic.topic_id, partition, record))
+        yield event("message", one_line(document), event_id)
+
+
+async def _leased(
+    parts: Parts, request: Receive, gone: asyncio.Future[None] | None, room: Room
+) -> AsyncGenerator[bytes, None]:
+    while not parts.stopping.done() and (gone is None or not gone.done()):
+        try:
+            left = await receive_until(parts, request, gone)
+        except QuotaExceeded:
+            # The broker has kept this waiting for as long as it could.
+            continue
+        is_refused = False
+        try:
+            # A client that reads slowly keeps messages waiting here, perhaps for longer than their leases last.
+            while left := await parts.subscriptions.confirmed(request.subscription, request.worker, left):
+                room.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
+                piece, count = b"", 0
+                while count < len(left) and len(piece) < PIECE_BYTES:
+                    piece += event("message", one_line(_encode(leased(left[count], request.worker))))
+                    count += 1
+                yield piece
+                if gone is not None and gone.done():
+                    # The connection was lost before the piece was written to it.
+                    break
+                del left[:count]
+        except Refused:
+            is_refused = True
+        finally:
+            await parts.leasing.give_back(request.subscription, request.worker, left)
+        room.resize(READ_BYTES)
+        if is_refused:
+            # Leased again when others have been sent what they wait for.
+            await asyncio.sleep(RETRY_S)
+
+
+async def _told(pieces: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:
+    """The same pieces; what ends them early is told as a last event."""
+    try:
+        async for piece in pieces:
+            yield piece
+    except MillstreamError as error:
+        refused = refusal_of(error)
+        yield event("error", _encode(problem_document(path, refused.status, refused.detail, {})))
+    finally:
+        await pieces.aclose()
+
+
+def _pieces(events: Iterable[bytes]) -> Iterable[bytes]:
+    """Events together, so that many small ones are not sent one by one."""
+    gathered: list[bytes] = []
+    size = 0
+    for one in events:
+        gathered.append(one)
+        size += len(one)
+        if size >= PIECE_BYTES:
+            yield b"".join(gathered)
+            gathered, size = [], 0
+    if gathered:
+        yield b"".join(gathered)
+
+
+def _read_places(text: str, topic: TopicMetadata) -> dict[int, int]:
+    if not _PLACES.match(text):
+        raise invalid(f"{text[:100]!r} is no Last-Event-ID of such a stream")
+    named = {int(index): int(offset) for index, _, offset in (place.partition(":") for place in text.split(","))}
+    if set(named) - set(topic.partitions):
+        raise invalid(f"the Last-Event-ID is not of topic {topic.name!r}, which has {len(topic.partitions)} partitions")
+    # Partitions that have come since are read from their beginning.
+    return {index: named.get(index, 0) for index in topic.partitions}
+
+
+ROUTES: Final = (
+    Route(
+        method="GET",
+        path="/topics/{topic}/events",
+        tag="messages",
+        summary="Listen to a topic",
+        handle=listen,
+        query=Listen,
+        body=Nothing,
+        headers=ListenHeaders,
+        answer=None,
+        lane=Lane.WAIT,
+        streams=True,
+    ),
+    Route(
+        method="GET",
+        path="/subscriptions/{subscription}/events",
+        tag="messages",
+        summary="Lease messages as they come",
+        handle=consume,
+        query=Consume,
+        body=Nothing,
+        answer=None,
+        lane=Lane.WAIT,
+        streams=True,
+    ),
+)

@@ -1,0 +1,68 @@
+"""One message where it lies."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from millstream.client.admin.stored_message import find_message
+from millstream.client.admin.topics import find_topic
+from millstream.gateway.api.message import ReceivedMessage, held_bytes, members_of
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.route import Asked, Nothing, Route
+
+
+class BatchDescription(msgspec.Struct, frozen=True):
+    """The batch that a message was stored in; what an ordinary producer does not set is null."""
+
+    first_offset: int
+    last_offset: int
+    records: int
+    bytes: int
+    compression: str
+    leader_epoch: int
+    max_timestamp_ms: int
+    crc: str
+    transactional: bool
+    control: bool
+    producer_id: int | None
+    producer_epoch: int | None
+    first_sequence: int | None
+    last_sequence: int | None
+
+
+class StoredDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=True):
+    """A message, whose time it carries, and its batch."""
+
+    timestamp_type: str
+    batch: BatchDescription
+
+
+async def show(parts: Parts, asked: Asked[Nothing, Nothing]) -> StoredDocument:
+    """The message at an offset."""
+    topic = await find_topic(parts.client, asked.path["topic"])
+    partition = asked.path["partition"]
+    stored = await find_message(
+        parts.reading, topic, partition, asked.path["offset"], read_record=parts.unpacking.read_one
+    )
+    asked.room.resize(held_bytes(stored.record))
+    return StoredDocument(
+        timestamp_type=stored.timestamp_type,
+        batch=msgspec.convert(stored.batch_document(), BatchDescription),
+        **members_of(topic.name, topic.topic_id, partition, stored.record),
+    )
+
+
+ROUTES: Final = (
+    Route(
+        method="GET",
+        path="/topics/{topic}/partitions/{partition}/messages/{offset}",
+        tag="messages",
+        summary="Show one message, and the batch that it lies in",
+        handle=show,
+        query=Nothing,
+        body=Nothing,
+        answer=StoredDocument,
+    ),
+)

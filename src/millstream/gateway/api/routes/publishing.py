@@ -1,0 +1,274 @@
+"""Publishing: one message or many, in the forms that HTTP clients have them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
+from typing import Annotated, Any, Final, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from millstream.client.admin.message_document import utc
+from millstream.client.admin.topics import find_topic
+from millstream.client.receipt import Receipt
+from millstream.core.errors import BatchTooLarge, MillstreamError, PublishFailed
+from millstream.core.topic import check_topic_name
+from millstream.gateway.api.cloud_event import (
+    BATCHED,
+    SPEC_HEADER,
+    STRUCTURED,
+    CloudEvent,
+    CloudEvents,
+    batch_decoder,
+    from_headers,
+    from_members,
+    structured_decoder,
+)
+from millstream.gateway.api.dispatch import read_json
+from millstream.gateway.api.new_message import (
+    MessageBatch,
+    MessageHeaders,
+    Placed,
+    from_batch,
+    from_request,
+    with_request,
+)
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.problem import Refused, invalid, retry_after, status_of
+from millstream.gateway.api.route import JSON, Answered, Asked, Lane, Route
+from millstream.gateway.pressure import PAUSE_S_MAX
+from millstream.protocol.private.publish_once import Placed as PlacedOnce
+from millstream.protocol.private.publish_once import partition_of, publish_once
+from millstream.protocol.records.record import NewRecord
+
+PARTITIONS_AT_ONCE: Final = 16
+"""To how many partitions one request publishes at the same time."""
+K = TypeVar("K")
+
+MESSAGES: Final = "application/vnd.millstream.messages+json"
+_raw_decoder: Final = msgspec.json.Decoder(msgspec.Raw)
+_batch_decoder: Final = msgspec.json.Decoder(MessageBatch)
+
+
+class PublishQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to publish."""
+
+    deduplicate: Annotated[
+        bool,
+        Meta(
+            description="Store nothing whose id was published within the topic's `deduplication.window.ms`; then the "
+            "answer tells where the message stands. Every message needs an id."
+        ),
+    ] = False
+
+
+class Published(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where a message was stored."""
+
+    id: str
+    topic: str
+    partition: int
+    offset: int
+    timestamp: str
+    duplicate: bool = False
+    """Whether it was there already."""
+
+
+class PublishedBatch(msgspec.Struct, frozen=True):
+    """Where the messages of a batch were stored, in their order."""
+
+    messages: list[Published]
+
+
+async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
+    """Publish what a request holds; answered when it is as safe as the topic's settings say."""
+    topic = asked.path["topic"]
+    headers = asked.headers
+    parts.pressure.check_pause(parts.publishing.pause_of(topic))
+    media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+    reader = _FORMS.get(media)
+    if reader is None:
+        if media.startswith(_EVENT_FORMATS):
+            # Stored as it is, an event in XML or Avro would be a message that nobody sees an event in.
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"events are taken as {STRUCTURED} or {BATCHED}")
+        if media == JSON.encode():
+            _check_json(asked.body)
+        placed = from_request(headers, asked.body)
+        if SPEC_HEADER in headers:
+            placed = from_headers(headers, placed)
+        if not asked.query.deduplicate:
+            check_topic_name(topic)
+            key, value, stored, _ = placed.record
+            return _published(await parts.publisher.send(topic, key, value, stored, partition=placed.partition))
+        placeds = [placed]
+    else:
+        placeds = [with_request(placed, headers) for placed in reader(asked.body)]
+    check_topic_name(topic)
+    if asked.query.deduplicate:
+        told = await _publish_once(parts, topic, placeds)
+    else:
+        told = await _publish_many(parts, topic, placeds)
+    is_old = all(one.duplicate for one in told)
+    content: Any = told[0] if reader is None or reader is _read_event else PublishedBatch(told)
+    return Answered(HTTPStatus.OK, content) if is_old else content
+
+
+async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+    outcomes: list[Any] = [None] * len(placeds)
+    by_partition: dict[int | None, list[int]] = {}
+    for at, placed in enumerate(placeds):
+        by_partition.setdefault(placed.partition, []).append(at)
+
+    async def publish_some(partition: int | None, places: list[int]) -> None:
+        records = [placeds[at].record for at in places]
+        try:
+            receipts: Sequence[Any] = await parts.publisher.publish_many(topic, records, partition=partition)
+        except PublishFailed as error:
+            receipts = error.outcomes
+        except MillstreamError as error:
+            receipts = [error] * len(places)
+        for at, receipt in zip(places, receipts, strict=True):
+            outcomes[at] = receipt
+
+    await _together(publish_some, by_partition)
+    return _all_published([one if isinstance(one, MillstreamError) else _published(one) for one in outcomes])
+
+
+async def _publish_once(parts: Parts, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+    """Publish what may have been published already."""
+    partitions = len((await _topic(parts, topic)).partitions)
+    now_ms = int(time.time() * 1000)
+    by_partition: dict[int, list[int]] = {}
+    for at, placed in enumerate(placeds):
+        if placed.id is None:
+            raise invalid("a message needs an id to be known by; give it one")
+        chosen = placed.partition
+        if chosen is None:
+            chosen = partition_of(placed.record.key, placed.id, partitions)
+        by_partition.setdefault(chosen, []).append(at)
+    outcomes: list[Published | MillstreamError] = []
+    outcomes += [MillstreamError("not published")] * len(placeds)
+
+    async def publish_some(partition: int, places: list[int]) -> None:
+        records = [placeds[at].record._replace(timestamp_ms=now_ms) for at in places]
+        for at, one in zip(places, await _placed_once(parts, topic, partition, records), strict=True):
+            if isinstance(one, MillstreamError):
+                outcomes[at] = one
+                continue
+            name = (placeds[at].id or b"").decode(errors="replace")
+            outcomes[at] = Published(
+                name, topic, partition, one.offset, utc(one.timestamp_ms) or "", duplicate=not one.is_new
+            )
+
+    await _together(publish_some, by_partition)
+    return _all_published(outcomes)
+
+
+async def _placed_once(
+    parts: Parts, topic: str, partition: int, records: Sequence[NewRecord]
+) -> list[PlacedOnce | MillstreamError]:
+    """Publish to one partition; what is too large together goes in halves, in its order."""
+    try:
+        return [*await publish_once(parts.publishing, topic, partition, records, patience_s=PAUSE_S_MAX)]
+    except BatchTooLarge as error:
+        if len(records) == 1:
+            return [error]
+        half = len(records) // 2
+        return [
+            *await _placed_once(parts, topic, partition, records[:half]),
+            *await _placed_once(parts, topic, partition, records[half:]),
+        ]
+    except MillstreamError as error:
+        return [error] * len(records)
+
+
+async def _together(publish_some: Callable[[K, list[int]], Awaitable[None]], shares: Mapping[K, list[int]]) -> None:
+    """Publish the shares of several partitions at the same time, but not of too many."""
+    room = asyncio.Semaphore(PARTITIONS_AT_ONCE)
+
+    async def publish_share(partition: K, places: list[int]) -> None:
+        async with room:
+            await publish_some(partition, places)
+
+    async with asyncio.TaskGroup() as group:
+        for partition, places in shares.items():
+            group.create_task(publish_share(partition, places))
+
+
+def _all_published(outcomes: Sequence[Published | MillstreamError]) -> list[Published]:
+    """What was stored, if everything was; else a problem that tells what was and what was not."""
+    failed = [(at, one) for at, one in enumerate(outcomes) if isinstance(one, MillstreamError)]
+    stored = [one for one in outcomes if isinstance(one, Published)]
+    if not failed:
+        return stored
+    at, first = failed[0]
+    if len(outcomes) == 1:
+        raise first
+    raise Refused(
+        status_of(first),
+        f"{len(failed)} of {len(outcomes)} messages were not published; number {at}: {first}",
+        headers=retry_after(first),
+        messages=[one if isinstance(one, Published) else {"error": str(one)} for one in outcomes],
+    )
+
+
+def _published(receipt: Receipt) -> Published:
+    return Published(receipt.id, receipt.topic, receipt.partition, receipt.offset, utc(receipt.timestamp_ms) or "")
+
+
+async def _topic(parts: Parts, topic: str) -> Any:
+    found = await parts.client.metadata([topic], create=True)
+    return found.topics[topic] if topic in found.topics else await find_topic(parts.client, topic)
+
+
+def _check_json(body: bytes) -> None:
+    """Refuse what says that it is JSON and is not: every reader of the message would stumble over it."""
+    read_json(_raw_decoder, body)
+    if not body.isascii():
+        try:
+            body.decode()
+        except UnicodeDecodeError as error:
+            raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
+
+
+def _read_batch(body: bytes) -> list[Placed]:
+    batch: MessageBatch = read_json(_batch_decoder, body)
+    return [from_batch(message) for message in batch.messages]
+
+
+def _read_event(body: bytes) -> list[Placed]:
+    return [from_members(read_json(structured_decoder, body))]
+
+
+def _read_events(body: bytes) -> list[Placed]:
+    return [from_members(members) for members in read_json(batch_decoder, body)]
+
+
+_FORMS: Final[dict[bytes, Callable[[bytes], list[Placed]]]] = {
+    MESSAGES.encode(): _read_batch,
+    STRUCTURED.encode(): _read_event,
+    BATCHED.encode(): _read_events,
+}
+_EVENT_FORMATS: Final = (b"application/cloudevents+", b"application/cloudevents-batch+")
+
+ROUTES: Final = (
+    Route(
+        method="POST",
+        path="/topics/{topic}/messages",
+        tag="messages",
+        summary="Publish one message or many",
+        handle=publish,
+        query=PublishQuery,
+        body=bytes,
+        forms={MESSAGES: MessageBatch, STRUCTURED: CloudEvent, BATCHED: CloudEvents, "*/*": bytes},
+        headers=MessageHeaders,
+        answer=Published,
+        other_answer=PublishedBatch,
+        status=HTTPStatus.CREATED,
+        more={HTTPStatus.OK: "All of it was there already."},
+        lane=Lane.PUBLISH,
+    ),
+)

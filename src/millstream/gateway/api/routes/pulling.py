@@ -1,0 +1,197 @@
+"""Pulling messages of a subscription, and settling them: accept, release, reject, extend."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+from typing import Annotated, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream.client.admin.message_document import utc
+from millstream.core.errors import MillstreamError
+from millstream.core.verb import Verb
+from millstream.gateway.api.lease_token import read_token, token_of
+from millstream.gateway.api.message import LeasedDocument, held_bytes, members_of
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.problem import invalid, status_of
+from millstream.gateway.api.route import Asked, Lane, Nothing, Route
+from millstream.gateway.api.settling import Verdict, settle
+from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.private.subscriptions import LeasedMessage
+
+PULL_MAX: Final = 1000
+WAIT_MS_MAX: Final = 60_000
+PULL_BYTES: Final = 256 * 1024
+PULL_BYTES_MAX: Final = 8 * 1024 * 1024
+SETTLE_MAX: Final = 1000
+DELAY_MS_MAX: Final = 366 * 24 * 3600 * 1000
+
+Token = Annotated[str, Meta(min_length=1, max_length=2000)]
+DelayMs = Annotated[int, Meta(ge=0, le=DELAY_MS_MAX)]
+Reason = Annotated[str, Meta(max_length=1000)]
+WorkerName = Annotated[str, Meta(min_length=1, max_length=200)]
+
+
+class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many messages to lease, and how long to wait for some."""
+
+    max: Annotated[int, Meta(ge=1, le=PULL_MAX)] = 10
+    wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
+    max_bytes: Annotated[int, Meta(ge=1, le=PULL_BYTES_MAX)] = PULL_BYTES
+    worker: WorkerName | None = None
+    """Who asks, for the subscription's `millstream.in.flight.max`; without it every pull is a worker of its own."""
+
+
+class PulledMessages(msgspec.Struct, frozen=True):
+    """Messages that are leased to whoever pulled them."""
+
+    messages: list[LeasedDocument]
+
+
+class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Done."""
+
+    lease: Token
+
+
+class Released(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """To be delivered again: after a delay, else after the subscription's backoff."""
+
+    lease: Token
+    delay_ms: DelayMs | None = None
+    reason: Reason = ""
+
+
+class Rejected(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Not to be delivered again: it goes to the dead letter topic."""
+
+    lease: Token
+    reason: Reason = ""
+
+
+class Extended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """To be held longer: from now on for so long, else for the subscription's lease."""
+
+    lease: Token
+    delay_ms: DelayMs | None = None
+
+
+class Settle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is said of messages, by their leases: of each the lease alone, or an object with what else is to be said."""
+
+    accept: list[Token | Accepted] = []
+    release: list[Token | Released] = []
+    reject: list[Token | Rejected] = []
+    extend: list[Token | Extended] = []
+
+
+class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What came of one lease; without an error, it is settled, durably."""
+
+    lease: str
+    error: str | None = None
+    status: int = 200
+
+
+class SettledLeases(msgspec.Struct, frozen=True):
+    """What came of each, in the order accept, release, reject, extend."""
+
+    results: list[Settled]
+    failed: int
+
+
+async def pull(parts: Parts, asked: Asked[Nothing, Pull]) -> PulledMessages:
+    """Lease messages; a client that hangs up before it has its answer leases none."""
+    wanted = asked.body
+    name, worker = asked.path["subscription"], parts.new_worker(wanted.worker)
+    asked.room.reserve(wanted.max_bytes)
+    request = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms)
+    messages = await receive_until(parts, request, asked.gone)
+    asked.undelivered = partial(parts.leasing.give_back, name, worker, messages)
+    asked.room.resize(sum(held_bytes(message.record) for message in messages))
+    return PulledMessages([leased(message, worker) for message in messages])
+
+
+async def receive_until(parts: Parts, request: Receive, gone: asyncio.Future[None] | None) -> list[LeasedMessage]:
+    """Lease messages unless the client hangs up or the gateway stops meanwhile."""
+    leasing = asyncio.ensure_future(parts.leasing.receive(request))
+    ends = (parts.stopping,) if gone is None else (gone, parts.stopping)
+    is_wanted = False
+    try:
+        done, _ = await asyncio.wait((leasing, *ends), return_when=asyncio.FIRST_COMPLETED)
+        is_wanted = leasing in done and gone not in done
+    finally:
+        if not is_wanted:
+            await _take_back(parts, request, leasing)
+    return leasing.result() if is_wanted else []
+
+
+async def _take_back(parts: Parts, request: Receive, leasing: asyncio.Future[list[LeasedMessage]]) -> None:
+    """Nobody waits any more; what was leased in the last moment goes to others."""
+    leasing.cancel()
+    with suppress(asyncio.CancelledError, MillstreamError):
+        await parts.leasing.give_back(request.subscription, request.worker, await leasing)
+
+
+def leased(message: LeasedMessage, worker: str) -> LeasedDocument:
+    """A leased message as its holder gets it."""
+    return LeasedDocument(
+        lease=token_of(message, worker),
+        attempt=message.attempt,
+        deadline=utc(message.deadline_ms) or "",
+        **members_of(message.topic, message.topic_id, message.partition, message.record),
+    )
+
+
+async def settle_leases(parts: Parts, asked: Asked[Nothing, Settle]) -> SettledLeases:
+    """Settle each lease at its partition's leader; one that is lost keeps none of the others from it."""
+    said = asked.body
+    accept = [Accepted(one) if isinstance(one, str) else one for one in said.accept]
+    release = [Released(one) if isinstance(one, str) else one for one in said.release]
+    reject = [Rejected(one) if isinstance(one, str) else one for one in said.reject]
+    extend = [Extended(one) if isinstance(one, str) else one for one in said.extend]
+    tokens = [one.lease for listed in (accept, release, reject, extend) for one in listed]
+    if not 0 < len(tokens) <= SETTLE_MAX:
+        raise invalid(f"1 to {SETTLE_MAX} leases are settled at once, not {len(tokens)}")
+    if len(set(tokens)) != len(tokens):
+        raise invalid("a lease is settled once in a request")
+    verdicts = [
+        *(Verdict(read_token(one.lease), Verb.ACCEPT) for one in accept),
+        *(Verdict(read_token(one.lease), Verb.RELEASE, one.delay_ms, one.reason) for one in release),
+        *(Verdict(read_token(one.lease), Verb.REJECT, None, one.reason) for one in reject),
+        *(Verdict(read_token(one.lease), Verb.EXTEND, one.delay_ms) for one in extend),
+    ]
+    outcomes = await settle(parts.client, asked.path["subscription"], verdicts)
+    results = [
+        Settled(token) if error is None else Settled(token, str(error), int(status_of(error)))
+        for token, error in zip(tokens, outcomes, strict=True)
+    ]
+    return SettledLeases(results, sum(one.error is not None for one in results))
+
+
+ROUTES: Final = (
+    Route(
+        method="POST",
+        path="/subscriptions/{subscription}/messages:pull",
+        tag="messages",
+        summary="Lease messages, and wait for some",
+        handle=pull,
+        query=Nothing,
+        body=Pull,
+        answer=PulledMessages,
+        lane=Lane.WAIT,
+    ),
+    Route(
+        method="POST",
+        path="/subscriptions/{subscription}/messages:settle",
+        tag="messages",
+        summary="Accept, release, reject or extend what was leased",
+        handle=settle_leases,
+        query=Nothing,
+        body=Settle,
+        answer=SettledLeases,
+    ),
+)

@@ -1,0 +1,345 @@
+"""Subscriptions: list, create, describe, change, delete, seek, pause, resume."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from millstream.broker.push_board import PushState
+from millstream.client.admin.subscriptions import place_of, start_of, summary_of
+from millstream.core.setting import Setting, settings_of
+from millstream.core.subscription import (
+    DEAD_LETTER_TOPIC,
+    NAME_LENGTH_MAX,
+    OWN_PREFIX,
+    PAUSED,
+    START,
+    TOPICS_MAX,
+    SubscriptionSettings,
+)
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.problem import Refused, invalid
+from millstream.gateway.api.route import Asked, Nothing, Route, TopicName
+from millstream.gateway.api.routes.topics import Deletion, Listing
+from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
+
+SubscriptionName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
+Topics = Annotated[list[TopicName], Meta(min_length=1, max_length=TOPICS_MAX)]
+
+_OPTIONS: Final = {
+    attribute: declared for attribute, declared in settings_of(SubscriptionSettings) if declared.name != START
+}
+"""Every setting but where it begins, by the name that it has here."""
+
+
+def _type_of(declared: Setting) -> Any:
+    kind: Any = Literal[declared.choices] if declared.choices else declared.kind
+    ge = None if declared.minimum is None else int(declared.minimum)
+    le = None if declared.maximum is None else int(declared.maximum)
+    if declared.kind is int:
+        kind = Annotated[kind, Meta(ge=ge, le=le)]
+    return Annotated[kind | UnsetType | None, Meta(description=declared.description)]
+
+
+_FIELDS: Final[list[Any]] = [(attribute, _type_of(declared), UNSET) for attribute, declared in _OPTIONS.items()]
+
+if TYPE_CHECKING:
+
+    class Options(msgspec.Struct, frozen=True, kw_only=True):
+        """The settings of a subscription; one that is null is as by default."""
+
+else:
+    Options = msgspec.defstruct(
+        "Options", _FIELDS, frozen=True, kw_only=True, module=__name__, namespace={"__doc__": "The settings."}
+    )
+
+
+class NewSubscription(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A subscription to be made."""
+
+    name: SubscriptionName
+    topics: Topics
+    start: str = "end"
+    """Where it begins: start, end, a time, or how long ago."""
+    settings: GivenSettings = msgspec.field(default_factory=dict)
+    """Settings by their full names."""
+
+
+class SubscriptionChanges(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to change; what is null goes back to what a new subscription has."""
+
+    topics: Topics | None = None
+    settings: ChangedSettings = msgspec.field(default_factory=dict)
+
+
+class Created(msgspec.Struct, frozen=True):
+    """A subscription that was made."""
+
+    subscription: str
+    id: str
+    topics: list[str]
+    missing_topics: list[str]
+    """Those that do not exist yet; their messages are delivered once they are there."""
+    dead_letter_topic: str
+    """Where messages go that fail for good; `none` if they are dropped."""
+
+
+class SubscriptionSummary(msgspec.Struct, frozen=True):
+    """A subscription in one line."""
+
+    subscription: str
+    topics: list[str]
+    backlog: int
+    leased: int
+    parked: int
+    dead_lettered: int
+    dropped: int
+    """Messages that failed for good, and were not kept."""
+    paused: bool
+
+
+class SubscriptionList(msgspec.Struct, frozen=True):
+    """Subscriptions, by their names."""
+
+    subscriptions: list[SubscriptionSummary]
+
+
+class QueueState(msgspec.Struct, frozen=True):
+    """A subscription on one partition: how many messages are in which state, and how many ended how."""
+
+    topic: str
+    partition: int
+    oldest: int
+    backlog: int
+    waiting_workers: int
+    available: int
+    leased: int
+    parked: int
+    blocked: int
+    rejecting: int
+    accepted: int
+    released: int
+    expired: int
+    rejected: int
+    dead_lettered: int
+    dropped: int
+    filtered: int
+    redelivered: int
+
+
+class NodePushState(PushState, frozen=True, kw_only=True):
+    """How one node gets on with the endpoint that a subscription's messages are pushed to."""
+
+    node: int
+
+
+class SubscriptionDescription(msgspec.Struct, frozen=True):
+    """A subscription with its settings and queues; secret settings are not told."""
+
+    name: str
+    subscription_id: str
+    topics: list[str]
+    settings: dict[str, str]
+    overrides: dict[str, str]
+    created_ms: int
+    queues: list[QueueState]
+    push: list[NodePushState] = []
+
+
+class Seek(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where to go on: start, end, an offset, a time, or how long ago."""
+
+    to: Annotated[str, Meta(min_length=1, max_length=100)]
+    topic: str | None = None
+    partition: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+
+
+class MovedQueue(msgspec.Struct, frozen=True):
+    """Where a queue goes on."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+class Moved(msgspec.Struct, frozen=True):
+    """Where the queues of a subscription go on."""
+
+    subscription: str
+    queues: list[MovedQueue]
+
+
+class Pausing(msgspec.Struct, frozen=True):
+    """Whether a subscription rests."""
+
+    subscription: str
+    paused: bool
+
+
+async def list_subscriptions(parts: Parts, asked: Asked[Listing, Nothing]) -> SubscriptionList:
+    """All subscriptions."""
+    found = await parts.subscriptions.describe()
+    shown = [one for one in found if asked.query.internal or not one["name"].startswith(OWN_PREFIX)]
+    return SubscriptionList([msgspec.convert(summary_of(one), SubscriptionSummary) for one in shown])
+
+
+async def create(parts: Parts, asked: Asked[Nothing, NewSubscription]) -> Created:
+    """Declare a subscription."""
+    new = asked.body
+    settings = {name: value for name, value in {**_given(new), **texts_of(new.settings)}.items() if value is not None}
+    known = (await parts.client.metadata(new.topics)).topics
+    made = await parts.subscriptions.create(new.name, new.topics, {START: start_of(new.start), **settings})
+    (told,) = await parts.subscriptions.describe([new.name])
+    missing = [topic for topic in new.topics if topic not in known]
+    return Created(new.name, str(made), new.topics, missing, told["settings"][DEAD_LETTER_TOPIC])
+
+
+async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> SubscriptionDescription:
+    """One subscription."""
+    (told,) = await parts.subscriptions.describe([asked.path["subscription"]])
+    told["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
+    return msgspec.convert(told, SubscriptionDescription)
+
+
+async def change(parts: Parts, asked: Asked[Nothing, SubscriptionChanges]) -> SubscriptionDescription:
+    """Change a subscription, and say how it is then."""
+    said = asked.body
+    changes = {**_given(said), **changes_of(said.settings)}
+    if not changes and said.topics is None:
+        raise invalid("there is nothing to change; give topics or settings")
+    await parts.subscriptions.alter(asked.path["subscription"], changes, topics=said.topics)
+    return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers, asked.room))
+
+
+async def delete(parts: Parts, asked: Asked[Deletion, Nothing]) -> None:
+    """Delete a subscription; the messages stay in their topics."""
+    await parts.subscriptions.delete(asked.path["subscription"], force=asked.query.force)
+
+
+async def seek(parts: Parts, asked: Asked[Nothing, Seek]) -> Moved:
+    """Have a subscription go on elsewhere; leases that are out become void."""
+    name, said = asked.path["subscription"], asked.body
+    moved = await parts.subscriptions.seek(name, place_of(said.to), topic=said.topic, partition=said.partition)
+    if not moved:
+        raise Refused(HTTPStatus.NOT_FOUND, f"there is nothing to move: subscription {name!r} has no queue there")
+    moved.sort(key=lambda queue: (queue["topic"], queue["partition"]))
+    return Moved(name, msgspec.convert(moved, list[MovedQueue]))
+
+
+async def pause(parts: Parts, asked: Asked[Nothing, Nothing]) -> Pausing:
+    """Give out no more messages; leases that are out can be settled."""
+    return await _set_paused(parts, asked.path["subscription"], "true")
+
+
+async def resume(parts: Parts, asked: Asked[Nothing, Nothing]) -> Pausing:
+    """Give out messages again."""
+    return await _set_paused(parts, asked.path["subscription"], None)
+
+
+async def _set_paused(parts: Parts, name: str, value: str | None) -> Pausing:
+    await parts.subscriptions.alter(name, {PAUSED: value})
+    return Pausing(name, value is not None)
+
+
+def _given(said: Options) -> dict[str, str | None]:
+    """The settings that were given, by their full names and as texts."""
+    given = {declared.name: getattr(said, attribute) for attribute, declared in _OPTIONS.items()}
+    return {name: _text(value) for name, value in given.items() if value is not UNSET}
+
+
+def _text(value: Any) -> str | None:
+    if value is None:
+        return None
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+_SHARED: Final[dict[str, Any]] = {"tag": "subscriptions"}
+_ONE: Final = "/subscriptions/{subscription}"
+
+ROUTES: Final = (
+    Route(
+        method="GET",
+        path="/subscriptions",
+        summary="List subscriptions",
+        handle=list_subscriptions,
+        query=Listing,
+        body=Nothing,
+        answer=SubscriptionList,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path="/subscriptions",
+        summary="Create a subscription",
+        handle=create,
+        query=Nothing,
+        body=NewSubscription,
+        answer=Created,
+        status=HTTPStatus.CREATED,
+        **_SHARED,
+    ),
+    Route(
+        method="GET",
+        path=_ONE,
+        summary="Describe a subscription",
+        handle=describe,
+        query=Nothing,
+        body=Nothing,
+        answer=SubscriptionDescription,
+        **_SHARED,
+    ),
+    Route(
+        method="PATCH",
+        path=_ONE,
+        summary="Change a subscription",
+        handle=change,
+        query=Nothing,
+        body=SubscriptionChanges,
+        answer=SubscriptionDescription,
+        **_SHARED,
+    ),
+    Route(
+        method="DELETE",
+        path=_ONE,
+        summary="Delete a subscription; messages stay in their topics",
+        handle=delete,
+        query=Deletion,
+        body=Nothing,
+        answer=None,
+        status=HTTPStatus.NO_CONTENT,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path=f"{_ONE}/seek",
+        summary="Go on at another place",
+        handle=seek,
+        query=Nothing,
+        body=Seek,
+        answer=Moved,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path=f"{_ONE}/pause",
+        summary="Give out no more messages",
+        handle=pause,
+        query=Nothing,
+        body=Nothing,
+        answer=Pausing,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path=f"{_ONE}/resume",
+        summary="Give out messages again",
+        handle=resume,
+        query=Nothing,
+        body=Nothing,
+        answer=Pausing,
+        **_SHARED,
+    ),
+)

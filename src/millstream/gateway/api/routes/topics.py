@@ -1,0 +1,289 @@
+"""Topics: list, create, describe, alter, delete."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from millstream.client.admin.dead_letter import check_no_open_letters, close_letters_of
+from millstream.client.admin.pipelines import land_topic
+from millstream.client.admin.topic_document import CARD, describe_topic, replication_of
+from millstream.client.admin.topic_notes import notes_on_change, notes_on_deletion, notes_on_new
+from millstream.client.admin.topics import (
+    alter_topic,
+    check_settings_exist,
+    create_topic,
+    delete_topic,
+    find_topic,
+    grow_topic,
+)
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.problem import invalid
+from millstream.gateway.api.route import Asked, Nothing, Route, TopicName
+from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
+
+BROKER_DECIDES: Final = -1
+PARTITIONS_MAX: Final = 10_000
+ADVICE: Final = "GET /v1/topics lists those that do"
+
+Number = Annotated[int, Meta(ge=1, le=PARTITIONS_MAX)]
+Copies = Annotated[int, Meta(ge=1, le=2**15 - 1)]
+
+
+class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which ones."""
+
+    internal: Annotated[bool, Meta(description="Show Millstream's own too.")] = False
+
+
+class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to delete."""
+
+    force: Annotated[bool, Meta(description="Also when it has open dead letters.")] = False
+
+
+class TopicSummary(msgspec.Struct, frozen=True):
+    """A topic in one line."""
+
+    topic: str
+    id: str
+    partitions: int
+    replication: int
+    internal: bool
+
+
+class TopicCreated(TopicSummary, frozen=True):
+    """A topic that was made."""
+
+    pipeline: str | None
+    """The pipeline that keeps a table of it, if that was asked for."""
+    notes: list[str]
+    """What its owner should know, such as copies that it does not have."""
+
+
+class TopicList(msgspec.Struct, frozen=True):
+    """Topics, by their names."""
+
+    topics: list[TopicSummary]
+
+
+class NewTopic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A topic to be made; what is left out is as the node's defaults have it."""
+
+    topic: TopicName | UnsetType = UNSET
+    name: (
+        Annotated[TopicName, Meta(description="Another word for `topic`.", extra_json_schema={"deprecated": True})]
+        | UnsetType
+    ) = UNSET
+    partitions: Number | None = None
+    replication: Copies | None = None
+    owner: str | None = None
+    description: str | None = None
+    contract: str | None = None
+    settings: GivenSettings = {}
+    land: Annotated[bool, Meta(description="Keep a lake table of it, by a pipeline called land-NAME.")] = False
+
+    def __post_init__(self) -> None:
+        """Refuse what is called nothing, or twice."""
+        if (self.topic is UNSET) == (self.name is UNSET):
+            raise ValueError("`topic` has to say what the topic is called")
+
+    @property
+    def called(self) -> str:
+        """The name, by whichever word it was given."""
+        return f"{self.name if self.topic is UNSET else self.topic}"
+
+
+_Topic = Annotated[NewTopic, Meta(extra_json_schema={"oneOf": [{"required": ["topic"]}, {"required": ["name"]}]})]
+
+
+class TopicChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What to change; a setting that is null goes back to the node's default, an empty text takes one away."""
+
+    partitions: Number | None = None
+    owner: str | None = None
+    description: str | None = None
+    contract: str | None = None
+    settings: ChangedSettings = {}
+
+
+class DamagedOffsets(msgspec.Struct, frozen=True):
+    """Offsets that the disk lost: from `first` to before `next`."""
+
+    first: int
+    next: int
+
+
+class PartitionDescription(msgspec.Struct, frozen=True):
+    """One partition; `start` is its first offset, `end` the next one."""
+
+    partition: int
+    leader: int
+    replicas: list[int]
+    in_sync: list[int]
+    start: int
+    end: int
+    damage: list[DamagedOffsets] | None
+
+
+class TopicDescription(msgspec.Struct, frozen=True):
+    """A topic with its partitions and settings."""
+
+    topic: str
+    id: str
+    internal: bool
+    owner: str | None
+    description: str | None
+    contract: str | None
+    partitions: list[PartitionDescription]
+    settings: dict[str, str | None]
+    overrides: dict[str, str | None]
+    """Those settings that the topic's owner set."""
+
+
+class TopicChanged(TopicDescription, frozen=True):
+    """A topic as it is after it was changed."""
+
+    notes: list[str]
+    """What its owner should know, such as messages that a pipeline has not taken yet."""
+
+
+class TopicDeleted(msgspec.Struct, frozen=True):
+    """A topic that was deleted."""
+
+    topic: str
+    notes: list[str]
+    """Who read it, and what they had not taken yet."""
+
+
+async def list_topics(parts: Parts, asked: Asked[Listing, Nothing]) -> TopicList:
+    """All topics."""
+    topics = (await parts.client.metadata()).topics.values()
+    shown = sorted((one for one in topics if asked.query.internal or not one.is_internal), key=lambda one: one.name)
+    return TopicList([_summary(one) for one in shown])
+
+
+async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicCreated:
+    """Make a topic."""
+    new = asked.body
+    settings = {**texts_of(new.settings), **_card(new)}
+    if new.land:
+        await land_topic(parts.client, new.called, validate_only=True)
+    await create_topic(
+        parts.client,
+        new.called,
+        partitions=new.partitions or BROKER_DECIDES,
+        replication=new.replication or BROKER_DECIDES,
+        settings={key: text for key, text in settings.items() if text},
+    )
+    pipeline = await land_topic(parts.client, new.called) if new.land else None
+    made = await find_topic(parts.client, new.called)
+    notes = await notes_on_new(parts.client, made) if new.replication is None else []
+    return TopicCreated(**msgspec.structs.asdict(_summary(made)), pipeline=pipeline, notes=notes)
+
+
+async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDescription:
+    """One topic."""
+    return msgspec.convert(await describe_topic(parts.client, asked.path["topic"], advice=ADVICE), TopicDescription)
+
+
+async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicChanged:
+    """Change a topic, and say how it is then."""
+    name, said = asked.path["topic"], asked.body
+    settings = changes_of(said.settings)
+    changes: dict[str, str | None] = {**settings, **{key: text or None for key, text in _card(said).items()}}
+    if not changes and said.partitions is None:
+        raise invalid("there is nothing to change; give settings, partitions or what is said about the topic")
+    topic = await find_topic(parts.client, name, advice=ADVICE)
+    await check_settings_exist(parts.client, name, [key for key, value in settings.items() if value is None])
+    if changes:
+        await alter_topic(parts.client, name, changes)
+    if said.partitions is not None:
+        await grow_topic(parts.client, name, said.partitions)
+    notes = await notes_on_change(parts.client, topic, changes, said.partitions)
+    return msgspec.convert({**await describe_topic(parts.client, name, advice=ADVICE), "notes": notes}, TopicChanged)
+
+
+async def delete(parts: Parts, asked: Asked[Deletion, Nothing]) -> TopicDeleted:
+    """Delete a topic and every message in it."""
+    name = asked.path["topic"]
+    topic = await find_topic(parts.client, name, advice=ADVICE)
+    if asked.query.force:
+        await close_letters_of(parts.client, name)
+    else:
+        await check_no_open_letters(parts.client, name)
+    notes = await notes_on_deletion(parts.client, topic)
+    await delete_topic(parts.client, name)
+    return TopicDeleted(name, notes)
+
+
+def _card(said: NewTopic | TopicChanges) -> dict[str, str]:
+    given = {key: getattr(said, word) for word, key in CARD.items()}
+    return {key: text for key, text in given.items() if text is not None}
+
+
+def _summary(topic: TopicMetadata) -> TopicSummary:
+    return TopicSummary(
+        topic.name, str(topic.topic_id), len(topic.partitions), replication_of(topic), topic.is_internal
+    )
+
+
+_SHARED: Final[dict[str, Any]] = {"tag": "topics"}
+
+ROUTES: Final = (
+    Route(
+        method="GET",
+        path="/topics",
+        summary="List topics",
+        handle=list_topics,
+        query=Listing,
+        body=Nothing,
+        answer=TopicList,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path="/topics",
+        summary="Create a topic",
+        handle=create,
+        query=Nothing,
+        body=_Topic,
+        answer=TopicCreated,
+        status=HTTPStatus.CREATED,
+        **_SHARED,
+    ),
+    Route(
+        method="GET",
+        path="/topics/{topic}",
+        summary="Describe a topic",
+        handle=describe,
+        query=Nothing,
+        body=Nothing,
+        answer=TopicDescription,
+        **_SHARED,
+    ),
+    Route(
+        method="PATCH",
+        path="/topics/{topic}",
+        summary="Change a topic's settings, or give it more partitions",
+        handle=alter,
+        query=Nothing,
+        body=TopicChanges,
+        answer=TopicChanged,
+        **_SHARED,
+    ),
+    Route(
+        method="DELETE",
+        path="/topics/{topic}",
+        summary="Delete a topic and every message in it",
+        handle=delete,
+        query=Deletion,
+        body=Nothing,
+        answer=TopicDeleted,
+        **_SHARED,
+    ),
+)

@@ -1,0 +1,192 @@
+"""Transactions: list, describe, abort, and those that hang."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+from millstream.client.admin.transactions import (
+    OpenTransaction,
+    abort_on_partition,
+    abort_transaction,
+    describe_transaction,
+    hanging_transactions,
+    list_transactions,
+)
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.route import Asked, Nothing, Route
+
+
+class Transactions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which ones."""
+
+    state: Annotated[list[str], Meta(max_length=20, description="Only in these states.")] = []
+    longer_than_ms: Annotated[
+        Annotated[int, Meta(ge=0, le=2**62)] | None, Meta(description="Only those that have run longer than this.")
+    ] = None
+
+
+class TransactionSummary(msgspec.Struct, frozen=True):
+    """A transactional id in one line."""
+
+    transactional_id: str
+    producer_id: int
+    state: str
+
+
+class TransactionList(msgspec.Struct, frozen=True):
+    """Transactional ids."""
+
+    transactions: list[TransactionSummary]
+
+
+class TransactionDescription(msgspec.Struct, frozen=True):
+    """A transactional id with everything that its coordinator knows."""
+
+    transactional_id: str
+    state: str
+    timeout_ms: int
+    started_ms: int | None
+    producer_id: int
+    epoch: int
+    partitions: list[tuple[str, int]]
+    coordinator: int
+
+
+class Aborted(msgspec.Struct, frozen=True):
+    """A transaction that was ended, and the state it was in."""
+
+    transactional_id: str
+    state: str
+
+
+class HangingTransaction(msgspec.Struct, frozen=True):
+    """What is open on a partition although no coordinator will end it."""
+
+    topic: str
+    partition: int
+    producer_id: int
+    epoch: int
+    start_offset: int
+
+
+class HangingList(msgspec.Struct, frozen=True):
+    """What hangs."""
+
+    transactions: list[HangingTransaction]
+
+
+class AbortHanging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What to end on one partition; `force` does it although a coordinator knows it, which tears it."""
+
+    topic: Annotated[str, Meta(min_length=1, max_length=249)]
+    partition: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    producer_id: Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    force: bool = False
+
+
+async def list_all(parts: Parts, asked: Asked[Transactions, Nothing]) -> TransactionList:
+    """Transactional ids and their states."""
+    longer = -1 if asked.query.longer_than_ms is None else asked.query.longer_than_ms
+    found = await list_transactions(parts.client, states=asked.query.state, longer_than_ms=longer)
+    return TransactionList([TransactionSummary(**asdict(one)) for one in found])
+
+
+async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TransactionDescription:
+    """One transactional id."""
+    found = await describe_transaction(parts.client, asked.path["transaction"])
+    partitions = [(one.topic, int(one.partition)) for one in found.partitions]
+    started_ms = None if found.started_ms < 0 else found.started_ms
+    return TransactionDescription(
+        found.transactional_id,
+        found.state,
+        found.timeout_ms,
+        started_ms,
+        found.producer_id,
+        found.epoch,
+        partitions,
+        found.coordinator,
+    )
+
+
+async def abort(parts: Parts, asked: Asked[Nothing, Nothing]) -> Aborted:
+    """End a transaction; its producer is fenced."""
+    name = asked.path["transaction"]
+    return Aborted(name, await abort_transaction(parts.client, name))
+
+
+async def list_hanging(parts: Parts, asked: Asked[Nothing, Nothing]) -> HangingList:
+    """What no coordinator will end."""
+    return HangingList([_hanging(one) for one in await hanging_transactions(parts.client)])
+
+
+async def abort_hanging(parts: Parts, asked: Asked[Nothing, AbortHanging]) -> HangingTransaction:
+    """Write the marker that nobody else will write."""
+    said = asked.body
+    where = TopicPartition(said.topic, PartitionIndex(said.partition))
+    return _hanging(await abort_on_partition(parts.client, where, said.producer_id, force=said.force))
+
+
+def _hanging(one: OpenTransaction) -> HangingTransaction:
+    return HangingTransaction(one.where.topic, one.where.partition, one.producer_id, one.epoch, one.start_offset)
+
+
+_SHARED: Final[dict[str, Any]] = {"tag": "transactions"}
+
+ROUTES: Final = (
+    Route(
+        method="GET",
+        path="/transactions",
+        summary="List transactional ids",
+        handle=list_all,
+        query=Transactions,
+        body=Nothing,
+        answer=TransactionList,
+        **_SHARED,
+    ),
+    Route(
+        method="GET",
+        path="/transactions/{transaction}",
+        summary="Describe a transactional id",
+        handle=describe,
+        query=Nothing,
+        body=Nothing,
+        answer=TransactionDescription,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path="/transactions/{transaction}/abort",
+        summary="Abort a transaction",
+        handle=abort,
+        query=Nothing,
+        body=Nothing,
+        answer=Aborted,
+        **_SHARED,
+    ),
+    Route(
+        method="GET",
+        path="/hanging-transactions",
+        summary="List what no coordinator will end",
+        handle=list_hanging,
+        query=Nothing,
+        body=Nothing,
+        answer=HangingList,
+        **_SHARED,
+    ),
+    Route(
+        method="POST",
+        path="/hanging-transactions",
+        summary="Abort what hangs on a partition",
+        handle=abort_hanging,
+        query=Nothing,
+        body=AbortHanging,
+        answer=HangingTransaction,
+        **_SHARED,
+    ),
+)

@@ -1,0 +1,104 @@
+"""Settles leases at whoever leads their partitions now, so that any node's gateway may be told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from typing import Final, NamedTuple
+from uuid import UUID
+
+from millstream.core.errors import InvalidRecordState, MillstreamError, UnknownGroup
+from millstream.core.ids import Offset
+from millstream.core.verb import Verb
+from millstream.gateway.api.lease_token import Lease
+from millstream.protocol.private.delivery_state import ACCEPTED, delivery_state
+from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.protocol.records.record import Record
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import TRANSIENT
+
+SETTLE_S: Final = 10.0
+PAUSE_S: Final = 0.2
+_NO_ID: Final = UUID(int=0)
+
+
+class Verdict(NamedTuple):
+    """What a client says of one message."""
+
+    lease: Lease
+    verb: int
+    delay_ms: int | None = None
+    reason: str = ""
+
+
+async def settle(client: Client, subscription: str, verdicts: Sequence[Verdict]) -> list[MillstreamError | None]:
+    """Settle each, again and at the new leader when one moves; what went wrong with each of them."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + SETTLE_S
+    outcomes: list[MillstreamError | None] = [None] * len(verdicts)
+    left = list(range(len(verdicts)))
+    repeated: set[int] = set()
+    while True:
+        await _settle_some(client, subscription, verdicts, left, outcomes)
+        left = [at for at in left if isinstance(outcomes[at], TRANSIENT)]
+        repeated.update(left)
+        if not left or loop.time() + PAUSE_S > deadline:
+            await _find_out(client, subscription, verdicts, repeated, outcomes)
+            return outcomes
+        await asyncio.sleep(PAUSE_S)
+        with suppress(MillstreamError):
+            # The client learns who leads now; if nobody tells, what was settled is settled all the same.
+            await client.metadata({verdicts[at].lease.topic for at in left})
+
+
+async def _find_out(
+    client: Client,
+    subscription: str,
+    verdicts: Sequence[Verdict],
+    repeated: Iterable[int],
+    outcomes: list[MillstreamError | None],
+) -> None:
+    """Ask what became of what was accepted more than once: the first may have been heard, and its answer lost.
+
+    Then nobody holds the message any more, which is what the second is answered with.
+    """
+    with suppress(MillstreamError, TimeoutError):
+        async with asyncio.timeout(SETTLE_S):
+            for at in repeated:
+                lease, verb, *_ = verdicts[at]
+                if verb == Verb.ACCEPT and isinstance(outcomes[at], InvalidRecordState):
+                    told = await delivery_state(client, subscription, lease.topic, lease.partition, lease.offset)
+                    if told.state == ACCEPTED:
+                        outcomes[at] = None
+
+
+async def _settle_some(
+    client: Client,
+    subscription: str,
+    verdicts: Sequence[Verdict],
+    places: Iterable[int],
+    outcomes: list[MillstreamError | None],
+) -> None:
+    alike: dict[tuple[str, int, int | None, str], list[int]] = {}
+    for at in places:
+        one = verdicts[at]
+        alike.setdefault((one.lease.worker, one.verb, one.delay_ms, one.reason), []).append(at)
+    subscriptions = SubscriptionClient(client)
+    for (worker, verb, delay_ms, reason), some in alike.items():
+        some.sort(key=lambda at: (verdicts[at].lease.topic, verdicts[at].lease.partition, verdicts[at].lease.offset))
+        try:
+            messages = [await _held(client, verdicts[at].lease) for at in some]
+            told = await subscriptions.settle(subscription, worker, messages, verb, delay_ms=delay_ms, reason=reason)
+        except MillstreamError as error:
+            told = [error] * len(some)
+        for at, outcome in zip(some, told, strict=True):
+            if isinstance(outcome, UnknownGroup):
+                raise outcome
+            outcomes[at] = outcome
+
+
+async def _held(client: Client, lease: Lease) -> LeasedMessage:
+    leader = await client.leader_of(lease.topic, lease.partition)
+    record = Record(Offset(lease.offset), 0, None, None, ())
+    return LeasedMessage(leader, lease.topic, _NO_ID, lease.partition, lease.attempt, 0, record)

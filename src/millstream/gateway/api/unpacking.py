@@ -1,0 +1,213 @@
+"""Reads messages out of record batches within bounds on memory and on the loop's time.
+
+A batch of a few kilobytes may decompress to more than 100 MB. Batches that decompress to little are read at once.
+Others are read by one thread, one at a time, so that there is never more than one of them in memory; of each, no more
+messages are kept than were asked for. A message too large to be sent over HTTP is reported instead of being read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final, NamedTuple
+from uuid import UUID
+
+from millstream.core.errors import CorruptBatch
+from millstream.core.ids import NodeId, Offset
+from millstream.gateway.api.message import document_bytes, message_bytes
+from millstream.protocol.private.leasing import Leased
+from millstream.protocol.private.subscription_messages import LeasedRange
+from millstream.protocol.private.subscriptions import LeasedMessage
+from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, iterate_whole_headers
+from millstream.protocol.records.record import OversizedRecord, Record, decode_batch
+
+INLINE_BYTES_MAX: Final = 1024 * 1024
+INLINE_RECORDS_MAX: Final = 4000
+"""A batch that decompresses to more, or holds more records, is read by the thread."""
+
+MESSAGE_BYTES_MAX: Final = 32 * 1024 * 1024
+"""No larger message is sent over HTTP, as it is and as JSON, in which a control character takes six bytes."""
+
+
+class Span(NamedTuple):
+    """Consecutive offsets to read; the end is exclusive."""
+
+    start: int
+    end: int
+
+
+class Slice(NamedTuple):
+    """Some records of a batch, and where to go on; `oversized` says why the record before that place is left out."""
+
+    records: list[Record]
+    next_offset: int
+    oversized: str = ""
+
+
+class Unpacked(NamedTuple):
+    """What an answer of a node leases, by what is done with it."""
+
+    messages: list[LeasedMessage]
+    surplus: list[LeasedMessage]
+    """Those beyond the bytes that were asked for, without their contents."""
+    unreadable: list[tuple[LeasedMessage, str]]
+    """Those that cannot be sent, without their contents, and why."""
+
+
+class Unpacking:
+    """Reads batches; shared by all requests of a gateway."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="unpacking")
+
+    def close(self) -> None:
+        """Forget what is still to be read."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def read(
+        self, batches: Buffer, header: BatchHeader, spans: Sequence[Span], bytes_max: int, *, large_bytes_max: int = 0
+    ) -> Slice:
+        """Read records of a batch until they take `bytes_max`, at least one; raise `CorruptBatch` if that fails.
+
+        A batch that the thread reads may give `large_bytes_max` if that is more: each slice decompresses all of it.
+        """
+        if header.record_count <= INLINE_RECORDS_MAX:
+            try:
+                return _read(batches, header, spans, bytes_max, INLINE_BYTES_MAX)
+            except CorruptBatch:
+                # Perhaps only too large to be read here.
+                pass
+        loop = asyncio.get_running_loop()
+        slice_bytes = max(bytes_max, large_bytes_max)
+        return await loop.run_in_executor(self._thread, _read, batches, header, spans, slice_bytes, None)
+
+    async def read_one(self, batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
+        """Read the record at an offset, or None if the batch has none there."""
+        found = await self.read(batches, header, [Span(offset, offset + 1)], 0)
+        if found.oversized:
+            raise CorruptBatch(found.oversized)
+        return found.records[0] if found.records else None
+
+    async def read_leased(self, node: NodeId | None, leased: Leased, bytes_max: int) -> Unpacked:
+        """Read the messages that an answer leases until they take `bytes_max`, at least one."""
+        unpacked = Unpacked([], [], [])
+        left = bytes_max
+        for part in leased.answer.partitions:
+            place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
+            lasts = (part.lease_ms, leased.fresh_until(part))
+            at = 0
+            for header in iterate_whole_headers(part.batches):
+                while at < len(part.leases) and part.leases[at].last < header.base_offset:
+                    at += 1
+                leases = list(_overlapping(part.leases, at, header))
+                if header.is_control or not leases:
+                    continue
+                batch = _LeasedBatch(place, leases, lasts)
+                if unpacked.messages and left <= 0:
+                    unpacked.surplus.extend(batch.held(leases[0].first))
+                else:
+                    left -= await self._read_leased_batch(part.batches, header, batch, left, unpacked)
+        return unpacked
+
+    async def _read_leased_batch(
+        self, batches: bytes, header: BatchHeader, batch: _LeasedBatch, bytes_max: int, unpacked: Unpacked
+    ) -> int:
+        """Read the leased messages of one batch; returns how many bytes those that are kept take."""
+        start = batch.leases[0].first
+        used = 0
+        try:
+            check_crc(batches, header)
+            while True:
+                found = await self.read(batches, header, batch.spans(start), bytes_max - used)
+                unpacked.messages.extend(map(batch.message, found.records))
+                used += sum(map(message_bytes, found.records))
+                start = found.next_offset
+                if not found.oversized:
+                    break
+                unpacked.unreadable.append((batch.stub(start - 1), found.oversized))
+            unpacked.surplus.extend(batch.held(start))
+        except CorruptBatch as error:
+            unpacked.unreadable.extend((one, str(error)) for one in batch.held(start))
+        return used
+
+
+class _LeasedBatch:
+    """The leases of one batch's messages."""
+
+    def __init__(
+        self,
+        place: tuple[NodeId | None, str, UUID, int],
+        leases: Sequence[LeasedRange],
+        lasts: tuple[int | None, float],
+    ) -> None:
+        self._place = place
+        self._lasts = lasts
+        self.leases = leases
+        self._by_offset = {offset: one for one in leases for offset in range(one.first, one.last + 1)}
+
+    def spans(self, start: int) -> list[Span]:
+        """The leased offsets from one on."""
+        return [Span(max(one.first, start), one.last + 1) for one in self.leases if one.last >= start]
+
+    def message(self, record: Record) -> LeasedMessage:
+        """A record with its lease."""
+        lease = self._by_offset[record.offset]
+        return LeasedMessage(*self._place, lease.attempt, lease.deadline_ms, record, *self._lasts)
+
+    def stub(self, offset: int) -> LeasedMessage:
+        """A leased message without its contents."""
+        return self.message(Record(Offset(offset), 0, None, None, ()))
+
+    def held(self, start: int) -> Iterator[LeasedMessage]:
+        """Every leased message from an offset on, without its contents."""
+        return (self.stub(offset) for offset in self._by_offset if offset >= start)
+
+
+def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) -> Iterator[LeasedRange]:
+    """The parts of the leases, which ascend, that lie in a batch."""
+    for number in range(at, len(leases)):
+        one = leases[number]
+        if one.first > header.last_offset:
+            return
+        first, last = max(one.first, header.base_offset), min(one.last, header.last_offset)
+        yield LeasedRange(first, last, one.attempt, one.deadline_ms)
+
+
+def _read(
+    batches: Buffer, header: BatchHeader, spans: Sequence[Span], bytes_max: int, decompressed_bytes_max: int | None
+) -> Slice:
+    records: list[Record] = []
+    size = 0
+    try:
+        for record in _wanted(batches, header, spans, decompressed_bytes_max):
+            if document_bytes(record) > MESSAGE_BYTES_MAX:
+                raise OversizedRecord(record.offset, document_bytes(record))
+            size += message_bytes(record)
+            if records and size > bytes_max:
+                return Slice(records, record.offset)
+            records.append(record)
+    except OversizedRecord as error:
+        said = f"the message takes {error.size} bytes, more than the {MESSAGE_BYTES_MAX} that are sent over HTTP"
+        return Slice(records, error.offset + 1, said)
+    return Slice(records, header.next_offset)
+
+
+def _wanted(
+    batches: Buffer, header: BatchHeader, spans: Iterable[Span], decompressed_bytes_max: int | None
+) -> Iterator[Record]:
+    waiting = list(reversed(list(spans)))
+    if not waiting:
+        return
+    for record in decode_batch(
+        batches,
+        header,
+        first=waiting[-1].start,
+        last=waiting[0].end - 1,
+        decompressed_bytes_max=decompressed_bytes_max,
+        record_bytes_max=MESSAGE_BYTES_MAX,
+    ):
+        while waiting and waiting[-1].end <= record.offset:
+            waiting.pop()
+        if waiting and waiting[-1].start <= record.offset:
+            yield record

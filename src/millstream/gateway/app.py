@@ -1,0 +1,162 @@
+"""What the gateway serves: health, readiness and metrics of the node it belongs to, and the API.
+
+GET /         what is served here
+     /v1/…    the API, whose routes are in `table.py`
+GET /openapi.json  what the API takes and gives
+GET /healthz  200 while the node works, however busy it is; for restarting a node that is stuck. 503 with the reason
+              while the broker starts, and when its event loop has not answered for `STUCK_S`
+GET /readyz   200 while the broker takes traffic, with warnings, else 503 with the reasons; for load balancers
+GET /metrics  every number of the node as Prometheus text
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from millstream import __version__
+from millstream.core.errors import MillstreamError
+from millstream.gateway.api.dispatch import Api
+from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.problem import JSONLine, Refused, failed, problem, refused, stopped
+from millstream.gateway.api.route import JSON, PREFIX
+from millstream.gateway.api.table import ROUTES
+from millstream.gateway.exposition import render
+from millstream.gateway.pressure import Pressure
+from millstream.gateway.site import Site
+from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarts, Health
+
+Ask = Callable[[], Awaitable[dict[str, Any]]]
+"""Asks the broker for all its numbers; see `broker/kafka/apis/node_status.py` for the answer."""
+
+AskHealth = Callable[[], Awaitable[Health]]
+"""Asks the broker how it is, without waiting for long."""
+
+_NO_STORE = {"cache-control": "no-store"}
+
+
+def build_app(ask: Ask, health: AskHealth, parts: Parts | None = None, site: Site | None = None) -> ASGIApp:
+    """Build the gateway's application over the ways to ask the broker, and the parts that the API works with."""
+    named = site or Site()
+    doors = _Doors(ask, health, parts.pressure if parts is not None else Pressure())
+    pages = Starlette(
+        routes=[
+            Route("/", doors.index),
+            Route("/healthz", doors.healthz),
+            Route("/readyz", doors.readyz),
+            Route("/metrics", doors.metrics),
+            Route("/openapi.json", doors.openapi),
+            Route("/docs", doors.docs),
+        ],
+        exception_handlers={HTTPException: refused, MillstreamError: _unanswered, Exception: failed},
+    )
+
+    async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:
+        answer: ASGIApp = pages
+        try:
+            named.check_name(dict(scope["headers"]))
+        except Refused as error:
+            answer = problem(Request(scope), error.status, error.detail)
+        try:
+            await answer(scope, receive, send)
+        except asyncio.CancelledError:
+            if parts is None or not parts.stopping.done():
+                raise
+            await problem(Request(scope), HTTPStatus.SERVICE_UNAVAILABLE, stopped().detail)(scope, receive, send)
+
+    if parts is None:
+        return own_pages
+    api = Api(ROUTES, parts, named)
+    beginning = PREFIX + "/"
+
+    def front(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        # Before any other routing, since most requests are for the API, and it answers for all that is below.
+        return (api if scope["path"].startswith(beginning) else own_pages)(scope, receive, send)
+
+    return front
+
+
+class _Doors:
+    """One method per route."""
+
+    def __init__(self, ask: Ask, health: AskHealth, pressure: Pressure) -> None:
+        self._ask = ask
+        self._health = health
+        self._pressure = pressure
+        self._openapi: bytes | None = None
+        self._docs: bytes | None = None
+
+    async def index(self, request: Request) -> Response:
+        links = {
+            "health": "/healthz",
+            "readiness": "/readyz",
+            "metrics": "/metrics",
+            "api": "/openapi.json",
+            "docs": "/docs",
+        }
+        return JSONLine({"name": "millstream", "version": __version__, "links": links})
+
+    async def openapi(self, request: Request) -> Response:
+        if self._openapi is None:
+            self._openapi = msgspec.json.encode(openapi_document(ROUTES)) + b"\n"
+        return Response(self._openapi, media_type=JSON)
+
+    async def docs(self, request: Request) -> Response:
+        if self._docs is None:
+            self._docs = docs_page(openapi_document(ROUTES))
+        return Response(self._docs, media_type="text/html", headers=DOCS_HEADERS)
+
+    async def healthz(self, request: Request) -> Response:
+        health = await self._health()
+        status = health.status
+        if health.silent_s >= STUCK_S or not status:
+            return _unavailable(request, [_silent(health)])
+        healthy = {"status": "ok", "node": status["node_id"], "version": status["version"]}
+        return JSONLine({**healthy, "warnings": self._warnings(health)}, headers=_NO_STORE)
+
+    async def readyz(self, request: Request) -> Response:
+        health = await self._health()
+        reasons = list(health.status.get("reasons", []))
+        if health.silent_s >= UNREADY_S or not health.status:
+            reasons.append(_silent(health))
+        if reasons:
+            return _unavailable(request, reasons)
+        ready = {"status": "ready", "node": health.status["node_id"], "warnings": self._warnings(health)}
+        return JSONLine(ready, headers=_NO_STORE)
+
+    async def metrics(self, request: Request) -> Response:
+        await self._health()
+        status = await self._ask()
+        numbers = [*status["metrics"], *self._pressure.metrics()]
+        text, content_type = render(numbers, request.headers.get("accept", ""))
+        return Response(text, headers={"content-type": content_type, **_NO_STORE})
+
+    def _warnings(self, health: Health) -> list[str]:
+        busy = [_silent(health)] if health.silent_s > 0 else []
+        return [*health.status["warnings"], *busy, *self._pressure.warnings()]
+
+
+def _silent(health: Health) -> str:
+    return f"the broker's event loop has not answered for {health.silent_s:.1f} s"
+
+
+def _unavailable(request: Request, reasons: list[str]) -> JSONResponse:
+    detail = f"the broker is not ready: {'; '.join(reasons)}"
+    return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, detail, reasons=reasons)
+
+
+def _unanswered(request: Request, error: Exception) -> JSONResponse:
+    starts = isinstance(error, BrokerStarts)
+    reason = f"the broker starts: {error}" if starts else f"the broker does not answer: {error}"
+    return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

@@ -1,0 +1,136 @@
+"""The broker's side of the HTTP gateway: a child process that is started, restarted and stopped from here.
+
+The listening socket belongs to the broker, which knows its address at once; the child inherits it. The child lives as
+long as its standard input is open: that is a socket whose other end only the broker holds, so the child ends with the
+broker even when the broker is killed hard. Connections that arrive while no child runs wait in the socket's backlog.
+
+Through that socket the broker says how it is, one line of JSON each time: why it does not answer yet while it starts,
+which works also while its loop stands still, as it does when logs are recovered; then its status whenever the child
+asks for it. No client can load this socket, so health checks do not depend on the Kafka port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+from asyncio.subprocess import Process
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
+
+MODULE = "millstream.gateway.process"
+
+_REASON_MAX = 500
+"""Characters of a reason: a line of this is written to the socket as a whole or not at all."""
+
+_REASONS_MAX = 20
+
+Status = Callable[[], Mapping[str, Any]]
+"""Describes the node: node id, version, and the reasons and warnings of `broker/kafka/apis/node_status.py`."""
+
+
+class HttpChild(SupervisedChild):
+    """Keeps one gateway process running behind a listening socket."""
+
+    name = "the HTTP gateway"
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        kafka_address: str,
+        *,
+        hosts: Sequence[str] = (),
+        log_level: str = "info",
+        log_format: str = "text",
+        backoff_min_s: float = BACKOFF_MIN_S,
+    ) -> None:
+        super().__init__(backoff_min_s=backoff_min_s)
+        self._listening = listening
+        self._kafka_address = kafka_address
+        self._hosts = list(hosts)
+        self._log_level = log_level
+        self._log_format = log_format
+        self._line: socket.socket | None = None
+        self._starting: str | None = None
+        self._status: Status | None = None
+
+    def tell(self, starting: str) -> None:
+        """Have the child answer that the broker is not up yet, and why."""
+        self._starting = starting
+        self._write()
+
+    def serve_status(self, status: Status) -> None:
+        """The broker has started: have the child answer with its status."""
+        self._starting = None
+        self._status = status
+        self._write()
+
+    async def stop(self) -> None:
+        """Let the child finish its requests, then end it; the listening socket is closed."""
+        await super().stop()
+        self._listening.close()
+
+    async def _spawn(self) -> Process:
+        self._line, child_end = socket.socketpair()
+        self._line.setblocking(False)
+        self._write()
+        try:
+            # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+            process = await asyncio.create_subprocess_exec(
+                *self._command(),
+                stdin=child_end.fileno(),
+                stdout=sys.stderr,
+                pass_fds=(self._listening.fileno(),),
+                start_new_session=True,
+            )
+        except BaseException:
+            self._hang_up()
+            raise
+        finally:
+            child_end.close()
+        asyncio.get_running_loop().add_reader(self._line, self._answer, self._line)
+        return process
+
+    def _answer(self, line: socket.socket) -> None:
+        """The child asks how the broker is, or has gone."""
+        with suppress(OSError):
+            if line.recv(1024):
+                self._write()
+                return
+        asyncio.get_running_loop().remove_reader(line)
+
+    def _write(self) -> None:
+        if self._line is None:
+            return
+        said = {
+            "starting": None if self._starting is None else self._starting[:_REASON_MAX],
+            "status": None if self._status is None else _clip(self._status()),
+        }
+        # A child that does not read is not waited for, and one that is gone is started again and told then.
+        with suppress(OSError):
+            self._line.send((json.dumps(said, ensure_ascii=False) + "\n").encode())
+
+    def _hang_up(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            asyncio.get_running_loop().remove_reader(line)
+            line.close()
+
+    def _command(self) -> list[str]:
+        options = {
+            "descriptor": self._listening.fileno(),
+            "kafka": self._kafka_address,
+            "hosts": self._hosts,
+            "log_level": self._log_level,
+            "log_format": self._log_format,
+        }
+        return [sys.executable, "-m", MODULE, json.dumps(options)]
+
+
+def _clip(status: Mapping[str, Any]) -> dict[str, Any]:
+    reasons, warnings = ([one[:_REASON_MAX] for one in status[kind][:_REASONS_MAX]] for kind in ("reasons", "warnings"))
+    return {**status, "reasons": reasons, "warnings": warnings}

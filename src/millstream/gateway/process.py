@@ -1,0 +1,122 @@
+"""The gateway's process: `python -m millstream.gateway.process OPTIONS`, started by `gateway/child.py` only.
+
+It is a client of the broker like any other, so that whatever HTTP asks for never stalls the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from millstream.core.log_line import set_up_logging
+from millstream.gateway.api.parts import Parts
+from millstream.gateway.app import build_app
+from millstream.gateway.protocol import CONNECTIONS_MAX, SURPLUS_MAX, Protocol
+from millstream.gateway.site import Site
+from millstream.protocol.messages.lean_kio import import_lean_kio
+from millstream.protocol.wire.node_status import BrokerLine, BrokerStatus
+
+DRAIN_S = 3
+OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX)
+"""Clients' connections, and those to the brokers that requests wait on."""
+KEEP_ALIVE_S = 75
+"""Longer than load balancers keep connections that nobody uses, so that none is closed while one sends a request."""
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but waiting to be told to stop instead of looking ten times a second."""
+
+    def __init__(self, app: Any) -> None:
+        config = uvicorn.Config(
+            app,
+            http=Protocol,
+            interface="asgi3",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=DRAIN_S,
+        )
+        super().__init__(config)
+        self._told = asyncio.Event()
+        self.when_stopped: Callable[[], None] = lambda: None
+        """Called first when it is told to stop, so that nobody is kept waiting for what does not come any more."""
+
+    async def main_loop(self) -> None:
+        """Serve until told to stop."""
+        await self._told.wait()
+
+    def stop(self) -> None:
+        """Finish the requests under way and end."""
+        self.should_exit = True
+        self.when_stopped()
+        self._told.set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop on a signal; the broker, if it lives, starts another gateway."""
+        asyncio.get_running_loop().call_soon_threadsafe(self.stop)
+
+
+async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[str]) -> None:
+    """Serve until the broker hangs up."""
+    line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    line.setblocking(False)
+    status, broker = BrokerStatus(kafka_address), BrokerLine(line)
+    parts = Parts(kafka_address, starting=lambda: broker.starting)
+    server = Server(build_app(status.ask, broker.health, parts, Site(hosts)))
+    server.when_stopped = parts.stop
+    asyncio.get_running_loop().add_reader(line.fileno(), _hear, server, line, broker)
+    try:
+        await server.serve(sockets=[listening])
+    finally:
+        await parts.close()
+        await status.close()
+        line.close()
+
+
+def _hear(server: Server, line: socket.socket, broker: BrokerLine) -> None:
+    piece = line.recv(65536)
+    if piece:
+        broker.feed(piece)
+        return
+    # The socket is closed: the broker ends, or wants this process to.
+    asyncio.get_running_loop().remove_reader(line.fileno())
+    server.stop()
+
+
+def raise_open_files_limit() -> None:
+    """Let this process have all its connections open at once, as far as the system lets it.
+
+    A process that runs out of descriptors cannot accept the connection of a health check.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def main() -> None:
+    """Run the gateway as the broker asks."""
+    options = json.loads(sys.argv[1])
+    set_up_logging(options["log_level"], options["log_format"])
+    import_lean_kio()
+    raise_open_files_limit()
+    uvloop.run(serve(socket.socket(fileno=options["descriptor"]), options["kafka"], options["hosts"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""HTTP on one connection: uvicorn's protocol with bounds on what comes before a request is whole.
+
+Clients that stall must not keep health checks out. Beyond `CONNECTIONS_MAX`, a new connection takes the place of one
+whose client has sent nothing for a while. If there is none, it becomes a surplus connection: it may send the head of a
+request, and only a health check is answered. Surplus connections that have not sent a head are closed for newer ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from heapq import nsmallest
+from http import HTTPStatus
+from typing import Any, ClassVar, Final, cast
+
+import msgspec
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from millstream.gateway.api.problem import CONTENT_TYPE, problem_document
+from millstream.gateway.joined_transport import JoinedTransport
+
+CONNECTIONS_MAX: Final = 2048
+SURPLUS_MAX: Final = 256
+STALLED_S: Final = 5.0
+"""When all connections are taken, one gives way whose request is incomplete or idle and whose client has sent nothing
+for so long."""
+REPLACED_MAX: Final = 32
+"""So many give way at once, so that not every new connection looks at all others."""
+HEALTH_PATHS: Final = frozenset({b"/healthz", b"/readyz"})
+HEAD_BYTES_MAX: Final = 64 * 1024
+HEAD_S_MAX: Final = 30.0
+"""A connection that has not brought the head of its first request by then, or of another one that it has begun, is
+closed."""
+REFUSED_S_MAX: Final = 5.0
+REFUSED_BYTES_MAX: Final = 16 * 1024 * 1024
+"""A client that is refused may go on sending for so long and so much: hung up on earlier, it would not see why."""
+WRITE_S_MAX: Final = 30.0
+WRITE_BYTES_MIN: Final = 64 * 1024
+"""A client that takes less than this of an answer in that time, while more is there, is hung up on."""
+
+_HEAD_TOO_LARGE: Final = f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes"
+
+
+class Protocol(HttpToolsProtocol):
+    """Bounds connections, heads of requests, the time that these may take, and that clients take for their answers."""
+
+    _head_bytes = 0
+    _is_in_head = True
+    _is_begun = False
+    _expected: asyncio.TimerHandle | None = None
+    _refused_bytes = -1
+    """How much has come since the connection was refused; negative while it is not."""
+    _stuck: asyncio.TimerHandle | None = None
+    _joined: JoinedTransport
+    _heard_at = 0.0
+    """When the client last sent something, or was answered."""
+    surplus: ClassVar[dict[Protocol, None]] = {}
+    """Connections beyond the maximum, the oldest first."""
+    none_stalled_until: ClassVar[float] = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take on a connection, in the place of a stalled one if there are too many."""
+        self._joined = JoinedTransport(transport)
+        super().connection_made(cast("asyncio.Transport", self._joined))
+        self._heard_at = self.loop.time()
+        if len(self.connections) - len(self.surplus) > CONNECTIONS_MAX and not self._replace_stalled():
+            self.surplus[self] = None
+            if len(self.surplus) > SURPLUS_MAX:
+                next(iter(self.surplus)).give_way()
+        self._expect_head()
+
+    def _replace_stalled(self) -> bool:
+        """Close the connections whose clients have been silent for the longest, if that is long enough."""
+        if self._heard_at < Protocol.none_stalled_until:
+            return False
+        waiting = [one for one in cast("set[Protocol]", self.connections) if one is not self and one.waits_for_client]
+        silent = nsmallest(REPLACED_MAX, waiting, key=_heard)
+        stalled = [one for one in silent if self._heard_at - one._heard_at >= STALLED_S]
+        if not stalled:
+            # None can have been silent for long enough before the first of these has.
+            Protocol.none_stalled_until = min(map(_heard, silent), default=self._heard_at) + STALLED_S
+        for one in stalled:
+            one.give_way()
+        return bool(stalled)
+
+    @property
+    def waits_for_client(self) -> bool:
+        """Whether nothing is being done for the client: its request is incomplete, or none has begun."""
+        cycle = self.cycle
+        return self not in self.surplus and (cycle is None or cycle.more_body or cycle.response_complete)
+
+    def give_way(self) -> None:
+        """Close at once, and be counted no longer."""
+        self.connections.discard(self)
+        self.surplus.pop(self, None)
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        super().connection_lost(exc)
+        self.surplus.pop(self, None)
+        self._head_came()
+        self._is_taken()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in what has arrived."""
+        self._heard_at = self.loop.time()
+        if self._refused_bytes >= 0:
+            self._let_go_by(len(data))
+            return
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if not self._is_in_head or self._refused_bytes >= 0 or self.transport.is_closing():
+            return
+        if self._head_bytes > HEAD_BYTES_MAX:
+            self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
+        elif self._is_begun and self._expected is None:
+            # Only for a head that comes in pieces: most come whole, and then there is nothing to wait for.
+            self._expect_head()
+
+    def on_message_begin(self) -> None:
+        """Another head begins."""
+        self._is_begun = True
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        """The head is whole; if so much came at once that it may be too large, it is measured."""
+        if self._head_bytes > HEAD_BYTES_MAX and self._head_size() > HEAD_BYTES_MAX:
+            self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
+            raise ValueError(_HEAD_TOO_LARGE)  # Nothing of the request is read any further.
+        if self in self.surplus:
+            self._check_surplus()
+        self._is_begun = False
+        self._is_in_head = False
+        self._head_came()
+        super().on_headers_complete()
+
+    def _check_surplus(self) -> None:
+        """Let a health check pass, as the newest of the surplus connections; refuse anything else."""
+        if self.url.partition(b"?")[0] not in HEALTH_PATHS:
+            refusal = f"{CONNECTIONS_MAX} connections are open"
+            self._end(HTTPStatus.SERVICE_UNAVAILABLE, refusal)
+            raise ValueError(refusal)
+        del self.surplus[self]
+        self.surplus[self] = None
+
+    def on_message_complete(self) -> None:
+        """The request is whole; what follows is the head of another one."""
+        self._is_in_head = True
+        self._head_bytes = 0
+        if self.cycle.response_complete:
+            # The rest of a body whose request was answered before. uvicorn minds idle connections from an answer on,
+            # and stopped doing so when more of the body came.
+            self._head_came()
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is whole; what is written next is the head of another one."""
+        self._heard_at = self.loop.time()
+        self._joined.answered()
+        if self in self.surplus:
+            self.transport.close()
+        elif self.cycle.response_complete and self.cycle.more_body:
+            # Answered before the body was whole, for example since it took too long: the rest has to come soon.
+            self._head_came()
+            self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """The client does not take its answer as fast as it comes."""
+        super().pause_writing()
+        if self._stuck is None:
+            self._watch_taking()
+
+    def resume_writing(self) -> None:
+        """It has taken most of it."""
+        super().resume_writing()
+        self._is_taken()
+
+    def _watch_taking(self) -> None:
+        waiting = self.transport.get_write_buffer_size()
+        self._stuck = self.loop.call_later(WRITE_S_MAX, self._check_taking, waiting)
+
+    def _check_taking(self, before: int) -> None:
+        if before - self.transport.get_write_buffer_size() < WRITE_BYTES_MIN:
+            # To close it would keep what it does not take.
+            self.transport.abort()
+        else:
+            self._watch_taking()
+
+    def _is_taken(self) -> None:
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+    def _expect_head(self) -> None:
+        self._expected = self.loop.call_later(HEAD_S_MAX, self.transport.close)
+
+    def _head_came(self) -> None:
+        if self._expected is not None:
+            self._expected.cancel()
+            self._expected = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP, unless it was refused while it was read."""
+        if self._refused_bytes < 0:
+            self._end(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
+
+    def _head_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
+
+    def _end(self, status: HTTPStatus, detail: str) -> None:
+        """Refuse all that comes on this connection: to close it while the client sends would keep this from it."""
+        self._refused_bytes = 0
+        self._head_came()
+        if self.cycle is not None and not self.cycle.response_complete:
+            # An answer is under way, into which this one would be mixed.
+            self.transport.close()
+            return
+        self._answer(status, detail)
+        self._joined.answered()
+        self._joined.write_eof()
+        self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
+
+    def _let_go_by(self, size: int) -> None:
+        self._refused_bytes += size
+        if self._refused_bytes > REFUSED_BYTES_MAX:
+            self.transport.abort()
+
+    def _answer(self, status: HTTPStatus, detail: str) -> None:
+        content = msgspec.json.encode(problem_document("", status, detail, {}))
+        head: list[Any] = [
+            STATUS_LINE[status],
+            b"content-type: %s\r\n" % CONTENT_TYPE.encode(),
+            b"content-length: %d\r\n" % len(content),
+            b"retry-after: 1\r\n" if status is HTTPStatus.SERVICE_UNAVAILABLE else b"",
+            b"connection: close\r\n\r\n",
+            content,
+        ]
+        self.transport.write(b"".join(head))
+
+
+def _heard(connection: Protocol) -> float:
+    return connection._heard_at

@@ -1,0 +1,163 @@
+"""The broker's side of push: a child process that runs while a subscription is pushed, and is told which ones are.
+
+It is a client of the broker like any other, so that whatever an endpoint does never stalls the log. What it is told,
+secrets included, goes through the pipe that also keeps it alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+from uuid import uuid4
+
+import msgspec
+
+from millstream.broker.cluster.subscriptions import Subscriptions
+from millstream.broker.push_board import PushBoard, PushReport
+from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
+from millstream.core.errors import MillstreamError
+from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
+
+_logger = logging.getLogger(__name__)
+
+MODULE = "millstream.gateway.push.process"
+STOP_S: Final = 10.0
+"""How long it may take to stop: a little longer than the process gives what is under way."""
+REPORT_BYTES_MAX: Final = 64 * 1024 * 1024
+
+
+class _Reports(msgspec.Struct, frozen=True):
+    reports: list[PushReport]
+
+
+class PushChild(SupervisedChild):
+    """Keeps the push process running while there is something to push."""
+
+    name = "the push process"
+
+    def __init__(
+        self,
+        kafka_address: str,
+        declared: Subscriptions,
+        board: PushBoard,
+        *,
+        node_id: int,
+        private_addresses: bool,
+        worker_gone: Callable[[str], None],
+        log_level: str = "info",
+        log_format: str = "text",
+        backoff_min_s: float = BACKOFF_MIN_S,
+    ) -> None:
+        super().__init__(backoff_min_s=backoff_min_s)
+        self._kafka_address = kafka_address
+        self._declared = declared
+        self._board = board
+        self._node_id = node_id
+        self._private_addresses = private_addresses
+        self._worker_gone = worker_gone
+        self._log_level = log_level
+        self._log_format = log_format
+        self._pushed: list[PushSubscription] = []
+        self._news = asyncio.Event()
+        self._worker = ""
+        declared.when_changed(self._look)
+        self._look()
+
+    @property
+    def stop_s(self) -> float:
+        """How long it may take to stop."""
+        return STOP_S
+
+    async def stop(self) -> None:
+        """Let what is under way end, then end it."""
+        self._stopping.set()
+        self._news.set()
+        await super().stop()
+
+    async def _wanted(self) -> None:
+        while not self._pushed and not self._stopping.is_set():
+            self._news.clear()
+            await self._news.wait()
+
+    async def _spawn(self) -> Process:
+        self._worker = f"push/{self._node_id}/{uuid4().hex[:8]}"
+        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+        return await asyncio.create_subprocess_exec(
+            *self._command(), stdin=PIPE, stdout=PIPE, start_new_session=True, limit=REPORT_BYTES_MAX
+        )
+
+    def _hang_up(self) -> None:
+        process = self._process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+
+    async def _ended(self, process: Process) -> int:
+        telling = asyncio.get_running_loop().create_task(self._tell(process), name="tell the push process")
+        try:
+            await self._hear(process)
+            return await process.wait()
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            self._board.clear()
+            self._board.restarts = self.restarts
+            # What it has not given back goes to others at once.
+            self._worker_gone(self._worker)
+
+    async def _tell(self, process: Process) -> None:
+        """Tell what is pushed, each time that changes; nothing more to push means that the process ends."""
+        if process.stdin is None:
+            return
+        with suppress(ConnectionError):
+            while self._pushed and not self._stopping.is_set():
+                self._news.clear()
+                line = msgspec.json.encode({"subscriptions": self._pushed})
+                process.stdin.write(line + b"\n")
+                await process.stdin.drain()
+                await self._news.wait()
+            self._is_dismissed = True
+            process.stdin.close()
+
+    async def _hear(self, process: Process) -> None:
+        if process.stdout is None:
+            return
+        while True:
+            try:
+                line = await process.stdout.readline()
+                if not line:
+                    return
+                self._board.take(msgspec.json.decode(line, type=_Reports).reports)
+            except ValueError as error:
+                # Also a line that is too long; reading goes on behind it.
+                _logger.warning("a report of the push process cannot be read", extra={"error": str(error)})
+
+    def _look(self) -> None:
+        """Something about the subscriptions may have changed."""
+        found = []
+        for declared in self._declared.all():
+            try:
+                told = push_subscription(declared, self._declared.settings_of(declared))
+            except MillstreamError as error:
+                # A newer node may have declared what cannot be read here.
+                _logger.debug("a subscription cannot be read", extra={"error": str(error)})
+                continue
+            if told is not None:
+                found.append(told)
+        if found != self._pushed:
+            self._pushed = found
+            self._news.set()
+
+    def _command(self) -> list[str]:
+        options = {
+            "kafka": self._kafka_address,
+            "worker": self._worker,
+            "private_addresses": self._private_addresses,
+            "log_level": self._log_level,
+            "log_format": self._log_format,
+        }
+        return [sys.executable, "-m", MODULE, msgspec.json.encode(options).decode()]

@@ -1,0 +1,189 @@
+"""A message as the body and the headers of a request: a CloudEvent in one of its two forms, or as it is.
+
+Headers `ce_…` of the message, which CloudEvents' binding for Kafka has, are the event's attributes; what is missing is
+filled in. The message's place and the number of the attempt are extension attributes.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote_from_bytes
+
+import msgspec
+
+from millstream.core.push import BINARY, RAW
+from millstream.protocol.private.subscriptions import LeasedMessage
+
+CONTENT_TYPE: Final = "content-type"
+CORRELATION_ID: Final = "correlation-id"
+MESSAGE_ID: Final = "message-id"
+TRACE: Final = ("traceparent", "tracestate")
+STRUCTURED_TYPE: Final = b"application/cloudevents+json; charset=utf-8"
+DEFAULT_TYPE: Final = "millstream.message"
+
+_STORED: Final = "ce_"
+_JSON: Final = "application/json"
+_BYTES: Final = "application/octet-stream"
+# What a header of CloudEvents holds as it is; quotes, percent signs, spaces and everything else is written with %.
+_PLAIN: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
+_NAME_SAFE: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
+_DATE_MS_MAX: Final = 253_402_300_799_999
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class Content(NamedTuple):
+    """What is sent of a message: its id as a header holds it, further headers, and the body."""
+
+    message_id: bytes
+    headers: Headers
+    body: bytes
+
+
+def content_of(message: LeasedMessage, layout: str) -> Content:
+    """A message in the form that its subscription wants."""
+    headers = _by_name(message.record.headers)
+    message_id = _id_of(message, headers)
+    if layout == RAW:
+        return Content(_quoted(message_id), _raw(message, headers, message_id), message.record.value or b"")
+    value = message.record.value or b""
+    kind = _content_type(headers, value)
+    attributes = _attributes(message, headers, message_id)
+    if layout == BINARY:
+        lines = [(f"ce-{name}".encode(), _quoted(text.encode())) for name, text in attributes.items()]
+        lines.append((CONTENT_TYPE.encode(), _header_value(kind.encode())))
+        return Content(_quoted(message_id), lines + _trace(headers), value)
+    document: dict[str, Any] = {**attributes, "datacontenttype": kind, **_data(kind, message.record.value)}
+    body = msgspec.json.encode(document)
+    return Content(_quoted(message_id), [(CONTENT_TYPE.encode(), STRUCTURED_TYPE), *_trace(headers)], body)
+
+
+def _attributes(message: LeasedMessage, headers: dict[str, bytes], message_id: bytes) -> dict[str, str]:
+    """The attributes of the event, those that it has first."""
+    record = message.record
+    found = {
+        name[len(_STORED) :]: _text(value)
+        for name, value in headers.items()
+        if name.startswith(_STORED) and _is_attribute(name[len(_STORED) :])
+    }
+    found.pop("datacontenttype", None)
+    made = {
+        "specversion": "1.0",
+        "id": _text(message_id),
+        "source": f"/topics/{message.topic}",
+        "type": DEFAULT_TYPE,
+        "time": _time(record.timestamp_ms),
+        "subject": "" if record.key is None else _text(record.key),
+        "correlationid": _text(headers.get(CORRELATION_ID, b"")),
+        "traceparent": _text(headers.get(TRACE[0], b"")),
+    }
+    for name, text in made.items():
+        if text and not found.get(name):
+            found[name] = text
+    found["specversion"] = "1.0"
+    found.update(
+        topic=message.topic,
+        partition=str(message.partition),
+        offset=str(record.offset),
+        attempt=str(message.attempt),
+    )
+    return {name: text for name, text in found.items() if text}
+
+
+def _raw(message: LeasedMessage, headers: dict[str, bytes], message_id: bytes) -> Headers:
+    record = message.record
+    lines = [
+        (b"message-id", _quoted(message_id)),
+        (b"message-topic", message.topic.encode()),
+        (b"message-partition", b"%d" % message.partition),
+        (b"message-offset", b"%d" % record.offset),
+        (b"message-attempt", b"%d" % message.attempt),
+        (b"message-time", _time(record.timestamp_ms).encode()),
+        (CONTENT_TYPE.encode(), _header_value(_content_type(headers, record.value or b"").encode())),
+    ]
+    if record.key is not None:
+        lines.append((b"message-key", _quoted(record.key)))
+    kept = (CONTENT_TYPE, MESSAGE_ID, CORRELATION_ID, *TRACE)
+    lines += [
+        (b"message-header-" + name.encode(), _quoted(value))
+        for name, value in headers.items()
+        if name not in kept and set(name) <= _NAME_SAFE
+    ]
+    if CORRELATION_ID in headers:
+        lines.append((CORRELATION_ID.encode(), _quoted(headers[CORRELATION_ID])))
+    return lines + _trace(headers)
+
+
+def _data(kind: str, value: bytes | None) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if kind.partition(";")[0].strip().lower().endswith(("/json", "+json")) and _is_json(value):
+        return {"data": msgspec.Raw(value)}
+    if kind.startswith("text/"):
+        try:
+            return {"data": value.decode()}
+        except UnicodeDecodeError:
+            pass
+    return {"data_base64": base64.b64encode(value).decode()}
+
+
+def _content_type(headers: dict[str, bytes], value: bytes) -> str:
+    """What the publisher has said of the value; what it shows, if nothing was said."""
+    said = headers.get(CONTENT_TYPE) or headers.get("ce_datacontenttype")
+    if said:
+        return _text(said)
+    return _JSON if _is_json(value) else _BYTES
+
+
+def _is_json(value: bytes) -> bool:
+    try:
+        # Also what lies within strings has to be text, or the whole document could not be read.
+        value.decode()
+        msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
+
+
+def _id_of(message: LeasedMessage, headers: dict[str, bytes]) -> bytes:
+    said = headers.get(MESSAGE_ID) or headers.get("ce_id")
+    return said or f"{message.topic_id}/{message.partition}/{message.record.offset}".encode()
+
+
+def _trace(headers: dict[str, bytes]) -> Headers:
+    return [(name.encode(), _header_value(headers[name])) for name in TRACE if headers.get(name)]
+
+
+def _by_name(headers: Iterable[tuple[str, bytes | None]]) -> dict[str, bytes]:
+    """Headers by name; of several with one name the first, as everywhere here."""
+    found: dict[str, bytes] = {}
+    for name, value in headers:
+        found.setdefault(name, value or b"")
+    return found
+
+
+def _is_attribute(name: str) -> bool:
+    return name.isascii() and name.isalnum() and name == name.lower()
+
+
+def _time(timestamp_ms: int) -> str:
+    if not 0 <= timestamp_ms <= _DATE_MS_MAX:
+        return ""
+    said = datetime.fromtimestamp(timestamp_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return f"{said}.{timestamp_ms % 1000:03d}Z"
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")
+
+
+def _quoted(value: bytes) -> bytes:
+    return quote_from_bytes(value, safe=_PLAIN).encode()
+
+
+def _header_value(value: bytes) -> bytes:
+    """A value as it is, but for what no header can hold."""
+    return bytes(code for code in value if 0x20 <= code < 0x7F)

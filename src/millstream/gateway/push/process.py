@@ -1,0 +1,226 @@
+"""The push process: `python -m millstream.gateway.push.process OPTIONS`, started by `gateway/push/child.py` only.
+
+Through its standard input it is told, one line of JSON each time, which subscriptions are pushed; through its standard
+output it tells how that goes. It ends when its standard input does: what is under way may end, and is settled; what is
+not done soon is given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from millstream.broker.push_board import PushReport
+from millstream.core.config import parse_address
+from millstream.core.log_line import set_up_logging
+from millstream.core.push import headers_of, keys_of
+from millstream.core.subscription import AT_MOST_ONCE
+from millstream.gateway.push.lanes import spare_lookups
+from millstream.gateway.push.push_subscription import PushSubscription
+from millstream.gateway.push.pusher import Pusher
+from millstream.gateway.push.sender import Sender, Target, trusted
+from millstream.gateway.push.settler import Settler
+from millstream.protocol.messages.codec import response_body_at
+from millstream.protocol.messages.lean_kio import import_lean_kio
+from millstream.protocol.private.leasing import LeaseRequests
+from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.private.subscriptions import LeasedMessage, leased_messages
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.pool import Pool
+from millstream.protocol.wire.refusal import refusal
+
+_logger = logging.getLogger(__name__)
+
+DRAIN_S: Final = 5.0
+"""How long messages that are being sent may take once the process is to end."""
+GIVE_BACK_S: Final = 2.0
+REPORT_S: Final = 0.5
+"""How often what has changed is told at most."""
+RATES_S: Final = 2.0
+ANSWER_S: Final = 30.0
+WAITING_MAX: Final = 10_000
+"""How many subscriptions are pushed at once, each with a connection while it waits for messages."""
+LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    """What the broker says when it starts the process."""
+
+    kafka: str
+    worker: str
+    private_addresses: bool
+    log_level: str
+    log_format: str
+
+
+class Told(msgspec.Struct, frozen=True):
+    """A line from the broker: everything that is pushed now."""
+
+    subscriptions: list[PushSubscription]
+
+
+class Reports(msgspec.Struct, frozen=True):
+    """A line to the broker: how everything goes."""
+
+    reports: list[PushReport]
+
+
+class Line:
+    """The connections to this node."""
+
+    def __init__(self, address: str) -> None:
+        host, port = parse_address(address, name="kafka")
+        self._pool = Pool(host, port, client_id="push", connect_s=ANSWER_S, borrowed_max=WAITING_MAX)
+        self._requests = LeaseRequests()
+
+    async def ask(self, key: int, body: bytes) -> memoryview:
+        """Send a request that is answered at once."""
+        channel = await self._pool.shared()
+        frame = await channel.exchange(key, 0, [body], timeout_s=ANSWER_S)
+        return frame[response_body_at(key, 0, frame) :]
+
+    async def receive(self, wanted: Receive) -> list[LeasedMessage]:
+        """Wait for messages of this node; one that is given up leaves nothing leased."""
+        leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
+        if leased.answer.error:
+            raise refusal(leased.answer.error, leased.answer.message)
+        try:
+            return leased_messages(None, leased)
+        except BaseException:
+            self._requests.give_back(self._pool, wanted, leased.answer.partitions)
+            raise
+
+    async def close(self) -> None:
+        """Return what arrives late, and close all connections."""
+        await self._requests.close()
+        await self._pool.close()
+
+
+class PushProcess:
+    """Everything that is pushed from this node."""
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._line = Line(options.kafka)
+        self._client = Client.connect(options.kafka, client_id="push", timeout_s=ANSWER_S)
+        self._trust = trusted()
+        self._pushers: dict[str, Pusher] = {}
+        # Also those that end because they are not wanted any more.
+        self._running: dict[asyncio.Task[None], Pusher] = {}
+        self._news = asyncio.Event()
+        self._has_rates = False
+
+    async def declare(self, subscriptions: list[PushSubscription]) -> None:
+        """Push these from now on, and nothing else."""
+        wanted = {one.subscription_id: one for one in subscriptions}
+        for known in [one for one in self._pushers if one not in wanted]:
+            self._pushers.pop(known).stop()
+        for known, declared in wanted.items():
+            pusher = self._pushers.get(known)
+            if pusher is None:
+                self._begin(known, declared)
+            elif pusher.declared != declared:
+                await pusher.change(declared, self._sender(declared))
+        self._news.set()
+
+    async def end(self) -> None:
+        """Let what is under way end; give back what does not in time."""
+        for pusher in self._running.values():
+            pusher.stop()
+        if self._running:
+            await asyncio.wait(self._running, timeout=DRAIN_S)
+        for pusher in self._running.values():
+            pusher.hurry()
+        if self._running:
+            await asyncio.wait(self._running, timeout=GIVE_BACK_S)
+        await self._line.close()
+        await self._client.close()
+
+    async def report(self) -> bytes:
+        """What has changed, as a line, when something has; rates change also when nothing happens any more."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RATES_S if self._has_rates else None):
+                await self._news.wait()
+        self._news.clear()
+        reports = [pusher.report() for pusher in self._pushers.values()]
+        self._has_rates = any(one.accepted_per_s or one.failed_per_s for one in reports)
+        return msgspec.json.encode(Reports(reports)) + b"\n"
+
+    def _begin(self, known: str, declared: PushSubscription) -> None:
+        worker = self._options.worker
+        pusher = Pusher(
+            declared,
+            worker,
+            self._line.receive,
+            Settler(declared.name, worker, self._line.ask, self._client),
+            self._sender(declared),
+            when_changed=self._news.set,
+        )
+        self._pushers[known] = pusher
+        task = asyncio.get_running_loop().create_task(pusher.run(), name=f"push {declared.name}")
+        self._running[task] = pusher
+        task.add_done_callback(self._ended)
+
+    def _sender(self, declared: PushSubscription) -> Sender:
+        target = Target(
+            url=declared.url,
+            headers=headers_of(declared.headers) if declared.headers else {},
+            keys=tuple(keys_of(declared.secret)) if declared.secret else (),
+            timeout_s=declared.timeout_ms / 1000,
+            is_once=declared.delivery == AT_MOST_ONCE,
+        )
+        return Sender(target, self._trust, private_allowed=self._options.private_addresses)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        pusher = self._running.pop(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            # The broker starts another process, which begins anew with everything.
+            _logger.critical("push failed", extra={"subscription": pusher.declared.name}, exc_info=error)
+            sys.exit(1)
+
+
+async def push(options: Options) -> None:
+    """Push until the broker hangs up."""
+    loop = asyncio.get_running_loop()
+    heard = asyncio.StreamReader(limit=LINE_BYTES_MAX)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(heard), sys.stdin)
+    transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
+    said = asyncio.StreamWriter(transport, protocol, None, loop)
+    process = PushProcess(options)
+    reporting = loop.create_task(_tell(process, said), name="reports")
+    try:
+        while line := await heard.readline():
+            await process.declare(msgspec.json.decode(line, type=Told).subscriptions)
+        await process.end()
+    finally:
+        reporting.cancel()
+        await asyncio.gather(reporting, return_exceptions=True)
+        if not transport.is_closing():
+            transport.abort()
+
+
+async def _tell(process: PushProcess, said: asyncio.StreamWriter) -> None:
+    with suppress(ConnectionError):
+        while True:
+            said.write(await process.report())
+            await said.drain()
+            await asyncio.sleep(REPORT_S)
+
+
+def main() -> None:
+    """Run as the broker asks."""
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
+    import_lean_kio()
+    spare_lookups()
+    asyncio.run(push(options))
+
+
+if __name__ == "__main__":
+    main()

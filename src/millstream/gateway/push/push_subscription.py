@@ -1,0 +1,51 @@
+"""A subscription whose messages are pushed, as the broker tells its push process of it."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+import msgspec
+
+from millstream.core.subscription import Subscription, SubscriptionSettings
+
+
+class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
+    """What has to be known to push; the secrets go through a pipe and nowhere else."""
+
+    name: str
+    subscription_id: str
+    delivery: str
+    lease_ms: int
+    backoff_min_ms: int
+    backoff_max_ms: int
+    url: str
+    headers: str
+    secret: str
+    timeout_ms: int
+    in_flight_max: int
+    layout: str
+
+    @property
+    def host(self) -> str:
+        """The endpoint as it may be named in a log."""
+        return urlsplit(self.url).hostname or ""
+
+
+def push_subscription(declared: Subscription, settings: SubscriptionSettings) -> PushSubscription | None:
+    """What is told of a subscription; None if its messages are not pushed."""
+    if not settings.push_url:
+        return None
+    return PushSubscription(
+        name=declared.name,
+        subscription_id=str(declared.subscription_id),
+        delivery=settings.delivery,
+        lease_ms=settings.lease_ms,
+        backoff_min_ms=settings.backoff_min_ms,
+        backoff_max_ms=settings.backoff_max_ms,
+        url=settings.push_url,
+        headers=settings.push_headers,
+        secret=settings.push_secret,
+        timeout_ms=settings.push_timeout_ms,
+        in_flight_max=settings.push_in_flight_max,
+        layout=settings.push_format,
+    )

@@ -1,0 +1,196 @@
+"""The requests to one endpoint: over kept connections, to addresses that were checked, bounded in time and size.
+
+A name is looked up and checked here, and the connection goes to the address that was checked, while the request still
+names the host; so a name that points elsewhere a moment later leads nowhere. Redirects are followed within the host.
+No proxy of the environment is used, no cookie kept, and of an answer no more than a little is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from collections.abc import AsyncIterable
+from dataclasses import dataclass
+from time import time
+from typing import Final, cast
+
+import certifi
+import httpx
+
+from millstream import __version__
+from millstream.core.errors import PolicyViolation
+from millstream.gateway.push.address import Addresses
+from millstream.gateway.push.event import Content, Headers
+from millstream.gateway.push.lanes import Lanes
+from millstream.gateway.push.signature import ID, SIGNATURE, TIMESTAMP, signature
+from millstream.gateway.push.verdict import Answer, retry_after
+
+REDIRECTS_MAX: Final = 3
+TEXT_BYTES_MAX: Final = 300
+"""How much of an answer that says no is kept for the reason."""
+READ_BYTES_MAX: Final = 64 * 1024
+"""How much of an answer is read so that its connection can be used again; of a longer one it is closed."""
+PLACED_MAX: Final = 64
+_REDIRECTS: Final = frozenset({301, 302, 307, 308})
+_DEFAULT_PORTS: Final = {"http": 80, "https": 443}
+_UNSENT: Final = (httpx.ConnectError, httpx.ConnectTimeout, socket.gaierror)
+_USER_AGENT: Final = f"Millstream/{__version__}".encode()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a subscription's messages go, and with what."""
+
+    url: str
+    headers: dict[str, str]
+    keys: tuple[bytes, ...]
+    timeout_s: float
+    is_once: bool = False
+    """Whether nothing is sent again that the endpoint may have got."""
+
+
+class Sender:
+    """Sends messages to one endpoint."""
+
+    def __init__(self, target: Target, trust: ssl.SSLContext, *, private_allowed: bool) -> None:
+        self._target = target
+        self._url = httpx.URL(target.url)
+        self._fixed: Headers = [(name.encode(), value.encode()) for name, value in target.headers.items()]
+        named = {name.lower() for name in target.headers}
+        for name, value in ((b"user-agent", _USER_AGENT), (b"accept", b"*/*"), (b"accept-encoding", b"identity")):
+            if name.decode() not in named:
+                self._fixed.append((name, value))
+        self._host = self._url.raw_host.decode("ascii")
+        self._addresses = Addresses(self._host, private_allowed=private_allowed)
+        self._placed: dict[tuple[httpx.URL, str], httpx.URL] = {}
+        self._lanes = Lanes(trust)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._lanes.close()
+
+    async def post(self, content: Content) -> Answer:
+        """Send a message; what went wrong is in the answer."""
+        try:
+            async with asyncio.timeout(self._target.timeout_s):
+                return await self._follow(content)
+        except TimeoutError:
+            return Answer(0, f"nothing within {self._target.timeout_s:g} s")
+        except PolicyViolation as refused:
+            return Answer(0, str(refused))
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ssl.SSLError) as error:
+            self._addresses.forget()
+            return Answer(0, _line(str(error) or type(error).__name__), is_unsent=isinstance(error, _UNSENT))
+
+    async def _follow(self, content: Content) -> Answer:
+        url = self._url
+        for _ in range(REDIRECTS_MAX + 1):
+            answer, location = await self._send(url, content)
+            if answer.status not in _REDIRECTS:
+                return answer
+            following = None if location is None else url.join(location)
+            if following is None or not _is_within(url, following):
+                return answer._replace(text="it redirects to another host, which is not followed")
+            url = following
+        return answer._replace(text=f"it redirects more than {REDIRECTS_MAX} times")
+
+    async def _send(self, url: httpx.URL, content: Content) -> tuple[Answer, str | None]:
+        """Send to the first address that takes a connection."""
+        failed: Exception | None = None
+        for address in await self._addresses.find():
+            try:
+                answered = await self._exchange(url, address, content)
+            except httpx.ConnectError as error:
+                failed = error
+                continue
+            except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as broken:
+                if self._target.is_once:
+                    raise
+                # A connection that was kept may have been closed by the other end just now; another one tells.
+                try:
+                    answered = await self._exchange(url, address, content)
+                except _UNSENT:
+                    # The first may have come to the endpoint, and even be what has ended it.
+                    raise broken from None
+            self._addresses.prefer(address)
+            return answered
+        raise failed or OSError(f"{url.host} has no address")
+
+    async def _exchange(self, url: httpx.URL, address: str, content: Content) -> tuple[Answer, str | None]:
+        async with self._lanes.lent() as lane:
+            return await _read(await lane.handle_async_request(self._request(url, address, content)))
+
+    def _request(self, url: httpx.URL, address: str, content: Content) -> httpx.Request:
+        now_s = int(time())
+        headers = [
+            (b"host", url.netloc),
+            *self._fixed,
+            *content.headers,
+            (ID, content.message_id),
+            (TIMESTAMP, b"%d" % now_s),
+        ]
+        if self._target.keys:
+            headers.append((SIGNATURE, signature(self._target.keys, content.message_id, now_s, content.body)))
+        timeout_s = self._target.timeout_s
+        return httpx.Request(
+            "POST",
+            self._at(url, address),
+            headers=headers,
+            content=content.body,
+            extensions={
+                "sni_hostname": self._host,
+                # Shorter for the connection, so that it is told when there is none from when there is no answer.
+                "timeout": {"connect": timeout_s / 2, **dict.fromkeys(("read", "write", "pool"), timeout_s)},
+            },
+        )
+
+    def _at(self, url: httpx.URL, address: str) -> httpx.URL:
+        """The URL with the address in the place of the host."""
+        found = self._placed.get((url, address))
+        if found is None:
+            if len(self._placed) >= PLACED_MAX:
+                self._placed.clear()
+            found = self._placed[url, address] = url.copy_with(host=address)
+        return found
+
+
+def trusted() -> ssl.SSLContext:
+    """The authorities that the machine trusts, and those that come with Python's libraries."""
+    context = ssl.create_default_context()
+    context.load_verify_locations(certifi.where())
+    return context
+
+
+async def _read(response: httpx.Response) -> tuple[Answer, str | None]:
+    text = b""
+    read = 0
+    try:
+        async for piece in cast("AsyncIterable[bytes]", response.stream):
+            read += len(piece)
+            if len(text) < TEXT_BYTES_MAX and not response.is_success:
+                text += piece
+            if read > READ_BYTES_MAX:
+                break
+    finally:
+        await response.aclose()
+    said = _line(text[:TEXT_BYTES_MAX].decode(errors="replace"))
+    answer = Answer(response.status_code, said, retry_after(response.headers.get("retry-after")))
+    return answer, response.headers.get("location")
+
+
+def _is_within(url: httpx.URL, following: httpx.URL) -> bool:
+    """Whether a redirect stays with the host: the same place, or the same host with TLS instead of without."""
+    if following.host != url.host or following.userinfo:
+        return False
+    if following.scheme == url.scheme:
+        return _port(following) == _port(url)
+    return (url.scheme, following.scheme) == ("http", "https")
+
+
+def _port(url: httpx.URL) -> int | None:
+    return url.port or _DEFAULT_PORTS.get(url.scheme)
+
+
+def _line(text: str) -> str:
+    return " ".join("".join(one if one.isprintable() else " " for one in text).split())

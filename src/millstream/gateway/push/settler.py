@@ -1,0 +1,168 @@
+"""What is said of leased messages to the node that leads them: gathered while a request is under way, sent together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Final, NamedTuple
+
+import msgspec
+
+from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation
+from millstream.core.ids import NodeId
+from millstream.protocol.private.subscription_messages import (
+    SETTLE_KEY,
+    PartitionSettles,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
+from millstream.protocol.private.subscriptions import LeasedMessage
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import TRANSIENT, refusal
+
+_logger = logging.getLogger(__name__)
+
+SETTLES_MAX: Final = 1000
+"""How many messages one request is about."""
+ELSEWHERE_S: Final = 5.0
+
+Ask = Callable[[int, bytes], Awaitable[memoryview]]
+"""Sends one of Millstream's own requests to this node."""
+
+
+class _Said(NamedTuple):
+    message: LeasedMessage
+    settled: SettledRange
+    done: asyncio.Future[bool]
+
+
+class Settler:
+    """Settles the messages that one worker holds."""
+
+    def __init__(self, subscription: str, worker: str, ask: Ask, client: Client) -> None:
+        self._subscription = subscription
+        self._worker = worker
+        self._ask = ask
+        self._client = client
+        self._said: list[_Said] = []
+        self._sending: asyncio.Task[None] | None = None
+        self._moving: set[asyncio.Task[None]] = set()
+
+    async def settle(self, message: LeasedMessage, verb: int, *, delay_ms: int | None = None, reason: str = "") -> bool:
+        """Say something of a message; whether it holds, and durably."""
+        offset = message.record.offset
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        settled = SettledRange(offset, offset, verb, delay_ms, reason, message.attempt)
+        self._said.append(_Said(message, settled, done))
+        if self._sending is None:
+            self._sending = asyncio.get_running_loop().create_task(self._send(), name=f"settle {self._subscription}")
+        return await done
+
+    async def _send(self) -> None:
+        try:
+            # What else is said in this turn of the loop goes along.
+            await asyncio.sleep(0)
+            while self._said:
+                said, self._said = self._said[:SETTLES_MAX], self._said[SETTLES_MAX:]
+                with _answering(said):
+                    await self._send_some(said)
+        finally:
+            self._sending = None
+
+    async def _send_some(self, said: list[_Said]) -> None:
+        by_place: dict[tuple[str, int], list[_Said]] = {}
+        for one in said:
+            by_place.setdefault((one.message.topic, one.message.partition), []).append(one)
+        parts = [
+            PartitionSettles(topic, partition, [one.settled for one in ones])
+            for (topic, partition), ones in by_place.items()
+        ]
+        try:
+            answer = await self._request(self._ask, parts)
+            results = answer.results
+        except MillstreamError as error:
+            _logger.debug("leases could not be settled here", extra={"error": str(error)})
+            results = [[(-1, str(error))] * len(part.verbs) for part in parts]
+        for place, told in zip(by_place, results, strict=True):
+            ones = by_place[place]
+            moved = []
+            for one, (code, text) in zip(ones, told, strict=True):
+                refused = refusal(code, text) if code else None
+                if refused is None or isinstance(refused, InvalidRecordState):
+                    _tell(one, refused)
+                else:
+                    moved.append(one)
+            if moved:
+                # Aside, since a leader that is away keeps nobody else waiting.
+                task = asyncio.get_running_loop().create_task(self._settle_elsewhere(*place, moved))
+                self._moving.add(task)
+                task.add_done_callback(self._moving.discard)
+
+    async def _settle_elsewhere(self, topic: str, partition: int, said: list[_Said]) -> None:
+        with _answering(said):
+            await self._settle_at_leader(topic, partition, said)
+
+    async def _settle_at_leader(self, topic: str, partition: int, said: list[_Said]) -> None:
+        """The partition is led by another node now, which has the leases too."""
+        part = PartitionSettles(topic, partition, [one.settled for one in said])
+
+        async def attempt(leader: NodeId) -> SettleAnswer:
+            async def ask(key: int, body: bytes) -> memoryview:
+                return await self._client.private(leader, key, body)
+
+            answer = await self._request(ask, [part])
+            for code, text in answer.results[0]:
+                refused = refusal(code, text) if code else None
+                if isinstance(refused, TRANSIENT):
+                    raise refused
+            return answer
+
+        try:
+            async with asyncio.timeout(ELSEWHERE_S):
+                answer = await self._client.at_leader(topic, partition, attempt)
+        except (MillstreamError, TimeoutError) as error:
+            for one in said:
+                _tell(one, error)
+            return
+        for one, (code, text) in zip(said, answer.results[0], strict=True):
+            _tell(one, refusal(code, text) if code else None)
+
+    async def _request(self, ask: Ask, parts: list[PartitionSettles]) -> SettleAnswer:
+        body = msgspec.msgpack.encode(SettleRequest(self._subscription, self._worker, parts))
+        try:
+            answer = msgspec.msgpack.decode(await ask(SETTLE_KEY, body), type=SettleAnswer)
+        except msgspec.MsgspecError as error:
+            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        if answer.error:
+            raise refusal(answer.error, answer.message)
+        if [len(told) for told in answer.results] != [len(part.verbs) for part in parts]:
+            raise ProtocolViolation("the broker's answer does not fit what was said")
+        return answer
+
+
+@contextmanager
+def _answering(said: list[_Said]) -> Iterator[None]:
+    """Whatever goes wrong meanwhile, everybody gets an answer, since each of them holds up a place for a request."""
+    try:
+        yield
+    except Exception as error:
+        _logger.exception("leases could not be settled")
+        for one in said:
+            _tell(one, error)
+
+
+def _tell(said: _Said, error: Exception | None) -> None:
+    if error is not None:
+        _logger.debug(
+            "a lease could not be settled",
+            extra={
+                "topic": said.message.topic,
+                "partition": said.message.partition,
+                "error": str(error) or type(error).__name__,
+            },
+        )
+    if not said.done.done():
+        said.done.set_result(error is None)

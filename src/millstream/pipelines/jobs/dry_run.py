@@ -1,0 +1,97 @@
+"""What a transform would do: its plan, its columns, and the rows that it makes of the youngest messages.
+
+Nothing is written, and nothing is committed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from millstream.core.errors import InvalidPipeline
+from millstream.core.pipeline import Pipeline, PipelineKind, TransformSettings
+from millstream.pipelines.jobs.batch_loop import BatchLoop
+from millstream.pipelines.jobs.job import JobContext
+from millstream.pipelines.jobs.transform.output_rows import as_messages
+from millstream.pipelines.jobs.transform.payload_schema import sample_ranges
+from millstream.pipelines.jobs.transform.prepared import prepare
+
+SAMPLED: Final = 100
+"""How many messages of each partition are looked at."""
+SHOWN: Final = 20
+WRITTEN_MAX: Final = 100_000
+"""How many rows are counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """What was found."""
+
+    plan: str
+    """Spark's plan, as it explains it."""
+    has_state: bool
+    """Whether messages are remembered, so that it runs as a stream with a checkpoint."""
+    columns: Mapping[str, Mapping[str, str]]
+    """The columns of every topic in the statement, with their types."""
+    output: Mapping[str, str]
+    """The columns that the statement gives."""
+    rows: tuple[Mapping[str, Any], ...]
+    """Some of the messages that would be written, made of a sample."""
+    sampled: int
+    """Messages in the sample."""
+    written: int
+    """How many messages would be written of them."""
+    undecoded: int
+    """How many of them have payloads that cannot be read, or not as the columns say."""
+
+
+def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
+    """Try a transform on the youngest messages; raise `InvalidSetting` as a run would, with Spark's message."""
+    if pipeline.kind is not PipelineKind.TRANSFORM:
+        raise InvalidPipeline(f"a dry run is for transforms, and {pipeline.name!r} is to {pipeline.kind}")
+    settings = TransformSettings.from_strings(pipeline.overrides)
+    loop = BatchLoop(pipeline, context, settings)
+    with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+        # What is found out here must not decide about the columns of a run.
+        prepared = prepare(pipeline, replace(context, folder=scratch), settings, loop)
+    if prepared is None:
+        raise InvalidPipeline(
+            "a topic of the statement has no message yet, so its columns are not known; give them with `schemas`"
+        )
+    try:
+        ranges = {topic: sample_ranges(loop, topic, SAMPLED) for topic in prepared.views}
+        for topic, view in prepared.views.items():
+            frame = view.frame(prepared.spark, context.brokers, ranges[topic], prepared.notebook)
+            frame.createOrReplaceTempView(f"`{topic}`")
+        result = prepared.frame()
+        messages = as_messages(result, prepared.options)
+        jvm: Any = prepared.spark.sparkContext._jvm
+        explained = jvm.PythonSQLUtils.explainString(result._jdf.queryExecution(), "formatted")
+        rows = messages.limit(WRITTEN_MAX).collect()
+        return DryRun(
+            plan=str(explained).strip(),
+            has_state=prepared.needs_state,
+            columns={topic: dict(view.types()) for topic, view in prepared.whole.items()},
+            output=dict(result.dtypes),
+            rows=tuple(_shown(row.asDict(recursive=True)) for row in rows[:SHOWN]),
+            sampled=sum(len(one) for listed in ranges.values() for one in listed),
+            written=len(rows),
+            undecoded=sum(one.undecoded for one in prepared.notebook.read().values()),
+        )
+    finally:
+        prepared.close()
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row for people: bytes as text."""
+    return {name: _text(value) for name, value in row.items()}
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode("utf-8", "replace")
+    if isinstance(value, list):
+        return [_text(one) for one in value]
+    return _shown(value) if isinstance(value, dict) else value

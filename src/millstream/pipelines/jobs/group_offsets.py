@@ -1,0 +1,81 @@
+"""How far a pipeline is: the offsets of its consumer group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from millstream.core.errors import CoordinatorUnavailable
+from millstream.core.ids import NodeId
+from millstream.pipelines.jobs.job import GroupMember
+from millstream.protocol.private.transactions import GROUP_COORDINATOR
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import refusal
+
+_UNSTABLE: Final = 88
+
+Offsets = Mapping[str, Mapping[int, int]]
+"""By topic and partition: the next offset to take."""
+
+
+async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]]:
+    """What a group has committed; where a transaction is about to change that, its end is waited for."""
+    from kio.schema.offset_fetch.v9 import request
+
+    messages: Any = request
+    asked = messages.OffsetFetchRequest(
+        groups=(messages.OffsetFetchRequestGroup(group_id=group, topics=None),), require_stable=True
+    )
+
+    async def attempt(node: NodeId) -> dict[str, dict[int, int]]:
+        answer = (await client.send(node, asked)).groups[0]
+        if answer.error_code:
+            raise refusal(answer.error_code, None, about=f"offsets of group {group!r}")
+        found: dict[str, dict[int, int]] = {}
+        for topic in answer.topics:
+            for one in topic.partitions:
+                if one.error_code == _UNSTABLE:
+                    # It passes by itself, as all that a coordinator asks to be tried again.
+                    raise CoordinatorUnavailable(
+                        f"an open transaction holds the offset of group {group!r} in {topic.name}-{one.partition_index}"
+                    )
+                if one.error_code:
+                    raise refusal(one.error_code, None, about=f"offsets of group {group!r}")
+                if one.committed_offset >= 0:
+                    found.setdefault(topic.name, {})[one.partition_index] = one.committed_offset
+        return found
+
+    return await client.at_coordinator(group, attempt, kind=GROUP_COORDINATOR)
+
+
+async def commit_plainly(client: Client, group: str, offsets: Offsets, member: GroupMember) -> None:
+    """Commit offsets of work that is durable already, so that the group shows it."""
+    from kio.schema.offset_commit.v9 import request
+
+    messages: Any = request
+    asked = messages.OffsetCommitRequest(
+        group_id=group,
+        generation_id_or_member_epoch=member.generation,
+        member_id=member.member_id,
+        group_instance_id=member.instance_id,
+        topics=tuple(
+            messages.OffsetCommitRequestTopic(
+                name=topic,
+                partitions=tuple(
+                    messages.OffsetCommitRequestPartition(
+                        partition_index=number, committed_offset=offset, committed_metadata=""
+                    )
+                    for number, offset in numbers.items()
+                ),
+            )
+            for topic, numbers in offsets.items()
+        ),
+    )
+
+    async def attempt(node: NodeId) -> None:
+        for topic in (await client.send(node, asked)).topics:
+            for one in topic.partitions:
+                if one.error_code:
+                    raise refusal(one.error_code, None, about=f"offset of group {group!r} in {topic.name}")
+
+    await client.at_coordinator(group, attempt, kind=GROUP_COORDINATOR)

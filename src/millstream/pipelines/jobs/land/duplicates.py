@@ -1,0 +1,152 @@
+"""Messages that have the id of one that was landed before: which they are, so that they are left out.
+
+The ids of the last while are kept in the driver. They are found again in the table when the job begins, or when another
+run has landed something: the table says only in which hour a message was landed, so that then ids are known for up to
+an hour longer than was asked.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timedelta
+from typing import Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.source.options import BROKERS, read_options
+from millstream.pipelines.source.ranges import Range
+from millstream.pipelines.source.rows import read_range
+from millstream.pipelines.source.shape import default_schema, shape_of
+
+_logger = logging.getLogger(__name__)
+
+IDS_BYTES_MAX: Final = 1024 * 1024 * 1024
+"""How much memory the ids of all topics of a pipeline take at most; the oldest are forgotten first."""
+
+COLUMNS: Final = "topic string, partition int, offset long, timestamp timestamp, id binary"
+_READ: Final = ("topic", "partition", "offset", "timestamp", "headers")
+_HOUR: Final = timedelta(hours=1)
+
+
+class IdTasks:
+    """The function of `mapInArrow`: it gets numbers of tasks, and gives the ids of their messages."""
+
+    def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[Stretch]]) -> None:
+        self._brokers = brokers
+        self._header = header
+        self._tasks = tasks
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Do the tasks whose numbers come in."""
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                for one in self._tasks[number]:
+                    yield from self._ids(one)
+
+    def _ids(self, one: Stretch) -> Iterator[pa.RecordBatch]:
+        options = read_options({BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)})
+        shape = shape_of(default_schema(options), options)
+        for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape):
+            ids = ids_of(batch.column("headers"), self._header)
+            rows = batch.drop_columns(["headers"]).append_column("id", ids)
+            yield rows.filter(pc.is_valid(ids))
+
+
+def ids_of(headers: pa.Array, name: str) -> pa.Array:
+    """For every message, the first header of a name; null where there is none."""
+    every = headers.flatten()
+    is_id = pc.equal(every.field("key"), name)
+    rows, first = np.unique(pc.list_parent_indices(headers).filter(is_id).to_numpy(), return_index=True)
+    positions = np.full(len(headers), -1, np.int64)
+    positions[rows] = first
+    return every.field("value").filter(is_id).take(pa.array(positions, mask=positions < 0))
+
+
+def repeated(found: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.Array], pa.Array]:
+    """Which offsets of which partitions have an id that is known or comes a second time, and the ids of the others."""
+    found = found.sort_by([("timestamp", "ascending"), ("partition", "ascending"), ("offset", "ascending")])
+    found = found.append_column("row", pa.array(np.arange(len(found))))
+    firsts = found.group_by("id", use_threads=False).aggregate([("row", "first")]).column("row_first")
+    # What is known is many times more than a batch, so that it is never put into a table of hashes itself.
+    again = known.filter(pc.is_in(known, found.column("id")))
+    is_kept = pc.and_(pc.is_in(found.column("row"), firsts), pc.invert(pc.is_in(found.column("id"), again)))
+    left_out = found.filter(pc.invert(is_kept))
+    by_partition = {
+        number: left_out.filter(pc.equal(left_out.column("partition"), number)).column("offset").combine_chunks()
+        for number in pc.unique(left_out.column("partition")).to_pylist()
+    }
+    return by_partition, found.filter(is_kept).column("id").combine_chunks()
+
+
+class RecentIds:
+    """The ids of one topic that were landed in the last while."""
+
+    def __init__(
+        self, table: LakeTable, header: str, window: timedelta, progress: Callable[[], None] = lambda: None
+    ) -> None:
+        self._table = table
+        self._header = header
+        self._window = window
+        self._progress = progress
+        self._known: list[tuple[datetime, pa.Array]] | None = None
+        """From the oldest to the newest."""
+        self._ends: Mapping[int, int | None] = {}
+
+    def known(self, now: datetime, starts: Mapping[int, int | None]) -> pa.ChunkedArray:
+        """The ids that were landed lately, given where the table stands."""
+        if self._known is None or any(self._ends.get(number) != start for number, start in starts.items()):
+            self._known = self._in_table(now)
+        self._known = [(landed, ids) for landed, ids in self._known if landed >= now - self._window]
+        return pa.chunked_array([ids for _, ids in self._known], pa.binary())
+
+    def _in_table(self, now: datetime) -> list[tuple[datetime, pa.Array]]:
+        """The ids that the table has, as many as may be known."""
+        found: list[tuple[datetime, pa.Array]] = []
+        size = 0
+        # The newest come first.
+        for hour, batch in self._table.landed_since(now - self._window, ["headers"]):
+            self._progress()
+            ids = ids_of(batch.column("headers"), self._header).drop_null()
+            size += ids.nbytes
+            if size > IDS_BYTES_MAX:
+                break
+            found.append((min(now, hour + _HOUR), ids))
+        return found[::-1]
+
+    def landed(self, now: datetime, ids: pa.Array, ends: Mapping[int, int]) -> None:
+        """Know ids of messages that are in the table now, which stands where it says."""
+        if self._known is not None and len(ids):
+            self._known.append((now, ids))
+        self._ends = dict(ends)
+
+    @property
+    def bytes(self) -> int:
+        """How much memory they take."""
+        return sum(ids.nbytes for _, ids in self._known or ())
+
+    @property
+    def oldest(self) -> datetime | None:
+        """When those were landed that are forgotten next; None when there are none."""
+        return self._known[0][0] if self._known else None
+
+    def forget_oldest(self) -> int:
+        """Forget those; tell how much memory they took."""
+        return int(self._known.pop(0)[1].nbytes) if self._known else 0
+
+
+def keep_bounded(topics: Iterable[RecentIds]) -> None:
+    """Forget the oldest ids of all topics until the rest takes no more memory than it may."""
+    recent = list(topics)
+    size = sum(one.bytes for one in recent)
+    forgotten: datetime | None = None
+    while size > IDS_BYTES_MAX:
+        moment, oldest = min(((one.oldest, one) for one in recent if one.oldest), key=lambda each: each[0])
+        size -= oldest.forget_oldest()
+        forgotten = moment
+    if forgotten is not None:
+        _logger.warning("ids take more than %d bytes: those landed until %s are forgotten", IDS_BYTES_MAX, forgotten)

@@ -1,0 +1,61 @@
+"""Work with the files of a table by tasks of Spark: shared out by size, in one job."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+from math import ceil
+from typing import Final
+
+import pyarrow as pa
+
+from millstream.pipelines.jobs.land.plan import FILE_BYTES, TASK_BYTES_MIN
+from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.rewriting import FileWork
+
+COLUMNS: Final = "path string, result string"
+"""What a task yields, in Spark's notation."""
+
+_OPENING_BYTES: Final = 256 * 1024
+"""What opening a file costs, in bytes that could be read meanwhile."""
+
+
+class FileTasks:
+    """The function of `mapInArrow`: it gets numbers of tasks, and gives what came of each of their files."""
+
+    def __init__(self, work: FileWork, tasks: Sequence[Sequence[ActiveFile]]) -> None:
+        self._work = work
+        self._tasks = tasks
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Do the tasks whose numbers come in."""
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                results = self._done(self._tasks[number])
+                paths = [file.path for file in self._tasks[number]]
+                yield pa.RecordBatch.from_pydict({"path": paths, "result": results})
+
+    def _done(self, files: Sequence[ActiveFile]) -> list[str]:
+        results: list[str] = []
+        try:
+            results.extend(self._work(file) for file in files)
+            return results
+        except BaseException:
+            # Nobody hears of the others; on a full disk what they wrote would keep it full.
+            self._work.discard(results)
+            raise
+
+
+def shares_of(files: Sequence[ActiveFile], *, parallelism: int) -> list[list[ActiveFile]]:
+    """Share files out: as many tasks as run at a time, or more if they would be too large."""
+    total = sum(file.bytes + _OPENING_BYTES for file in files)
+    if not total:
+        return []
+    count = min(len(files), ceil(total / min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism))))
+    tasks: list[list[ActiveFile]] = [[] for _ in range(count)]
+    loads = [(0, number) for number in range(count)]
+    for file in sorted(files, key=lambda file: (-file.bytes, file.path)):
+        load, number = loads[0]
+        tasks[number].append(file)
+        heapq.heapreplace(loads, (load + file.bytes + _OPENING_BYTES, number))
+    return tasks

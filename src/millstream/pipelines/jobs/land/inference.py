@@ -1,0 +1,151 @@
+"""Which columns payloads make: what was found in them becomes types, and types grow.
+
+Integers are long and other numbers double; what looks like a time is text, since the next one may not. Fields that were
+found with types that do not go together before there is a column for them are text, as their JSON. Once there is a
+column its type stays, but that it gets more fields, where it has fields, and that whole numbers become double when one
+has a fraction, where that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+
+from millstream.core.payload_columns import is_legal
+from millstream.pipelines.lake.places import narrower, retyped
+
+LEAVES_MAX: Final = 1000
+"""How many columns, counted with those inside of others, are made of what is found; the rest stays in `value`."""
+
+DEPTH_MAX: Final = 12
+"""What lies deeper is text."""
+
+NOTHING: Final = pa.null()
+_LONG_MIN: Final = -(2**63)
+_LONG_MAX: Final = 2**63 - 1
+
+
+def type_of(value: Any) -> pa.DataType:
+    """The type of a parsed JSON value."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return pa.bool_()
+    if isinstance(value, int):
+        return pa.int64() if _LONG_MIN <= value <= _LONG_MAX else pa.float64()
+    if isinstance(value, float):
+        return pa.float64()
+    if isinstance(value, str):
+        return pa.string()
+    if isinstance(value, Mapping):
+        return pa.struct([pa.field(name, type_of(inner)) for name, inner in value.items()])
+    element = NOTHING
+    for inner in value:
+        element = joined(element, type_of(inner))
+    return pa.list_(pa.field("element", element))
+
+
+def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
+    """A type that takes the values of both."""
+    if one == other or pa.types.is_null(other):
+        return one
+    if pa.types.is_null(one):
+        return other
+    if _is_number(one) and _is_number(other):
+        return pa.float64()
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return pa.list_(pa.field("element", joined(one.value_type, other.value_type)))
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        return pa.struct(_joined_fields([*one, *other]))
+    return pa.string()
+
+
+def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
+    """What was found in several places, as one."""
+    found: pa.DataType = pa.struct([])
+    for schema in schemas:
+        found = joined(found, pa.struct(list(schema)))
+    return pa.schema(list(found))
+
+
+def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
+    """What is known, and what was found beside it; the same if nothing new was found."""
+    room = LEAVES_MAX - _leaves(pa.struct(list(known)))
+    once = _spelled_once(pa.struct(list(found)))
+    fields, _ = _grown_fields(list(known), list(once), room, DEPTH_MAX)
+    return pa.schema(fields)
+
+
+def grown_by(known: pa.Schema, found: Sequence[pa.Schema]) -> pa.Schema:
+    """What is known and has grown in several places, as one; whole numbers that are double in one of them are so."""
+    places = {place for one in found for place in narrower(known, one)}
+    return retyped(grown(known, joined_schemas(found)), places, pa.float64())
+
+
+def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth: int) -> tuple[list[pa.Field], int]:
+    # Readers such as Spark do not tell names apart by case, so a second spelling is no second column.
+    fields = {field.name.lower(): field for field in known}
+    for field in found:
+        have = fields.get(field.name.lower())
+        if have is not None:
+            kind, room = _grown_type(have.type, field.type, room, depth)
+            fields[field.name.lower()] = have.with_type(kind)
+        elif is_legal(field.name):
+            kind = _settled(field.type, depth)
+            if not pa.types.is_null(kind) and (size := _leaves(kind)) <= room:
+                fields[field.name.lower()] = pa.field(field.name, kind)
+                room -= size
+    return list(fields.values()), room
+
+
+def _grown_type(known: pa.DataType, found: pa.DataType, room: int, depth: int) -> tuple[pa.DataType, int]:
+    if pa.types.is_struct(known) and pa.types.is_struct(found):
+        fields, room = _grown_fields(list(known), list(found), room, depth - 1)
+        return pa.struct(fields), room
+    if pa.types.is_list(known) and pa.types.is_list(found):
+        kind, room = _grown_type(known.value_type, found.value_type, room, depth - 1)
+        return pa.list_(known.value_field.with_type(kind)), room
+    return known, room
+
+
+def _settled(found: pa.DataType, depth: int) -> pa.DataType:
+    """The type of a new column: nothing undecided is in it; null when there is nothing to be had yet."""
+    if pa.types.is_null(found) or pa.types.is_boolean(found) or _is_number(found):
+        return found
+    if depth <= 0 or not (pa.types.is_struct(found) or pa.types.is_list(found)):
+        return pa.string()
+    if pa.types.is_list(found):
+        element = _settled(found.value_type, depth - 1)
+        return element if pa.types.is_null(element) else pa.list_(pa.field("element", element))
+    fields, _ = _grown_fields([], list(found), LEAVES_MAX, depth - 1)
+    return pa.struct(fields) if fields else NOTHING
+
+
+def _joined_fields(every: Iterable[pa.Field]) -> list[pa.Field]:
+    """Fields with one for each name, however it is spelled: under the spelling that came first."""
+    fields: dict[str, pa.Field] = {}
+    for field in every:
+        have = fields.setdefault(field.name.lower(), field)
+        if have is not field:
+            fields[field.name.lower()] = have.with_type(joined(have.type, field.type))
+    return list(fields.values())
+
+
+def _spelled_once(found: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(found):
+        return pa.struct(_joined_fields(field.with_type(_spelled_once(field.type)) for field in found))
+    if pa.types.is_list(found):
+        return pa.list_(found.value_field.with_type(_spelled_once(found.value_type)))
+    return found
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind))
+
+
+def _leaves(kind: pa.DataType) -> int:
+    if pa.types.is_struct(kind):
+        return sum(_leaves(field.type) for field in kind)
+    return _leaves(kind.value_type) if pa.types.is_list(kind) else 1

@@ -1,0 +1,374 @@
+"""Landing: topics become lake tables, every message once.
+
+The table is the truth: its commits carry the next offset of each partition. A batch asks the tables where they stand,
+plans ranges from there, runs one Spark job over those of all topics, and commits what the tasks wrote, topic by topic.
+Whatever ends it on the way, nothing of a topic was done that its table does not say, and a run that comes too late is
+refused by the table.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from typing import Final
+from uuid import uuid4
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake.exceptions import DeltaError
+
+from millstream.core.errors import InvalidSetting, LostData, MillstreamError, StalePlan, UnknownTopic
+from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.core.pipeline import LATEST, LandSettings, Pipeline
+from millstream.pipelines.jobs.group_offsets import commit_plainly, stable_offsets
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.land import duplicates, file_tasks, manifest
+from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
+from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
+from millstream.pipelines.jobs.land.given_fields import given_fields, laid_over
+from millstream.pipelines.jobs.land.layout import payload_fields
+from millstream.pipelines.jobs.land.leftovers import leftovers_of
+from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.plan import Stretch, spans, tasks
+from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
+from millstream.pipelines.jobs.land.task import LandTasks
+from millstream.pipelines.jobs.land.topic_batch import TopicBatch
+from millstream.pipelines.jobs.landed import tell_landed
+from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.columns import TOPIC_ID
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.places import Place
+from millstream.pipelines.lake.rewriting import FileWork, Rewrite
+from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.runtime.fault import Marked, kind_in
+from millstream.pipelines.source.ranges import admitted
+
+_logger = logging.getLogger(__name__)
+
+_DAMAGED: Final = (FileNotFoundError, ValueError)
+"""What tasks find of files that are gone, or are no Parquet."""
+
+ROUNDS_MAX: Final = 4
+"""How often a batch is begun anew because of new fields; what is new then stays in `value`."""
+
+REPLANS_MAX: Final = 10
+REPLAN_S: Final = 1.0
+"""How often in a row a batch is planned anew because its tasks did not find what was planned, and after which pause."""
+
+_TABLES_AT_ONCE: Final = 8
+
+
+class LandJob:
+    """A pipeline that lands topics."""
+
+    def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
+        settings = LandSettings.from_strings(pipeline.overrides)
+        self._pipeline = pipeline
+        self._context = context
+        self._settings = settings
+        self._lake = (settings.lake or context.lake).rstrip("/")
+        self._sources = Sources(context.brokers, settings.topic_names, settings.pattern)
+        self._given = given_fields(settings.schema) if settings.schema else None
+        self._tables: dict[str, LakeTable] = {}
+        self._message_bytes: dict[str, float] = {}
+        self._recent: dict[str, RecentIds] = {}
+        self._tidied: dict[str, datetime] = {}
+        self._fixed: dict[str, dict[Place, str]] = {}
+        self._replans = 0
+        self._leftovers = leftovers_of(pipeline.pipeline_id)
+        self._beginning: dict[str, str] | None = None
+        """The ids of the topics that were there when the pipeline began; only those can begin with their latest."""
+        self._pool = ThreadPoolExecutor(_TABLES_AT_ONCE, thread_name_prefix="landing")
+
+    def step(self) -> Step:
+        """Land one batch of all topics."""
+        began = time.monotonic()
+        self._leftovers.sweep(self._context.progress)
+        sources = self._topics()
+        batches = list(self._pool.map(self._batch, sources))
+        self._share(batches)
+        try:
+            self._prepare(batches)
+        except Exception as error:
+            self._replans += 1
+            if kind_in(error) is not LostData or self._replans > REPLANS_MAX:
+                raise
+            # A topic was made anew, or retention was faster than tasks that may not skip. The next plan begins where
+            # the log does, and counts what is lost.
+            _logger.warning("pipeline %s is planned anew: %s", self._pipeline.name, reason_of(error))
+            return Step(lag=sum(batch.lag for batch in batches) or 1, wait_s=REPLAN_S)
+        self._replans = 0
+        landed = self._commit(batches)
+        self._tell_group(landed)
+        self._remember(landed)
+        lag = sum(batch.lag for batch in batches)
+        if not lag:
+            self._tidy(batches)
+        counts: Counter[str] = Counter()
+        for batch in landed:
+            counts.update(batch.counts())
+        waits_s = max(0.0, self._settings.every_ms / 1000 - (time.monotonic() - began))
+        rows = sum(batch.rows for batch in landed)
+        return Step(rows=rows, lag=lag, wait_s=0.0 if lag or len(landed) < len(batches) else waits_s, counts=counts)
+
+    def _prepare(self, batches: Sequence[TopicBatch]) -> None:
+        """Have everything written that is to be committed; what fails leaves nothing of any topic."""
+        try:
+            self._widen(batches)
+            if self._settings.dedupe_ms:
+                self._find_repeated([batch for batch in batches if batch.stretches()])
+            self._run(batches)
+        except BaseException:
+            # Topics may have been done in an earlier round, and no commit was tried for any of them.
+            self._discard(batches)
+            raise
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown()
+
+    # -- planning -------------------------------------------------------------------------------------------------
+
+    def _topics(self) -> list[Source]:
+        """The topics as they are now; raise `UnknownTopic` if there is none and never was."""
+        found = self._sources.now()
+        missing = self._sources.missing(found)
+        if self._beginning is None:
+            if missing and not found:
+                raise UnknownTopic(
+                    f"topic {missing[0]!r} does not exist at {self._context.brokers}; create it with: "
+                    f"millstream topic create {missing[0]}"
+                )
+            self._beginning = {} if self._has_begun() else {source.topic: source.topic_id for source in found}
+        if missing:
+            _logger.warning("pipeline %s: there is no topic %s now", self._pipeline.name, ", ".join(missing))
+        names = {source.topic for source in found}
+        for name in names:
+            if name + QUARANTINE_ENDING in names and self._settings.decode != "none":
+                raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
+        return found
+
+    def _has_begun(self) -> bool:
+        """Whether a run before this one has landed something: topics that came since begin with their first message."""
+        link = self._sources.link
+        return self._settings.start == LATEST and bool(link.call(stable_offsets(link.client, self._pipeline.group)))
+
+    def _batch(self, source: Source) -> TopicBatch:
+        """Where the table of a topic stands, and what there is beyond."""
+        table = self._tables.get(source.topic)
+        if table is None:
+            # Tasks on other machines reach an object store as this process does.
+            options = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+            table = open_table(f"{self._lake}/{source.topic}", format=self._settings.format, options=options)
+            self._tables[source.topic] = table
+        schema = table.schema()
+        self._context.progress()
+        offsets = table.next_offsets([(source.topic_id, number) for number in source.end])
+        is_remade = schema is not None and not offsets
+        if is_remade:
+            _logger.warning(
+                "pipeline %s: topic %s is another one than its table has messages of; %s tells them apart",
+                *(self._pipeline.name, source.topic, TOPIC_ID),
+            )
+        is_new = schema is None and (self._beginning or {}).get(source.topic) == source.topic_id
+        return TopicBatch(
+            source=source,
+            table=table,
+            spans=spans(
+                source,
+                {number: offset for (_topic_id, number), offset in offsets.items()},
+                from_latest=is_new and self._settings.start == LATEST,
+            ),
+            fields=self._fields(schema),
+            schema=schema,
+            fixed=self._fixed_of(source.topic, schema),
+            decodes=self._settings.decode != "none",
+            evolves=self._settings.decode != "none" and self._given is None,
+            is_remade=is_remade,
+        )
+
+    def _fields(self, schema: pa.Schema | None) -> pa.Schema:
+        """The fields of payloads that are decoded; where the table has them, by its types."""
+        if self._settings.decode == "none":
+            return pa.schema([])
+        known = payload_fields(schema)
+        if self._given is None:
+            return known
+        return laid_over(known, self._given)
+
+    def _fixed_of(self, topic: str, schema: pa.Schema | None) -> dict[Place, str]:
+        """The fields whose columns stay as they are, as far as is known of this table."""
+        if schema is None:
+            self._fixed.pop(topic, None)
+        return self._fixed.setdefault(topic, {})
+
+    def _share(self, batches: Sequence[TopicBatch]) -> None:
+        """Take no more than a batch may have; every partition gets its share."""
+        starts = {batch.topic: {number: span.first for number, span in batch.spans.items()} for batch in batches}
+        ends = {batch.topic: {number: span.end for number, span in batch.spans.items()} for batch in batches}
+        allowed = admitted(starts, ends, self._settings.batch_max)
+        for batch in batches:
+            batch.admit(allowed.get(batch.topic, {}))
+
+    # -- running --------------------------------------------------------------------------------------------------
+
+    def _run(self, batches: Sequence[TopicBatch]) -> None:
+        """Have tasks write everything, again for topics in which fields were found that have no column yet."""
+        waiting = [batch for batch in batches if batch.stretches()]
+        for number in range(ROUNDS_MAX + 1):
+            if not waiting:
+                return
+            for batch in waiting:
+                batch.evolves = batch.evolves and number < ROUNDS_MAX
+            reports = self._reports(waiting, datetime.now(UTC))
+            waiting = [
+                batch for batch in waiting if not batch.take([one for one in reports if one.topic == batch.topic])
+            ]
+            self._widen(waiting)
+
+    def _widen(self, batches: Iterable[TopicBatch]) -> None:
+        """Have tables take what their columns are too narrow for."""
+        for batch in batches:
+            try:
+                batch.widen(self._with_files, self._settings.widen_max_bytes)
+            except Exception as error:
+                if kind_in(error) not in _DAMAGED:
+                    raise
+                # It will be so with every batch. The others are landed, and so is what fits here.
+                _logger.warning("columns of %s are not widened: %s", batch.topic, reason_of(error))
+                batch.keep_narrow("a file of the table is missing, or cannot be read")
+
+    def _with_files(self, work: FileWork, files: Sequence[ActiveFile]) -> dict[str, str]:
+        """Have tasks do something with files of a table."""
+        shares = shares_of(files, parallelism=self._context.spark.sparkContext.defaultParallelism)
+        numbers = self._context.spark.range(0, len(shares), 1, len(shares))
+        written = [(work.storage, "")] if isinstance(work, Rewrite) else []
+        with self._leftovers.watch(work.attempt, written, self._context.progress):
+            rows = numbers.mapInArrow(Marked(FileTasks(work, shares)), file_tasks.COLUMNS).collect()
+        self._context.progress()
+        return {row[0]: row[1] for row in rows}
+
+    def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[Stretch]]:
+        new = [batch.source for batch in batches if batch.topic not in self._message_bytes]
+        for source, size in zip(new, self._pool.map(self._sources.message_bytes, new), strict=True):
+            if size is not None:
+                self._message_bytes[source.topic] = size
+        sizes = {batch.topic: self._message_bytes.get(batch.topic, MESSAGE_BYTES) for batch in batches}
+        wanted = [one for batch in batches for one in batch.stretches()]
+        parallelism = self._context.spark.sparkContext.defaultParallelism
+        return tasks(wanted, sizes, parallelism=parallelism)
+
+    def _reports(self, batches: Sequence[TopicBatch], landed: datetime) -> list[Report]:
+        shared = self._tasks(batches)
+        attempt = uuid4().hex[:16]
+        works = {batch.topic: batch.work(landed, attempt) for batch in batches}
+        numbers = self._context.spark.range(0, len(shared), 1, len(shared))
+        landing = Marked(LandTasks(self._context.brokers, shared, works))
+        writers = [writer for work in works.values() for writer in (work.writer, work.quarantine)]
+        places = [(writer.storage, writer.folder) for writer in writers]
+        with self._leftovers.watch(attempt, places, self._context.progress):
+            rows = numbers.mapInArrow(landing, manifest.COLUMNS).collect()
+        return manifest.from_rows(tuple(row) for row in rows)
+
+    def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
+        """Find messages that have the id of one that was landed lately; this reads everything once more."""
+        if not batches:
+            return
+        now, window = datetime.now(UTC), timedelta(milliseconds=self._settings.dedupe_ms)
+        shared = self._tasks(batches)
+        numbers = self._context.spark.range(0, len(shared), 1, len(shared))
+        tasks_of_ids = IdTasks(self._context.brokers, self._settings.dedupe_header, shared)
+        found = numbers.mapInArrow(Marked(tasks_of_ids), duplicates.COLUMNS).toArrow()
+        for batch in batches:
+            recent = self._recent.get(batch.topic)
+            if recent is None:
+                recent = RecentIds(batch.table, self._settings.dedupe_header, window, self._context.progress)
+                self._recent[batch.topic] = recent
+            known = recent.known(now, {number: span.start for number, span in batch.spans.items()})
+            rows = found.filter(pc.equal(found.column("topic"), batch.topic))
+            batch.left_out, batch.ids = repeated(rows, known)
+            del known
+            keep_bounded(self._recent.values())
+
+    def _remember(self, batches: Sequence[TopicBatch]) -> None:
+        """Know the ids of what is landed now."""
+        now = datetime.now(UTC)
+        for batch in batches:
+            if batch.ids is not None:
+                ends = {number: span.end for number, span in batch.spans.items()}
+                self._recent[batch.topic].landed(now, batch.ids, ends)
+        keep_bounded(self._recent.values())
+
+    # -- afterwards -----------------------------------------------------------------------------------------------
+
+    def _commit(self, batches: Iterable[TopicBatch]) -> list[TopicBatch]:
+        """Commit what moves; those that were committed, by this run, or had nothing to commit."""
+        moving = [batch for batch in batches if batch.moves()]
+        try:
+            # A topic that was deleted and made again while it was read gave messages of another one.
+            ids = self._sources.ids([batch.topic for batch in moving]) if moving else {}
+        except BaseException:
+            self._discard(moving)
+            raise
+        same = [batch for batch in moving if ids.get(batch.topic) == batch.source.topic_id]
+        self._discard(batch for batch in moving if ids.get(batch.topic) != batch.source.topic_id)
+        done = self._pool.map(self._commit_one, same)
+        still = [batch for batch in batches if not batch.moves()]
+        return [*still, *(batch for batch, is_done in zip(same, done, strict=True) if is_done)]
+
+    def _discard(self, batches: Iterable[TopicBatch]) -> None:
+        """Delete the files of topics for which no commit was tried; whatever fails at it is left to the vacuum."""
+        written = [batch for batch in batches if batch.reports]
+        try:
+            for _done in self._pool.map(TopicBatch.discard, written):
+                self._context.progress()
+        except Exception as error:
+            _logger.info("pipeline %s: files of a failed batch stay: %s", self._pipeline.name, reason_of(error))
+
+    def _commit_one(self, batch: TopicBatch) -> bool:
+        try:
+            done = batch.commit()
+            self._context.progress()
+            return done
+        except StalePlan as stale:
+            _logger.info("pipeline %s: another run landed %s: %s", self._pipeline.name, batch.topic, stale)
+            return False
+
+    def _tidy(self, batches: Iterable[TopicBatch]) -> None:
+        """Once in an hour, when there is nothing else to do: make the small files of hours that are over large."""
+        hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+        due = [batch for batch in batches if self._tidied.get(batch.topic) != hour]
+        if self._settings.compact and due:
+            list(self._pool.map(lambda batch: self._tidy_one(batch, hour), due))
+
+    def _tidy_one(self, batch: TopicBatch, hour: datetime) -> None:
+        if self._context.stopping.is_set():
+            return
+        try:
+            batch.table.compact(before=hour, progress=self._context.progress)
+            batch.table.vacuum()
+            self._context.progress()
+        except (MillstreamError, DeltaError, OSError) as error:
+            # Nothing depends on it, and the next hour tries again.
+            _logger.warning("pipeline %s: table %s was not compacted: %s", self._pipeline.name, batch.topic, error)
+        self._tidied[batch.topic] = hour
+
+    def _tell_group(self, batches: Sequence[TopicBatch]) -> None:
+        """Show the progress as offsets of the group; the tables alone say where the next batch begins."""
+        offsets = {batch.topic: {number: span.end for number, span in batch.spans.items()} for batch in batches}
+        if not offsets:
+            return
+        by_id = {batch.source.topic_id: offsets[batch.topic] for batch in batches}
+        link = self._sources.link
+        try:
+            if self._context.lake_is_shared or self._settings.lake:
+                link.call(tell_landed(link.client, self._pipeline, by_id))
+            link.call(commit_plainly(link.client, self._pipeline.group, offsets, self._context.member()))
+        except MillstreamError as error:
+            _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)

@@ -1,0 +1,94 @@
+"""What one batch lands, cut into tasks: offset ranges laid end to end and cut into pieces of equal size.
+
+So a partition with much is shared by several tasks, and a hundred small topics need no more tasks than a large one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from typing import Final
+
+from millstream.pipelines.jobs.land.sources import Source
+
+FILE_BYTES: Final = 128 * 1024 * 1024
+"""How much a task takes at most: it becomes a file, or one for each topic."""
+
+TASK_BYTES_MIN: Final = 8 * 1024 * 1024
+"""Less than this is not shared by two tasks, which would each pay for being started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Offsets of one partition that one task lands, the last not included."""
+
+    topic: str
+    partition: int
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """How far a table goes in one partition, and where the batch takes it."""
+
+    start: int | None
+    """The next offset that the table says, None when it says nothing of this partition yet."""
+    first: int
+    """The first offset that is read: later than the start if retention was faster, or if nothing was landed before."""
+    end: int
+
+    @property
+    def lost(self) -> int:
+        """Offsets that were never landed and are gone."""
+        return 0 if self.start is None else self.first - self.start
+
+    def __len__(self) -> int:
+        return max(0, self.end - self.first)
+
+
+def spans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> dict[int, Span]:
+    """What there is to land of a topic, by partition, given the next offsets of its table."""
+    found = {}
+    for number, end in source.end.items():
+        start = landed.get(number)
+        # Partitions that a topic got later begin with their first message, whatever was said for the topic.
+        first = end if start is None and from_latest and not landed else source.first[number]
+        begin = max(first, start if start is not None else 0)
+        found[number] = Span(start, begin, max(begin, end))
+    return found
+
+
+def stretches(topic: str, wanted: Mapping[int, Span]) -> list[Stretch]:
+    """What is read of a topic."""
+    return [Stretch(topic, number, span.first, span.end) for number, span in sorted(wanted.items()) if len(span)]
+
+
+def tasks(wanted: Sequence[Stretch], message_bytes: Mapping[str, float], *, parallelism: int) -> list[list[Stretch]]:
+    """Share stretches out: as many tasks as run at a time, or more if they would be too large."""
+    sizes = [len(one) * message_bytes[one.topic] for one in wanted]
+    total = sum(sizes)
+    if not total:
+        return []
+    count = ceil(total / min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism)))
+    shared: list[list[Stretch]] = [[]]
+    room = total / count
+    for one, size in zip(wanted, sizes, strict=True):
+        rest = one
+        # The last task takes whatever is left.
+        while size > room and len(shared) < count:
+            taken = int(len(rest) * room / size)
+            if taken:
+                shared[-1].append(Stretch(rest.topic, rest.partition, rest.start, rest.start + taken))
+                size -= size * taken / len(rest)
+                rest = Stretch(rest.topic, rest.partition, rest.start + taken, rest.end)
+            shared.append([])
+            room = total / count
+        if len(rest):
+            shared[-1].append(rest)
+            room -= size
+    return [task for task in shared if task]

@@ -1,0 +1,135 @@
+"""The topics that are landed, as they are now: their ids, and how far each partition reaches."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.core.errors import OffsetOutOfRange, UnknownTopic
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.pipelines.source.link import Link, link_to
+from millstream.pipelines.source.position import OFFSET_EARLIEST, OFFSET_LATEST
+from millstream.protocol.records.decoder import find_batches
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import TopicMetadata
+from millstream.protocol.wire.fetching import READ_COMMITTED
+from millstream.protocol.wire.offset_listing import Listed, ListedOffset
+from millstream.protocol.wire.refusal import refusal
+
+_CLIENT_ID: Final = "millstream-land"
+_TIMEOUT_S: Final = 60.0
+_ASKED_AT_ONCE: Final = 16
+_SAMPLE_BYTES: Final = 64 * 1024
+MESSAGE_BYTES: Final = 1000.0
+"""What a message is taken to have while none was seen."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One topic. A topic of the same name that was made later has another id, and is another source."""
+
+    topic: str
+    topic_id: str
+    first: Mapping[int, int]
+    """By partition, the first offset that is still there."""
+    end: Mapping[int, int]
+    """By partition, the offset after the last message that is committed."""
+
+
+class Sources:
+    """Asks the brokers about the topics of a pipeline."""
+
+    def __init__(self, brokers: str, names: Collection[str], pattern: str) -> None:
+        self._brokers = brokers
+        self._names = list(names)
+        self._pattern = re.compile(pattern) if pattern else None
+
+    @property
+    def link(self) -> Link:
+        """The connection of this process."""
+        return link_to(self._brokers, client_id=_CLIENT_ID, timeout_s=_TIMEOUT_S, patience_s=_TIMEOUT_S)
+
+    def now(self) -> list[Source]:
+        """The topics that there are now, by name; those that are missing are left out."""
+        return self.link.call(_found(self.link.client, self._names, self._pattern))
+
+    def missing(self, found: Iterable[Source]) -> list[str]:
+        """The topics that are named and are not there."""
+        there = {source.topic for source in found}
+        return [name for name in self._names if name not in there]
+
+    def ids(self, topics: Collection[str]) -> dict[str, str]:
+        """The ids of topics as they are now, those that are there."""
+        found = self.link.call(self.link.client.metadata(topics))
+        return {name: str(topic.topic_id) for name, topic in found.topics.items()}
+
+    def message_bytes(self, source: Source) -> float | None:
+        """About how long a message of a topic is where it is stored, by its first ones; None if none can be seen."""
+        partition = max(source.end, key=lambda number: source.end[number] - source.first[number])
+        start = source.first[partition]
+        if source.end[partition] <= start:
+            return None
+        client = self.link.client
+        try:
+            answer = self.link.call(
+                client.fetch(source.topic, partition, start, max_bytes=_SAMPLE_BYTES, isolation=READ_COMMITTED)
+            )
+        except OffsetOutOfRange:
+            # Retention has deleted it since. The tasks go on without it, and so does this.
+            return None
+        batches = find_batches(answer.records)
+        if batches.next_offset is None or batches.next_offset <= start:
+            return None
+        return max(1.0, len(answer.records) / (batches.next_offset - start))
+
+
+async def _found(client: Client, names: list[str], pattern: re.Pattern[str] | None) -> list[Source]:
+    answer = await client.metadata(None if pattern is not None else names)
+    for name in names:
+        if name in answer.errors:
+            error = refusal(answer.errors[name], None, about=f"topic {name!r}")
+            if not isinstance(error, UnknownTopic):
+                raise error
+    wanted = [
+        topic
+        for name, topic in sorted(answer.topics.items())
+        if pattern is None or (pattern.fullmatch(name) and not topic.is_internal)
+    ]
+    places = [TopicPartition(topic.name, PartitionIndex(number)) for topic in wanted for number in topic.partitions]
+    firsts = await client.list_offsets_of(dict.fromkeys(places, OFFSET_EARLIEST))
+    ends = await client.list_offsets_of(dict.fromkeys(places, OFFSET_LATEST), isolation=READ_COMMITTED)
+    limit = asyncio.Semaphore(_ASKED_AT_ONCE)
+    found = await asyncio.gather(*(_source(client, topic, firsts, ends, limit) for topic in wanted))
+    return [source for source in found if source is not None]
+
+
+async def _source(
+    client: Client, topic: TopicMetadata, firsts: Listed, ends: Listed, limit: asyncio.Semaphore
+) -> Source | None:
+    first, end = _offsets(topic, firsts), _offsets(topic, ends)
+    if first is None or end is None:
+        # A leader is away or has moved. Alone it is asked for until there is one.
+        async with limit:
+            try:
+                first, end = await _asked_alone(client, topic)
+            except UnknownTopic:
+                # It was deleted just now.
+                return None
+    return Source(topic=topic.name, topic_id=str(topic.topic_id), first=first, end=end)
+
+
+def _offsets(topic: TopicMetadata, listed: Listed) -> dict[int, int] | None:
+    found = {number: listed[TopicPartition(topic.name, PartitionIndex(number))] for number in topic.partitions}
+    offsets = {int(number): int(one.offset) for number, one in found.items() if isinstance(one, ListedOffset)}
+    return offsets if len(offsets) == len(found) else None
+
+
+async def _asked_alone(client: Client, topic: TopicMetadata) -> tuple[dict[int, int], dict[int, int]]:
+    numbers = list(topic.partitions)
+    first = await client.list_offsets(topic.name, dict.fromkeys(numbers, OFFSET_EARLIEST))
+    end = await client.list_offsets(topic.name, dict.fromkeys(numbers, OFFSET_LATEST), isolation=READ_COMMITTED)
+    return {number: int(one.offset) for number, one in first.items()}, {n: int(one.offset) for n, one in end.items()}

@@ -1,0 +1,158 @@
+"""What a task of landing does where it runs: fetch, decode and write files. Payloads never enter the JVM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Final
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.pipelines.jobs.land.decoding import Decoder
+from millstream.pipelines.jobs.land.inference import grown_by
+from millstream.pipelines.jobs.land.layout import RECORD_NAMES, column_of
+from millstream.pipelines.jobs.land.manifest import Report, to_arrow
+from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.jobs.land.reading import Reading, log_start
+from millstream.pipelines.lake.places import Place
+from millstream.pipelines.lake.task_writer import TaskWriter
+from millstream.pipelines.lake.written import Written
+from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
+from millstream.pipelines.source.ranges import Range
+from millstream.pipelines.source.rows import read_range
+from millstream.pipelines.source.shape import default_schema, shape_of
+
+_RENAMED: Final = {"timestampType": "timestamp_type"}
+_TOPICS_AT_ONCE: Final = 4
+_QUARANTINED: Final = ("partition", "offset", "timestamp", "key", "value", "headers")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """How the messages of one topic are landed in one batch."""
+
+    writer: TaskWriter
+    quarantine: TaskWriter
+    fields: pa.Schema = field(default_factory=lambda: pa.schema([]))
+    """The fields of payloads that have columns."""
+    decodes: bool = False
+    evolves: bool = False
+    """Whether fields that have no column are looked for, and numbers that their columns are too narrow for."""
+    fixed: Mapping[Place, str] = field(default_factory=dict)
+    """The places whose columns stay as narrow as they are, and why."""
+    left_out: Mapping[int, pa.Array] = field(default_factory=dict)
+    """By partition, the offsets of messages that are not landed, since they repeat others."""
+    skips_lost: bool = True
+    """Whether the topic is landed without what retention deletes before it is read, or has to be planned anew."""
+
+
+class LandTasks:
+    """The function of `mapInArrow`: it gets numbers of tasks, and gives reports."""
+
+    def __init__(self, brokers: str, tasks: Sequence[Sequence[Stretch]], works: Mapping[str, Work]) -> None:
+        self._brokers = brokers
+        self._tasks = tasks
+        self._works = works
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Do the tasks whose numbers come in."""
+        # While one topic waits for the broker or for the disk, another is worked on.
+        with ThreadPoolExecutor(_TOPICS_AT_ONCE, thread_name_prefix="landing") as pool:
+            for batch in batches:
+                for number in batch.column(0).to_pylist():
+                    by_topic = groupby(self._tasks[number], key=lambda one: one.topic)
+                    parts = [(topic, list(stretches)) for topic, stretches in by_topic]
+                    yield to_arrow(self._reports([pool.submit(self._land, *part) for part in parts]))
+
+    def _reports(self, landings: Sequence[Future[Report]]) -> list[Report]:
+        """What became of all topics; when one of them failed nobody hears of the others, whose files go as well."""
+        wait(landings)
+        try:
+            return [landing.result() for landing in landings]
+        except BaseException:
+            for report in (landing.result() for landing in landings if landing.exception() is None):
+                work = self._works[report.topic]
+                work.writer.discard(report.files)
+                work.quarantine.discard(report.quarantined)
+            raise
+
+    def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
+        work = self._works[topic]
+        landing = _Landing(topic, work)
+        options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
+        reading = Reading(lambda one: _records(one, options), log_start(options))
+        try:
+            for one in stretches:
+                for batch in reading.batches(one) if work.skips_lost else _records(one, options):
+                    landing.take(batch)
+            return landing.report(reading.lost)
+        except BaseException:
+            landing.abort()
+            raise
+
+
+class _Landing:
+    """Messages of one topic on their way into files; as soon as a field has no column, only into what is found."""
+
+    def __init__(self, topic: str, work: Work) -> None:
+        self._topic = topic
+        self._work = work
+        decoder = Decoder(work.fields, evolves=work.evolves, widens=True, fixed=work.fixed)
+        self._decoder = decoder if work.decodes else None
+        self._found = work.fields
+        self._rows = 0
+        self._files: list[Written] = []
+
+    def take(self, batch: pa.RecordBatch) -> None:
+        self._rows += batch.num_rows
+        batch = self._without_repeated(batch)
+        if self._decoder is None:
+            self._work.writer.write(batch)
+            return
+        decoded = self._decoder.decode(batch.column("value"))
+        if decoded.found != self._work.fields:
+            # What comes first decides no more than what comes last: partitions come in no order that means anything.
+            self._found = grown_by(self._work.fields, [self._found, decoded.found])
+        if self._found != self._work.fields:
+            return
+        columns = [*batch.columns, *decoded.columns.flatten()]
+        names = [*batch.schema.names, *map(column_of, self._work.fields.names)]
+        rows = pa.RecordBatch.from_arrays(columns, names=names)
+        if decoded.reasons.null_count == len(rows):
+            self._work.writer.write(rows)
+            return
+        fits = pc.is_null(decoded.reasons)
+        self._work.writer.write(rows.filter(fits))
+        refused = batch.select(_QUARANTINED).append_column("reason", decoded.reasons)
+        self._work.quarantine.write(refused.filter(pc.invert(fits)))
+
+    def _without_repeated(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        left_out = self._work.left_out.get(batch.column("partition")[0].as_py())
+        if left_out is None:
+            return batch
+        return batch.filter(pc.invert(pc.is_in(batch.column("offset"), left_out)))
+
+    def report(self, lost: int = 0) -> Report:
+        if self._found != self._work.fields:
+            self.abort()
+            return Report(topic=self._topic, rows=self._rows, lost=lost, fields=self._found)
+        self._files.extend(self._work.writer.close())
+        quarantined = tuple(self._work.quarantine.close())
+        files = tuple(self._files)
+        return Report(topic=self._topic, rows=self._rows, lost=lost, files=files, quarantined=quarantined)
+
+    def abort(self) -> None:
+        """Leave nothing behind that nobody will hear of."""
+        self._work.writer.abort()
+        self._work.quarantine.abort()
+        self._work.writer.discard(self._files)
+
+
+def _records(one: Stretch, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+    """The messages of a stretch, under the names that tables have."""
+    shape = shape_of(default_schema(options), options)
+    for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape):
+        yield batch.rename_columns([_RENAMED.get(name, name) for name in batch.schema.names])

@@ -1,0 +1,158 @@
+"""One topic in one batch of landing: where its table stands, what is read, by which columns, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+import pyarrow as pa
+
+from millstream.pipelines.jobs.land.inference import grown_by
+from millstream.pipelines.jobs.land.layout import field_of, table_schema
+from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.plan import Span, Stretch, stretches
+from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.jobs.land.task import Work
+from millstream.pipelines.lake.places import Place, narrower, retyped
+from millstream.pipelines.lake.rewriting import Run
+from millstream.pipelines.lake.table import LakeTable
+
+
+@dataclass(slots=True, kw_only=True)
+class TopicBatch:
+    """What a batch does with one topic."""
+
+    source: Source
+    table: LakeTable
+    spans: dict[int, Span]
+    fields: pa.Schema
+    """The fields of payloads that have columns, or are to get them by the commit."""
+    schema: pa.Schema | None = None
+    """The columns that the table has; None if there is none yet."""
+    fixed: dict[Place, str] = field(default_factory=dict)
+    """Fields of whole numbers whose columns stay so, and why."""
+    decodes: bool = False
+    evolves: bool = False
+    left_out: Mapping[int, pa.Array] = field(default_factory=dict)
+    """By partition, the offsets of messages that repeat others."""
+    is_remade: bool = False
+    """Whether the table has messages of another topic that had the name before, and none of this one yet."""
+    ids: pa.Array | None = None
+    """The ids of messages that do not; None when nobody asked."""
+    widened: int = 0
+    """How many columns take fractions from now on."""
+    reports: list[Report] = field(default_factory=list)
+
+    @property
+    def topic(self) -> str:
+        """Its name."""
+        return self.source.topic
+
+    @property
+    def rows(self) -> int:
+        """How many messages were read."""
+        return sum(report.rows for report in self.reports)
+
+    @property
+    def lag(self) -> int:
+        """How many offsets are left for the next batch."""
+        # A leader that has just taken over may tell an end that lies before what the table has.
+        return sum(max(0, self.source.end[number] - span.end) for number, span in self.spans.items())
+
+    def admit(self, ends: Mapping[int, int]) -> None:
+        """Go no further than this."""
+        self.spans = {number: Span(span.start, span.first, ends[number]) for number, span in self.spans.items()}
+
+    def stretches(self) -> list[Stretch]:
+        """What is read."""
+        return stretches(self.topic, self.spans)
+
+    def work(self, landed: datetime, attempt: str) -> Work:
+        """What tasks of an attempt have to know."""
+        topic_id = self.source.topic_id
+        return Work(
+            writer=self.table.writer(table_schema(self.fields), topic_id, landed=landed, attempt=attempt),
+            quarantine=self.table.quarantine_writer(topic_id, landed=landed, attempt=attempt),
+            fields=self.fields,
+            decodes=self.decodes,
+            evolves=self.evolves,
+            fixed=self.fixed,
+            left_out=self.left_out,
+            # A message that is gone by now may be the one for which others with its id are left out.
+            skips_lost=self.ids is None,
+        )
+
+    def widen(self, run: Run, bytes_max: int) -> None:
+        """Have the table take numbers that its columns are too narrow for, or find why it cannot."""
+        places = [] if self.schema is None else list(narrower(self.schema, table_schema(self.fields)))
+        if not places:
+            return
+        refused = {
+            (field_of(place[0]), *place[1:]): why for place, why in self._widened(places, run, bytes_max).items()
+        }
+        self.fixed.update(refused)
+        self.fields = retyped(self.fields, refused, pa.int64())
+        self.schema = self.table.schema()
+        self.widened += len(places) - len(refused)
+
+    def keep_narrow(self, why: str) -> None:
+        """Leave columns as they are that the table should have widened."""
+        places = [] if self.schema is None else narrower(self.schema, table_schema(self.fields))
+        refused = {(field_of(place[0]), *place[1:]): why for place in places}
+        self.fixed.update(refused)
+        self.fields = retyped(self.fields, refused, pa.int64())
+
+    def _widened(self, places: list[Place], run: Run, bytes_max: int) -> dict[Place, str]:
+        known = {place: self.fixed.get((field_of(place[0]), *place[1:])) for place in places}
+        refused = {place: why for place, why in known.items() if why is not None}
+        asked = [place for place in places if place not in refused]
+        return {**refused, **(self.table.widen(asked, run=run, bytes_max=bytes_max) if asked else {})}
+
+    def take(self, reports: Sequence[Report]) -> bool:
+        """Take what tasks told; False when they found new fields, so that all of it has to be done again with them."""
+        found = [report.fields for report in reports if report.fields is not None]
+        if found:
+            self.fields = grown_by(self.fields, found)
+            # Of this topic nothing is committed yet, and what others of its tasks wrote lacks what was found.
+            self._discard(reports)
+            return False
+        self.reports.extend(reports)
+        return True
+
+    def discard(self) -> None:
+        """Take back all that tasks wrote; only for a batch whose commit was never tried."""
+        self._discard(self.reports)
+        self.reports.clear()
+
+    def _discard(self, reports: Iterable[Report]) -> None:
+        for report in reports:
+            self.table.discard(report.files, report.quarantined)
+
+    def moves(self) -> dict[tuple[str, int], tuple[int, int]]:
+        """From where to where the table goes, for partitions in which it goes anywhere."""
+        return {
+            (self.source.topic_id, number): (span.first if span.start is None else span.start, span.end)
+            for number, span in self.spans.items()
+            if span.start is None or span.end > span.start
+        }
+
+    def commit(self) -> bool:
+        """Have the table take everything; False when another run did, and its own work goes to the vacuum."""
+        files = [file for report in self.reports for file in report.files]
+        quarantined = [file for report in self.reports for file in report.quarantined]
+        return self.table.commit(files, self.moves(), schema=table_schema(self.fields), quarantined=quarantined)
+
+    def counts(self) -> dict[str, int]:
+        """What it did, in numbers."""
+        files = [file for report in self.reports for file in report.files]
+        quarantined = [file for report in self.reports for file in report.quarantined]
+        return {
+            "files": len(files) + len(quarantined),
+            "bytes": sum(file.bytes for file in (*files, *quarantined)),
+            "quarantined": sum(file.rows for file in quarantined),
+            "duplicates": sum(map(len, self.left_out.values())),
+            "remade": int(self.is_remade),
+            "widened": self.widened,
+            "lost": sum(span.lost for span in self.spans.values()) + sum(report.lost for report in self.reports),
+        }

@@ -1,0 +1,201 @@
+"""The rules of one topic, all of them asked in one pass over its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, reduce
+from typing import Any, Final
+
+import numpy as np
+
+from millstream.pipelines.jobs.route.condition import Condition, Handle, Source, compile_condition
+from millstream.pipelines.jobs.route.span import Rows, Span, Spans
+from millstream.protocol.filter.batch import DecodedBatch
+from millstream.protocol.filter.node import Column, Header, Kind, Payload, Value
+from millstream.protocol.filter.uses import Uses
+
+RULE_SETS_KEPT: Final = 64
+"""How many sets a process keeps compiled; each topic of a route is one."""
+
+_KINDS: Final[dict[Kind, tuple[type, ...]]] = {Kind.TEXT: (str,), Kind.NUMBER: (int, float)}
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Where messages go for which a condition holds; an empty condition holds for all."""
+
+    condition: str
+    targets: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Index:
+    """The conditions that name values of one field."""
+
+    by_value: dict[Value, list[int]] = field(default_factory=dict)
+    members: list[int] = field(default_factory=list)
+
+
+class Picked(DecodedBatch):
+    """Some rows of a batch."""
+
+    def __init__(self, batch: DecodedBatch, rows: Sequence[int]) -> None:
+        super().__init__(topic=batch.topic, partition=batch.partition, uses=Uses())
+        self._batch = batch
+        self._rows = rows
+        self._picked: dict[Source, list[Any]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def column(self, source: Column | Header | Payload) -> list[Any]:
+        """The values of one source, for these rows."""
+        known = self._picked.get(source)
+        if known is None:
+            whole = self._batch.column(source)
+            known = self._picked[source] = [whole[row] for row in self._rows]
+        return known
+
+    def _offsets(self) -> list[int]:
+        return self.column(Column("offset", Kind.NUMBER))
+
+    def _timestamps_ms(self) -> list[int]:
+        return [at // 1000 for at in self.column(Column("timestamp", Kind.TIMESTAMP))]
+
+    def _keys(self) -> list[str | None]:
+        return self.column(Column("key", Kind.TEXT))
+
+    def _payloads(self) -> Sequence[bytes | None]:
+        raise NotImplementedError("fields are taken from the batch that rows were picked of")
+
+    def _headers(self, name: str) -> list[str | None]:
+        return self.column(Header(name))
+
+
+class RuleSet:
+    """Rules, compiled and grouped by what they name."""
+
+    def __init__(self, ways: Sequence[Way]) -> None:
+        targets: dict[str, set[str]] = {}
+        self._everything: set[str] = set()
+        for way in ways:
+            if way.condition:
+                targets.setdefault(way.condition, set()).update(way.targets)
+            else:
+                self._everything.update(way.targets)
+        self._conditions: list[Condition] = [compile_condition(text) for text in targets]
+        self._targets = [tuple(sorted(named)) for named in targets.values()]
+        self._indexes: dict[tuple[Source, Kind], _Index] = {}
+        self._spans: dict[Payload, Spans] = {}
+        self._whole: set[int] = set()
+        """Conditions that say nothing but what they are looked up by."""
+        self._others: list[int] = []
+        for number, condition in enumerate(self._conditions):
+            self._add(number, condition)
+        self.uses: Uses = reduce(Uses.__or__, (one.filter.uses for one in self._conditions), Uses())
+        """What all of them read together."""
+
+    def matches(self, batch: DecodedBatch) -> dict[str, Rows]:
+        """For every target that gets something, which messages it gets, in their order."""
+        found: dict[str, list[Rows]] = {target: [np.arange(len(batch))] for target in self._everything}
+        for number, rows in self._matching(batch):
+            for target in self._targets[number]:
+                found.setdefault(target, []).append(rows)
+        # Several rules may send a message to the same target, which gets it once.
+        return {target: _together(several, len(batch)) for target, several in found.items()}
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    def _add(self, number: int, condition: Condition) -> None:
+        handle = condition.handle
+        if handle is not None and handle.is_all:
+            self._whole.add(number)
+        match handle:
+            case None:
+                self._others.append(number)
+            case Span():
+                self._spans.setdefault(handle.source, Spans()).add(number, handle)
+            case Handle():
+                index = self._indexes.setdefault((handle.source, handle.kind), _Index())
+                index.members.append(number)
+                for value in dict.fromkeys(handle.values):
+                    index.by_value.setdefault(value, []).append(number)
+
+    def _matching(self, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
+        for number in self._others:
+            yield from self._ask_all(number, batch)
+        for (source, kind), index in self._indexes.items():
+            yield from self._looked_up(batch, source, kind, index)
+        for source, spans in self._spans.items():
+            yield from self._between(batch, source, spans)
+
+    def _looked_up(self, batch: DecodedBatch, source: Source, kind: Kind, index: _Index) -> Iterator[tuple[int, Rows]]:
+        groups, odd = _grouped(batch.column(source), _KINDS[kind], index.by_value)
+        for value, rows in groups.items():
+            picked = Picked(batch, rows)
+            for number in index.by_value[value]:
+                yield from self._ask(number, picked, rows, is_sure=number in self._whole)
+        yield from self._ask_odd(index.members, batch, odd)
+
+    def _between(self, batch: DecodedBatch, source: Payload, spans: Spans) -> Iterator[tuple[int, Rows]]:
+        found, odd = spans.within(batch.column(source))
+        for number, rows in found:
+            if number in self._whole:
+                yield number, rows
+            elif 2 * rows.size > len(batch):
+                # To pick most of a batch takes longer than to ask about all of it. The odd ones are in that.
+                yield from self._ask_all(number, batch)
+            else:
+                chosen = rows.tolist()
+                yield from self._ask(number, Picked(batch, chosen), chosen, is_sure=False)
+        yield from self._ask_odd(spans.members, batch, odd)
+
+    def _ask_all(self, number: int, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
+        rows = np.flatnonzero(self._conditions[number].filter.matches(batch))
+        if rows.size:
+            yield number, rows
+
+    def _ask_odd(self, members: Sequence[int], batch: DecodedBatch, odd: Sequence[int]) -> Iterator[tuple[int, Rows]]:
+        if odd:
+            picked = Picked(batch, odd)
+            for number in members:
+                yield from self._ask(number, picked, odd, is_sure=False)
+
+    def _ask(self, number: int, picked: Picked, rows: Sequence[int], *, is_sure: bool) -> Iterator[tuple[int, Rows]]:
+        numbers: Rows = np.array(rows, np.int64)
+        if not is_sure:
+            numbers = numbers[self._conditions[number].filter.matches(picked)]
+        if numbers.size:
+            yield number, numbers
+
+
+@lru_cache(maxsize=RULE_SETS_KEPT)
+def rule_set(ways: tuple[Way, ...]) -> RuleSet:
+    """The rules, compiled once in a process however many batches there are."""
+    return RuleSet(ways)
+
+
+def _together(several: Sequence[Rows], size: int) -> Rows:
+    """All of several, in their order and once each."""
+    if len(several) == 1:
+        return several[0]
+    is_among = np.zeros(size, np.bool_)
+    for rows in several:
+        is_among[rows] = True
+    return np.flatnonzero(is_among)
+
+
+def _grouped(
+    column: Sequence[Any], kinds: tuple[type, ...], wanted: dict[Value, list[int]]
+) -> tuple[dict[Value, list[int]], list[int]]:
+    """The rows of each wanted value, and those whose value is of another kind."""
+    groups: dict[Value, list[int]] = {}
+    odd: list[int] = []
+    for row, value in enumerate(column):
+        if type(value) in kinds:
+            if value in wanted:
+                groups.setdefault(value, []).append(row)
+        elif value is not None:
+            odd.append(row)
+    return groups, odd

@@ -1,0 +1,59 @@
+"""The rows of a statement as messages.
+
+A statement that gives a column `value` writes messages as they are: `value`, and `key`, `headers`, `partition` and
+`timestamp` if it gives them. Of any other, the columns are the fields of a JSON object in the value, except `key`,
+which is the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from millstream.core.errors import InvalidSetting
+from millstream.pipelines.jobs.batch_loop import PART_SCHEMA, as_row
+from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.source.attempt import write_part
+from millstream.pipelines.source.options import WriteOptions
+from millstream.pipelines.source.parts import Batch
+from millstream.pipelines.source.writer import check_columns
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+_AS_THEY_ARE = ("binary", "string", "void")
+
+
+def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
+    """The frame with the columns of messages; raise `InvalidSetting` if it cannot be written."""
+    twice = [name for name in frame.columns if [one.lower() for one in frame.columns].count(name.lower()) > 1]
+    if twice:
+        raise InvalidSetting(f"the statement gives two columns {twice[0]!r}; name one of them otherwise with AS")
+    if "value" not in frame.columns:
+        from pyspark.sql import functions
+
+        kinds = dict(frame.dtypes)
+        names = [name for name in frame.columns if name != "key"]
+        if not names:
+            raise InvalidSetting("the statement gives a key and nothing else; give it a column `value`, or others")
+        columns = [functions.to_json(functions.struct(*(f"`{name}`" for name in names))).alias("value")]
+        if "key" in frame.columns:
+            key = functions.col("key")
+            columns.insert(0, key if kinds["key"] in _AS_THEY_ARE else key.cast("string").alias("key"))
+        frame = frame.select(*columns)
+    check_columns(frame.schema, options)
+    return frame
+
+
+def written(frame: DataFrame, options: WriteOptions, batch: Batch) -> DataFrame:
+    """The parts that the tasks of a job write, as rows."""
+    return frame.mapInArrow(Marked(_writing(options, batch)), PART_SCHEMA)
+
+
+def _writing(options: WriteOptions, batch: Batch) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    def write(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        yield from as_row(write_part(options, batch, iter(batches)))
+
+    return write

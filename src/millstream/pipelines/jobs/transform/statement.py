@@ -1,0 +1,146 @@
+"""The SELECT statement of a transform: what it reads, and errors that point at the place where it is broken.
+
+Spark's own parser takes it apart, so whatever Spark can run can be said.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.select_statement import read_select
+from millstream.core.text_place import place_in
+
+if TYPE_CHECKING:
+    from pyspark.errors import PySparkException
+    from pyspark.sql import SparkSession
+
+T = TypeVar("T")
+
+_RELATION: Final = "UnresolvedRelation"
+_WITH: Final = "UnresolvedWith"
+_FUNCTION: Final = "UnresolvedFunction"
+_STAR: Final = "UnresolvedStar"
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """A statement, and what it reads."""
+
+    text: str
+    topics: tuple[str, ...]
+    tables: tuple[str, ...]
+    """Lake tables, which are named so in the settings."""
+    has_star: bool = False
+    """Whether it takes columns that it does not name."""
+
+
+def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> Statement:
+    """Find out what a statement reads; raise `InvalidSetting` with Spark's message and the place if it is broken."""
+    text = read_select(text).text
+    parser: Any = spark._jsparkSession.sessionState().sqlParser()
+    plan = told_plainly(text, lambda: parser.parseQuery(text))
+    own: set[str] = set()
+    found: dict[str, bool] = {}
+    for name, is_hidden in _relations(plan, own, is_hidden=False):
+        found[name] = is_hidden or found.get(name, False)
+    read = [name for name in found if name.lower() not in own]
+    topics = tuple(name for name in read if name not in tables)
+    if not topics:
+        raise InvalidSetting("the statement reads no topic: topics stand in it as tables, by their names")
+    for name in topics:
+        if found[name]:
+            # It would be looked at batch by batch, which is never what is meant.
+            raise InvalidSetting(f"the topic {name!r} stands within a condition or a column; join it instead")
+    return Statement(text, topics, tuple(name for name in read if name in tables), _has_star(plan))
+
+
+def elements(listed: Any) -> list[Any]:
+    """A sequence of Scala as a list."""
+    return [listed.apply(number) for number in range(listed.size())]
+
+
+def _relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[str, bool]]:
+    """The names that a parsed statement reads from, and whether they stand within an expression."""
+    kind = plan.nodeName()
+    if kind == _RELATION:
+        yield _name(elements(plan.multipartIdentifier())), is_hidden
+    if kind == _WITH:
+        for named in elements(plan.cteRelations()):
+            # Names of one's own are found without regard to capital letters, as all names of SQL.
+            own.add(named._1().lower())
+            yield from _relations(named._2(), own, is_hidden=is_hidden)
+    for child in elements(plan.children()):
+        yield from _relations(child, own, is_hidden=is_hidden)
+    for within in elements(plan.subqueries()):
+        yield from _relations(within, own, is_hidden=True)
+
+
+def _has_star(plan: Any) -> bool:
+    within = (
+        [plan.child(), *(named._2() for named in elements(plan.cteRelations()))] if plan.nodeName() == _WITH else []
+    )
+    return (
+        any(_is_star(one) for one in elements(plan.expressions()))
+        or any(_has_star(child) for child in elements(plan.children()))
+        or any(_has_star(one) for one in within)
+    )
+
+
+def _is_star(expression: Any) -> bool:
+    kind = expression.nodeName()
+    if kind == _FUNCTION and [part.lower() for part in elements(expression.nameParts())] == ["count"]:
+        # It counts rows, whatever they have.
+        return False
+    return kind.startswith(_STAR) or any(_is_star(child) for child in elements(expression.children()))
+
+
+def _name(parts: list[str]) -> str:
+    if len(parts) > 1:
+        joined = ".".join(parts)
+        raise InvalidSetting(f"write `{joined}` in backquotes if that is the name of a topic or a table")
+    return parts[0]
+
+
+def told_plainly(text: str, work: Callable[[], T]) -> T:
+    """Do something with a statement; what Spark says against it becomes an `InvalidSetting` that shows the place."""
+    from pyspark.errors import AnalysisException, ParseException
+
+    # It would tell the same once more, with the traces of two languages.
+    logging.getLogger("SQLQueryContextLogger").disabled = True
+    try:
+        return work()
+    except (AnalysisException, ParseException) as error:
+        raise InvalidSetting(_said(text, error)) from None
+
+
+def _said(text: str, error: PySparkException) -> str:
+    message = str(error)
+    for end in ("\n\n== SQL", ";\n", "\n== SQL", " SQLSTATE"):
+        message = message.partition(end)[0]
+    place = _place(text, error)
+    return f"{message.strip()}{place}"
+
+
+def _place(text: str, error: PySparkException) -> str:
+    start = _start(text, error)
+    if start is None:
+        return ""
+    place = place_in(text, start, start + 1)
+    return f"\nline {place.line}, column {place.column}:\n{place.picture}"
+
+
+def _start(text: str, error: PySparkException) -> int | None:
+    """Where in the text it is, as far as Spark says so."""
+    for context in error.getQueryContext() or ():
+        if context.fragment() and context.fragment() in text:
+            return int(context.startIndex())
+    found = re.search(r"line (\d+),? pos (\d+)", str(error))
+    if found is None:
+        return None
+    lines = text.splitlines(keepends=True)
+    return sum(map(len, lines[: int(found[1]) - 1])) + int(found[2])

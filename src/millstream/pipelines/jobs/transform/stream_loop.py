@@ -1,0 +1,210 @@
+"""A statement that remembers messages, as a stream of Spark: its state and its progress are in a checkpoint.
+
+Rows are written exactly once, by the same commit as those of batches: it is known by the checkpoint's own id and the
+number of the batch, which Spark repeats with the same messages and the same state if it has no record of its end. The
+offsets of the group are part of that commit. So a statement that is changed, whose state is empty, begins exactly where
+the one before it ended; and so does one whose checkpoint is lost, or is not where the pipeline is any more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
+
+from millstream.core.pipeline import LATEST, SKIP, Pipeline, TransformSettings
+from millstream.pipelines.jobs.batch_loop import CLIENT_ID, BatchLoop, skipping, stream_of
+from millstream.pipelines.jobs.group_offsets import commit_plainly
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.pipelines.jobs.transform.output_rows import as_messages
+from millstream.pipelines.jobs.transform.prepared import Prepared
+from millstream.pipelines.jobs.transform.statement import told_plainly
+from millstream.pipelines.jobs.transform.stream_checkpoint import Ends, StreamCheckpoint, read_offsets
+from millstream.pipelines.jobs.transform.stream_writing import StreamWriting
+from millstream.pipelines.jobs.transform.topic_view import TopicView, decoding
+from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.source.options import BROKERS
+from millstream.pipelines.source.ranges import ranges_between
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.streaming.query import StreamingQuery
+
+_logger = logging.getLogger(__name__)
+
+WAIT_S: Final = 1
+TABLES_S: Final = 30.0
+"""How long a stream goes on at least before it is begun anew for the sake of a table that has changed."""
+
+
+class StreamLoop:
+    """One stream, started with the first step; steps look at what it did."""
+
+    def __init__(
+        self, pipeline: Pipeline, context: JobContext, settings: TransformSettings, prepared: Prepared
+    ) -> None:
+        self._pipeline = pipeline
+        self._context = context
+        self._settings = settings
+        self._prepared = prepared
+        self._loop = BatchLoop(pipeline, context, settings)
+        self._checkpoint = StreamCheckpoint(prepared.stream_folder / "checkpoint")
+        self._query: StreamingQuery | None = None
+        self._writing: StreamWriting | None = None
+        self._began = 0.0
+        self._ends: Ends = {}
+        self._seen = -1
+        self._told: Counter[str] = Counter()
+        self._counted: Counter[str] = Counter()
+        """What streams have counted that were begun anew since."""
+
+    def step(self) -> Step:
+        """Wait for the stream to do something, and tell it."""
+        if self._query is None:
+            self._query = self._start()
+        self._wait(self._query)
+        rows = self._take_progress(self._query)
+        lag = sum(map(len, ranges_between(self._ends, self._latest())))
+        if rows or not lag:
+            self._follow_tables()
+        return Step(rows=rows, lag=lag, counts=self._counts(), is_open=lag > 0 and not rows)
+
+    def close(self) -> None:
+        """Stop the stream; what it was doing is done again."""
+        if self._writing is not None:
+            # First, since Spark does not wait for what it has called: whoever goes on asks how far this one came.
+            self._writing.close()
+            self._counted += self._writing.counts()
+            self._writing = None
+        if self._query is not None:
+            self._query.stop()
+            self._query = None
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    def _wait(self, query: StreamingQuery) -> None:
+        from pyspark.errors import StreamingQueryException
+
+        try:
+            query.awaitTermination(WAIT_S)
+        except StreamingQueryException as error:
+            # What went wrong here is told as it is; Spark has only heard that something did.
+            raise (self._writing and self._writing.failure) or error from None
+
+    def _start(self) -> StreamingQuery:
+        self._ends = self._beginnings()
+        for topic, view in self._prepared.views.items():
+            self._prepared.marked(topic, self._stream(topic, view)).createOrReplaceTempView(f"`{topic}`")
+        frame = as_messages(self._prepared.frame(), self._prepared.options)
+        query_id: Future[str] = Future()
+        stream = stream_of(self._pipeline.pipeline_id)
+        self._writing = StreamWriting(self._loop, self._prepared.options, self._checkpoint, query_id, stream)
+        if self._settings.on_lost == SKIP:
+            first = {topic: dict(numbers) for topic, numbers in self._ends.items()}
+            self._writing.lost = lambda number, ends: self._lost(first, number, ends)
+        writer = (
+            frame.writeStream.foreachBatch(self._writing)
+            .option("checkpointLocation", str(self._checkpoint.folder))
+            .outputMode(self._prepared.output_mode)
+            .queryName(f"{self._pipeline.name}-{self._pipeline.pipeline_id}")
+        )
+        _make_active(self._prepared.spark)
+        query = told_plainly(self._settings.sql, writer.start)
+        query_id.set_result(str(query.id))
+        self._began = time.monotonic()
+        self._seen = -1
+        return query
+
+    def _beginnings(self) -> Ends:
+        """Where the pipeline is, and a stream without a checkpoint begins."""
+        survey = self._loop.survey(self._prepared.statement.topics)
+        there = survey.partitions()
+        link, group = self._loop.link, self._pipeline.group
+        committed = self._loop.committed()
+        query = self._checkpoint.query_id()
+        if self._checkpoint.set_aside_unless_at(committed, last_batch=self._loop.last_batch(query) if query else -1):
+            _logger.warning(
+                "a stream begins anew with an empty state: its checkpoint is not where the pipeline is",
+                extra={"pipeline": self._pipeline.name, "folder": str(self._checkpoint.folder)},
+            )
+        first = survey.latest(there) if self._settings.start == LATEST else survey.earliest(there)
+        ends = {
+            topic: {number: committed.get(topic, {}).get(number, first[topic][number]) for number in numbers}
+            for topic, numbers in there.items()
+        }
+        if self._settings.start == LATEST and not all(topic in committed for topic in ends):
+            # Else what comes before the first batch would be skipped by a run that begins at the end again.
+            link.call(commit_plainly(link.client, group, ends, self._context.member()))
+        return ends
+
+    def _stream(self, topic: str, view: TopicView) -> DataFrame:
+        stream = (
+            self._prepared.spark.readStream.format("millstream")
+            .option(BROKERS, self._context.brokers)
+            .option("kafka.client.id", CLIENT_ID)
+            .option("subscribe", topic)
+            .option("startingOffsets", json.dumps({topic: self._ends[topic]}))
+            .option("maxOffsetsPerTrigger", str(self._settings.batch_max))
+            .option("columns", ",".join(view.records))
+            .option("failOnDataLoss", str(self._settings.on_lost != SKIP).lower())
+            .load()
+        )
+        return stream.mapInArrow(Marked(decoding(view, self._prepared.notebook)), view.schema)
+
+    def _counts(self) -> dict[str, int]:
+        """What was counted since the last step."""
+        now = self._counted + (self._writing.counts() if self._writing is not None else Counter())
+        now["undecoded"] = sum(one.undecoded for one in self._prepared.notebook.read().values())
+        new = {what: number - self._told[what] for what, number in now.items()}
+        self._told = now
+        return new
+
+    def _follow_tables(self) -> None:
+        """Begin anew, with the same checkpoint, if a table has changed: Spark reads it once for each stream."""
+        if time.monotonic() - self._began > TABLES_S and any(table.has_changed() for table in self._prepared.tables):
+            self.close()
+
+    def _take_progress(self, query: StreamingQuery) -> int:
+        new = [one for one in query.recentProgress if one.batchId > self._seen]
+        rows = 0
+        for one in new:
+            if one.numInputRows:
+                # While there is nothing to do Spark tells of that under the number of the batch that comes next.
+                self._seen = one.batchId
+            rows += one.numInputRows
+            for source in one.sources:
+                for topic, numbers in (read_offsets(source.endOffset) if source.endOffset else {}).items():
+                    self._ends.setdefault(topic, {}).update(numbers)
+        return rows
+
+    def _lost(self, first: Ends, number: int, ends: Ends) -> int:
+        """How many offsets of a batch retention has deleted unread, which Spark was told to go on without."""
+        before = self._checkpoint.ends(number - 1) if number else first
+        start = {
+            topic: {one: offset for one, offset in before.get(topic, {}).items() if one in numbers}
+            for topic, numbers in ends.items()
+        }
+        earliest = self._loop.survey(list(start)).earliest({topic: list(numbers) for topic, numbers in start.items()})
+        there = {
+            topic: {one: min(offset, ends[topic][one]) for one, offset in numbers.items()}
+            for topic, numbers in earliest.items()
+        }
+        return skipping(start, there)[1]
+
+    def _latest(self) -> Mapping[str, Mapping[int, int]]:
+        survey = self._loop.survey(self._prepared.statement.topics)
+        latest = survey.latest(survey.partitions())
+        for topic, numbers in latest.items():
+            for number in numbers:
+                self._ends[topic].setdefault(number, 0)
+        return latest
+
+
+def _make_active(spark: SparkSession) -> None:
+    """Spark looks for formats written in Python in the session of the thread, and only its first thread has one."""
+    jvm: Any = spark._jvm
+    spark._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)

@@ -1,0 +1,187 @@
+"""A topic as a view of SQL: the columns of its records, and the fields of its payloads beside them.
+
+A field whose name a record has too, such as `key` or `timestamp`, stands as `payload_key`; names are compared without
+regard to capital letters, as SQL does. `payload` has all fields, and `payload_error` says why they could not be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Final
+
+import pyarrow as pa
+from pyspark.sql.pandas.types import to_arrow_type
+from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
+
+from millstream.pipelines.jobs.batch_loop import CLIENT_ID, numbers_of
+from millstream.pipelines.jobs.findings import Finding, Notebook
+from millstream.pipelines.jobs.land.decoding import Decoded, Decoder
+from millstream.pipelines.jobs.transform.payload_schema import to_arrow
+from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.source.options import BROKERS, read_options
+from millstream.pipelines.source.ranges import Range
+from millstream.pipelines.source.rows import read_range
+from millstream.pipelines.source.shape import TYPES, Column, Shape
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+Rows = Iterator[pa.RecordBatch]
+
+CLASH_PREFIX: Final = "payload_"
+DOCUMENT: Final = "payload"
+"""The column that has all fields of the payload."""
+ERROR: Final = "payload_error"
+"""The column that says why a payload could not be read, and is NULL where it could."""
+
+
+class Origin(Enum):
+    """What of a message a column is."""
+
+    RECORD = auto()
+    ERROR = auto()
+    """Why the payload could not be read."""
+    DOCUMENT = auto()
+    """All fields of the payload."""
+    FIELD = auto()
+    """One of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ViewColumn:
+    """One column of a view: what it is called there, and what it is called in the record or the payload."""
+
+    name: str
+    source: str
+    kind: DataType
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class TopicView:
+    """The columns of a topic's view."""
+
+    topic: str
+    columns: tuple[ViewColumn, ...]
+    fields: StructType
+    """The fields that payloads are read for; what else they have is no fault."""
+    evolves: bool = False
+    """Whether fields that are not known are looked for."""
+
+    @property
+    def schema(self) -> StructType:
+        """As Spark has it."""
+        return StructType([StructField(one.name, one.kind) for one in self.columns])
+
+    def types(self) -> Iterator[tuple[str, str]]:
+        """Every column and its type, in words."""
+        return ((one.name, one.kind.simpleString()) for one in self.columns)
+
+    @property
+    def structs(self) -> frozenset[str]:
+        """The columns of payloads that have fields of their own."""
+        return frozenset(one.name for one in self.columns if one.origin is not Origin.RECORD and _has_fields(one.kind))
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """What is needed of each record."""
+        named = {one.source for one in self.columns if one.origin is Origin.RECORD}
+        if any(one.origin is not Origin.RECORD for one in self.columns):
+            named.add("value")
+        return tuple(name for name in TYPES if name in named)
+
+    def narrowed(self, names: Collection[str]) -> TopicView:
+        """Only columns of these names, since every column costs."""
+        used = tuple(one for one in self.columns if one.name in names)
+        read = {one.source for one in used if one.origin is Origin.FIELD}
+        # Whether a payload can be read means all of it, and what is new is what is not known at all.
+        is_whole = self.evolves or any(one.origin in (Origin.ERROR, Origin.DOCUMENT) for one in used)
+        fields = self.fields if is_whole else StructType([one for one in self.fields.fields if one.name in read])
+        columns = used or tuple(one for one in self.columns if one.name == "offset")
+        return replace(self, columns=columns, fields=fields)
+
+    def example(self, spark: SparkSession) -> DataFrame:
+        """A frame to plan with, which is never run."""
+        return spark.range(1).mapInArrow(_nothing, self.schema)
+
+    def stream_example(self, spark: SparkSession) -> DataFrame:
+        """The same as a stream, which is never started."""
+        return spark.readStream.format("rate").load().mapInArrow(_nothing, self.schema)
+
+    def frame(self, spark: SparkSession, brokers: str, ranges: Sequence[Range], notebook: Notebook) -> DataFrame:
+        """The rows of some ranges."""
+        fetch = fetching(tuple(ranges), brokers, self, notebook)
+        return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
+
+
+def view_of(topic: str, payload: StructType | None) -> TopicView:
+    """The view of a topic whose payloads have these fields; None leaves payloads alone."""
+    columns = [ViewColumn(name, name, kind, Origin.RECORD) for name, kind in TYPES.items()]
+    if payload is None:
+        return TopicView(topic, tuple(columns), StructType())
+    columns.append(ViewColumn(ERROR, ERROR, StringType(), Origin.ERROR))
+    if payload.fields:
+        columns.append(ViewColumn(DOCUMENT, DOCUMENT, payload, Origin.DOCUMENT))
+    taken = {one.name.lower() for one in columns}
+    for field in payload.fields:
+        name = field.name
+        while name.lower() in taken:
+            name = f"{CLASH_PREFIX}{name}"
+        taken.add(name.lower())
+        columns.append(ViewColumn(name, field.name, field.dataType, Origin.FIELD))
+    return TopicView(topic, tuple(columns), payload)
+
+
+def fetching(
+    ranges: tuple[Range, ...], brokers: str, view: TopicView, notebook: Notebook
+) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
+    """What a task of a batch does: fetch the records of the ranges whose numbers it is given."""
+    shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
+    decode = decoding(view, notebook)
+
+    def records(batches: Iterable[pa.RecordBatch]) -> Rows:
+        options = read_options({BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID})
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                yield from read_range(ranges[number], options, shape)
+
+    return lambda batches: decode(records(batches))
+
+
+def decoding(view: TopicView, notebook: Notebook) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
+    """What a task does with records: make rows of the view of them."""
+    schema = pa.schema([(one.name, to_arrow_type(one.kind, timezone="UTC")) for one in view.columns])
+    known = to_arrow(view.fields)
+    is_plain = all(one.origin is Origin.RECORD for one in view.columns)
+    decoder = None if is_plain else Decoder(known, evolves=view.evolves)
+
+    def decode(batches: Iterable[pa.RecordBatch]) -> Rows:
+        for batch in batches:
+            parts = {(Origin.RECORD, name): batch.column(name) for name in batch.schema.names}
+            if decoder is not None:
+                decoded = decoder.decode(batch.column("value"))
+                _note(decoded, known, view.topic, notebook)
+                parts |= {(Origin.ERROR, ERROR): decoded.reasons, (Origin.DOCUMENT, DOCUMENT): decoded.columns}
+                fields = zip(known.names, decoded.columns.flatten(), strict=True)
+                parts |= {(Origin.FIELD, name): array for name, array in fields}
+            arrays = [parts[one.origin, one.source] for one in view.columns]
+            yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+    return decode
+
+
+def _has_fields(kind: DataType) -> bool:
+    return isinstance(kind, StructType) or (isinstance(kind, ArrayType) and _has_fields(kind.elementType))
+
+
+def _note(decoded: Decoded, known: pa.Schema, topic: str, notebook: Notebook) -> None:
+    undecoded = len(decoded.reasons) - decoded.reasons.null_count
+    is_new = decoded.found != known
+    if undecoded or is_new:
+        notebook.note(topic, Finding(undecoded, decoded.found if is_new else None))
+
+
+def _nothing(batches: Iterable[pa.RecordBatch]) -> Rows:
+    yield from ()

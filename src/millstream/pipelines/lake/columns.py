@@ -1,0 +1,147 @@
+"""The columns of lake tables: what every table has, and how found ones become part of it without ever wedging it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pyarrow as pa
+
+from millstream.core.errors import ColumnMismatch, StalePlan
+
+APPEND_DAY: Final = "append_day"
+APPEND_HOUR: Final = "append_hour"
+TOPIC_ID: Final = "topic_id"
+"""Which topic a message was in: one that is made anew under its old name has other messages at the same offsets."""
+PARTITION_COLUMNS: Final = (APPEND_DAY, APPEND_HOUR)
+
+_HEADERS: Final = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
+_APPENDED: Final = [
+    pa.field(TOPIC_ID, pa.string()),
+    pa.field(APPEND_DAY, pa.date32()),
+    pa.field(APPEND_HOUR, pa.int32()),
+]
+
+RAW: Final = pa.schema(
+    [
+        pa.field("partition", pa.int32()),
+        pa.field("offset", pa.int64()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        pa.field("timestamp_type", pa.int32()),
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+        pa.field("headers", _HEADERS),
+        *_APPENDED,
+    ]
+)
+"""What every table begins with: the message as it was, its topic, and the hour in which it was landed."""
+
+QUARANTINE: Final = pa.schema(
+    [
+        pa.field("partition", pa.int32()),
+        pa.field("offset", pa.int64()),
+        pa.field("timestamp", pa.timestamp("us", tz="UTC")),
+        pa.field("key", pa.binary()),
+        pa.field("value", pa.binary()),
+        pa.field("headers", _HEADERS),
+        pa.field("reason", pa.string()),
+        *_APPENDED,
+    ]
+)
+"""What a table of quarantined messages has."""
+
+
+def file_schema(schema: pa.Schema) -> pa.Schema:
+    """The columns that stand in files: those by which files are laid out are said by their folders."""
+    return pa.schema([field for field in schema if field.name not in PARTITION_COLUMNS])
+
+
+def widest(kind: pa.DataType) -> pa.DataType:
+    """The type under which values of a type are kept: with few of them, columns rarely have to be widened later."""
+    if pa.types.is_integer(kind):
+        return pa.int64()
+    if pa.types.is_floating(kind):
+        return pa.float64()
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", tz="UTC")
+    if pa.types.is_null(kind) or pa.types.is_large_string(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind):
+        return pa.binary()
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, widest(field.type)) for field in kind])
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return pa.list_(pa.field("element", widest(kind.value_type)))
+    if pa.types.is_map(kind):
+        return pa.map_(widest(kind.key_type), widest(kind.item_type))
+    return kind
+
+
+def extended(schema: pa.Schema, found: pa.Schema) -> pa.Schema:
+    """The schema and the columns that were found besides, each under its widest type.
+
+    The type that came first wins: a found column of another type changes nothing, and it is for whoever decodes to say
+    which values do not fit. Fields of structs are added like columns.
+    """
+    columns = {field.name: field for field in schema}
+    for field in found:
+        known = columns.get(field.name)
+        kind = widest(field.type) if known is None else _joined(known.type, field.type)
+        columns[field.name] = pa.field(field.name, kind)
+    return pa.schema(list(columns.values()))
+
+
+def _joined(known: pa.DataType, found: pa.DataType) -> pa.DataType:
+    """A type with the fields of structs that another has besides."""
+    if pa.types.is_struct(known) and pa.types.is_struct(found):
+        inner = extended(pa.schema(list(known)), pa.schema(list(found)))
+        return pa.struct(list(inner))
+    if pa.types.is_list(known) and pa.types.is_list(found):
+        return pa.list_(pa.field(known.value_field.name, _joined(known.value_type, found.value_type)))
+    return known
+
+
+def added_columns(table: pa.Schema, wanted: pa.Schema) -> list[pa.Field]:
+    """The columns that a table has to get, or to get fields in, before files of a schema are committed.
+
+    Raises `ColumnMismatch` when the table has one of them under another type: such files cannot be read as part of it.
+    Where files have whole numbers of payloads for doubles it is `StalePlan`: another run has widened the column.
+    """
+    added = []
+    for field in wanted:
+        position = table.get_field_index(field.name)
+        if position < 0:
+            added.append(field)
+            continue
+        known = table.field(position).type
+        if not same_type(_joined(known, field.type), known):
+            added.append(pa.field(field.name, _joined(known, field.type)))
+        _check_fits(field.name, known, field.type)
+    return added
+
+
+def _check_fits(name: str, known: pa.DataType, written: pa.DataType) -> None:
+    """Raise `ColumnMismatch` unless files with this type can be read under the other, missing fields apart."""
+    if pa.types.is_struct(known) and pa.types.is_struct(written):
+        for field in written:
+            position = known.get_field_index(field.name)
+            if position >= 0:
+                _check_fits(f"{name}.{field.name}", known.field(position).type, field.type)
+    elif pa.types.is_list(known) and pa.types.is_list(written):
+        _check_fits(f"{name}[]", known.value_type, written.value_type)
+    elif not same_type(known, written):
+        is_widened = pa.types.is_float64(known) and pa.types.is_int64(written) and name not in RAW.names
+        kind = StalePlan if is_widened else ColumnMismatch
+        raise kind(f"column {name!r} of the table is {known}, and the files have it as {written}")
+
+
+def same_type(one: pa.DataType, other: pa.DataType) -> bool:
+    """Whether two types are the same, however the elements of their lists and maps are called."""
+    if pa.types.is_list(one) and pa.types.is_list(other):
+        return same_type(one.value_type, other.value_type)
+    if pa.types.is_map(one) and pa.types.is_map(other):
+        return same_type(one.key_type, other.key_type) and same_type(one.item_type, other.item_type)
+    if pa.types.is_struct(one) and pa.types.is_struct(other):
+        return [field.name for field in one] == [field.name for field in other] and all(
+            same_type(mine.type, its.type) for mine, its in zip(one, other, strict=True)
+        )
+    return bool(one == other)

@@ -1,0 +1,103 @@
+"""Makes small files of hours that are over into large ones, by one commit of removes and adds for each hour.
+
+The commit is for exactly the version of the log in which all files that it replaces were seen, so two compactions at
+the same time replace them once, and what is landed meanwhile is left alone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta
+from typing import Final, NamedTuple
+
+import pyarrow as pa
+from deltalake.transaction import RemoveAction
+
+from millstream.pipelines.lake.active_files import ActiveFile, active_files
+from millstream.pipelines.lake.columns import file_schema
+from millstream.pipelines.lake.delta_log import DeltaLog, added
+from millstream.pipelines.lake.row_groups import ordered, row_groups
+from millstream.pipelines.lake.task_writer import FILE_BYTES, TaskWriter
+from millstream.pipelines.lake.written import Written
+
+SMALL_BYTES: Final = FILE_BYTES // 2
+ROUND_BYTES_MAX: Final = 8 * FILE_BYTES
+ROUND_FILES_MAX: Final = 1000
+ATTEMPTS_MAX: Final = 100
+
+
+class Compacted(NamedTuple):
+    """What a compaction did."""
+
+    files_before: int = 0
+    files_after: int = 0
+    rows: int = 0
+
+    def plus(self, other: Compacted) -> Compacted:
+        """The sum of both."""
+        return Compacted(*(mine + its for mine, its in zip(self, other, strict=True)))
+
+
+def compact(
+    log: DeltaLog, *, before: datetime, small_bytes: int, progress: Callable[[], None] = lambda: None
+) -> Compacted:
+    """Compact what was landed in hours that were over before a moment; `progress` is called now and then."""
+    table = log.refresh()
+    total = Compacted()
+    if table is None:
+        return total
+    schema = log.schema()
+    for files in list(_rounds(list(active_files(table)), before, small_bytes)):
+        written = _rewritten(log, files, schema, progress)
+        if _replaced(log, files, written):
+            total = total.plus(Compacted(len(files), len(written), sum(file.rows for file in written)))
+    return total
+
+
+def _rounds(files: list[ActiveFile], before: datetime, small_bytes: int) -> Iterator[list[ActiveFile]]:
+    """The small files of an hour and a topic that are made into large ones by one commit each."""
+    hours: dict[tuple[datetime, str], list[ActiveFile]] = defaultdict(list)
+    for file in files:
+        if file.bytes < small_bytes and file.hour_start + timedelta(hours=1) <= before:
+            hours[file.hour_start, file.topic_id].append(file)
+    for _hour, small in sorted(hours.items()):
+        taken: list[ActiveFile] = []
+        for file in sorted(small, key=lambda file: (file.offsets or (0, 0), file.path)):
+            if sum(each.bytes for each in taken) + file.bytes > ROUND_BYTES_MAX or len(taken) >= ROUND_FILES_MAX:
+                yield taken
+                taken = []
+            taken.append(file)
+        if len(taken) > 1:
+            yield taken
+
+
+def _rewritten(
+    log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
+) -> list[Written]:
+    """New files with the rows of others, in order."""
+    writer = TaskWriter(log.storage, schema, files[0].topic_id, landed=files[0].hour_start)
+    source = log.storage.files()
+    try:
+        for batch in ordered(source, row_groups(source, [file.path for file in files]), file_schema(schema)):
+            writer.write(batch)
+            progress()
+        return writer.close()
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _replaced(log: DeltaLog, files: list[ActiveFile], written: list[Written]) -> bool:
+    """Replace files by others; False when one of them is not part of the table any more."""
+    paths = {file.path for file in files}
+    for _attempt in range(ATTEMPTS_MAX):
+        log.refresh()
+        if not paths <= set(log.paths()):
+            return log.holds(written)
+        now = int(time.time() * 1000)
+        removed = [RemoveAction(file.path, False, now, file.bytes, file.partition_values) for file in files]
+        if log.commit([*removed, *added(written, data_change=False)], {}):
+            return True
+    return log.holds(written)

@@ -1,0 +1,201 @@
+"""The log of one Delta table, in which a commit is accepted only if no other came since the log was read.
+
+The library would place a commit behind others that it thinks do not matter, and does not hold application versions
+against what is stored. So it is never let to: every commit is for exactly the version after the one that was read, and
+whoever is late reads again and decides again. One file that is created only if it is not there yet decides who is late,
+on disks as in object stores.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+import deltalake
+import pyarrow as pa
+import pyarrow.fs
+from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundError
+from deltalake.transaction import AddAction, RemoveAction
+
+from millstream.pipelines.lake.columns import PARTITION_COLUMNS, added_columns
+from millstream.pipelines.lake.stats import BOUNDED
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.written import Written
+
+_CONFIGURATION: Final = {
+    # Checkpoints keep opening a table quick; old commits are deleted once a checkpoint has what they say.
+    "delta.checkpointInterval": "50",
+    "delta.logRetentionDuration": "interval 30 days",
+    "delta.dataSkippingStatsColumns": ",".join(BOUNDED),
+}
+
+
+class DeltaLog:
+    """A table as it was when it was last read."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self._table: deltalake.DeltaTable | None = None
+        self._files = storage.files()
+
+    def refresh(self) -> deltalake.DeltaTable | None:
+        """Read what was committed since; the table, or None as long as there is none."""
+        if self._table is not None and self._is_there(self._table.version()):
+            self._table.update_incremental()
+            return self._table
+        try:
+            self._table = deltalake.DeltaTable(self.storage.url, storage_options=dict(self.storage.options))
+        except TableNotFoundError:
+            self._table = None
+        return self._table
+
+    def _is_there(self, version: int) -> bool:
+        """Whether a commit still is: whoever deleted the table wants another one, and not the rest of the old."""
+        return bool(self._files.get_file_info(_commit_path(version)).type == pyarrow.fs.FileType.File)
+
+    def schema(self) -> pa.Schema | None:
+        """The columns of the table as it is now."""
+        table = self.refresh()
+        return None if table is None else schema_of(table)
+
+    def require(self, schema: pa.Schema) -> deltalake.DeltaTable:
+        """The table with all columns of a schema: created, or with the missing ones added."""
+        while True:
+            table = self.refresh()
+            if table is None:
+                self._create(schema)
+                continue
+            missing = added_columns(schema_of(table), schema)
+            if not missing:
+                return table
+            self._add_columns(table, missing)
+
+    def _create(self, schema: pa.Schema) -> None:
+        try:
+            deltalake.DeltaTable.create(
+                self.storage.url,
+                schema=schema,
+                mode="error",
+                partition_by=list(PARTITION_COLUMNS),
+                configuration=_CONFIGURATION,
+                storage_options=dict(self.storage.options),
+            )
+        except DeltaError:
+            # Another run may have created it at the same time.
+            if self.refresh() is None:
+                raise
+
+    def _add_columns(self, table: deltalake.DeltaTable, missing: list[pa.Field]) -> None:
+        version = table.version()
+        fields = deltalake.Schema.from_arrow(pa.schema(missing)).fields
+        try:
+            table.alter.add_columns(fields, commit_properties=deltalake.CommitProperties(max_commit_retries=0))
+        except CommitFailedError:
+            self._check_moved(version)
+
+    def commit(
+        self,
+        actions: Sequence[AddAction | RemoveAction],
+        versions: Mapping[str, int],
+        *,
+        metadata: dict[str, Any] | None = None,
+    ) -> bool:
+        """Commit as the version after the one that was read, with versions of applications; False when too late."""
+        table = self._table
+        if table is None:
+            raise ValueError(f"there is no table at {self.storage.url}")
+        properties = deltalake.CommitProperties(
+            custom_metadata=metadata,
+            max_commit_retries=0,
+            app_transactions=[deltalake.Transaction(name, number) for name, number in versions.items()],
+        )
+        return self._write(table, actions, "append", table.schema(), properties)
+
+    def replace_all(self, files: Iterable[Written], schema: pa.Schema) -> bool:
+        """Have these files for all that the table had when it was read, under other columns; False when too late.
+
+        It is one commit, for exactly that version: the library removes what the handle knows, and nothing else.
+        """
+        table = self._table
+        if table is None:
+            raise ValueError(f"there is no table at {self.storage.url}")
+        properties = deltalake.CommitProperties(max_commit_retries=0)
+        return self._write(table, added(files), "overwrite", deltalake.Schema.from_arrow(schema), properties)
+
+    def _write(
+        self,
+        table: deltalake.DeltaTable,
+        actions: Sequence[AddAction | RemoveAction],
+        mode: str,
+        schema: deltalake.Schema,
+        properties: deltalake.CommitProperties,
+    ) -> bool:
+        version = table.version()
+        try:
+            table.create_write_transaction(
+                list(actions), mode, schema, list(PARTITION_COLUMNS), commit_properties=properties
+            )
+        except CommitFailedError:
+            self._check_moved(version)
+            return False
+        self.storage.sync(_commit_path(version + 1))
+        table.update_incremental()
+        return True
+
+    def _check_moved(self, version: int) -> None:
+        """Raise the error that is being handled, unless it was that another commit came first."""
+        table = self.refresh()
+        if table is None or table.version() <= version:
+            raise
+
+    def vacuum(self, grace: timedelta) -> int:
+        """Delete files that are no part of the table and older than the grace, in whole hours; how many there were."""
+        table = self.refresh()
+        if table is None:
+            return 0
+        hours = math.ceil(grace / timedelta(hours=1))
+        deleted = table.vacuum(retention_hours=hours, dry_run=False, enforce_retention_duration=False, full=True)
+        return len(deleted)
+
+    def said_with(self, version: int) -> dict[str, Any]:
+        """What was said with a commit, from its own file.
+
+        The library tells the history from its end, which another commit may have moved since the table was read.
+        """
+        try:
+            with self._files.open_input_stream(_commit_path(version)) as stream:
+                lines = stream.read().splitlines()
+        except FileNotFoundError:
+            return {}
+        actions = [json.loads(line) for line in lines if line.strip()]
+        return next((dict(action["commitInfo"]) for action in actions if "commitInfo" in action), {})
+
+    def holds(self, files: Iterable[Written]) -> bool:
+        """Whether the table has any of these files."""
+        return bool({file.path for file in files} & set(self.paths()))
+
+    def paths(self) -> list[str]:
+        """The files of the table as it was last read."""
+        if self._table is None:
+            return []
+        return [str(path) for path in pa.table(self._table.get_add_actions()).column("path").to_pylist()]
+
+
+def _commit_path(version: int) -> str:
+    """Where the commit of a version is."""
+    return f"_delta_log/{version:020d}.json"
+
+
+def schema_of(table: deltalake.DeltaTable) -> pa.Schema:
+    """The columns of a table as Arrow has them."""
+    return pa.schema(table.schema().to_arrow())
+
+
+def added(files: Iterable[Written], *, data_change: bool = True) -> list[AddAction]:
+    """Files as entries of a log."""
+    now = int(time.time() * 1000)
+    return [AddAction(file.path, file.bytes, file.partition_values, now, data_change, file.stats) for file in files]

@@ -1,0 +1,25 @@
+"""Opens lake tables by the name of their format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from millstream.core.errors import InvalidSetting
+from millstream.pipelines.lake.delta_table import DeltaTable
+from millstream.pipelines.lake.parquet_table import ParquetTable
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.table import LakeTable
+
+
+def open_table(url: str, *, format: str = "delta", options: Mapping[str, str] | None = None) -> LakeTable:
+    """The table at a folder or a URL, which may not exist yet.
+
+    Object stores are reached by the usual environment (`AWS_ACCESS_KEY_ID`, `AWS_REGION`, `AWS_ENDPOINT_URL` …), and by
+    options of the same names. Tables are for one thread; whoever has several opens one in each.
+    """
+    storage = Storage.at(url, options)
+    if format == "delta":
+        return DeltaTable(storage)
+    if format == "parquet":
+        return ParquetTable(storage)
+    raise InvalidSetting(f"a table is of format delta or parquet, not {format!r}")

@@ -1,0 +1,141 @@
+"""Where a table is: a folder, or a place in an object store that is reached as the environment says."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+import pyarrow as pa
+import pyarrow.fs
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+from deltalake.fs import DeltaStorageHandler
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.lake_place import check_place
+
+STAGED: Final = "_staged"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A folder of files. It is small and goes to tasks as it is; connections are made where it is used."""
+
+    url: str
+    options: Mapping[str, str] = field(default_factory=dict)
+    """What the object store is reached by, beside the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` …)."""
+
+    @classmethod
+    def at(cls, url: str, options: Mapping[str, str] | None = None) -> Storage:
+        """The storage at a path or a URL; raises `InvalidSetting` for URLs that mean nothing here."""
+        check_place(url)
+        scheme, colon, _rest = url.partition("://")
+        if not colon:
+            return cls(str(Path(url).absolute()))
+        if scheme == "file":
+            return cls(unquote(urlsplit(url).path).rstrip("/") or "/")
+        return cls(url.rstrip("/"), _with_plain_http(options or {}))
+
+    @classmethod
+    def reached_from_here(cls, url: str) -> Storage:
+        """The same with what the environment says, so that tasks on other machines reach it as this process does."""
+        return cls.at(url, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
+
+    def table(self, version: int | None = None) -> DeltaTable:
+        """The Delta table that is here, at a version or as it is now."""
+        return DeltaTable(self.url, version=version, storage_options=dict(self.options))
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder, when this is one of this machine."""
+        return None if "://" in self.url else Path(self.url)
+
+    def beside(self, ending: str) -> Storage:
+        """The storage whose name has an ending more."""
+        return Storage(f"{self.url}{ending}", self.options)
+
+    def staged(self) -> Storage:
+        """Where files wait that nobody is to see yet: a folder beside this one that no pattern for tables finds."""
+        parent, _slash, name = self.url.rpartition("/")
+        if not name or parent.endswith(":/"):
+            raise InvalidSetting(f"{self.url!r} has no room beside it: name a folder in it")
+        if name == STAGED:
+            raise InvalidSetting(f"{self.url!r} is where files of other tables wait: choose another name")
+        return Storage(f"{parent}/{STAGED}/{name}", self.options)
+
+    def publish(self, path: str, shown: str) -> None:
+        """Bring a staged file to where it is seen, as a whole; one that was brought by another is left alone."""
+        source = self.staged()
+        if self.folder is not None and source.folder is not None:
+            self.make_parent(shown)
+            with contextlib.suppress(FileNotFoundError):
+                (source.folder / path).replace(self.folder / shown)
+                self.sync(shown)
+            return
+        parent, _slash, name = self.url.rpartition("/")
+        around = Storage(parent, self.options).files()
+        with contextlib.suppress(FileNotFoundError):
+            # The store copies the file and deletes the first; a second mover overwrites it by the same bytes.
+            around.move(f"{STAGED}/{name}/{path}", f"{name}/{shown}")
+
+    def data_files(self, folder: str = "") -> Iterator[str]:
+        """The files of all hours, or of the folder of one."""
+        files = self.files()
+        if folder:
+            for found in files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
+                if found.type == pyarrow.fs.FileType.File:
+                    yield found.path
+            return
+        for day in files.get_file_info(pyarrow.fs.FileSelector("", allow_not_found=True)):
+            if day.type == pyarrow.fs.FileType.Directory and not day.base_name.startswith("_"):
+                for found in files.get_file_info(pyarrow.fs.FileSelector(day.path, recursive=True)):
+                    if found.type == pyarrow.fs.FileType.File:
+                        yield found.path
+
+    def files(self) -> Any:
+        """The files as a file system of Arrow whose paths begin here."""
+        if self.folder is not None:
+            return pyarrow.fs.SubTreeFileSystem(self.url, pyarrow.fs.LocalFileSystem())
+        return pyarrow.fs.PyFileSystem(DeltaStorageHandler(self.url, dict(self.options)))
+
+    def make_parent(self, path: str) -> None:
+        """Make the folder that a file is to be in; object stores have none."""
+        if self.folder is not None:
+            (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
+
+    def delete(self, path: str) -> None:
+        """Delete a file that no table has, if that can be done; whoever cannot leaves it to the vacuum."""
+        with contextlib.suppress(OSError, pa.ArrowException, DeltaError):
+            self.files().delete_file(path)
+
+    def sync(self, path: str) -> None:
+        """Wait until a file and all names on its path are on disk; object stores answer no sooner anyway."""
+        if self.folder is not None:
+            file = self.folder / path
+            _sync(file)
+            for folder in file.parents[: len(file.parents) - len(self.folder.parents) + 1]:
+                _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what a file or a folder has."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _with_plain_http(options: Mapping[str, str]) -> dict[str, str]:
+    """Options that allow an endpoint without TLS when the one that is asked for has none."""
+    given = {name.lower(): value for name, value in options.items()}
+    names = ("aws_endpoint_url", "aws_endpoint_url_s3", "aws_endpoint", "endpoint_url", "endpoint")
+    endpoints = [given.get(name, os.environ.get(name.upper(), "")) for name in names]
+    if any(endpoint.startswith("http://") for endpoint in endpoints) and "allow_http" not in given:
+        return {**options, "allow_http": "true"}
+    return dict(options)

@@ -1,0 +1,222 @@
+"""Writes rows of one topic into Parquet files of a table, in a task; no table has them before they are committed."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import uuid
+from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from millstream.pipelines.lake.columns import APPEND_DAY, APPEND_HOUR, TOPIC_ID, file_schema
+from millstream.pipelines.lake.stats import has_group_bounds, stats_json
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.lake.written import Written
+
+FILE_BYTES: Final = 128 * 1024 * 1024
+GROUP_BYTES: Final = 64 * 1024 * 1024
+GROUP_ROWS: Final = 1024 * 1024
+_COUNTED: Final = ("offset", "timestamp")
+"""Columns whose values mostly go up: differences take the least room."""
+_REPEATED: Final = ("partition", "timestamp_type", "reason", TOPIC_ID)
+"""Columns that have few values. Dictionaries of keys and payloads would be begun and given up."""
+
+
+class TaskWriter:
+    """Takes batches, and tells at the end which files they are in.
+
+    It can be pickled until the first batch. Files have names of their own, so that attempts of one task never meet. A
+    group of rows holds one partition only, in the order in which its rows came: scans rely on it.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        schema: pa.Schema,
+        topic_id: str,
+        *,
+        landed: datetime | None = None,
+        attempt: str = "",
+        file_bytes: int = FILE_BYTES,
+    ) -> None:
+        self._storage = storage
+        self._schema = file_schema(schema)
+        self._topic_id = topic_id
+        self._attempt = attempt
+        moment = (landed or datetime.now(UTC)).astimezone(UTC)
+        self._values = {APPEND_DAY: moment.date().isoformat(), APPEND_HOUR: str(moment.hour)}
+        self._file_bytes = file_bytes
+        self._rows: list[pa.RecordBatch] = []
+        self._rows_bytes = 0
+        self._partition: int | None = None
+        self._file: OpenFile | None = None
+        self._written: list[Written] = []
+
+    @property
+    def storage(self) -> Storage:
+        """Where its files are."""
+        return self._storage
+
+    @property
+    def folder(self) -> str:
+        """The folder of the hour that its files are in."""
+        return "/".join(f"{name}={value}" for name, value in self._values.items())
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its files begin with; with an attempt, those of no other."""
+        return f"{self._topic_id}_{self._attempt}"
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Take rows in the order of their offsets; columns that they lack are null, and any besides are refused.
+
+        Rows that do not say of which topic they are, are of that of the writer.
+        """
+        for partition, rows in _by_partition(_shaped(self._with_topic(batch), self._schema)):
+            if partition != self._partition:
+                self._end_group()
+                self._partition = partition
+            self._rows.append(rows)
+            self._rows_bytes += rows.nbytes
+            if self._rows_bytes >= GROUP_BYTES or sum(map(len, self._rows)) >= GROUP_ROWS:
+                self._end_group()
+
+    def _with_topic(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        if TOPIC_ID not in self._schema.names or not self._topic_id:
+            return batch
+        if TOPIC_ID not in batch.schema.names:
+            return batch.append_column(TOPIC_ID, pa.repeat(pa.scalar(self._topic_id, pa.string()), len(batch)))
+        at = batch.schema.get_field_index(TOPIC_ID)
+        said = batch.column(at)
+        return batch.set_column(at, TOPIC_ID, said.fill_null(self._topic_id)) if said.null_count else batch
+
+    def close(self) -> list[Written]:
+        """Finish; the files are durable, and nobody sees them until they are committed. More may be written after."""
+        self._end_group()
+        self._end_file()
+        written, self._written = self._written, []
+        self._partition = None
+        return written
+
+    def abort(self) -> None:
+        """Forget what was written and delete it, as far as that can be done; the rest is left to the vacuum."""
+        written, self._written = self._written, []
+        self._rows, self._rows_bytes, self._partition = [], 0, None
+        if self._file is not None:
+            self._file.abort()
+            self._file = None
+        self.discard(written)
+
+    def discard(self, written: Iterable[Written]) -> None:
+        """Delete files that it told of and that nobody will commit: on a full disk they would keep it full."""
+        for file in written:
+            self._storage.delete(file.path)
+
+    def _end_group(self) -> None:
+        if not self._rows:
+            return
+        table = pa.Table.from_batches(self._rows, schema=self._schema)
+        self._rows, self._rows_bytes = [], 0
+        if self._file is None:
+            path = f"{self.folder}/{self.prefix}{uuid.uuid4().hex[len(self._attempt) :]}.parquet"
+            self._file = OpenFile(self._storage, path, self._schema)
+        self._file.write_group(table)
+        if self._file.bytes >= self._file_bytes:
+            self._end_file()
+
+    def _end_file(self) -> None:
+        if self._file is not None:
+            self._written.append(self._file.close(self._values))
+            self._file = None
+
+
+class OpenFile:
+    """A file that is being written."""
+
+    def __init__(self, storage: Storage, path: str, schema: pa.Schema) -> None:
+        self._storage = storage
+        self._path = path
+        self._schema = schema
+        self._footers: list[Any] = []
+        storage.make_parent(path)
+        self._stream = storage.files().open_output_stream(path)
+        names = set(schema.names)
+        try:
+            self._writer = pq.ParquetWriter(
+                self._stream,
+                schema,
+                compression="zstd",
+                use_dictionary=[name for name in _REPEATED if name in names],
+                column_encoding={name: "DELTA_BINARY_PACKED" for name in _COUNTED if name in names},
+                write_statistics=[field.name for field in schema if has_group_bounds(field.type)],
+                metadata_collector=self._footers,
+            )
+        except BaseException:
+            self._delete()
+            raise
+
+    @property
+    def bytes(self) -> int:
+        """How large it is so far."""
+        return int(self._stream.tell())
+
+    def write_group(self, rows: pa.Table) -> None:
+        """Write rows as one group."""
+        self._writer.write_table(rows, row_group_size=max(1, len(rows)))
+
+    def close(self, values: dict[str, str]) -> Written:
+        """Finish it: it is durable then. The values are those of its folders."""
+        self._writer.close()
+        size = self.bytes
+        self._stream.close()
+        self._storage.sync(self._path)
+        (footer,) = self._footers
+        return Written(self._path, footer.num_rows, size, stats_json(footer), dict(values))
+
+    def abort(self) -> None:
+        """Delete it."""
+        # Nobody needs the end of the file, which could not be written on a full disk.
+        self._writer.is_open = False
+        self._delete()
+
+    def _delete(self) -> None:
+        with contextlib.suppress(OSError, pa.ArrowException):
+            self._stream.close()
+        self._storage.delete(self._path)
+
+
+def _shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
+    """A batch with the columns of a schema; what it has besides is a mistake of the caller."""
+    if batch.schema.equals(schema):
+        return batch
+    besides = set(batch.schema.names) - set(schema.names)
+    if besides:
+        raise ValueError(f"rows have columns that the table is not to get: {', '.join(sorted(besides))}")
+    columns = [
+        batch.column(field.name).cast(field.type)
+        if field.name in batch.schema.names
+        else pa.nulls(len(batch), field.type)
+        for field in schema
+    ]
+    return pa.RecordBatch.from_arrays(columns, schema=schema)
+
+
+def _by_partition(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
+    """A batch in pieces that each have rows of one partition; almost always it is one piece."""
+    if not len(batch):
+        return
+    partitions = batch.column("partition")
+    bounds = pc.min_max(partitions)
+    if bounds["min"] == bounds["max"]:
+        yield bounds["min"].as_py(), batch
+        return
+    numbers = partitions.to_numpy(zero_copy_only=False)
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(batch)]
+    for start, end in itertools.pairwise(starts):
+        yield int(numbers[start]), batch.slice(start, end - start)

@@ -1,0 +1,163 @@
+"""One pipeline that somebody runs by hand, in the thread that asks for it: until nothing is left, or without end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from millstream.core.errors import GroupNotEmpty, MillstreamError
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import Job, JobContext, JobKind
+from millstream.pipelines.jobs.jobs import JOBS
+from millstream.pipelines.runtime.progress import Progress
+from millstream.pipelines.runtime.runner import Held, Stalled
+from millstream.pipelines.runtime.spark_activity import activity_of
+from millstream.pipelines.runtime.spark_session import kill_java
+from millstream.pipelines.runtime.tally import Tally
+from millstream.pipelines.runtime.watch import CANCEL_S, LOOK_S, Watch
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+END_S: Final = 5.0
+"""How long a run may take to notice that its Java is gone."""
+
+
+class RunByHand:
+    """A run of a pipeline whose claim is held; what it took is in `tally`, also when it fails."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        context: JobContext,
+        claim: Held,
+        *,
+        when_stepped: Callable[[Tally], None] = lambda _tally: None,
+        cancel: Callable[[], None] = lambda: None,
+        jobs: Mapping[PipelineKind, JobKind] = JOBS,
+    ) -> None:
+        """The claim sets `context.stopping` when it is lost. `cancel` ends what Spark is doing."""
+        self._pipeline = pipeline
+        self.progress = Progress()
+        self._context = replace(context, rules=pipeline.rules, member=claim.member, progress=self.progress.sign)
+        self._claim = claim
+        self._when_stepped = when_stepped
+        self._cancel = cancel
+        self._given_up = ""
+        self._jobs = jobs
+        self.tally = Tally()
+
+    def run(self, *, once: bool) -> None:
+        """Do steps; `once` ends when everything that was there at the beginning is taken.
+
+        Raises `Stalled` if a step was given up by whoever watches.
+        """
+        self.progress.work()
+        job = self._jobs[self._pipeline.kind](self._pipeline, self._context)
+        try:
+            self._steps(job, once=once)
+        except Exception:
+            if not self._given_up:
+                raise
+            # What a cancelled step says of itself explains nothing.
+            raise Stalled(self._given_up) from None
+        finally:
+            self.progress.rest()
+            # Whatever it could not let go of ends with the process.
+            with suppress(Exception):
+                job.close()
+
+    def _steps(self, job: Job, *, once: bool) -> None:
+        there: int | None = None
+        stopping = self._context.stopping
+        while not stopping.is_set():
+            step = job.step()
+            self.tally.add(step)
+            if step.is_open and self._given_up:
+                raise Stalled(self._given_up)
+            if not step.is_open:
+                self.progress.sign()
+            if there is None:
+                there = step.rows + step.lag
+            self._when_stepped(self.tally)
+            if once and (not step.lag or self.tally.rows >= there > 0):
+                return
+            self._rest(step.wait_s)
+        if not self._claim.is_held:
+            raise GroupNotEmpty(f"somebody else has taken over pipeline {self._pipeline.name!r}")
+
+    def _rest(self, seconds: float) -> None:
+        if seconds:
+            self.progress.rest()
+            self._context.stopping.wait(seconds)
+            self.progress.work()
+
+    # -- for whoever watches ----------------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        """The name of the pipeline."""
+        return self._pipeline.name
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was told to end."""
+        return self._context.stopping.is_set()
+
+    @property
+    def stall_s(self) -> float:
+        """For how long a step may be without any progress; 0 means for ever."""
+        try:
+            return self._pipeline.settings.stall_ms / 1000
+        except MillstreamError:
+            # The job says so too, and is not made.
+            return 0.0
+
+    def give_up(self, reason: str) -> None:
+        """Have the step that is under way fail for a reason."""
+        self._given_up = reason
+        # A Java that hangs would hold up whoever asks, and the run is then ended with it.
+        threading.Thread(target=self._try_to_cancel, name="cancel", daemon=True).start()
+
+    def _try_to_cancel(self) -> None:
+        with suppress(Exception):
+            self._cancel()
+
+    def be_ended(self, reason: str) -> None:
+        """Say what the reason is when it ends now."""
+        self._given_up = reason
+
+
+class HandWatch:
+    """Watches a run by hand as a driver is watched, in a thread of its own, while it is entered."""
+
+    def __init__(
+        self,
+        running: RunByHand,
+        spark: SparkSession,
+        leave: Callable[[str], None],
+        *,
+        look_s: float = LOOK_S,
+        cancel_s: float = CANCEL_S,
+    ) -> None:
+        """`leave` ends the process, for a reason: what hangs although its Java is gone cannot be ended otherwise."""
+        self._running = running
+        self._spark = spark
+        self._leave = leave
+        self._over = threading.Event()
+        self._watch = Watch(lambda: [running], lambda: activity_of(spark), self._end, look_s=look_s, cancel_s=cancel_s)
+
+    def __enter__(self) -> None:
+        threading.Thread(target=self._watch.run, args=(self._over,), name="watch", daemon=True).start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _end(self, _name: str, reason: str) -> None:
+        self._running.be_ended(reason)
+        kill_java(self._spark)
+        if not self._over.wait(END_S):
+            self._leave(reason)

@@ -1,0 +1,320 @@
+"""The broker's side of pipelines: a driver that runs while one is due and this node is the one that runs them.
+
+It is a client of the broker like any other, so that nothing that Spark does stalls the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from millstream.broker.cluster.pipeline_owner import PipelineOwner
+from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.pipeline_board import PipelineBoard
+from millstream.client.admin.places import places_in
+from millstream.core.child_process import SupervisedChild
+from millstream.core.config import Config
+from millstream.core.errors import MillstreamError, UnknownPipeline
+from millstream.core.pipeline import Pipeline
+from millstream.pipelines.jobs.installed import what_is_missing
+from millstream.pipelines.runtime.driver_messages import Options, Said, Told, Wanted
+from millstream.pipelines.runtime.lag_watch import LagWatch
+from millstream.pipelines.runtime.leftover_groups import LeftoverGroups
+from millstream.pipelines.runtime.roll import DEATHS_MAX, Roll
+
+_logger = logging.getLogger(__name__)
+
+MODULE = "millstream.pipelines.runtime.driver"
+LOG_NAME: Final = "spark.log"
+"""What Spark writes, in the data folder: it is much, and not in the form of the node's own log."""
+STOP_S: Final = 12.0
+"""How long it may take to stop: a little longer than the driver gives its steps and Java."""
+BACKOFF_S_MIN: Final = 1.0
+PARK_PAUSE_S: Final = 5.0
+LOOK_S: Final = 5.0
+"""How often it is looked whether what was missing has been installed: nobody tells of that."""
+SILENT_S: Final = 60.0
+"""A driver says something every few seconds; one that has not for so long hangs."""
+SILENT_LOOKS: Final = 6
+LINE_BYTES_MAX: Final = 64 * 1024 * 1024
+
+
+def driver_options(config: Config, kafka: str) -> Options:
+    """What a node with these settings says to its driver, which reaches it there; other machines may not."""
+    data = os.path.abspath(config.data)
+    is_local = config.pipelines_master.partition("[")[0] in ("", "local")
+    places = places_in(data, lake=config.pipelines_lake, folder=config.pipelines_folder)
+    return Options(
+        kafka=kafka if is_local else config.advertise or kafka,
+        node=config.node_id,
+        lake=places.lake,
+        folder=places.folder,
+        log=os.path.join(data, LOG_NAME),
+        master=config.pipelines_master,
+        memory=config.pipelines_memory,
+        spark=config.spark_settings(),
+        log_level=config.log_level,
+        log_format=config.log_format,
+    )
+
+
+def why_it_runs_none(config: Config) -> str:
+    """Why a node with these settings does not run pipelines, as a sentence; empty when it does."""
+    return what_is_missing() if config.pipelines_enabled else "this node runs no pipelines: pipelines-enabled is off"
+
+
+class PipelineChild(SupervisedChild):
+    """Keeps the driver running while there is something for it to do."""
+
+    name = "the driver of pipelines"
+
+    def __init__(
+        self,
+        options: Options,
+        declared: Pipelines,
+        board: PipelineBoard,
+        owner: PipelineOwner,
+        *,
+        missing: Callable[[], str],
+        module: str = MODULE,
+        backoff_min_s: float = BACKOFF_S_MIN,
+        silent_s: float = SILENT_S,
+    ) -> None:
+        """`missing` says why nothing can be run here, if nothing can: what has to be installed, or set."""
+        super().__init__(backoff_min_s=backoff_min_s)
+        self._options = options
+        self._declared = declared
+        self._board = board
+        self._owner = owner
+        self._missing = missing
+        self._module = module
+        self._silent_s = silent_s
+        self._roll = Roll(options.node)
+        self._due: list[Pipeline] = []
+        self._why_not = ""
+        self._warned_of = ""
+        self._lags = LagWatch(options.kafka, self._measured, board.take_lags)
+        self._groups = LeftoverGroups(options.kafka, lambda name: declared.get(name) is not None)
+        self._attempts: Counter[str] = Counter()
+        self._parked: dict[str, tuple[Pipeline, str]] = {}
+        """Those that are run no more, and of which the catalog does not know it yet."""
+        self._news = asyncio.Event()
+        self._to_park = asyncio.Event()
+        declared.when_changed(self._look)
+        owner.when_changed(self._look)
+        self._look()
+
+    @property
+    def stop_s(self) -> float:
+        """How long it may take to stop."""
+        return STOP_S
+
+    async def run(self) -> None:
+        """Run the driver while it is needed, until `stop`; a background task of the broker."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                parking = group.create_task(self._keep_parking(), name="park pipelines")
+                looking = group.create_task(self._lags.run(), name="lag of pipelines")
+                tidying = group.create_task(self._groups.run(), name="groups of deleted pipelines")
+                await super().run()
+                for task in (parking, looking, tidying):
+                    task.cancel()
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+
+    async def stop(self) -> None:
+        """Have the driver end, and another node run the pipelines if there is one."""
+        self._stopping.set()
+        self._news.set()
+        await super().stop()
+        await self._owner.resign()
+
+    @property
+    def _is_called_for(self) -> bool:
+        return bool(self._due) and self._owner.is_mine and not self._why_not and not self._stopping.is_set()
+
+    async def _wanted(self) -> None:
+        while not self._is_called_for and not self._stopping.is_set():
+            self._news.clear()
+            try:
+                async with asyncio.timeout(LOOK_S if self._why_not else None):
+                    await self._news.wait()
+            except TimeoutError:
+                self._look()
+
+    async def _spawn(self) -> Process:
+        self._tell_board(is_running=True)
+        command = [sys.executable, "-m", self._module, msgspec.json.encode(self._options).decode()]
+        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+        return await asyncio.create_subprocess_exec(
+            *command, stdin=PIPE, stdout=PIPE, start_new_session=True, limit=LINE_BYTES_MAX
+        )
+
+    def _kill(self, process: Process) -> None:
+        """End it at once, with its Java: it is the first of a group of its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def _hang_up(self) -> None:
+        process = self._process
+        if process is not None and process.stdin is not None:
+            process.stdin.close()
+
+    async def _ended(self, process: Process) -> int:
+        telling = asyncio.get_running_loop().create_task(self._tell(process), name="tell the driver of pipelines")
+        code = -1
+        try:
+            await self._hear(process)
+            code = await process.wait()
+            return code
+        finally:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+            # A Java that hangs would stay behind; nobody else has the number as long as it is there.
+            self._kill(process)
+            self._driver_ended(code)
+
+    def _driver_ended(self, code: int) -> None:
+        is_death = not (self._is_dismissed or self._stopping.is_set())
+        self._roll.driver_ended(code, is_death=is_death)
+        if is_death:
+            self._board.restarts = self.restarts + 1
+        for name, reason in self._roll.blamed():
+            self._park(name, f"the driver died {DEATHS_MAX} times in a row while it ran this pipeline: {reason}")
+        self._tell_board(is_running=False)
+
+    async def _tell(self, process: Process) -> None:
+        """Tell what is due, each time that changes; nothing more to do means that the driver ends."""
+        if process.stdin is None:
+            return
+        with suppress(ConnectionError):
+            while self._is_called_for:
+                self._news.clear()
+                told = Told([self._wanted_of(one) for one in self._due])
+                process.stdin.write(msgspec.json.encode(told) + b"\n")
+                await process.stdin.drain()
+                await self._news.wait()
+            self._is_dismissed = True
+            process.stdin.close()
+
+    def _wanted_of(self, pipeline: Pipeline) -> Wanted:
+        return Wanted(pipeline, attempt=self._attempts[pipeline.name], is_suspect=self._roll.is_suspect(pipeline.name))
+
+    async def _hear(self, process: Process) -> None:
+        if process.stdout is None:
+            return
+        while True:
+            try:
+                line = await self._line(process, process.stdout)
+                if not line:
+                    return
+                said = msgspec.json.decode(line, type=Said)
+            except ValueError as error:
+                # Also a line that is too long; reading goes on behind it.
+                _logger.warning("a report of the driver cannot be read", extra={"error": str(error)})
+                continue
+            self._roll.hear(said)
+            for report in said.reports or ():
+                if report.state == "parked":
+                    self._park(report.name, report.last_error)
+            if said.reports is not None:
+                self._tell_board(is_running=True)
+                self._lags.look()
+
+    async def _line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
+        """What it says next; one that says nothing is killed, and starts anew."""
+        # Looked at several times, so that a broker that was stopped itself finds what was said meanwhile.
+        for _ in range(SILENT_LOOKS):
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._silent_s / SILENT_LOOKS):
+                    return await stream.readline()
+        _logger.error("the driver of pipelines hangs and is killed", extra={"pid": process.pid})
+        self._roll.hear(Said(failed=f"the driver was silent for {self._silent_s:.0f} s, and was killed"))
+        self._kill(process)
+        return await stream.readline()
+
+    # -- what is due ----------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Something about the pipelines may have changed, or who runs them."""
+        declared = self._declared.all()
+        self._roll.forget(one.name for one in declared)
+        self._groups.take(one.name for one in declared)
+        due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
+        # What is missing may have been installed since; it is looked for only when there is something to run.
+        self._why_not = self._missing() if due else ""
+        self._due = due
+        self._warn()
+        self._tell_board(is_running=self._process is not None)
+        self._news.set()
+        self._lags.look()
+
+    @property
+    def _tells(self) -> bool:
+        """Whether it is for this node to say how pipelines do."""
+        return self._owner.is_mine or (bool(self._why_not) and not self._owner.is_elsewhere)
+
+    def _measured(self) -> list[Pipeline]:
+        """The pipelines of which this node tells what waits for them: also those that are stopped or parked."""
+        return self._declared.all() if self._tells else []
+
+    def _warn(self) -> None:
+        """Say once in the log that pipelines wait, and what for."""
+        why_not = self._why_not if self._tells else ""
+        if why_not and why_not != self._warned_of:
+            _logger.warning("pipelines are declared and not run", extra={"reason": why_not})
+        self._warned_of = why_not
+
+    def _tell_board(self, *, is_running: bool) -> None:
+        if self._tells:
+            due = {one.name for one in self._due}
+            rest = [one for one in self._declared.all() if one.name not in due]
+            told = self._roll.reports(self._due, is_running=is_running, why_not=self._why_not)
+            self._board.take([*told, *self._roll.reports_of_rest(rest)])
+        else:
+            self._board.clear()
+
+    # -- what fails again and again -------------------------------------------------------------------------
+
+    def _park(self, name: str, reason: str) -> None:
+        """Run a pipeline no more, and have the catalog say so."""
+        found = next((one for one in self._due if one.name == name), None)
+        if found is not None:
+            self._attempts[name] += 1
+            self._parked[name] = (found, reason)
+            self._to_park.set()
+            self._look()
+
+    async def _keep_parking(self) -> None:
+        while True:
+            await self._to_park.wait()
+            self._to_park.clear()
+            for name, (pipeline, reason) in list(self._parked.items()):
+                try:
+                    await self._declared.park(pipeline, reason)
+                except UnknownPipeline:
+                    _logger.debug("a pipeline was deleted before it was parked", extra={"pipeline": name})
+                except MillstreamError as error:
+                    _logger.warning(
+                        "a pipeline could not be parked in the catalog yet",
+                        extra={"pipeline": name, "error": str(error)},
+                    )
+                    await asyncio.sleep(PARK_PAUSE_S)
+                    self._to_park.set()
+                    break
+                del self._parked[name]
+                self._look()
+
+    def _is_parked_here(self, pipeline: Pipeline) -> bool:
+        parked = self._parked.get(pipeline.name)
+        return parked is not None and parked[0] == pipeline

@@ -1,0 +1,242 @@
+"""Who runs a pipeline: the only member of its consumer group.
+
+The membership shows in the ordinary tools, ends with its session when its process dies, and works the same on one node
+and on many. Whoever is put out cannot commit offsets any more, since these carry the member and its generation.
+
+The drivers that nodes start share an instance id, so one that is started anew takes the place of the one before it at
+once and shuts it out. A run by hand has none: it finds the group occupied, and the other way round.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Final
+
+from millstream.client.admin.pipelines import PipelineClient
+from millstream.core.errors import (
+    FencedInstance,
+    GroupNotEmpty,
+    IllegalGeneration,
+    InconsistentProtocol,
+    MillstreamError,
+    RebalanceInProgress,
+    UnknownMember,
+)
+from millstream.core.ids import NodeId
+from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE
+from millstream.pipelines.jobs.job import GroupMember
+from millstream.pipelines.source.link import Link
+from millstream.protocol.wire.refusal import refusal
+
+_logger = logging.getLogger(__name__)
+
+DRIVER_INSTANCE: Final = "driver"
+SESSION_S: Final = 10.0
+BEAT_S: Final = 3.0
+LEAVE_S: Final = 2.0
+"""How long a goodbye may take; the group notices anyway."""
+
+_PROTOCOL: Final = "one"
+_JOINS_MAX: Final = 10
+_GROUP_COORDINATOR: Final = 0
+_GROUP_ID_NOT_FOUND: Final = 69
+_MEMBER_ID_REQUIRED: Final = 79
+_PUT_OUT: Final = (FencedInstance, IllegalGeneration, UnknownMember)
+
+
+class Claim:
+    """The right to run one pipeline. All methods are called by threads that do not run a loop."""
+
+    def __init__(
+        self,
+        link: Link,
+        group: str,
+        *,
+        instance_id: str | None = None,
+        is_declared: bool = False,
+        when_lost: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`when_lost` is called, on the link's loop, when the group has put this member out.
+
+        The group of a pipeline that `is_declared`, as all are that drivers run, goes with its declaration, also if
+        that goes while it is run.
+        """
+        self._link = link
+        self._group = group
+        self._is_declared = is_declared or instance_id is not None
+        self._when_lost = when_lost
+        self._me = GroupMember(instance_id=instance_id)
+        self._keeping: Future[None] | None = None
+        self._last_beat = 0.0
+        self._is_held = False
+
+    def member(self) -> GroupMember:
+        """Who this is in the group now."""
+        return self._me
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this is the member, as far as is known here."""
+        return self._is_held
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the group has said so lately; else the broker may be away, or somebody else may run the pipeline."""
+        return self.is_held and time.monotonic() - self._last_beat < SESSION_S
+
+    def take(self) -> None:
+        """Become the member; raise `GroupNotEmpty`, which says who it is, when somebody else runs the pipeline."""
+        self._link.call(self._take())
+        self._keeping = self._link.start(self._keep())
+
+    def leave(self) -> None:
+        """Let others run it; never raises because the broker is away, since the session ends anyway."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            self._keeping = None
+        if self.is_held:
+            self._is_held = False
+            with suppress(MillstreamError, TimeoutError):
+                self._link.call(asyncio.wait_for(self._leave(), LEAVE_S))
+                if self._is_declared:
+                    self._link.call(asyncio.wait_for(self._forget(), LEAVE_S))
+
+    # -- on the loop ----------------------------------------------------------------------------------------
+
+    async def _take(self) -> None:
+        await self._refuse_others()
+        await self._join_alone()
+        self._is_held = True
+        self._last_beat = time.monotonic()
+
+    async def _join_alone(self) -> None:
+        """Join until there is nobody else: whoever was there first leads, and others who come give way."""
+        for _ in range(_JOINS_MAX):
+            with suppress(RebalanceInProgress, InconsistentProtocol, *_PUT_OUT):
+                if await self._join():
+                    return
+        await self._leave()
+        await self._refuse_others()
+        raise GroupNotEmpty(f"group {self._group!r} has members that come and go; try again")
+
+    async def _refuse_others(self) -> None:
+        from kio.schema.describe_groups.v6 import request
+
+        messages: Any = request
+        asked = messages.DescribeGroupsRequest(groups=(self._group,), include_authorized_operations=False)
+        answer = await self._ask(asked, lambda answer: answer.groups[0].error_code, _GROUP_ID_NOT_FOUND)
+        for other in answer.groups[0].members:
+            if self._me.instance_id is None or other.group_instance_id != self._me.instance_id:
+                host = other.client_host.removeprefix("/")
+                raise GroupNotEmpty(
+                    f"it is being run by {other.client_id!r} at {host}, the member of group {self._group!r}"
+                )
+
+    async def _join(self) -> bool:
+        """Take part in a generation of the group; False when there are others in it, who will go."""
+        from kio.schema.join_group.v9 import request
+
+        messages: Any = request
+        asked = messages.JoinGroupRequest(
+            group_id=self._group,
+            session_timeout=timedelta(seconds=SESSION_S),
+            rebalance_timeout=timedelta(seconds=SESSION_S),
+            member_id=self._me.member_id,
+            group_instance_id=self._me.instance_id,
+            protocol_type=GROUP_TYPE,
+            protocols=(messages.JoinGroupRequestProtocol(name=_PROTOCOL, metadata=b""),),
+        )
+        try:
+            joined = await self._ask(asked, lambda answer: answer.error_code, _MEMBER_ID_REQUIRED)
+        except (*_PUT_OUT, InconsistentProtocol):
+            self._me = GroupMember(instance_id=self._me.instance_id)
+            raise
+        self._me = self._me._replace(member_id=joined.member_id, generation=joined.generation_id)
+        if joined.error_code == _MEMBER_ID_REQUIRED:
+            return False
+        if joined.leader != joined.member_id:
+            # Both came at the same moment, and one has to give way.
+            await self._leave()
+            await self._refuse_others()
+            raise GroupNotEmpty(f"somebody else has just begun to run it, as a member of group {self._group!r}")
+        await self._sync()
+        return all(other.member_id == joined.member_id for other in joined.members)
+
+    async def _sync(self) -> None:
+        from kio.schema.sync_group.v5 import request
+
+        messages: Any = request
+        share = messages.SyncGroupRequestAssignment(member_id=self._me.member_id, assignment=b"")
+        asked = messages.SyncGroupRequest(
+            group_id=self._group,
+            generation_id=self._me.generation,
+            member_id=self._me.member_id,
+            group_instance_id=self._me.instance_id,
+            protocol_type=GROUP_TYPE,
+            protocol_name=_PROTOCOL,
+            assignments=(share,),
+        )
+        await self._ask(asked, lambda answer: answer.error_code)
+
+    async def _keep(self) -> None:
+        """Say again and again that this process lives, until the group puts it out."""
+        try:
+            while True:
+                await asyncio.sleep(BEAT_S)
+                try:
+                    await self._beat()
+                except RebalanceInProgress:
+                    await self._join_alone()
+                except _PUT_OUT:
+                    raise
+                except MillstreamError as error:
+                    # The job finds out by itself what it cannot do meanwhile.
+                    _logger.debug("no heartbeat", extra={"group": self._group, "error": str(error)})
+                    continue
+                self._last_beat = time.monotonic()
+        except MillstreamError as error:
+            self._is_held = False
+            _logger.warning("somebody else runs a pipeline now", extra={"group": self._group, "error": str(error)})
+            self._when_lost()
+
+    async def _beat(self) -> None:
+        from kio.schema.heartbeat.v4 import request
+
+        messages: Any = request
+        asked = messages.HeartbeatRequest(
+            group_id=self._group,
+            generation_id=self._me.generation,
+            member_id=self._me.member_id,
+            group_instance_id=self._me.instance_id,
+        )
+        await self._ask(asked, lambda answer: answer.error_code)
+
+    async def _leave(self) -> None:
+        from kio.schema.leave_group.v5 import request
+
+        messages: Any = request
+        me = messages.MemberIdentity(member_id=self._me.member_id, group_instance_id=self._me.instance_id)
+        self._me = GroupMember(instance_id=self._me.instance_id)
+        with suppress(*_PUT_OUT):
+            await self._ask(
+                messages.LeaveGroupRequest(group_id=self._group, members=(me,)), lambda answer: answer.error_code
+            )
+
+    async def _forget(self) -> None:
+        await PipelineClient(self._link.client).forget_deleted(self._group.removeprefix(GROUP_PREFIX))
+
+    async def _ask(self, request: Any, code_of: Callable[[Any], int], *fine: int) -> Any:
+        async def attempt(coordinator: NodeId) -> Any:
+            answer = await self._link.client.send(coordinator, request)
+            code = code_of(answer)
+            if code and code not in fine:
+                raise refusal(code, None, about=f"group {self._group!r}")
+            return answer
+
+        return await self._link.client.at_coordinator(self._group, attempt, kind=_GROUP_COORDINATOR)

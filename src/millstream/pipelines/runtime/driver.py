@@ -1,0 +1,325 @@
+"""The driver: `python -m millstream.pipelines.runtime.driver OPTIONS`, started by `runtime/child.py` only.
+
+It has one Spark session, which all pipelines of the node share fairly, and a thread for each of them. Through its
+standard input it is told, one line of JSON each time, what is to run; through its standard output it tells how that
+goes. It ends when its standard input does: steps that are under way are given up, which is safe. While Spark still
+starts, which may take long, it ends at once with everything that it has started.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import msgspec
+
+from millstream.core.log_line import set_up_logging
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import JobContext, JobKind
+from millstream.pipelines.jobs.jobs import JOBS
+from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
+from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, Options, Said, Told, Wanted
+from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, Held, Runner, Surroundings
+from millstream.pipelines.runtime.spark_activity import Activity, activity_of
+from millstream.pipelines.runtime.turns import Turns
+from millstream.pipelines.runtime.watch import CANCEL_S, LOOK_S, Watch
+from millstream.pipelines.source.link import Link
+from millstream.protocol.messages.lean_kio import import_lean_kio
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_logger = logging.getLogger(__name__)
+
+ANSWER_S: Final = 30.0
+REPORT_S: Final = 0.5
+"""How often what has changed is told at most."""
+RATES_S: Final = 5.0
+"""How often rates are told when nothing else changes."""
+END_S: Final = 5.0
+"""How long steps may take to notice that they are given up."""
+STUCK: Final = 71
+"""The exit code of a driver that has to be replaced."""
+
+
+class Voice:
+    """Writes lines to the broker, whole ones, from any thread."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+
+    def say(self, said: Said) -> None:
+        """Write a line at once."""
+        with self._lock, suppress(OSError, ValueError):
+            # A broker that is gone has closed the other pipe as well, and that is what ends this process.
+            self._stream.write(msgspec.json.encode(said) + b"\n")
+            self._stream.flush()
+
+
+class Ears:
+    """Hears the lines of the broker, from the beginning on, and that it has hung up."""
+
+    def __init__(self, stream: IO[bytes], leave: Callable[[], None]) -> None:
+        """`leave` ends the process with all that it has started; for a broker that is gone before there is work."""
+        self._stream = stream
+        self._leave = leave
+        self._lines: SimpleQueue[bytes] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_up = False
+        threading.Thread(target=self._listen, name="hear the broker", daemon=True).start()
+
+    def lines(self) -> Iterator[bytes]:
+        """What is said, from now on in order, until the broker hangs up."""
+        with self._lock:
+            self._is_up = True
+        return iter(self._lines.get, b"")
+
+    def _listen(self) -> None:
+        for line in self._stream:
+            self._lines.put(line)
+        self._lines.put(b"")
+        with self._lock:
+            if not self._is_up:
+                self._leave()
+
+
+def leave_at_once() -> None:
+    """End this process, and the Java that it may just be starting."""
+    from millstream.pipelines.runtime.scratch import remove_scratch
+
+    remove_scratch()
+    if os.getpgrp() == os.getpid():
+        # The broker starts it as the first of a group, so that Java, which nobody has a handle of yet, is in it too.
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+class _Running:
+    """A runner with its thread."""
+
+    def __init__(self, runner: Runner, attempt: int, *, after: _Running | None) -> None:
+        self.runner = runner
+        self.attempt = attempt
+        self._after = after
+        self.thread = threading.Thread(target=self._run, name=f"pipeline {runner.declared.name}", daemon=True)
+
+    def _run(self) -> None:
+        if self._after is not None:
+            # Of the same pipeline, and told to end: two of them would be in each other's way.
+            self._after.thread.join()
+            self._after = None
+        self.runner.run()
+
+
+class Driver:
+    """Everything that this process runs."""
+
+    def __init__(
+        self,
+        options: Options,
+        spark: SparkSession | None,
+        say: Callable[[Said], None],
+        claim: Callable[[str, Callable[[], None]], Held],
+        *,
+        jobs: Mapping[PipelineKind, JobKind] = JOBS,
+        report_s: float = REPORT_S,
+        backoff_s: float = BACKOFF_S_MIN,
+        look_s: float = LOOK_S,
+        cancel_s: float = CANCEL_S,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        """`leave` ends the process at once, with an exit code."""
+        self._options = options
+        self._spark: Any = spark
+        self._say = say
+        self._claim = claim
+        self._jobs = jobs
+        self._report_s = report_s
+        self._backoff_s = backoff_s
+        self._leave = leave
+        self._running: dict[str, _Running] = {}
+        self._ending: dict[str, _Running] = {}
+        self._turns = Turns()
+        self._news = threading.Event()
+        self._over = threading.Event()
+        self._reporter = threading.Thread(target=self._keep_reporting, name="reports", daemon=True)
+        self._reporter.start()
+        watch = Watch(self._runners, self._activity, self._be_replaced, look_s=look_s, cancel_s=cancel_s)
+        threading.Thread(target=watch.run, args=(self._over,), name="watch", daemon=True).start()
+
+    def declare(self, wanted: list[Wanted]) -> None:
+        """Run these from now on, and nothing else."""
+        by_name = {one.pipeline.name: one for one in wanted}
+        for name in [name for name in self._running if name not in by_name]:
+            self._end(name)
+        for name, one in by_name.items():
+            running = self._running.get(name)
+            if running is not None and _is_another(running, one):
+                self._end(name)
+                running = None
+            if running is None:
+                self._begin(one)
+            elif running.runner.declared != one.pipeline:
+                running.runner.change(one.pipeline)
+        self._news.set()
+
+    def end(self) -> None:
+        """Stop everything, as far as it can be stopped in time."""
+        self._over.set()
+        self._news.set()
+        for name in list(self._running):
+            self._end(name)
+        deadline = time.monotonic() + END_S
+        for thread in (*(running.thread for running in self._ending.values()), self._reporter):
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _begin(self, one: Wanted) -> None:
+        name = one.pipeline.name
+        if one.is_suspect:
+            self._turns.suspect(name)
+        runner = Runner(one.pipeline, self._surroundings(one.pipeline), node=self._options.node)
+        running = _Running(runner, one.attempt, after=self._ending.pop(name, None))
+        self._running[name] = running
+        running.thread.start()
+
+    def _end(self, name: str) -> None:
+        running = self._running.pop(name)
+        running.runner.stop()
+        self._ending = {known: one for known, one in self._ending.items() if one.thread.is_alive()}
+        self._ending[name] = running
+
+    def _surroundings(self, pipeline: Pipeline) -> Surroundings:
+        name = pipeline.name
+        return Surroundings(
+            make=self._jobs[pipeline.kind],
+            context=self._context,
+            claim=self._claim,
+            turn=lambda: self._turns.take(name),
+            begun=lambda: self._begun(name),
+            ended=lambda is_well: self._ended(name, is_well),
+            lost=lambda: self._turns.give_back(name, is_well=False),
+            cancel=lambda: self._cancel(name),
+            changed=self._news.set,
+            backoff_s=self._backoff_s,
+        )
+
+    def _context(self) -> JobContext:
+        options = self._options
+        return JobContext(spark=self._spark, brokers=options.kafka, lake=options.lake, folder=options.folder)
+
+    def _begun(self, name: str) -> None:
+        if self._spark is not None:
+            # Both belong to the thread, and a pool of its own is what makes the scheduler fair.
+            self._spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
+            self._spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
+        self._say(Said(begun=name))
+
+    def _ended(self, name: str, is_well: bool) -> None:
+        self._say(Said(ended=name, is_well=is_well))
+        self._turns.give_back(name, is_well=is_well)
+
+    def _cancel(self, name: str) -> None:
+        if self._spark is not None:
+            # A Java that hangs would hold up whoever asks, who has others to look after.
+            threading.Thread(target=self._cancel_group, args=(name,), name=f"cancel {name}", daemon=True).start()
+
+    def _cancel_group(self, name: str) -> None:
+        with suppress(Exception):
+            self._spark.sparkContext.cancelJobGroup(name)
+
+    # -- what hangs -----------------------------------------------------------------------------------------
+
+    def _runners(self) -> list[Runner]:
+        """Those that run, and those that are to end and have not yet."""
+        known = (*list(self._running.values()), *list(self._ending.values()))
+        return [one.runner for one in known if one.thread.is_alive()]
+
+    def _activity(self) -> Activity:
+        return Activity() if self._spark is None else activity_of(self._spark)
+
+    def _be_replaced(self, name: str, reason: str) -> None:
+        _logger.error("the driver has to be replaced", extra={"pipeline": name, "reason": reason})
+        about = f"pipeline {name!r}: " if name else ""
+        self._say(Said(failed=f"the driver was replaced: {about}{reason}", stuck=name))
+        self._leave(STUCK)
+
+    def _keep_reporting(self) -> None:
+        while not self._over.is_set():
+            self._news.wait(RATES_S)
+            self._news.clear()
+            self._say(Said(reports=[running.runner.report() for running in list(self._running.values())]))
+            self._over.wait(self._report_s)
+
+
+def _is_another(running: _Running, one: Wanted) -> bool:
+    """Whether a pipeline was deleted and declared anew under its name, or is to be tried again."""
+    return running.runner.declared.pipeline_id != one.pipeline.pipeline_id or running.attempt != one.attempt
+
+
+def _say_alive(voice: Voice) -> None:
+    """Say something now and then, also before there is anything to tell: a driver that is silent is replaced."""
+    while True:
+        voice.say(Said())
+        time.sleep(RATES_S)
+
+
+def run(options: Options, heard: IO[bytes], voice: Voice, *, leave: Callable[[], None] = leave_at_once) -> None:
+    """Drive until the broker hangs up."""
+    from millstream.pipelines.runtime.spark_session import close_session, open_session
+
+    ears = Ears(heard, leave)
+    threading.Thread(target=_say_alive, args=(voice,), name="alive", daemon=True).start()
+    try:
+        spark = open_session(
+            options.master,
+            memory=options.memory,
+            settings=options.spark,
+            log=options.log,
+            ends_with_java=True,
+        )
+        link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", ANSWER_S)
+    except Exception as error:
+        voice.say(Said(failed=reason_of(error)))
+        raise
+
+    def claim(group: str, when_lost: Callable[[], None]) -> Held:
+        return Claim(link, group, instance_id=DRIVER_INSTANCE, when_lost=when_lost)
+
+    driver = Driver(options, spark, voice.say, claim)
+    for line in ears.lines():
+        driver.declare(msgspec.json.decode(line, type=Told).wanted)
+    driver.end()
+    close_session(spark)
+
+
+def main() -> None:
+    """Run as the broker asks."""
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
+    import_lean_kio()
+    # Whatever else writes to the standard output writes to the log: what is said to the broker goes past it.
+    voice = Voice(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    code = 0
+    try:
+        run(options, sys.stdin.buffer, voice)
+    except Exception as error:
+        _logger.critical("the pipelines cannot be run", extra={"error": reason_of(error)})
+        code = 1
+    logging.shutdown()
+    # A step that hangs does not keep the process.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

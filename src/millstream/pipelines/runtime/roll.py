@@ -1,0 +1,166 @@
+"""What the broker knows of the pipelines that its driver runs, over the lives of several drivers.
+
+A driver counts from its own start; here what earlier ones counted is added. Who was under way when a driver died is
+remembered too: three deaths in a row, without a step that went well between, are taken for the pipeline's doing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from millstream.broker.pipeline_board import PipelineReport, State
+from millstream.core.pipeline import Pipeline
+from millstream.pipelines.runtime.driver_messages import Said
+from millstream.pipelines.runtime.spark_session import DIED
+
+DEATHS_MAX: Final = 3
+
+
+class Roll:
+    """The pipelines of a node's driver."""
+
+    def __init__(self, node: int) -> None:
+        self._node = node
+        self._reports: dict[str, PipelineReport] = {}
+        self._earlier: dict[str, PipelineReport] = {}
+        self._kept: frozenset[str] | None = None
+        """Those that are declared, once that was said."""
+        self._under_way: set[str] = set()
+        self._deaths: Counter[str] = Counter()
+        self._failed = ""
+        self._stuck = ""
+        self._ended = ("", 0)
+        self._down_ms = 0
+        """Since when drivers have died without one that told anything between."""
+
+    def hear(self, said: Said) -> None:
+        """Take over what the driver says."""
+        if said.reports is not None:
+            told = {one.name: one for one in said.reports}
+            for name, known in self._reports.items():
+                if name not in told or _is_begun_anew(known, told[name]):
+                    self._keep(known)
+            self._reports = told
+            self._ended = ("", 0)
+            self._down_ms = 0
+        if said.begun:
+            self._under_way.add(said.begun)
+        if said.ended:
+            self._under_way.discard(said.ended)
+            if said.is_well:
+                del self._deaths[said.ended]
+        if said.failed:
+            self._failed = said.failed
+            self._stuck = said.stuck
+
+    def _keep(self, report: PipelineReport) -> None:
+        """Count on from what a run did that was stopped or parked, or is begun anew."""
+        if self._kept is None or report.name in self._kept:
+            self._earlier[report.name] = self._with_earlier(report)
+
+    def driver_ended(self, code: int, *, is_death: bool) -> None:
+        """The driver is no more; if nobody asked for that, whoever was under way may be to blame.
+
+        A driver that was replaced because of one pipeline has said so, and the others are not suspected.
+        """
+        under_way, self._under_way = self._under_way, set()
+        reason, self._failed = self._failed, ""
+        stuck, self._stuck = self._stuck, ""
+        if is_death and stuck:
+            self._deaths[stuck] += 1
+        elif is_death:
+            self._deaths = Counter({name: self._deaths[name] + 1 for name in under_way})
+        if is_death:
+            self._ended = (reason or _end(code), int(time.time() * 1000))
+            self._down_ms = self._down_ms or self._ended[1]
+        for name, report in self._reports.items():
+            told = self._with_earlier(report)
+            self._earlier[name] = self._ended_with(told) if is_death else told
+        self._reports = {}
+
+    def is_suspect(self, name: str) -> bool:
+        """Whether it was under way when the last driver died."""
+        return self._deaths[name] > 0
+
+    def blamed(self) -> list[tuple[str, str]]:
+        """Those that were under way in too many deaths, with the reason of the last; told once."""
+        found = [name for name, deaths in self._deaths.items() if deaths >= DEATHS_MAX]
+        for name in found:
+            del self._deaths[name]
+        return [(name, self._ended[0]) for name in found]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Keep nothing of pipelines that are gone."""
+        self._kept = kept = frozenset(names)
+        for known in (self._earlier, self._deaths):
+            for name in [name for name in known if name not in kept]:
+                del known[name]
+
+    def reports(self, due: Iterable[Pipeline], *, is_running: bool, why_not: str) -> list[PipelineReport]:
+        """How each of them does; one that no driver has told of waits, for a reason if there is one."""
+        return [self._report_of(one, is_running=is_running, why_not=why_not) for one in due]
+
+    def reports_of_rest(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
+        """How those did that are run no more, as far as they were run here."""
+        return [
+            self._with_earlier(
+                PipelineReport(name=one.name, state="parked" if one.is_wanted else "stopped", node=self._node)
+            )
+            for one in declared
+            if one.name in self._earlier
+        ]
+
+    def _report_of(self, pipeline: Pipeline, *, is_running: bool, why_not: str) -> PipelineReport:
+        report = self._reports.get(pipeline.name)
+        if report is not None:
+            return self._with_earlier(report)
+        reason, at_ms = self._ended
+        state: State = "starting" if is_running or not reason else "retrying"
+        if why_not:
+            state, reason, at_ms = "waiting", why_not, int(time.time() * 1000)
+        blank = PipelineReport(name=pipeline.name, state=state, node=self._node)
+        told = self._with_earlier(blank)
+        if not reason:
+            return told
+        return msgspec.structs.replace(told, last_error=reason, last_error_ms=at_ms, failing_ms=self._down_ms)
+
+    def _ended_with(self, report: PipelineReport) -> PipelineReport:
+        """One that was begun anew because of the death of its driver."""
+        reason, at_ms = self._ended
+        return msgspec.structs.replace(report, restarts=report.restarts + 1, last_error=reason, last_error_ms=at_ms)
+
+    def _with_earlier(self, report: PipelineReport) -> PipelineReport:
+        before = self._earlier.get(report.name)
+        if before is None:
+            return report
+        return msgspec.structs.replace(
+            report,
+            rows=report.rows + before.rows,
+            batches=report.batches + before.batches,
+            restarts=report.restarts + before.restarts,
+            stalls=report.stalls + before.stalls,
+            counts=dict(Counter(report.counts) + Counter(before.counts)),
+            last_error=report.last_error or before.last_error,
+            last_error_ms=report.last_error_ms or before.last_error_ms,
+        )
+
+
+def _is_begun_anew(known: PipelineReport, told: PipelineReport) -> bool:
+    """Whether a report is one of a later run in the same driver, which counts from its own beginning."""
+    return (told.rows, told.batches, told.restarts, told.stalls) != (
+        max(known.rows, told.rows),
+        max(known.batches, told.batches),
+        max(known.restarts, told.restarts),
+        max(known.stalls, told.stalls),
+    )
+
+
+def _end(code: int) -> str:
+    if code == DIED:
+        return "the driver's Java died: killed, or out of memory; spark.log in the node's data folder may say why"
+    return f"the driver ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"

@@ -1,0 +1,321 @@
+"""Runs one pipeline in a thread: claims it, does one step after the other, and begins anew when something fails.
+
+What a job did is durable when its step returns or can be done again, so a runner may end at any moment. What fails
+because something outside is away is tried until that is back. A pipeline that fails again and again for other reasons,
+without a step that succeeds between, is parked: it is left alone until somebody changes or starts it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+from millstream.broker.pipeline_board import PipelineReport, State
+from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
+from millstream.core.pipeline import Pipeline
+from millstream.pipelines.jobs.job import GroupMember, Job, JobContext, JobKind
+from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.runtime.fault import Fault, fault_of, is_java_lost
+from millstream.pipelines.runtime.progress import Progress
+from millstream.pipelines.runtime.tally import Tally
+
+_logger = logging.getLogger(__name__)
+
+FAILURES_MAX: Final = 10
+"""So many in a row park a pipeline, over some minutes, when it is not known where they come from."""
+WEIGHTS: Final = {Fault.OUTSIDE: 0, Fault.UNKNOWN: 1, Fault.DECLARED: FAILURES_MAX // 2}
+"""How much a failure counts: what is declared wrongly is tried once more and not ten times."""
+BACKOFF_S_MIN: Final = 1.0
+BACKOFF_S_MAX: Final = 60.0
+_DOUBLINGS_MAX: Final = 16
+OCCUPIED_S: Final = 3.0
+"""How often it is looked whether somebody else still runs the pipeline, or its topic is still missing."""
+
+
+class Stalled(MillstreamError):
+    """A step made no progress and was given up."""
+
+
+class Held(Protocol):
+    """A claim, as the runner uses it."""
+
+    def member(self) -> GroupMember:
+        """Who this is in the group."""
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the broker has answered lately."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether nobody else has taken over."""
+
+    def take(self) -> None:
+        """Get it, or raise `GroupNotEmpty`."""
+
+    def leave(self) -> None:
+        """Give it up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What the driver gives to a runner."""
+
+    make: JobKind
+    context: Callable[[], JobContext]
+    """What jobs use, except what belongs to one pipeline."""
+    claim: Callable[[str, Callable[[], None]], Held]
+    """The claim on a group; the second is called when it is lost."""
+    turn: Callable[[], None] = lambda: None
+    """Called before each step, by the runner's thread; waits until it may be done."""
+    begun: Callable[[], None] = lambda: None
+    """Called then."""
+    ended: Callable[[bool], None] = lambda _well: None
+    """Called after each step, with whether it went well."""
+    lost: Callable[[], None] = lambda: None
+    """Called instead when Java was lost in it: the driver may end with it, and the step is still under way then."""
+    cancel: Callable[[], None] = lambda: None
+    """Ends what Spark is doing for this pipeline."""
+    changed: Callable[[], None] = lambda: None
+    """Called when there is something new to report."""
+    backoff_s: float = BACKOFF_S_MIN
+    backoff_max_s: float = BACKOFF_S_MAX
+    occupied_s: float = OCCUPIED_S
+
+
+class Runner:
+    """One pipeline that is run, until `stop`, or until it is parked."""
+
+    def __init__(self, pipeline: Pipeline, around: Surroundings, *, node: int = -1) -> None:
+        self._around = around
+        self._node = node
+        self._tally = Tally()
+        self._lock = threading.Lock()
+        self._declared = pipeline
+        self._job_ends = threading.Event()
+        """Set when the job that runs now is to end: for good, for a new one, or because the claim was lost."""
+        self._ended = threading.Event()
+        self._claim = around.claim(pipeline.group, self._end_job)
+        self._failures = 0
+        """In a row, as much as they count."""
+        self._tries = 0
+        """Failures in a row, whatever they come from."""
+        self._failing_ms = 0
+        self._restarts = 0
+        self._stalls = 0
+        self._given_up = ""
+        """Why the step that is under way was given up, if it was."""
+        self.progress = Progress()
+        self._state: State = "starting"
+        self._error = ""
+        self._error_ms = 0
+
+    @property
+    def declared(self) -> Pipeline:
+        """What is run."""
+        return self._declared
+
+    @property
+    def name(self) -> str:
+        """The name of the pipeline."""
+        return self._declared.name
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was told to end."""
+        return self._ended.is_set()
+
+    @property
+    def stall_s(self) -> float:
+        """For how long a step may be without any progress; 0 means for ever."""
+        try:
+            return self._declared.settings.stall_ms / 1000
+        except MillstreamError:
+            # The job says so too, and is not made.
+            return 0.0
+
+    def give_up(self, reason: str) -> None:
+        """Have the step that is under way fail for a reason; called by the one who watches."""
+        self._given_up = reason
+        self._stalls += 1
+        _logger.warning("a pipeline is cancelled", extra={"pipeline": self.name, "reason": reason})
+        self._around.cancel()
+
+    def change(self, pipeline: Pipeline) -> None:
+        """Go on with other settings or rules, after the step that is under way."""
+        with self._lock:
+            self._declared = pipeline
+            self._failures = self._tries = 0
+            self._job_ends.set()
+
+    def stop(self) -> None:
+        """Have `run` end soon; a step that is under way is given up."""
+        with self._lock:
+            self._ended.set()
+            self._job_ends.set()
+        self._around.cancel()
+
+    def report(self) -> PipelineReport:
+        """How it does."""
+        return PipelineReport(
+            name=self._declared.name,
+            state=self._state,
+            rows=self._tally.rows,
+            rows_per_s=self._tally.rows_per_s,
+            lag=self._tally.lag if self._tally.is_begun else None,
+            batches=self._tally.batches,
+            restarts=self._restarts,
+            stalls=self._stalls,
+            still_s=round(self.progress.still_s, 1),
+            last_error=self._error,
+            last_error_ms=self._error_ms,
+            failing_ms=self._failing_ms,
+            counts=self._tally.counts,
+            node=self._node,
+        )
+
+    def run(self) -> None:
+        """Do steps until `stop`, or until it has failed too often; in a thread of its own."""
+        self.progress.work()
+        try:
+            while not self._ended.is_set() and self._state != "parked":
+                self._attempt()
+        finally:
+            self._claim.leave()
+            self.progress.rest()
+            if self._state != "parked":
+                self._be("stopped")
+
+    def _attempt(self) -> None:
+        """Run one job, from its making to its end."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._job_ends = stopping = threading.Event()
+            pipeline = self._declared
+        self._given_up = ""
+        try:
+            if not self._claim.is_held:
+                self._claim.take()
+            job = self._around.make(pipeline, self._context(pipeline, stopping))
+        except GroupNotEmpty as occupied:
+            self._note(occupied)
+            self._be("waiting")
+            self._rest(stopping, self._around.occupied_s)
+            return
+        except Exception as error:
+            self._failed(error, stopping)
+            return
+        try:
+            self._steps(job, stopping)
+        finally:
+            self._close(job)
+
+    def _steps(self, job: Job, stopping: threading.Event) -> None:
+        try:
+            while not stopping.is_set():
+                wait_s = self._step(job)
+                if wait_s:
+                    self._rest(stopping, wait_s)
+        except Exception as error:
+            self._failed(error, stopping)
+
+    def _step(self, job: Job) -> float:
+        self.progress.is_working = False
+        self._around.turn()
+        self.progress.is_working = True
+        self._around.begun()
+        if self._ended.is_set():
+            # It had to wait for its turn, and was stopped meanwhile.
+            self._around.ended(False)
+            return 0.0
+        if self._state in ("starting", "waiting"):
+            self._be("running")
+        try:
+            step = job.step()
+        except BaseException as error:
+            if is_java_lost(error):
+                self._around.lost()
+            else:
+                self._around.ended(False)
+            raise
+        self._around.ended(not step.is_open)
+        self._tally.add(step)
+        if step.is_open:
+            if self._given_up:
+                raise Stalled(self._given_up)
+            return step.wait_s
+        self.progress.sign()
+        self._given_up = ""
+        self._failures = self._tries = self._failing_ms = 0
+        self._be("running")
+        return step.wait_s
+
+    def _failed(self, error: Exception, stopping: threading.Event) -> None:
+        if self._ended.is_set():
+            # It was told to end, and what it did was cancelled.
+            return
+        if self._given_up:
+            # What a cancelled step says of itself explains nothing.
+            error, self._given_up = Stalled(self._given_up), ""
+        self.progress.sign()
+        self._note(error)
+        if isinstance(error, UnknownTopic):
+            # Whoever declared it may make the topic later.
+            self._be("waiting")
+            self._rest(stopping, self._around.occupied_s)
+            return
+        self._restarts += 1
+        self._tries += 1
+        self._failing_ms = self._failing_ms or self._error_ms
+        # What happens while the broker cannot be reached says nothing about the pipeline.
+        fault = fault_of(error) if self._claim.is_confirmed else Fault.OUTSIDE
+        self._failures += WEIGHTS[fault]
+        if self._failures >= FAILURES_MAX:
+            _logger.error("a pipeline is parked", extra={"pipeline": self._declared.name, "error": self._error})
+            self._be("parked")
+            return
+        _logger.warning(
+            "a pipeline failed and is begun anew",
+            extra={"pipeline": self._declared.name, "error": self._error},
+            exc_info=error if fault == Fault.UNKNOWN and not isinstance(error, MillstreamError) else None,
+        )
+        self._be("retrying")
+        pause_s = self._around.backoff_s * 2 ** min(self._tries - 1, _DOUBLINGS_MAX)
+        self._rest(stopping, min(pause_s, self._around.backoff_max_s))
+
+    def _rest(self, stopping: threading.Event, seconds: float) -> None:
+        self.progress.rest()
+        stopping.wait(seconds)
+        self.progress.work()
+
+    def _close(self, job: Job) -> None:
+        # Whatever it could not let go of ends with the driver.
+        with suppress(Exception):
+            job.close()
+
+    def _context(self, pipeline: Pipeline, stopping: threading.Event) -> JobContext:
+        return replace(
+            self._around.context(),
+            rules=pipeline.rules,
+            stopping=stopping,
+            member=lambda: self._claim.member(),
+            progress=self.progress.sign,
+        )
+
+    def _end_job(self) -> None:
+        with self._lock:
+            self._job_ends.set()
+
+    def _note(self, error: Exception) -> None:
+        self._error = reason_of(error, name=self.name)
+        self._error_ms = int(time.time() * 1000)
+
+    def _be(self, state: State) -> None:
+        self._state = state
+        self._around.changed()

@@ -1,0 +1,161 @@
+"""Notices pipelines that are at work and get nowhere: a job that hangs, a statement that never ends, a silent store.
+
+A sign of progress is what a pipeline tells itself, and everything that Spark does for it: tasks that end, rows that are
+counted. What is without one for as long as its setting says is cancelled and counts as a failure. If it goes on hanging
+after that, the driver has to be replaced: a thread cannot be ended from outside.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final, Protocol
+
+from millstream.pipelines.runtime.progress import Progress
+from millstream.pipelines.runtime.spark_activity import Activity
+
+_logger = logging.getLogger(__name__)
+
+LOOK_S: Final = 5.0
+CANCEL_S: Final = 240.0
+"""How long what was cancelled, or told to end, may take to end: an object store that is silent is asked for three
+minutes, and whoever waits for it takes no place of others."""
+REMAINS_S: Final = 60.0
+"""How long tasks that were cancelled may take to end, when others need their places."""
+JAVA_S: Final = 120.0
+"""How long Java may take to say what it does. It says so at once unless it hangs as a whole."""
+
+
+class Working(Protocol):
+    """A pipeline, as the watch sees it."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    @property
+    def progress(self) -> Progress:
+        """The signs that it gives."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was told to end."""
+
+    @property
+    def stall_s(self) -> float:
+        """For how long it may be without a sign; 0 means for ever."""
+
+    def give_up(self, reason: str) -> None:
+        """Cancel what it does."""
+
+
+class _Seen:
+    """What was seen of one pipeline until now."""
+
+    def __init__(self) -> None:
+        self.signs = -1
+        self.spark: Hashable = None
+        self.is_given_up = False
+
+
+class Watch:
+    """Looks at all pipelines of a driver again and again, in a thread of its own."""
+
+    def __init__(
+        self,
+        working: Callable[[], Iterable[Working]],
+        activity: Callable[[], Activity],
+        replace: Callable[[str, str], None],
+        *,
+        look_s: float = LOOK_S,
+        cancel_s: float = CANCEL_S,
+        remains_s: float = REMAINS_S,
+        java_s: float = JAVA_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`replace` has the driver replaced, because of a pipeline or of none, for a reason."""
+        self._working = working
+        self._activity = activity
+        self._replace = replace
+        self._look_s = look_s
+        self._cancel_s = cancel_s
+        self._remains_s = remains_s
+        self._java_s = java_s
+        self._clock = clock
+        self._looked = clock()
+        self._seen: dict[Working, _Seen] = {}
+        self._known = Activity()
+        self._answer: Future[Activity] | None = None
+        # A Java that does not answer must not hold up the one who would notice.
+        self._asking = ThreadPoolExecutor(1, thread_name_prefix="ask Spark")
+        self._silent_s = 0.0
+        self._left_over_s: dict[str, float] = {}
+
+    def run(self, over: threading.Event) -> None:
+        """Look until it is over."""
+        while not over.wait(self._look_s):
+            self.look()
+        self._asking.shutdown(wait=False)
+
+    def look(self) -> None:
+        """Look once."""
+        now = self._clock()
+        # A process or a machine that was stopped for a while has not hung for that long.
+        passed_s = min(now - self._looked, 2 * self._look_s)
+        self._looked = now
+        self._seen = {one: self._seen.get(one, _Seen()) for one in self._working()}
+        if any(one.progress.is_working and one.progress.signs == seen.signs for one, seen in self._seen.items()):
+            self._ask(passed_s)
+            self._look_for_remains(passed_s)
+        for one, seen in self._seen.items():
+            # As long as Java says nothing, nobody knows who is at fault.
+            self._judge(one, seen, 0.0 if self._silent_s else passed_s)
+
+    def _ask(self, passed_s: float) -> None:
+        """Have Java tell what it does; if it does not, what it told last is all that is known."""
+        if self._answer is None:
+            self._answer = self._asking.submit(self._activity)
+        try:
+            self._known = self._answer.result(self._look_s)
+        except TimeoutError:
+            self._silent_s += passed_s
+            if self._silent_s >= self._java_s:
+                self._replace("", f"Java has not answered for {self._silent_s:.0f} s")
+            return
+        except Exception as error:
+            # Java is about to end, or does not know a job any more that it has just named.
+            _logger.debug("Spark did not say what it does", extra={"error": str(error)})
+        self._answer = None
+        self._silent_s = 0.0
+
+    def _judge(self, one: Working, seen: _Seen, passed_s: float) -> None:
+        progress = one.progress
+        now = (progress.signs, self._known.seen.get(one.name))
+        if not progress.is_working or now != (seen.signs, seen.spark):
+            seen.signs, seen.spark = now
+            seen.is_given_up = False
+            progress.still_s = 0.0
+            return
+        if self._known.waits_for_others(one.name):
+            return
+        progress.still_s += passed_s
+        limit_s = 0.0 if one.is_ending else one.stall_s
+        if progress.still_s < limit_s or not (limit_s or one.is_ending):
+            return
+        reason = f"it made no progress for {progress.still_s:.0f} s"
+        if progress.still_s >= limit_s + self._cancel_s:
+            self._replace(one.name, f"{reason} and could not be cancelled")
+        elif not seen.is_given_up and not one.is_ending:
+            seen.is_given_up = True
+            one.give_up(f"{reason} and was cancelled")
+
+    def _look_for_remains(self, passed_s: float) -> None:
+        """Tasks that run on after they were cancelled take the places of others, if there are not enough."""
+        remains = self._known.left_over if any(not running for running in self._known.tasks.values()) else {}
+        self._left_over_s = {name: self._left_over_s.get(name, 0.0) + passed_s for name in remains}
+        for name, lasting_s in self._left_over_s.items():
+            if lasting_s >= self._remains_s:
+                self._replace(name, f"it was cancelled, and after {lasting_s:.0f} s its tasks still ran on")

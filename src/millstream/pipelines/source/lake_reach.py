@@ -1,0 +1,243 @@
+"""What a query gets from landed tables because the log does not have it any more.
+
+A topic that a pipeline lands has its older messages in a table of the lake. A query that begins with
+`startingOffsets=earliest-landed`, or at a time before the log begins, takes offsets before the first of the log from
+the table and goes on in the log: the first offset that the log still has is where one ends and the other begins, so no
+message is missing and none comes twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import NamedTuple
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from millstream.client.admin.pipelines import PipelineClient
+from millstream.client.admin.places import places_of
+from millstream.core.errors import InvalidSetting, MillstreamError
+from millstream.core.pipeline import LandSettings, PipelineKind
+from millstream.pipelines.lake.columns import QUARANTINE
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.options import ReadOptions
+from millstream.pipelines.source.position import ByTime, FromLake, Offsets, Position, Timestamps
+from millstream.pipelines.source.ranges import Range, Table
+from millstream.pipelines.source.rows import shaped
+from millstream.pipelines.source.shape import Shape
+from millstream.pipelines.source.survey import Partitions, Survey, nothing_since
+from millstream.protocol.private.pipeline_messages import LIST_KEY
+
+_LAKE_NAMES = {"timestampType": "timestamp_type"}
+
+
+class Taken(NamedTuple):
+    """What tables have of some ranges, and where the log has to go on."""
+
+    ranges: list[Range]
+    starts: dict[str, dict[int, int]]
+
+
+class LakeReach:
+    """Looks beyond the log, for the topics of one query that are landed."""
+
+    def __init__(self, survey: Survey, options: ReadOptions) -> None:
+        self._survey = survey
+        self._options = options
+        self._opened: dict[str, tuple[Table, LakeTable] | None] = {}
+
+    def lowered(self, start: Offsets, there: Partitions) -> dict[str, dict[int, int]]:
+        """Where the query begins when what is landed counts too: never later than in the log alone."""
+        position = self._options.starting
+        lowered = self._lowered(start, there, position)
+        if isinstance(position, ByTime | Timestamps) and not position.or_latest:
+            self._check_some(start, lowered)
+        return lowered
+
+    def lowered_end(self, end: dict[str, dict[int, int]], there: Partitions) -> dict[str, dict[int, int]]:
+        """Where the query ends: a time before the log begins is one at which the table has something younger."""
+        position = self._options.ending
+        return self._lowered(end, there, position) if isinstance(position, ByTime | Timestamps) else end
+
+    def _lowered(self, places: Offsets, there: Partitions, position: Position | None) -> dict[str, dict[int, int]]:
+        first = self._survey.earliest(there)
+        lowered = {topic: dict(offsets) for topic, offsets in places.items()}
+        for topic, offsets in lowered.items():
+            landed = self._landed(topic)
+            if landed is None:
+                continue
+            for number, offset in offsets.items():
+                beginning = first[topic][number]
+                if offset > beginning:
+                    # The log itself has what is older, so nothing that is wanted lies before it.
+                    continue
+                time_ms = _time_ms(position, topic, number)
+                found = _first_in(Range(topic, number, 0, beginning, landed[0]), time_ms)
+                offsets[number] = offset if found is None else found
+        return lowered
+
+    def _check_some(self, start: Offsets, lowered: Offsets) -> None:
+        """Raise `InvalidSetting` where neither the log nor a table has something as young as was asked for."""
+        ends = self._survey.latest({topic: list(offsets) for topic, offsets in start.items()})
+        for topic, offsets in lowered.items():
+            for number, offset in offsets.items():
+                time_ms = _time_ms(self._options.starting, topic, number)
+                if offset == start[topic][number] == ends[topic][number] and time_ms is not None:
+                    raise nothing_since(topic, number, time_ms)
+
+    def taken(self, starts: Offsets, ends: Offsets) -> Taken:
+        """Take from the tables what lies before the log, as far as they have it."""
+        first = self._survey.earliest({topic: list(offsets) for topic, offsets in starts.items()})
+        ranges: list[Range] = []
+        left: dict[str, dict[int, int]] = {}
+        for topic, offsets in starts.items():
+            left[topic] = dict(offsets)
+            early = [number for number, offset in offsets.items() if offset < first[topic][number]]
+            landed = self._landed(topic) if early else None
+            if landed is None:
+                continue
+            table, opened = landed
+            nexts = opened.reached([(table.topic_id, number) for number in early])
+            for number in early:
+                reached = min(nexts.get((table.topic_id, number), 0), first[topic][number], ends[topic][number])
+                if reached > offsets[number]:
+                    ranges.append(Range(topic, number, offsets[number], reached, table))
+                    left[topic][number] = reached
+        return Taken(ranges, left)
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _link(self) -> Link:
+        return self._survey.link
+
+    @cached_property
+    def _landings(self) -> list[tuple[LandSettings, str]]:
+        """What pipelines land, and where."""
+        return self._link.call(_landings(self._link, self._options.lake))
+
+    @cached_property
+    def _topic_ids(self) -> Mapping[str, str]:
+        found = self._link.call(self._link.client.metadata(list(self._survey.partitions())))
+        return {name: str(topic.topic_id) for name, topic in found.topics.items()}
+
+    def _landed(self, topic: str) -> tuple[Table, LakeTable] | None:
+        """The table of a topic; None if no pipeline lands it, or nothing is landed yet."""
+        if topic not in self._opened:
+            self._opened[topic] = self._open(topic)
+        return self._opened[topic]
+
+    def _open(self, topic: str) -> tuple[Table, LakeTable] | None:
+        for settings, lake in self._landings:
+            if settings.takes(topic):
+                table = Table(f"{lake}/{topic}", settings.format, self._topic_ids[topic])
+                opened = open_table(table.url, format=table.format)
+                return None if opened.schema() is None else (table, opened)
+        if isinstance(self._options.starting, FromLake):
+            raise InvalidSetting(
+                f"startingOffsets is earliest-landed, and no pipeline lands topic {topic!r}; declare one with: "
+                f"millstream pipeline create land NAME --topic {topic}"
+            )
+        return None
+
+
+def _first_in(one: Range, time_ms: int | None) -> int | None:
+    """The first offset that a table has of a range, of messages that are not older than a time."""
+    columns = ("offset",) if time_ms is None else ("offset", "timestamp")
+    for batch in _rows(one, columns):
+        wanted = batch
+        if time_ms is not None:
+            stamps = batch.column("timestamp").cast(pa.int64())
+            wanted = batch.filter(pc.greater_equal(stamps, time_ms * 1000))
+        if wanted.num_rows:
+            return int(wanted.column("offset")[0].as_py())
+    return None
+
+
+async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, str]]:
+    client = link.client
+    if not await client.serves(LIST_KEY):
+        return []
+    found = []
+    root = lake
+    for told in await PipelineClient(client).describe():
+        if told["kind"] != PipelineKind.LAND:
+            continue
+        settings = LandSettings.from_strings(told["overrides"])
+        if not settings.lake and root is None:
+            root = (await places_of(client)).lake
+        found.append((settings, (lake or settings.lake or root or "").rstrip("/")))
+    return found
+
+
+def _time_ms(position: Position | None, topic: str, number: int) -> int | None:
+    if isinstance(position, ByTime):
+        return position.timestamp_ms
+    return position.times_ms[topic][number] if isinstance(position, Timestamps) else None
+
+
+def read_landed(one: Range, shape: Shape) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a range that is in a table, in order, as the log would give them."""
+    names = shape.record_names
+    wanted = tuple(_LAKE_NAMES.get(name, name) for name in names if name != "topic")
+    for batch in _rows(one, tuple(dict.fromkeys((*wanted, "offset")))):
+        columns = [
+            pa.repeat(pa.scalar(one.topic, pa.string()), batch.num_rows)
+            if name == "topic"
+            else batch.column(_LAKE_NAMES.get(name, name))
+            for name in names
+        ]
+        yield shaped(pa.RecordBatch.from_arrays(columns, names=list(names)), shape)
+
+
+def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """Rows of a table and of its quarantine, which has the messages that did not fit, in the order of offsets."""
+    table = one.table
+    if table is None:
+        return
+    try:
+        opened = open_table(table.url, format=table.format)
+        place = (table.topic_id, one.partition, one.start, one.end)
+        odd = tuple(name for name in columns if name in QUARANTINE.names)
+        sources = (opened.scan(*place, columns), opened.scan_quarantined(*place, odd))
+        yield from _merged([_completed(source, columns) for source in sources])
+    except OSError as error:
+        raise MillstreamError(
+            f"the table {table.url} cannot be read: {error}; if it is reached elsewhere from here, say where with the "
+            "option lake"
+        ) from None
+
+
+def _completed(batches: Iterator[pa.RecordBatch], columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """Batches with all columns; the quarantine keeps no type of timestamps, which is then that of creation."""
+    for batch in batches:
+        yield pa.RecordBatch.from_arrays(
+            [
+                batch.column(name) if name in batch.schema.names else pa.repeat(pa.scalar(0, pa.int32()), len(batch))
+                for name in columns
+            ],
+            names=list(columns),
+        )
+
+
+def _merged(sources: list[Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
+    """One stream of batches in the order of offsets, from streams that are in that order."""
+    waiting = [(source, batch) for source in sources if (batch := next(source, None)) is not None]
+    while len(waiting) > 1:
+        reached = min(batch.column("offset")[-1].as_py() for _, batch in waiting)
+        parts, kept = [], []
+        for source, batch in waiting:
+            count = pc.sum(pc.less_equal(batch.column("offset"), reached)).as_py() or 0
+            parts.append(batch.slice(0, count))
+            rest = batch.slice(count) if count < batch.num_rows else next(source, None)
+            if rest is not None:
+                kept.append((source, rest))
+        waiting = kept
+        together = pa.Table.from_batches(parts).sort_by("offset").combine_chunks()
+        yield from together.to_batches()
+    for source, batch in waiting:
+        yield batch
+        yield from source

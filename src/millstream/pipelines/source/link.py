@@ -1,0 +1,95 @@
+"""One connection to the brokers for each process of Spark, whose code is not asynchronous: a loop in a thread.
+
+Spark makes new readers and writers all the time and forks its workers, so what is expensive stays in the module: a
+client for every list of brokers. A process that was forked starts with none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import threading
+from contextlib import suppress
+from typing import Final
+
+from millstream.client.loop_thread import LoopThread
+from millstream.core.errors import BrokerUnreachable, MillstreamError
+from millstream.protocol.wire.client import Client
+
+LINKS_MAX: Final = 8
+"""How many clusters one process keeps connections to."""
+
+_PAUSE_S: Final = 0.2
+
+_links: dict[tuple[str, str, float], Link] = {}
+_lock = threading.Lock()
+
+
+class Link(LoopThread):
+    """A client of one cluster, used from threads that do not run a loop."""
+
+    def __init__(self, brokers: str, client_id: str, timeout_s: float, *, patience_s: float = 0.0) -> None:
+        super().__init__("millstream link")
+        self._brokers = brokers
+        try:
+            self.client = self.call(self._connect(client_id, timeout_s, patience_s))
+        except BaseException:
+            super().close()
+            raise
+
+    def close(self) -> None:
+        """End the connections and the thread."""
+        self.call(self.client.close())
+        super().close()
+
+    async def _connect(self, client_id: str, timeout_s: float, patience_s: float) -> Client:
+        deadline = self._loop.time() + patience_s
+        while True:
+            client = Client.connect(self._brokers, client_id=client_id, timeout_s=timeout_s)
+            try:
+                return await client.__aenter__()
+            except BrokerUnreachable:
+                if self._loop.time() < deadline:
+                    await asyncio.sleep(_PAUSE_S)
+                    continue
+                raise BrokerUnreachable(
+                    f"no broker answers at {self._brokers}; is it running, and is the option kafka.bootstrap.servers "
+                    "right?"
+                ) from None
+
+
+def link_to(brokers: str, *, client_id: str, timeout_s: float, patience_s: float = 0.0) -> Link:
+    """The link of this process to a cluster, made when it is first asked for.
+
+    Whoever plans a query is told at once that nobody answers; a task of a query that runs is patient, since a broker
+    may just be starting again.
+    """
+    key = (brokers, client_id, timeout_s)
+    with _lock:
+        link = _links.pop(key, None)
+        if link is None:
+            if len(_links) >= LINKS_MAX:
+                _links.pop(next(iter(_links))).close()
+            link = Link(brokers, client_id, timeout_s, patience_s=patience_s)
+        # The one that was used last stands last.
+        _links[key] = link
+        return link
+
+
+def _close_all() -> None:
+    while _links:
+        link = _links.popitem()[1]
+        with suppress(MillstreamError, OSError, RuntimeError):
+            link.close()
+
+
+def _start_anew() -> None:
+    """In a process that was forked: the threads of its parent are not there, and neither is what they held."""
+    global _lock
+    _lock = threading.Lock()
+    _links.clear()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_start_anew)

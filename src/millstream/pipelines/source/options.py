@@ -1,0 +1,439 @@
+"""The options of `format("millstream")`: the names of Spark's own Kafka source and sink, and ours beside them.
+
+Every option is honoured or refused with what to do instead, so that neither a typing error nor an unsupported setting
+changes what is read, where rows go, or who can see them. The exceptions are options that only tune Spark's Kafka
+client: these are warned about by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.nearest import suggestion
+from millstream.pipelines.source.position import (
+    EARLIEST,
+    EARLIEST_LANDED,
+    LATEST,
+    ByTime,
+    FromLake,
+    Named,
+    Position,
+    Timestamps,
+    parse_offsets,
+    parse_times,
+)
+from millstream.pipelines.source.source_offsets import SourceOffsets
+from millstream.protocol.private.transactions import OfGroup
+from millstream.protocol.records.names import NAMES
+from millstream.protocol.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
+
+BROKERS: Final = "kafka.bootstrap.servers"
+DEFAULT_BROKERS: Final = "localhost:9092"
+
+_BOTH: Final = (BROKERS, "includeHeaders", "kafka.client.id", "kafka.request.timeout.ms", "path")
+_READ: Final = (
+    *_BOTH,
+    "subscribe",
+    "subscribePattern",
+    "assign",
+    "startingOffsets",
+    "startingTimestamp",
+    "startingOffsetsByTimestamp",
+    "startingOffsetsByTimestampStrategy",
+    "endingOffsets",
+    "endingTimestamp",
+    "endingOffsetsByTimestamp",
+    "failOnDataLoss",
+    "maxOffsetsPerTrigger",
+    "minOffsetsPerTrigger",
+    "maxTriggerDelay",
+    "minPartitions",
+    "maxRecordsPerPartition",
+    "groupId",
+    "kafka.group.id",
+    "isolation",
+    "kafka.isolation.level",
+    "kafka.max.partition.fetch.bytes",
+    "filter",
+    "columns",
+    "valueFormat",
+    "mode",
+    "lake",
+)
+_WRITE: Final = (
+    *_BOTH,
+    "topic",
+    "kafka.compression.type",
+    "compression",
+    "txnAppId",
+    "txnVersion",
+    "sourceGroup",
+    "sourceOffsets",
+    "sourceMember",
+    "sourceGeneration",
+    "kafka.acks",
+)
+_WITHOUT_EFFECT: Final = {
+    "kafkaConsumer.pollTimeoutMs": "a fetch is tried again until kafka.request.timeout.ms is over",
+    "fetchOffset.numRetries": "offsets are asked for again until kafka.request.timeout.ms is over",
+    "fetchOffset.retryIntervalMs": "offsets are asked for again until kafka.request.timeout.ms is over",
+    "groupIdPrefix": "no consumer group is created; groupId names the one that progress is committed to",
+    **dict.fromkeys(
+        (
+            "kafka.batch.size",
+            "kafka.buffer.memory",
+            "kafka.check.crcs",
+            "kafka.connections.max.idle.ms",
+            "kafka.default.api.timeout.ms",
+            "kafka.delivery.timeout.ms",
+            "kafka.enable.idempotence",
+            "kafka.fetch.max.bytes",
+            "kafka.fetch.max.wait.ms",
+            "kafka.fetch.min.bytes",
+            "kafka.heartbeat.interval.ms",
+            "kafka.linger.ms",
+            "kafka.max.block.ms",
+            "kafka.max.in.flight.requests.per.connection",
+            "kafka.max.poll.interval.ms",
+            "kafka.max.poll.records",
+            "kafka.max.request.size",
+            "kafka.metadata.max.age.ms",
+            "kafka.receive.buffer.bytes",
+            "kafka.reconnect.backoff.max.ms",
+            "kafka.reconnect.backoff.ms",
+            "kafka.retries",
+            "kafka.retry.backoff.max.ms",
+            "kafka.retry.backoff.ms",
+            "kafka.send.buffer.bytes",
+            "kafka.session.timeout.ms",
+        ),
+        "it tunes Kafka's Java client, which is not used",
+    ),
+}
+"""Options of Spark's Kafka source that change neither rows nor where they go."""
+_PROTOCOL: Final = "kafka.security.protocol"
+_SECURITY: Final = ("kafka.security.", "kafka.sasl.", "kafka.ssl.")
+_SPARKS_OWN: Final = frozenset(
+    {
+        "checkpointlocation",
+        "queryname",
+        "outputmode",
+        "asyncprogresstrackingenabled",
+        "asyncprogresstrackingcheckpointintervalms",
+        "asyncprogresstrackingoverridesinksupportcheck",
+    }
+)
+"""What Spark itself reads and hands on to the source."""
+
+_DURATION: Final = re.compile(r"\s*(\d+)\s*(ms|s|m|h|d)?\s*\Z")
+_UNIT_MS: Final = {None: 1, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadOptions:
+    """What a query reads, and how."""
+
+    brokers: str = DEFAULT_BROKERS
+    client_id: str = "millstream-spark"
+    timeout_s: float = 60.0
+    subscribe: tuple[str, ...] = ()
+    pattern: str | None = None
+    assign: Mapping[str, tuple[int, ...]] | None = None
+    starting: Position | None = None
+    """None: the earliest for a batch, the latest for a stream, as in Spark."""
+    ending: Position = LATEST
+    fail_on_data_loss: bool = True
+    offsets_max: int | None = None
+    offsets_min: int | None = None
+    trigger_delay_ms: int = 15 * 60_000
+    min_partitions: int | None = None
+    records_per_task_max: int | None = None
+    include_headers: bool = False
+    group_id: str | None = None
+    isolation: int = READ_COMMITTED
+    fetch_bytes: int = 8 * 1024 * 1024
+    filter: str = ""
+    columns: tuple[str, ...] | None = None
+    value_format: str = "bytes"
+    ranges: bool = False
+    lake: str | None = None
+    """Where landed tables are, if not where the pipelines say."""
+
+    @property
+    def reaches_lake(self) -> bool:
+        """Whether what the log has no more is taken from landed tables."""
+        if isinstance(self.starting, FromLake):
+            return True
+        return isinstance(self.starting, ByTime | Timestamps) and not self.filter and not self.ranges
+
+    @property
+    def what(self) -> str:
+        """What is read, in words."""
+        if self.pattern is not None:
+            return f"topics that match {self.pattern!r}"
+        return ", ".join(self.subscribe or sorted(self.assign or ()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """Where rows go, and how."""
+
+    brokers: str = DEFAULT_BROKERS
+    client_id: str = "millstream-spark"
+    timeout_s: float = 120.0
+    topic: str | None = None
+    compression: str = "none"
+    application: str | None = None
+    version: int | None = None
+    checkpoint: str | None = None
+    """Where a stream keeps its progress, if it says so."""
+    source: SourceOffsets | None = None
+    """What is committed together with the rows."""
+
+
+def read_options(given: Mapping[str, str]) -> ReadOptions:
+    """Check the options of a reader; raise `InvalidSetting` for what is unknown, missing or does not fit."""
+    found = _Given(given, _READ, "read")
+    topics = _topics(found)
+    isolation = found.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
+    options = ReadOptions(
+        brokers=found.text(BROKERS) or DEFAULT_BROKERS,
+        client_id=found.text("kafka.client.id") or "millstream-spark",
+        timeout_s=found.number("kafka.request.timeout.ms", 60_000, minimum=100) / 1000,
+        subscribe=topics.subscribe,
+        pattern=topics.pattern,
+        assign=topics.assign,
+        starting=_position(found, "starting"),
+        ending=_position(found, "ending") or LATEST,
+        fail_on_data_loss=found.flag("failOnDataLoss", True),
+        offsets_max=found.maybe_number("maxOffsetsPerTrigger"),
+        offsets_min=found.maybe_number("minOffsetsPerTrigger"),
+        trigger_delay_ms=_duration_ms(found.text("maxTriggerDelay") or "15m"),
+        min_partitions=found.maybe_number("minPartitions"),
+        records_per_task_max=found.maybe_number("maxRecordsPerPartition"),
+        include_headers=found.flag("includeHeaders", False),
+        group_id=found.text("groupId") or found.text("kafka.group.id") or None,
+        isolation=READ_UNCOMMITTED if isolation == "read_uncommitted" else READ_COMMITTED,
+        fetch_bytes=found.number("kafka.max.partition.fetch.bytes", 8 * 1024 * 1024, minimum=1024),
+        filter=found.text("filter") or "",
+        columns=_columns(found.text("columns")),
+        value_format=found.choice("valueFormat", ("bytes", "string", "json")) or "bytes",
+        ranges=found.choice("mode", ("rows", "ranges")) == "ranges",
+        lake=found.text("lake"),
+    )
+    if isinstance(options.starting, FromLake) and (options.ranges or options.filter):
+        raise InvalidSetting("startingOffsets=earliest-landed goes neither with mode=ranges nor with a filter")
+    return options
+
+
+def write_options(given: Mapping[str, str]) -> WriteOptions:
+    """Check the options of a writer."""
+    found = _Given(given, _WRITE, "write")
+    application, version = found.text("txnAppId"), found.maybe_number("txnVersion", minimum=0)
+    if (application is None) != (version is None):
+        raise InvalidSetting("the options txnAppId and txnVersion go together: give both or neither")
+    if (found.text("kafka.acks") or "all") not in ("all", "-1"):
+        warnings.warn("option kafka.acks is not used: rows are written with acks=all", stacklevel=2)
+    codecs = ("none", "gzip", "snappy", "lz4", "zstd")
+    return WriteOptions(
+        brokers=found.text(BROKERS) or DEFAULT_BROKERS,
+        client_id=found.text("kafka.client.id") or "millstream-spark",
+        timeout_s=found.number("kafka.request.timeout.ms", 120_000, minimum=100) / 1000,
+        topic=found.text("topic") or None,
+        compression=found.choice("compression", codecs, other="kafka.compression.type") or "none",
+        application=application,
+        version=version,
+        source=_source(found),
+        checkpoint=next((text for name, text in given.items() if name.lower() == "checkpointlocation"), None),
+    )
+
+
+def _source(found: _Given) -> SourceOffsets | None:
+    group, text = found.text("sourceGroup"), found.text("sourceOffsets")
+    member, generation = found.text("sourceMember"), found.maybe_number("sourceGeneration", minimum=0)
+    if (group is None) != (text is None) or (member is None) != (generation is None):
+        raise InvalidSetting(
+            "the options sourceGroup and sourceOffsets go together, and so do sourceMember and sourceGeneration"
+        )
+    if group is None or text is None:
+        if member is not None:
+            raise InvalidSetting("the option sourceMember says who commits sourceOffsets: give these too")
+        return None
+    offsets = parse_offsets("sourceOffsets", text, minimum=0)
+    if not any(offsets.values()):
+        raise InvalidSetting("option sourceOffsets names no partition")
+    return SourceOffsets(group, offsets, OfGroup(member or "", -1 if generation is None else generation))
+
+
+class _Given:
+    """The options as they were given, whatever the case of their names."""
+
+    def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
+        self._texts: dict[str, str] = {}
+        by_lower = {name.lower(): name for name in known}
+        ignored = {name.lower(): why for name, why in _WITHOUT_EFFECT.items()}
+        for name, text in given.items():
+            lower = name.lower()
+            if lower in by_lower:
+                self._texts[by_lower[lower]] = str(text)
+            elif lower in ignored:
+                warnings.warn(f"option {name} has no effect: {ignored[lower]}", stacklevel=4)
+            elif lower in _SPARKS_OWN or (lower, str(text).strip().upper()) == (_PROTOCOL, "PLAINTEXT"):
+                continue
+            else:
+                raise _refusal(name, known, doing)
+
+    def text(self, name: str) -> str | None:
+        """The text of an option, None if it was not given or is empty."""
+        return self._texts.get(name, "").strip() or None
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        text = (self.text(name) or str(default)).lower()
+        if text not in ("true", "false"):
+            raise InvalidSetting(f"option {name} is true or false, not {text!r}")
+        return text == "true"
+
+    def number(self, name: str, default: int, *, minimum: int = 1) -> int:
+        """A whole number."""
+        found = self.maybe_number(name, minimum=minimum)
+        return default if found is None else found
+
+    def maybe_number(self, name: str, *, minimum: int = 1) -> int | None:
+        """A whole number, None if it was not given."""
+        text = self.text(name)
+        if text is None:
+            return None
+        if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < minimum:
+            raise InvalidSetting(f"option {name} is a whole number of at least {minimum}, not {text!r}")
+        return int(text)
+
+    def choice(self, name: str, choices: tuple[str, ...], *, other: str | None = None) -> str | None:
+        """One of some words, perhaps by another name; None if it was not given."""
+        text = self.text(name) or (self.text(other) if other is not None else None)
+        if text is not None and text.lower() not in choices:
+            raise InvalidSetting(f"option {name} is one of {', '.join(choices)}, not {text!r}")
+        return None if text is None else text.lower()
+
+
+def _refusal(name: str, known: tuple[str, ...], doing: str) -> InvalidSetting:
+    """Say why an option is not accepted, and what to do."""
+    if name.lower().startswith(_SECURITY):
+        return InvalidSetting(
+            f"option {name} is not supported: there is no TLS and no authentication yet, and rows would travel in "
+            "plaintext. Remove the option if the network between Spark and the brokers is trusted, or read "
+            "through an encrypted tunnel"
+        )
+    names = sorted(set(known) - {"path"})
+    meant = suggestion(name, names)
+    if name.lower().startswith("kafka."):
+        return InvalidSetting(
+            f"option {name} is not supported to {doing} the format 'millstream': Kafka's Java client is not used."
+            f" Remove it; docs/spark.md lists the options that are honoured{meant}"
+        )
+    return InvalidSetting(
+        f"unknown option {name!r} to {doing} the format 'millstream'{meant or '; known options: ' + ', '.join(names)}"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Topics:
+    subscribe: tuple[str, ...] = ()
+    pattern: str | None = None
+    assign: Mapping[str, tuple[int, ...]] | None = None
+
+
+def _topics(found: _Given) -> _Topics:
+    names = ("subscribe", "subscribePattern", "assign")
+    given = [name for name in names if found.text(name) is not None]
+    path = found.text("path")
+    if not given and path is not None:
+        # `.load("orders")` and `SELECT * FROM millstream.orders` name the topic this way.
+        return _Topics(subscribe=_names(path))
+    if len(given) != 1:
+        said = f"{' and '.join(given)} were given" if given else "none was given"
+        raise InvalidSetting(f"say what to read with exactly one of the options {', '.join(names)}: {said}")
+    text = found.text(given[0]) or ""
+    if given[0] == "subscribe":
+        return _Topics(subscribe=_names(text))
+    if given[0] == "subscribePattern":
+        try:
+            re.compile(text)
+        except re.error as error:
+            raise InvalidSetting(f"option subscribePattern is not a regular expression: {error}") from None
+        return _Topics(pattern=text)
+    return _Topics(assign=_assigned(text))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise InvalidSetting("option subscribe names no topic")
+    return names
+
+
+def _assigned(text: str) -> Mapping[str, tuple[int, ...]]:
+    example = '{"orders": [0, 1]}'
+    try:
+        document = json.loads(text)
+        return {
+            str(topic): tuple(sorted({_partition(number) for number in numbers}))
+            for topic, numbers in dict(document).items()
+        }
+    except (ValueError, TypeError) as error:
+        raise InvalidSetting(f"option assign is a JSON document such as {example}: {error}") from None
+
+
+def _partition(number: object) -> int:
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"{number!r} is no partition")
+    return number
+
+
+def _position(found: _Given, side: str) -> Position | None:
+    """Where to start or to end: the most general option that was given wins, in the order Spark has."""
+    stamp = found.maybe_number(f"{side}Timestamp", minimum=0)
+    by_time = found.text(f"{side}OffsetsByTimestamp")
+    offsets = found.text(f"{side}Offsets")
+    strategy = found.choice("startingOffsetsByTimestampStrategy", ("error", "latest")) or "error"
+    if side == "ending":
+        strategy = "latest"
+    if stamp is not None:
+        return ByTime(stamp, or_latest=strategy == "latest")
+    if by_time is not None:
+        return Timestamps(parse_times(f"{side}OffsetsByTimestamp", by_time), or_latest=strategy == "latest")
+    if offsets is None:
+        return None
+    if offsets.lower() == "earliest":
+        if side == "ending":
+            raise InvalidSetting("option endingOffsets cannot be earliest: nothing would be read")
+        return EARLIEST
+    if offsets.lower() == "latest":
+        return LATEST
+    if offsets.lower() == "earliest-landed" and side == "starting":
+        return EARLIEST_LANDED
+    return Named(parse_offsets(f"{side}Offsets", offsets))
+
+
+def _columns(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in NAMES:
+            meant = suggestion(name, NAMES) or f"; there are: {', '.join(NAMES)}"
+            raise InvalidSetting(f"option columns names {name!r}, which rows do not have{meant}")
+    return names
+
+
+def _duration_ms(text: str) -> int:
+    match = _DURATION.match(text)
+    if match is None:
+        raise InvalidSetting(f"option maxTriggerDelay is a time such as 15m or 90s, not {text!r}")
+    return int(match[1]) * _UNIT_MS[match[2]]

@@ -1,0 +1,95 @@
+"""Stretches of partitions, each read by one task, and how a query is cut into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import ceil, floor
+
+from pyspark.sql.datasource import InputPartition
+
+from millstream.pipelines.source.position import Offsets
+
+
+@dataclass(frozen=True)
+class Table:
+    """The landed table of a topic."""
+
+    url: str
+    format: str
+    topic_id: str
+
+
+@dataclass(frozen=True)
+class Range(InputPartition):
+    """Offsets of one partition, the last not included."""
+
+    topic: str
+    partition: int
+    start: int
+    end: int
+    table: Table | None = None
+    """Where it is read from, if not from the log."""
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
+    """What lies between two sets of offsets, partition by partition."""
+    return [
+        Range(topic, number, start[topic][number], last)
+        for topic, lasts in sorted(end.items())
+        for number, last in sorted(lasts.items())
+        if last > start[topic][number]
+    ]
+
+
+def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: int | None) -> list[Range]:
+    """Cut large ranges, so that no task has too many records and there are enough tasks.
+
+    As in Spark, `min_partitions` is a wish: it is met about, by cutting each range in proportion to its size.
+    """
+    pieces = [
+        piece for one in ranges for piece in _cut(one, 1 if records_max is None else ceil(len(one) / records_max))
+    ]
+    if min_partitions is None or len(pieces) >= min_partitions:
+        return pieces
+    total = sum(len(piece) for piece in pieces)
+    # Small ranges stay whole; the others share what is left of the wish.
+    whole = [piece for piece in pieces if len(piece) * min_partitions < total]
+    large_total = total - sum(map(len, whole))
+    wished = max(1, min_partitions - len(whole))
+    kept = set(map(id, whole))
+    return [
+        part
+        for piece in pieces
+        for part in _cut(piece, 1 if id(piece) in kept else max(1, round(len(piece) / large_total * wished)))
+    ]
+
+
+def _cut(one: Range, parts: int) -> Iterator[Range]:
+    parts = min(parts, max(1, len(one)))
+    bounds = [one.start + len(one) * part // parts for part in range(parts + 1)]
+    for first, last in pairwise(bounds):
+        yield replace(one, start=first, end=last)
+
+
+def admitted(start: Offsets, end: Offsets, offsets_max: int) -> dict[str, dict[int, int]]:
+    """How far a batch may go, so that it takes no more than `offsets_max` and every partition gets its share."""
+    sizes = {
+        (topic, number): max(0, last - start[topic][number])
+        for topic, lasts in end.items()
+        for number, last in lasts.items()
+    }
+    total = sum(sizes.values())
+    if total <= offsets_max:
+        return {topic: dict(lasts) for topic, lasts in end.items()}
+    allowed: dict[str, dict[int, int]] = {}
+    for (topic, number), size in sizes.items():
+        share = offsets_max * size / total
+        # A partition with little to give must not wait for ever for a share of at least one.
+        step = ceil(share) if share < 1 else floor(share)
+        allowed.setdefault(topic, {})[number] = start[topic][number] + min(size, step)
+    return allowed

@@ -1,0 +1,170 @@
+"""The records of a range as Arrow batches: fetched from the leader, decoded in compiled code, the next fetch under way.
+
+What a task holds is bounded: the answer that is being decoded and the one that comes in, each at most the option
+`kafka.max.partition.fetch.bytes` (or one batch, if that is larger).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pyarrow as pa
+
+from millstream.core.errors import LostData, OffsetOutOfRange, RequestTimedOut
+from millstream.pipelines.source.garbage import spare_what_is_loaded
+from millstream.pipelines.source.link import Link, link_to
+from millstream.pipelines.source.options import ReadOptions
+from millstream.pipelines.source.payload import parse_payloads
+from millstream.pipelines.source.position import OFFSET_EARLIEST
+from millstream.pipelines.source.ranges import Range
+from millstream.pipelines.source.shape import Column, Shape
+from millstream.protocol.filter.batch import ColumnBatch
+from millstream.protocol.filter.filter import compile_filter
+from millstream.protocol.records.arrow import to_arrow
+from millstream.protocol.records.columns import Columns
+from millstream.protocol.records.decoder import FIELDS, Batches, decode_columns, find_batches
+from millstream.protocol.wire.fetching import READ_COMMITTED, FetchAnswer
+
+_logger = logging.getLogger(__name__)
+
+_WAIT_MS = 500
+
+
+def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a range, in order."""
+    sieve = Sieve(options.filter, one) if options.filter else None
+    names = shape.record_names
+    fields = FIELDS.intersection(names) | (sieve.fields if sieve is not None else frozenset())
+    for columns in read_columns(one, options, fields):
+        batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
+        if sieve is not None:
+            batch = batch.filter(sieve.wanted(columns))
+        if batch.num_rows:
+            yield shaped(batch, shape)
+    spare_what_is_loaded()
+
+
+def read_columns(one: Range, options: ReadOptions, fields: frozenset[str]) -> Iterator[Columns]:
+    """Yield the records of a range, in order, with some fields decoded."""
+    link = link_to(
+        options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=options.timeout_s
+    )
+    for batches, start, answer in _fetched(link, one, options):
+        yield from decode_columns(
+            batches, fields=fields, start_offset=start, end_offset=one.end, aborted=answer.aborted
+        )
+
+
+class Sieve:
+    """A filter in the language of subscriptions, on whole batches."""
+
+    def __init__(self, text: str, one: Range) -> None:
+        self._filter = compile_filter(text)
+        self._range = one
+
+    @property
+    def fields(self) -> frozenset[str]:
+        """What has to be decoded for it."""
+        return self._filter.uses.fields
+
+    def wanted(self, columns: Columns) -> pa.Array:
+        """For every record, whether it is wanted."""
+        one = self._range
+        batch = ColumnBatch(columns, topic=one.topic, partition=one.partition, uses=self._filter.uses)
+        return pa.array(self._filter.matches(batch))
+
+
+def shaped(batch: pa.RecordBatch, shape: Shape) -> pa.RecordBatch:
+    """Rows as the query wants them: payload fields parsed, text as text."""
+    payload = shape.payload
+    fields = iter(parse_payloads(batch.column("value"), payload)) if payload else iter(())
+    arrays = [
+        next(fields) if column.is_payload else _cast(batch.column(column.name), column) for column in shape.columns
+    ]
+    return pa.RecordBatch.from_arrays(
+        arrays, schema=pa.schema([(column.name, column.kind) for column in shape.columns])
+    )
+
+
+def _cast(array: pa.Array, column: Column) -> pa.Array:
+    if array.type == column.kind:
+        return array
+    try:
+        return array.cast(column.kind)
+    except pa.ArrowInvalid:
+        # Bytes that are no UTF-8 cannot be text; Spark shows such text with replacement characters.
+        texts = (None if value is None else value.decode("utf-8", "replace") for value in array.to_pylist())
+        return pa.array(texts, column.kind)
+
+
+def _fetched(link: Link, one: Range, options: ReadOptions) -> Iterator[tuple[Batches, int, FetchAnswer]]:
+    """Yield the answers that hold the range, each with the offset from which on it is meant: batches begin before it.
+
+    The next one is asked for before this one is given out.
+    """
+    position = one.start
+    deadline = time.monotonic() + options.timeout_s
+    coming = _ask(link, one, position, options)
+    while True:
+        try:
+            answer = coming.result()
+        except OffsetOutOfRange:
+            position = _skip_lost(link, one, position, options)
+            if position >= one.end:
+                return
+            coming = _ask(link, one, position, options)
+            continue
+        batches = find_batches(answer.records)
+        reached = batches.next_offset
+        if reached is None:
+            if _limit(answer, options) >= one.end:
+                # Everything up to the end was looked at, and nothing is left of it.
+                return
+            if time.monotonic() > deadline:
+                raise RequestTimedOut(
+                    f"{one.topic}-{one.partition} reaches to {_limit(answer, options)}, and {one.end} was promised"
+                )
+            # A leader that has just taken over may not know yet how far everybody is.
+            coming = _ask(link, one, position, options)
+            continue
+        deadline = time.monotonic() + options.timeout_s
+        start, position = position, max(position, reached)
+        is_last = position >= one.end
+        if not is_last:
+            coming = _ask(link, one, position, options)
+        yield batches, start, answer
+        if is_last:
+            return
+
+
+def _limit(answer: FetchAnswer, options: ReadOptions) -> int:
+    return answer.last_stable if options.isolation == READ_COMMITTED else answer.high_watermark
+
+
+def _ask(link: Link, one: Range, offset: int, options: ReadOptions) -> Future[FetchAnswer]:
+    return link.start(
+        link.client.fetch(
+            one.topic,
+            one.partition,
+            offset,
+            max_bytes=options.fetch_bytes,
+            max_wait_ms=_WAIT_MS,
+            isolation=options.isolation,
+        )
+    )
+
+
+def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> int:
+    """Where to go on after offsets that are gone; raise unless the query lives with that."""
+    # The refusal itself need not tell where the partition starts.
+    listed = link.call(link.client.list_offsets(one.topic, {one.partition: OFFSET_EARLIEST}))
+    start = int(listed[one.partition].offset)
+    first = min(start, one.end) if start > position else one.end
+    lost = LostData([(one.topic, one.partition, position, first)])
+    if options.fail_on_data_loss:
+        raise lost
+    _logger.warning("%s; failOnDataLoss is false, so the query goes on", lost)
+    return first

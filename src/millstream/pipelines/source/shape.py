@@ -1,0 +1,124 @@
+"""What rows look like: the columns of Spark's Kafka source, those that a query wants of them, and typed payloads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import pyarrow as pa
+from pyspark.sql.pandas.types import to_arrow_type
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampType,
+)
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.nearest import suggestion
+from millstream.pipelines.source.options import ReadOptions
+from millstream.protocol.records.names import NAMES
+
+_HEADERS: Final = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
+
+TYPES: Final[dict[str, DataType]] = {
+    "key": BinaryType(),
+    "value": BinaryType(),
+    "topic": StringType(),
+    "partition": IntegerType(),
+    "offset": LongType(),
+    "timestamp": TimestampType(),
+    "timestampType": IntegerType(),
+    "headers": _HEADERS,
+}
+
+RANGE_SCHEMA: Final = StructType(
+    [
+        StructField("topic", StringType()),
+        StructField("partition", IntegerType()),
+        StructField("start", LongType()),
+        StructField("end", LongType()),
+    ]
+)
+"""A row for each stretch of a partition, in the ranges mode: whoever gets it fetches the records."""
+
+_TEXT: Final = ("key", "value")
+"""Columns that may be asked for as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of the rows, and where it comes from."""
+
+    name: str
+    kind: pa.DataType
+    is_payload: bool = False
+    """A field of the JSON payload, not of the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The columns of the rows, in order."""
+
+    columns: tuple[Column, ...]
+
+    @property
+    def record_names(self) -> tuple[str, ...]:
+        """What has to be decoded of each record."""
+        wanted = {column.name for column in self.columns if not column.is_payload}
+        if self.payload:
+            wanted.add("value")
+        return tuple(name for name in NAMES if name in wanted)
+
+    @property
+    def payload(self) -> tuple[Column, ...]:
+        """The fields that the JSON payload is asked for."""
+        return tuple(column for column in self.columns if column.is_payload)
+
+
+def default_schema(options: ReadOptions) -> StructType:
+    """The schema of a query that names none."""
+    if options.ranges:
+        return RANGE_SCHEMA
+    if options.value_format == "json":
+        raise InvalidSetting(
+            "valueFormat=json needs the fields to read: give them with .schema('order_id long, total double'), "
+            "together with any of the columns of a record"
+        )
+    names = options.columns or tuple(name for name in NAMES if name != "headers" or options.include_headers)
+    return StructType([StructField(name, _type_of(name, options)) for name in names])
+
+
+def shape_of(schema: StructType, options: ReadOptions) -> Shape:
+    """Check a schema that the user gave; raise `InvalidSetting` if rows cannot have it."""
+    if options.ranges:
+        return Shape(())
+    return Shape(tuple(_column(field, options) for field in schema.fields))
+
+
+def _column(field: StructField, options: ReadOptions) -> Column:
+    if field.name not in TYPES:
+        if options.value_format != "json":
+            meant = suggestion(field.name, NAMES) or f"; there are: {', '.join(NAMES)}"
+            raise InvalidSetting(
+                f"the schema names {field.name!r}, which records do not have{meant} (fields of a JSON payload need "
+                "the option valueFormat=json)"
+            )
+        return Column(field.name, to_arrow_type(field.dataType, timezone="UTC"), is_payload=True)
+    wanted = TYPES[field.name]
+    if field.dataType == wanted:
+        return Column(field.name, to_arrow_type(wanted, timezone="UTC"))
+    if field.name in _TEXT and isinstance(field.dataType, StringType):
+        return Column(field.name, pa.string())
+    raise InvalidSetting(
+        f"the schema has {field.name} as {field.dataType.simpleString()}; in a record it is {wanted.simpleString()}"
+    )
+
+
+def _type_of(name: str, options: ReadOptions) -> DataType:
+    return StringType() if name == "value" and options.value_format == "string" else TYPES[name]

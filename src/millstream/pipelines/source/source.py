@@ -1,0 +1,104 @@
+"""`format("millstream")`: topics as DataFrames, read and written, in batches and streams.
+
+Spark imports this to find out what formats there are, and finds none at all if that fails, so what is heavy or may be
+missing is imported when a query needs it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pyspark.sql.datasource import DataSource
+from pyspark.sql.types import StructType
+
+from millstream.pipelines.source.plainly import plainly
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from pyspark.sql.datasource import (
+        DataSourceReader,
+        DataSourceStreamReader,
+        DataSourceStreamWriter,
+        DataSourceWriter,
+    )
+
+
+class MillstreamSource(DataSource):
+    """The data source; Spark makes one for each query."""
+
+    @classmethod
+    def name(cls) -> str:
+        """What stands in `format(...)`."""
+        return "millstream"
+
+    @plainly
+    def schema(self) -> StructType:
+        """The columns of a query that names none."""
+        from millstream.pipelines.source.options import read_options
+        from millstream.pipelines.source.shape import default_schema
+
+        return default_schema(read_options(self.options))
+
+    @plainly
+    def reader(self, schema: StructType) -> DataSourceReader:
+        """A reader of what is there."""
+        from millstream.pipelines.source.options import read_options
+        from millstream.pipelines.source.reader import TopicReader
+        from millstream.pipelines.source.shape import shape_of
+
+        options = read_options(self.options)
+        _check_filter(options.filter)
+        return TopicReader(options, shape_of(schema, options))
+
+    @plainly
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        """A reader of what comes."""
+        from millstream.pipelines.source.options import read_options
+        from millstream.pipelines.source.shape import shape_of
+        from millstream.pipelines.source.stream_reader import TopicStreamReader
+
+        options = read_options(self.options)
+        _check_filter(options.filter)
+        return TopicStreamReader(options, shape_of(schema, options))
+
+    @plainly
+    def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
+        """A writer of one batch."""
+        from millstream.core.errors import InvalidSetting
+        from millstream.pipelines.source.options import write_options
+        from millstream.pipelines.source.target import check_target
+        from millstream.pipelines.source.writer import TopicWriter, check_columns
+
+        if overwrite:
+            raise InvalidSetting("a topic is not overwritten, only added to: write with mode('append')")
+        options = write_options(self.options)
+        check_columns(schema, options)
+        check_target(options)
+        return TopicWriter(options)
+
+    @plainly
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        """A writer of the batches of a stream."""
+        from millstream.pipelines.source.garbage import spare_what_is_loaded
+        from millstream.pipelines.source.options import write_options
+        from millstream.pipelines.source.target import STREAM_PATIENCE_S, check_target
+        from millstream.pipelines.source.writer import TopicStreamWriter, check_columns
+
+        options = write_options(self.options)
+        check_columns(schema, options)
+        check_target(options, STREAM_PATIENCE_S)
+        spare_what_is_loaded()
+        return TopicStreamWriter(options)
+
+
+def register(spark: SparkSession) -> None:
+    """Make the format known to a session, where Spark does not find it by itself."""
+    spark.dataSource.register(MillstreamSource)
+
+
+def _check_filter(text: str) -> None:
+    """Raise for a filter that no task could use."""
+    if text:
+        from millstream.protocol.filter.filter import compile_filter
+
+        compile_filter(text)

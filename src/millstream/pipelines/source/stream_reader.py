@@ -1,0 +1,213 @@
+"""Topics as a stream: how far there is something to read, how much of it a batch takes, and which tasks read it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import pyarrow as pa
+from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
+
+from millstream.client.admin.groups import commit_offsets
+from millstream.core.errors import LostData, MillstreamError
+from millstream.core.ids import PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.pipelines.source.options import ReadOptions
+from millstream.pipelines.source.plainly import plainly
+from millstream.pipelines.source.position import LATEST, Named
+from millstream.pipelines.source.ranges import Range, admitted, ranges_between, split
+from millstream.pipelines.source.reader import check_start, read_task
+from millstream.pipelines.source.shape import Shape
+from millstream.pipelines.source.survey import Survey
+
+_logger = logging.getLogger(__name__)
+
+PATIENCE_S: Final = 0.5
+"""How long a query with nothing to do waits for something, instead of asking again and again."""
+
+Offsets = dict[str, dict[int, int]]
+
+
+class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """Reads topics as they grow. Offsets are those of Spark's Kafka source: by topic and partition."""
+
+    def __init__(self, options: ReadOptions, shape: Shape) -> None:
+        self._options = options
+        self._shape = shape
+        self._until: Offsets | None = None
+        """Where a run that takes only what is there ends."""
+        self._waited_since = time.monotonic()
+        self._told: dict[str, Any] | None = None
+
+    # -- what Spark asks on the driver ------------------------------------------------------------------------
+
+    @plainly
+    def initialOffset(self) -> dict[str, Any]:
+        """Where a new query starts."""
+        options, survey = self._options, Survey(self._options)
+        there = survey.partitions()
+        position = options.starting or LATEST
+        start = survey.resolve(position, there, "starting")
+        if options.reaches_lake:
+            from millstream.pipelines.source.lake_reach import LakeReach
+
+            return to_json(LakeReach(survey, options).lowered(start, there))
+        return to_json(check_start(survey, start, there, options, named=isinstance(position, Named)))
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        """How much a batch takes at most."""
+        limit = self._options.offsets_max
+        return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
+
+    @plainly
+    def prepareForTriggerAvailableNow(self) -> None:
+        """Remember what is there now: the run ends with it, however much is added meanwhile."""
+        survey = Survey(self._options)
+        self._until = survey.latest(survey.partitions())
+
+    @plainly
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        """Where the next batch ends; what comes before its start is done, and told to the group."""
+        self._tell_group(start)
+        begin = from_json(start)
+        end = self._end(begin)
+        if end == begin and self._until is None:
+            Survey(self._options).wait_for_more(begin, PATIENCE_S)
+            end = self._end(begin)
+        starts = self._with_new(begin, end)
+        if isinstance(limit, ReadMaxRows):
+            end = admitted(starts, end, limit.max_rows)
+        if self._waits_for_more(starts, end):
+            return start
+        self._waited_since = time.monotonic()
+        return to_json(end)
+
+    @plainly
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        """How far the topics reach, whatever a batch takes of it; lag is counted against this."""
+        survey = Survey(self._options)
+        return to_json(survey.latest(survey.partitions()))
+
+    @plainly
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
+        """The tasks of a batch."""
+        options, survey = self._options, Survey(self._options)
+        ends = from_json(end)
+        starts = self._with_new(from_json(start), ends)
+        asked: dict[str, dict[int, int]] = {}
+        for one in ranges_between(starts, ends):
+            asked.setdefault(one.topic, {})[one.partition] = one.start
+        landed: list[Range] = []
+        if asked and options.reaches_lake:
+            from millstream.pipelines.source.lake_reach import LakeReach
+
+            landed, asked = LakeReach(survey, options).taken(asked, ends)
+        there = {topic: list(offsets) for topic, offsets in asked.items()}
+        found = check_start(survey, asked, there, options, named=True, end=ends) if asked else asked
+        ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
+        return split(
+            [*landed, *ranges], min_partitions=options.min_partitions, records_max=options.records_per_task_max
+        )
+
+    def commit(self, end: dict[str, Any]) -> None:
+        """Spark says that everything before is done."""
+        self._tell_group(end)
+
+    # -- what executors do ------------------------------------------------------------------------------------
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of one task."""
+        return read_task(partition, self._options, self._shape)
+
+    # -- how --------------------------------------------------------------------------------------------------
+
+    def _end(self, begin: Offsets) -> Offsets:
+        """How far there is something; never before the start, since a partition does not shrink for a reader."""
+        if self._until is not None:
+            end = self._until
+        else:
+            survey = Survey(self._options)
+            end = survey.latest(survey.partitions())
+        self._check_there(begin, end)
+        merged = {
+            topic: {number: max(offset, begin.get(topic, {}).get(number, 0)) for number, offset in offsets.items()}
+            for topic, offsets in end.items()
+        }
+        # Partitions that are gone have been told of; they stay where they were.
+        for topic, offsets in begin.items():
+            merged[topic] = {**offsets, **merged.get(topic, {})}
+        return merged
+
+    def _check_there(self, begin: Offsets, end: Offsets) -> None:
+        """A topic that is gone, or ends before where this query already was, has lost data."""
+        lost = [
+            (topic, number, end.get(topic, {}).get(number, 0), offset)
+            for topic, offsets in begin.items()
+            for number, offset in offsets.items()
+            if end.get(topic, {}).get(number, 0) < offset
+        ]
+        if not lost:
+            return
+        error = LostData(lost)
+        if self._options.fail_on_data_loss:
+            raise error
+        _logger.warning("%s; failOnDataLoss is false, so the query goes on", error)
+
+    def _with_new(self, begin: Offsets, end: Offsets) -> Offsets:
+        """Starts for every partition: those that were added since begin with the first record they have."""
+        new = {
+            topic: [number for number in offsets if number not in begin.get(topic, {})]
+            for topic, offsets in end.items()
+        }
+        new = {topic: numbers for topic, numbers in new.items() if numbers}
+        if not new:
+            return begin
+        first = Survey(self._options).earliest(new)
+        return {topic: {**begin.get(topic, {}), **first.get(topic, {})} for topic in {**begin, **first}}
+
+    def _waits_for_more(self, start: Offsets, end: Offsets) -> bool:
+        """Whether a batch would be too small to be worth it, and may still wait."""
+        wished = self._options.offsets_min
+        if wished is None or self._until is not None:
+            return False
+        waited_ms = (time.monotonic() - self._waited_since) * 1000
+        size = sum(map(len, ranges_between(start, end)))
+        return size < wished and waited_ms < self._options.trigger_delay_ms
+
+    def _tell_group(self, end: dict[str, Any]) -> None:
+        """Commit progress as a consumer group, so that the ordinary tools show lag; Spark itself never reads it."""
+        options = self._options
+        if options.group_id is None or end == self._told:
+            return
+        offsets = {
+            TopicPartition(topic, PartitionIndex(number)): offset
+            for topic, listed in from_json(end).items()
+            for number, offset in listed.items()
+        }
+        link = Survey(options).link
+        try:
+            link.call(commit_offsets(link.client, options.group_id, offsets))
+            self._told = end
+        except MillstreamError as error:
+            _logger.warning("progress was not committed to group %s: %s", options.group_id, error)
+
+
+def to_json(offsets: Offsets) -> dict[str, Any]:
+    """Offsets as Spark keeps them in its checkpoint."""
+    return {
+        topic: {str(number): offset for number, offset in sorted(listed.items())}
+        for topic, listed in sorted(offsets.items())
+    }
+
+
+def from_json(offsets: dict[str, Any]) -> Offsets:
+    """Offsets from a checkpoint."""
+    return {topic: {int(number): int(offset) for number, offset in listed.items()} for topic, listed in offsets.items()}

@@ -1,0 +1,223 @@
+"""Which partitions there are, and where each of them starts and ends: what the driver asks before it plans."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Mapping, Sequence
+
+from millstream.core.errors import InvalidSetting, UnknownTopic
+from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.pipelines.source.link import Link, link_to
+from millstream.pipelines.source.options import ReadOptions
+from millstream.pipelines.source.position import (
+    OFFSET_EARLIEST,
+    OFFSET_LATEST,
+    ByTime,
+    End,
+    FromLake,
+    Named,
+    Offsets,
+    Position,
+    Timestamps,
+)
+from millstream.protocol.wire.fetching import READ_UNCOMMITTED, FetchLimits
+from millstream.protocol.wire.offset_listing import ListedOffset
+from millstream.protocol.wire.refusal import refusal
+
+_logger = logging.getLogger(__name__)
+
+Partitions = Mapping[str, Sequence[int]]
+
+_NOTHING_SO_YOUNG = -1
+
+
+class Survey:
+    """Asks the brokers about the topics of a query."""
+
+    def __init__(self, options: ReadOptions) -> None:
+        self._options = options
+
+    @property
+    def link(self) -> Link:
+        """The connection of this process; never kept, since readers travel between processes."""
+        options = self._options
+        return link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s)
+
+    def partitions(self) -> dict[str, list[int]]:
+        """The partitions to read now, by topic."""
+        options = self._options
+        if options.assign is not None:
+            self._check_assigned(self._named(tuple(options.assign)), options.assign)
+            return {topic: list(numbers) for topic, numbers in options.assign.items()}
+        if options.pattern is None:
+            return self._named(options.subscribe)
+        wanted = re.compile(options.pattern)
+        found = self.link.call(self.link.client.metadata(None))
+        return {
+            name: sorted(topic.partitions)
+            for name, topic in sorted(found.topics.items())
+            if not topic.is_internal and wanted.fullmatch(name)
+        }
+
+    def earliest(self, partitions: Partitions) -> dict[str, dict[int, int]]:
+        """The first offset that each partition still has."""
+        return self._look_up({topic: dict.fromkeys(numbers, OFFSET_EARLIEST) for topic, numbers in partitions.items()})
+
+    def latest(self, partitions: Partitions) -> dict[str, dict[int, int]]:
+        """Where each partition ends for this query: what is committed, unless it asks for everything."""
+        return self._look_up({topic: dict.fromkeys(numbers, OFFSET_LATEST) for topic, numbers in partitions.items()})
+
+    def resolve(self, position: Position, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
+        """Offsets for every partition, from what an option says."""
+        if isinstance(position, FromLake):
+            return self.earliest(partitions)
+        if isinstance(position, End):
+            return self._look_up({topic: dict.fromkeys(ns, position.offset) for topic, ns in partitions.items()})
+        if isinstance(position, ByTime):
+            times = {topic: dict.fromkeys(ns, position.timestamp_ms) for topic, ns in partitions.items()}
+            return self._look_up(times, or_latest=position.or_latest)
+        if isinstance(position, Timestamps):
+            _check_names_all(position.times_ms, partitions, f"{option}OffsetsByTimestamp")
+            return self._look_up(position.times_ms, or_latest=position.or_latest)
+        return self._resolve_named(position, partitions, f"{option}Offsets")
+
+    def wait_for_more(self, ends: Offsets, timeout_s: float) -> None:
+        """Wait until some partition may have grown beyond an offset, but not for long."""
+        self.link.call(self._wait(ends, timeout_s))
+
+    # -- how ------------------------------------------------------------------------------------------------------
+
+    def _named(self, names: Sequence[str]) -> dict[str, list[int]]:
+        found = self.link.call(self.link.client.metadata(names))
+        for name in names:
+            if name in found.errors:
+                error = refusal(found.errors[name], None, about=f"topic {name!r}")
+                if isinstance(error, UnknownTopic):
+                    hint = f"create it with: millstream topic create {name}"
+                    raise UnknownTopic(f"topic {name!r} does not exist at {self._options.brokers}; {hint}")
+                raise error
+        return {name: sorted(found.topics[name].partitions) for name in names}
+
+    def _check_assigned(self, there: Partitions, assigned: Partitions) -> None:
+        for topic, numbers in assigned.items():
+            missing = sorted(set(numbers) - set(there[topic]))
+            if missing:
+                raise UnknownTopic(
+                    f"topic {topic!r} has {len(there[topic])} partitions, there is no number {missing[0]}"
+                )
+
+    def _resolve_named(self, position: Named, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
+        _check_names_all(position.offsets, partitions, option)
+        ends = {
+            topic: {number: offset for number, offset in offsets.items() if offset < 0}
+            for topic, offsets in position.offsets.items()
+        }
+        looked_up = self._look_up({topic: offsets for topic, offsets in ends.items() if offsets})
+        found = {topic: {**offsets, **looked_up.get(topic, {})} for topic, offsets in position.offsets.items()}
+        return self._within_log(found, partitions, option)
+
+    def _within_log(self, found: Offsets, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
+        """Refuse offsets beyond the end of a log; without failOnDataLoss, lower them to it."""
+        latest = {topic: dict.fromkeys(numbers, OFFSET_LATEST) for topic, numbers in partitions.items()}
+        # An open transaction is part of the log, and a query may begin behind it.
+        ends = self._look_up(latest, isolation=READ_UNCOMMITTED)
+        beyond = [
+            f"{topic}-{number} ends at {ends[topic][number]}, not {offset}"
+            for topic, offsets in found.items()
+            for number, offset in offsets.items()
+            if offset > ends[topic][number]
+        ]
+        if beyond:
+            more = f" and {len(beyond) - 5} more partitions" if len(beyond) > 5 else ""
+            said = f"option {option} names offsets beyond the end of the log: {', '.join(beyond[:5])}{more}"
+            if self._options.fail_on_data_loss:
+                raise InvalidSetting(
+                    f"{said}. Name offsets that exist, or -1 for the end; "
+                    "to read what there is instead, set failOnDataLoss to false"
+                )
+            _logger.warning("%s; failOnDataLoss is false, so the end of the log is used there", said)
+        return {
+            topic: {number: min(offset, ends[topic][number]) for number, offset in offsets.items()}
+            for topic, offsets in found.items()
+        }
+
+    def _look_up(
+        self, times_ms: Offsets, *, or_latest: bool = True, isolation: int | None = None
+    ) -> dict[str, dict[int, int]]:
+        return self.link.call(self._look_up_all(times_ms, or_latest, isolation))
+
+    async def _look_up_all(
+        self, times_ms: Offsets, or_latest: bool, isolation: int | None
+    ) -> dict[str, dict[int, int]]:
+        found = await asyncio.gather(*(self._list(topic, times, isolation) for topic, times in times_ms.items()))
+        offsets = {
+            topic: {n: one.offset for n, one in listed.items()} for topic, listed in zip(times_ms, found, strict=True)
+        }
+        late = {
+            topic: [number for number, offset in listed.items() if offset == _NOTHING_SO_YOUNG]
+            for topic, listed in offsets.items()
+        }
+        for topic, numbers in late.items():
+            if not numbers:
+                continue
+            ends = await self._list(topic, dict.fromkeys(numbers, OFFSET_LATEST))
+            if not or_latest:
+                await self._check_empty(topic, ends, times_ms[topic])
+            offsets[topic] |= {number: one.offset for number, one in ends.items()}
+        return {topic: {n: int(offset) for n, offset in listed.items()} for topic, listed in offsets.items()}
+
+    async def _check_empty(self, topic: str, ends: Mapping[int, ListedOffset], times_ms: Mapping[int, int]) -> None:
+        """Raise `InvalidSetting` for a log that ends before a time; in place of an empty one a table may have it."""
+        firsts = await self._list(topic, dict.fromkeys(ends, OFFSET_EARLIEST)) if self._options.reaches_lake else {}
+        for number, end in ends.items():
+            if number not in firsts or firsts[number].offset < end.offset:
+                raise nothing_since(topic, number, times_ms[number])
+
+    async def _list(
+        self, topic: str, times_ms: Mapping[int, int], isolation: int | None = None
+    ) -> dict[int, ListedOffset]:
+        level = self._options.isolation if isolation is None else isolation
+        return await self.link.client.list_offsets(topic, times_ms, isolation=level)
+
+    async def _wait(self, ends: Offsets, timeout_s: float) -> None:
+        client = self.link.client
+        by_leader: dict[NodeId, dict[TopicPartition, Offset]] = {}
+        for topic, offsets in ends.items():
+            for number, offset in offsets.items():
+                leader = await client.leader_of(topic, number)
+                where = TopicPartition(topic, PartitionIndex(number))
+                by_leader.setdefault(leader, {})[where] = Offset(offset)
+        limits = FetchLimits(max_bytes=1, max_wait_ms=int(timeout_s * 1000), isolation=self._options.isolation)
+        waits = [asyncio.create_task(client.fetch_many(positions, limits)) for positions in by_leader.values()]
+        if not waits:
+            await asyncio.sleep(timeout_s)
+            return
+        _, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            other.cancel()
+        # Whatever is wrong with a partition shows, with words, when its end is looked up.
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+def nothing_since(topic: str, number: int, time_ms: int) -> InvalidSetting:
+    """What is said of a partition that has nothing as young as a time."""
+    return InvalidSetting(
+        f"{topic}-{number} has no record of {time_ms} ms or later; give an earlier time, or set "
+        "startingOffsetsByTimestampStrategy to latest to begin at the end there"
+    )
+
+
+def _check_names_all(given: Offsets, partitions: Partitions, option: str) -> None:
+    """Spark's rule: offsets name every partition that is read, and no other."""
+    wanted = {(topic, number) for topic, numbers in partitions.items() for number in numbers}
+    named = {(topic, number) for topic, numbers in given.items() for number in numbers}
+    for what, difference in (
+        ("does not name", wanted - named),
+        ("names, but the query does not read,", named - wanted),
+    ):
+        if difference:
+            listed = ", ".join(f"{topic}-{number}" for topic, number in sorted(difference)[:5])
+            raise InvalidSetting(f"option {option} {what} {listed}")

@@ -1,0 +1,170 @@
+"""DataFrames to topics. All rows of a batch become visible together, once, whatever fails on the way.
+
+Every attempt at a task writes in a transaction of its own and ends with a durable promise; the driver's commit makes
+all of a batch visible with one record at the coordinator, which also ends every other attempt. What was committed
+before is known by the query and the number of its batch, so a batch that Spark repeats is not written twice.
+
+A broker that does not know this commit, such as Apache Kafka, gets the rows at least once, and the log says so.
+
+Spark makes a writer on the driver for every batch, so what only tasks and commits need is imported there.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from hashlib import sha256
+from typing import TYPE_CHECKING, Final
+from urllib.parse import quote
+from uuid import uuid4
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.types import (
+    ArrayType,
+    BinaryType,
+    DataType,
+    IntegerType,
+    LongType,
+    NullType,
+    ShortType,
+    StringType,
+    StructType,
+    TimestampType,
+)
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.nearest import suggestion
+from millstream.pipelines.source.options import WriteOptions
+from millstream.pipelines.source.plainly import plainly
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_TEXT: Final = (StringType, BinaryType, NullType)
+_COLUMNS: Final[dict[str, tuple[type[DataType], ...]]] = {
+    "key": _TEXT,
+    "value": _TEXT,
+    "topic": (StringType,),
+    "partition": (IntegerType, ShortType, LongType, NullType),
+    "headers": (ArrayType, NullType),
+    "timestamp": (TimestampType, NullType),
+}
+
+
+def check_columns(schema: StructType, options: WriteOptions) -> None:
+    """Raise `InvalidSetting` unless rows of this schema can be written."""
+    for field in schema.fields:
+        if field.name not in _COLUMNS:
+            meant = suggestion(field.name, _COLUMNS) or f"; a message has: {', '.join(_COLUMNS)}"
+            raise InvalidSetting(f"column {field.name!r} is not part of a message{meant}; put data into `value`")
+        if not isinstance(field.dataType, _COLUMNS[field.name]):
+            hint = (
+                "; make text of it first, for example with to_json(struct(*))" if field.name in ("key", "value") else ""
+            )
+            raise InvalidSetting(
+                f"column {field.name!r} is {field.dataType.simpleString()}, which cannot be written{hint}"
+            )
+        if field.name == "headers" and not _is_headers(field.dataType):
+            raise InvalidSetting(
+                f"column 'headers' is {field.dataType.simpleString()}; it has to be array<struct<key:string,"
+                "value:binary>>, such as array(named_struct('key', 'source', 'value', cast('shop' AS BINARY)))"
+            )
+    if "value" not in schema.names:
+        raise InvalidSetting(f"a message needs a column `value`; there are: {', '.join(schema.names)}")
+    if options.topic is None and "topic" not in schema.names:
+        raise InvalidSetting("say where rows go: with the option topic, or with a column `topic`")
+
+
+def _is_headers(kind: DataType) -> bool:
+    if not isinstance(kind, ArrayType) or not isinstance(kind.elementType, StructType):
+        return isinstance(kind, NullType)
+    one = kind.elementType
+    return one.names == ["key", "value"] and all(isinstance(field.dataType, _TEXT) for field in one.fields)
+
+
+class TopicWriter(DataSourceArrowWriter):
+    """Writes one DataFrame. Made on the driver; the same instance, copied, writes in the tasks and commits."""
+
+    def __init__(self, options: WriteOptions) -> None:
+        self._options = options
+        # Without a name there is nothing to know the write by again: nothing partial shows, but a repeated job doubles.
+        self._query = f"batch-{uuid4()}" if options.application is None else quote(options.application, safe="")
+        self._number = 0 if options.version is None else options.version
+        self._run = uuid4().hex[:12]
+
+    @plainly
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Write the rows of one task."""
+        from millstream.pipelines.source.attempt import write_part
+        from millstream.pipelines.source.parts import Batch
+
+        return write_part(self._options, Batch(self._query, self._number, self._run), iterator)
+
+    @plainly
+    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Make all parts visible, and commit the offsets that they come from."""
+        from millstream.pipelines.source.parts import Batch, commit_parts
+
+        commit_parts(self._options, messages, Batch(self._query, self._number, self._run))
+
+    @plainly
+    def abort(self, messages: list[WriterCommitMessage | None]) -> None:
+        """Leave nothing behind, not even what tasks do that Spark has not stopped yet."""
+        from millstream.pipelines.source.parts import Batch, abort_batch
+
+        abort_batch(self._options, Batch(self._query, self._number, self._run))
+
+
+class TopicStreamWriter(DataSourceStreamArrowWriter):
+    """Writes the batches of a stream; Spark makes a new one on the driver for each batch, and another to commit it."""
+
+    def __init__(self, options: WriteOptions) -> None:
+        if options.source is not None:
+            raise InvalidSetting("option sourceOffsets is for one batch: a stream keeps its progress by itself")
+        self._options = options
+        self._stream = stream_name(options.checkpoint)
+
+    @plainly
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
+        """Write the rows of one task of one batch."""
+        from millstream.pipelines.source.attempt import write_part
+        from millstream.pipelines.source.parts import Batch
+
+        context = TaskContext.get()
+        if context is None:
+            raise InvalidSetting("a stream can only be written by a task of Spark")
+        query, number = (context.getLocalProperty(name) for name in ("sql.streaming.queryId", "streaming.sql.batchId"))
+        if not query or number is None:
+            raise InvalidSetting("Spark does not say which batch of which query this is, so it cannot be written once")
+        # The jobs of a stream are a group that has the name of its run.
+        run = (context.getLocalProperty("spark.jobGroup.id") or "").replace("-", "")
+        return write_part(self._options, Batch(query, int(number), run, self._stream), iterator)
+
+    @plainly
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        """Make the batch visible."""
+        from millstream.pipelines.source.parts import commit_parts
+
+        commit_parts(self._options, messages)
+
+    @plainly
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        """End every attempt at the batch, and those that this run still begins."""
+        from millstream.pipelines.source.parts import abort_stream
+
+        abort_stream(self._options, self._stream, batchId, messages)
+
+
+def stream_name(checkpoint: str | None) -> str:
+    """A name for a stream that is the same wherever its driver makes a writer; empty if nothing tells it from others.
+
+    A checkpoint belongs to one query. Where it is may be said in a way that means another place on another machine, or
+    in another folder.
+    """
+    if checkpoint is None:
+        return ""
+    is_whole = os.path.isabs(checkpoint) or ":" in checkpoint.partition("/")[0]
+    place = checkpoint if is_whole else os.path.abspath(checkpoint)
+    return sha256(f"{socket.gethostname()}\n{place}".encode()).hexdigest()[:16]

@@ -1,0 +1,96 @@
+"""Filters over the batches of a fetch answer: which message matches which filter."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING
+
+from millstream.protocol.filter.batch import ColumnBatch, DecodedBatch, RecordBatch
+from millstream.protocol.filter.filter import Filter
+from millstream.protocol.filter.uses import Uses
+from millstream.protocol.records.batch import Buffer
+from millstream.protocol.records.record import decode_records
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+OFFSET_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Messages:
+    """The messages to look at: record batches as they are stored, and where they come from."""
+
+    topic: str
+    partition: int
+    batches: Buffer
+    start_offset: int = 0
+    end_offset: int = OFFSET_MAX
+    """Messages from this offset on are left out."""
+    aborted: Collection[tuple[int, int]] = ()
+    """Aborted transactions within, each as producer id and first offset, whose messages are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The offsets of the messages that are there, and for every filter whether each of them matches."""
+
+    offsets: npt.NDArray[np.int64]
+    matches: tuple[npt.NDArray[np.bool_], ...]
+
+
+def evaluate(messages: Messages, filters: Sequence[Filter]) -> Evaluation:
+    """Evaluate by the compiled codec, a few thousand messages at a time; raises `CorruptBatch`."""
+    # Loading the codec takes a while, and few batches alone are not worth it.
+    from millstream.protocol.records.decoder import decode_columns
+
+    uses = used_by(filters)
+    parts = decode_columns(
+        messages.batches,
+        fields=uses.fields,
+        start_offset=messages.start_offset,
+        end_offset=messages.end_offset,
+        aborted=messages.aborted,
+        verify_crc=False,
+    )
+    batches = (
+        (columns.offsets, ColumnBatch(columns, topic=messages.topic, partition=messages.partition, uses=uses))
+        for columns in parts
+    )
+    return _joined(batches, filters)
+
+
+def evaluate_few(messages: Messages, filters: Sequence[Filter], *, decompressed_bytes_max: int) -> Evaluation:
+    """The same in plain Python, for a handful of messages; raises `CorruptBatch` for what decompresses to more."""
+    import numpy as np
+
+    decoded = decode_records(
+        messages.batches,
+        aborted=messages.aborted,
+        verify_crc=False,
+        decompressed_bytes_max=decompressed_bytes_max,
+    )
+    records = [record for record in decoded if messages.start_offset <= record.offset < messages.end_offset]
+    batch = RecordBatch(records, topic=messages.topic, partition=messages.partition, uses=used_by(filters))
+    return _joined([(np.array([record.offset for record in records], np.int64), batch)], filters)
+
+
+def used_by(filters: Sequence[Filter]) -> Uses:
+    """What all of them read together."""
+    return reduce(or_, (each.uses for each in filters), Uses())
+
+
+def _joined(parts: Iterable[tuple[npt.NDArray[np.int64], DecodedBatch]], filters: Sequence[Filter]) -> Evaluation:
+    import numpy as np
+
+    offsets = [np.empty(0, np.int64)]
+    matches: list[list[npt.NDArray[np.bool_]]] = [[np.empty(0, np.bool_)] for _ in filters]
+    for found, batch in parts:
+        offsets.append(found)
+        for each, column in zip(filters, matches, strict=True):
+            column.append(each.matches(batch))
+    return Evaluation(np.concatenate(offsets), tuple(np.concatenate(column) for column in matches))

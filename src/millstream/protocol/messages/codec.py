@@ -1,0 +1,247 @@
+"""Frames, headers and bodies: bytes to kio's message classes and back.
+
+A frame is a 32-bit size, a header and a body. Headers are laid by hand, since every request has one; bodies are
+kio's dataclasses, whose modules are imported when a version of an API is first used. Which versions are
+"flexible" (compact lengths, tagged fields) is a table here, so that reading a header imports nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+from millstream.core.errors import InvalidRequest, ProtocolViolation
+from millstream.protocol.messages.encoder import encoder_of
+from millstream.protocol.messages.guard import Span, guard_of
+from millstream.protocol.messages.primitives import Buffer, Reader, Writer
+
+API_VERSIONS_KEY: Final = 18
+PRIVATE_KEY_MIN: Final = 32000
+"""API keys from here on are Millstream's own; they are flexible in every version."""
+
+
+class Limits(NamedTuple):
+    """How large a body may be to be read into message objects. Produce and Fetch, which carry data, never are."""
+
+    body_bytes: int
+    items: int
+    """Items of all arrays in it together, since each becomes an object."""
+
+
+REQUEST_LIMITS: Final = Limits(body_bytes=8 * 1024 * 1024, items=250_000)
+RESPONSE_LIMITS: Final = Limits(body_bytes=64 * 1024 * 1024, items=2_000_000)
+
+FLEXIBLE_SINCE: Final[dict[int, int]] = {
+    0: 9,  # Produce
+    1: 12,  # Fetch
+    2: 6,  # ListOffsets
+    3: 9,  # Metadata
+    8: 8,  # OffsetCommit
+    9: 6,  # OffsetFetch
+    10: 3,  # FindCoordinator
+    11: 6,  # JoinGroup
+    12: 4,  # Heartbeat
+    13: 4,  # LeaveGroup
+    14: 4,  # SyncGroup
+    15: 5,  # DescribeGroups
+    16: 3,  # ListGroups
+    18: 3,  # ApiVersions
+    19: 5,  # CreateTopics
+    20: 4,  # DeleteTopics
+    21: 2,  # DeleteRecords
+    22: 2,  # InitProducerId
+    23: 4,  # OffsetForLeaderEpoch
+    24: 3,  # AddPartitionsToTxn
+    25: 3,  # AddOffsetsToTxn
+    26: 3,  # EndTxn
+    27: 1,  # WriteTxnMarkers
+    28: 3,  # TxnOffsetCommit
+    29: 2,  # DescribeAcls
+    30: 2,  # CreateAcls
+    31: 2,  # DeleteAcls
+    32: 4,  # DescribeConfigs
+    33: 2,  # AlterConfigs
+    34: 2,  # AlterReplicaLogDirs
+    35: 2,  # DescribeLogDirs
+    36: 2,  # SaslAuthenticate
+    37: 2,  # CreatePartitions
+    38: 2,  # CreateDelegationToken
+    39: 2,  # RenewDelegationToken
+    40: 2,  # ExpireDelegationToken
+    41: 2,  # DescribeDelegationToken
+    42: 2,  # DeleteGroups
+    43: 2,  # ElectLeaders
+    44: 1,  # IncrementalAlterConfigs
+    48: 1,  # DescribeClientQuotas
+    49: 1,  # AlterClientQuotas
+    53: 1,  # BeginQuorumEpoch
+    54: 1,  # EndQuorumEpoch
+}
+"""The first flexible version by API key; every API that is not named is flexible from 0, but for those below."""
+
+NEVER_FLEXIBLE: Final = frozenset({17, 47})
+"""SaslHandshake and OffsetDelete stayed with fixed lengths."""
+
+_FIXED_HEADER: Final = struct.Struct(">hhi")
+_FIXED_HEADER_AND_CLIENT: Final = struct.Struct(">hhih")
+_SIZE_AND_CORRELATION: Final = struct.Struct(">ii")
+_INT32: Final = struct.Struct(">i")
+
+
+class RequestHeader(NamedTuple):
+    """What stands before the body of a request. A named tuple, since every request makes one."""
+
+    api_key: int
+    version: int
+    correlation_id: int
+    client_id: str | None
+    body_at: int
+    """Where the body begins in the frame."""
+    flexible: bool
+    """Whether the body has compact lengths and tagged fields."""
+
+
+def is_flexible(api_key: int, version: int) -> bool:
+    """Whether a version of an API has compact lengths and tagged fields."""
+    return api_key not in NEVER_FLEXIBLE and version >= FLEXIBLE_SINCE.get(api_key, 0)
+
+
+def read_request_header(frame: Buffer) -> RequestHeader:
+    """Read the header of a request; the frame comes without its size."""
+    try:
+        api_key, version, correlation_id, length = _FIXED_HEADER_AND_CLIENT.unpack_from(frame)
+        flexible = is_flexible(api_key, version)
+        end = 10 + length
+        if length < 0 or (flexible and frame[end]):
+            return read_any_request_header(frame)
+        client_id = str(frame[10:end], "utf-8")
+    except (struct.error, IndexError, UnicodeDecodeError):
+        return read_any_request_header(frame)
+    if end > len(frame):
+        return read_any_request_header(frame)
+    return RequestHeader(api_key, version, correlation_id, client_id, end + flexible, flexible)
+
+
+def read_any_request_header(frame: Buffer) -> RequestHeader:
+    """The same for every header there is: without a client id, with tagged fields, or broken."""
+    if len(frame) < _FIXED_HEADER.size:
+        raise ProtocolViolation(f"a request of {len(frame)} bytes is too short for a header")
+    api_key, version, correlation_id = _FIXED_HEADER.unpack_from(frame)
+    flexible = is_flexible(api_key, version)
+    reader = Reader(frame, _FIXED_HEADER.size, flexible=flexible)
+    client_id = reader.legacy_nullable_string()
+    reader.skip_tags()
+    return RequestHeader(api_key, version, correlation_id, client_id, reader.position, flexible)
+
+
+def response_head(api_key: int, version: int, correlation_id: int, body_bytes: int) -> bytes:
+    """Build what stands before the body of a response, the frame's size included."""
+    if is_flexible(api_key, version) and api_key != API_VERSIONS_KEY:
+        return _SIZE_AND_CORRELATION.pack(body_bytes + 5, correlation_id) + b"\0"
+    return _SIZE_AND_CORRELATION.pack(body_bytes + 4, correlation_id)
+
+
+def response_body_at(api_key: int, version: int, frame: Buffer) -> int:
+    """Find where the body of a response begins; the frame comes without its size."""
+    reader = Reader(frame, 4, flexible=is_flexible(api_key, version) and api_key != API_VERSIONS_KEY)
+    reader.skip_tags()
+    return reader.position
+
+
+def read_correlation_id(frame: Buffer) -> int:
+    """Read which request a response answers; the frame comes without its size."""
+    if len(frame) < 4:
+        raise ProtocolViolation(f"a response of {len(frame)} bytes is too short for a header")
+    correlation_id: int = _INT32.unpack_from(frame)[0]
+    return correlation_id
+
+
+def read_request(api_key: int, version: int, buffer: Buffer, position: int) -> Any:
+    """Read the body of a request into kio's class for that version."""
+    return _read_entity(load_request_class(api_key, version), buffer, position, REQUEST_LIMITS)
+
+
+def read_response(api_key: int, version: int, frame: Buffer) -> Any:
+    """Read a response into kio's class for that version; the frame comes without its size."""
+    position = response_body_at(api_key, version, frame)
+    return _read_entity(load_response_class(api_key, version), frame, position, RESPONSE_LIMITS)
+
+
+def write_response(api_key: int, version: int, correlation_id: int, response: Any) -> bytes:
+    """Build the whole frame of a response, its size included."""
+    body = write_entity(response)
+    return response_head(api_key, version, correlation_id, len(body)) + body
+
+
+def write_request(correlation_id: int, client_id: str | None, request: Any) -> bytes:
+    """Build the whole frame of a request, its size included."""
+    head = request_head(request.__api_key__, request.__version__, correlation_id, client_id)
+    body = write_entity(request)
+    return _INT32.pack(len(head) + len(body)) + head + body
+
+
+def request_head(api_key: int, version: int, correlation_id: int, client_id: str | None) -> bytes:
+    """Build the header of a request, without the frame's size."""
+    writer = Writer(flexible=is_flexible(api_key, version), buffer=bytearray())
+    writer.buffer += _FIXED_HEADER.pack(api_key, version, correlation_id)
+    writer.legacy_string(client_id)
+    writer.no_tags()
+    return bytes(writer.buffer)
+
+
+def write_entity(entity: Any) -> bytes:
+    """Encode one message without any header."""
+    buffer = bytearray()
+    entity_type: Any = type(entity)
+    try:
+        encoder_of(entity_type)(buffer, entity)
+    except struct.error as error:
+        raise InvalidRequest(
+            f"{entity_type.__name__} does not fit into version {entity.__version__}: {error}"
+        ) from None
+    return bytes(buffer)
+
+
+@cache
+def load_request_class(api_key: int, version: int) -> type[Any]:
+    """Import kio's request class of one version; `ProtocolViolation` when there is none."""
+    from kio.index import KioIndexError, load_request_schema
+
+    try:
+        return load_request_schema(api_key, version)
+    except KioIndexError:
+        raise ProtocolViolation(f"API {api_key} has no version {version}") from None
+
+
+@cache
+def load_response_class(api_key: int, version: int) -> type[Any]:
+    """Import kio's response class of one version; `ProtocolViolation` when there is none."""
+    from kio.index import KioIndexError, load_response_schema
+
+    try:
+        return load_response_schema(api_key, version)
+    except KioIndexError:
+        raise ProtocolViolation(f"API {api_key} has no version {version}") from None
+
+
+def _read_entity(entity_type: Any, buffer: Buffer, position: int, limits: Limits) -> Any:
+    view = memoryview(buffer).toreadonly()  # kio reads from nothing else.
+    size = len(view) - position
+    if size > limits.body_bytes:
+        raise ProtocolViolation(f"{entity_type.__name__} has {size} bytes, at most {limits.body_bytes} are read")
+    guard_of(entity_type)(Span(view, items_max=limits.items), position)
+    try:
+        entity, _ = _reader_of(entity_type)(view, position)
+    except Exception as error:
+        # Any failure of kio's native reader has its cause in the bytes; its own errors are of several families.
+        raise ProtocolViolation(f"{entity_type.__name__} v{entity_type.__version__}: {error}") from error
+    return entity
+
+
+@cache
+def _reader_of(entity_type: type[Any]) -> Callable[[memoryview, int], tuple[Any, int]]:
+    from kio.serial import entity_reader
+
+    return entity_reader(entity_type)

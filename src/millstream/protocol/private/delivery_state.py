@@ -1,0 +1,73 @@
+"""Asking what has become of a message: a publisher's receipt."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import msgspec
+
+from millstream.core.errors import ProtocolViolation
+from millstream.core.ids import NodeId
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import refusal
+
+DELIVERY_STATE_KEY: Final = 32039
+ACCEPTED: Final = "accepted"
+WAIT_MS_MAX: Final = 20_000
+"""How long one request waits at most; whoever waits for longer asks again."""
+
+
+class DeliveryStateRequest(msgspec.Struct, frozen=True, array_like=True):
+    """Which message of which subscription, and how long to wait for its end."""
+
+    subscription: str
+    topic: str
+    partition: int
+    offset: int
+    wait_ms: int = 0
+
+
+class DeliveryStateAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """Where it is."""
+
+    error: int
+    message: str | None
+    state: str = ""
+    attempt: int = 0
+    next_ms: int = 0
+    is_final: bool = False
+
+
+class MessageDelivery(NamedTuple):
+    """Where a message of a subscription is.
+
+    `state` is one of waiting, blocked, delayed, leased, rejected, and finally accepted, dead-lettered, dropped,
+    filtered, skipped, absent, or done when it has ended and nobody remembers how.
+    """
+
+    state: str
+    attempt: int
+    """The number of its last delivery; 0 before the first, or when it is not remembered."""
+    next_ms: int
+    """When its lease or its delay ends; 0 when it waits for no time."""
+    is_final: bool
+
+
+async def delivery_state(
+    client: Client, subscription: str, topic: str, partition: int, offset: int, *, wait_ms: int = 0
+) -> MessageDelivery:
+    """Ask the leader of a partition; with a wait of at most `WAIT_MS_MAX`, it answers when the state is final."""
+    request = DeliveryStateRequest(subscription, topic, partition, offset, min(wait_ms, WAIT_MS_MAX))
+    body = msgspec.msgpack.encode(request)
+
+    async def attempt(leader: NodeId) -> MessageDelivery:
+        told = await client.private(leader, DELIVERY_STATE_KEY, body, waits=wait_ms > 0)
+        try:
+            answer = msgspec.msgpack.decode(told, type=DeliveryStateAnswer)
+        except msgspec.MsgspecError as error:
+            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        if answer.error:
+            raise refusal(answer.error, answer.message, about=f"{topic}-{partition} at {offset}")
+        return MessageDelivery(answer.state, answer.attempt, answer.next_ms, answer.is_final)
+
+    return await client.at_leader(topic, partition, attempt)

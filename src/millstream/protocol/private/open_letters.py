@@ -1,0 +1,40 @@
+"""Open dead letters: how many a topic holds, asked by whoever is about to delete it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from millstream.core.errors import UnknownGroup
+from millstream.core.subscription import LETTERS_PREFIX
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.wire.client import Client
+
+
+async def open_letters(client: Client, topic: str) -> int:
+    """Count the open letters of a topic; 0 also for one that does not exist."""
+    try:
+        (described,) = await SubscriptionClient(client).describe([LETTERS_PREFIX + topic])
+    except UnknownGroup:
+        return await stored_letters(client, topic)
+    return sum(queue["backlog"] for queue in described["queues"])
+
+
+async def stored_letters(client: Client, topic: str) -> int:
+    """Count all letters of a topic, as long as none has been redriven or purged."""
+    found = (await client.metadata([topic])).topics.get(topic)
+    if found is None:
+        return 0
+    partitions = list(found.partitions)
+    first = await client.list_offsets(topic, dict.fromkeys(partitions, -2))
+    end = await client.list_offsets(topic, dict.fromkeys(partitions, -1))
+    return sum(end[index].offset - first[index].offset for index in partitions)
+
+
+def letters_would_be_lost(topic: str, letters: int, subscriptions: Sequence[str]) -> str:
+    """Say why a dead letter topic is not deleted."""
+    whose = f" of {', '.join(subscriptions)}" if subscriptions else ""
+    what, them = ("letter", "it") if letters == 1 else ("letters", "them")
+    return (
+        f"topic {topic!r} holds {letters:,} open dead {what}{whose}; redrive or purge {them} first, or delete {them} "
+        f"too with millstream topic delete {topic} --force"
+    )

@@ -1,0 +1,100 @@
+"""What clients and nodes say to each other about pipelines: bodies in JSON."""
+
+from __future__ import annotations
+
+from typing import Final
+from uuid import UUID
+
+import msgspec
+
+from millstream.core.pipeline import Rule
+
+CREATE_KEY: Final = 32050
+ALTER_KEY: Final = 32051
+DELETE_KEY: Final = 32052
+LIST_KEY: Final = 32053
+RULES_KEY: Final = 32054
+LANDED_KEY: Final = 32055
+
+
+class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
+    """How far one topic was landed: by partition, the next offset that is not in the table."""
+
+    topic_id: UUID
+    offsets: dict[int, int]
+
+
+class Landed(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a pipeline has landed its topics, and where, as its settings say it."""
+
+    pipeline_id: UUID
+    lake: str
+    format: str
+    topics: list[LandedTopic]
+
+
+class ToldRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A rule of a route, as it is written in JSON."""
+
+    name: str
+    topic: str
+    targets: list[str]
+    condition: str = ""
+    subscription: str = ""
+
+    @classmethod
+    def of(cls, rule: Rule) -> ToldRule:
+        """A rule as it is told."""
+        return cls(
+            name=rule.name,
+            topic=rule.topic,
+            targets=list(rule.targets),
+            condition=rule.condition,
+            subscription=rule.subscription,
+        )
+
+    def rule(self) -> Rule:
+        """The rule that is told."""
+        return Rule(
+            name=self.name,
+            topic=self.topic,
+            targets=tuple(self.targets),
+            condition=self.condition,
+            subscription=self.subscription,
+        )
+
+
+class NewPipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline that is to be declared."""
+
+    name: str
+    kind: str
+    settings: dict[str, str] = {}
+    rules: list[ToldRule] = []
+    wanted: bool = True
+    validate_only: bool = False
+
+
+class PipelineChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """What is changed of a pipeline; what is None stays."""
+
+    name: str
+    settings: dict[str, str | None] = {}
+    wanted: bool | None = None
+    parked: str | None = None
+    validate_only: bool = False
+
+
+class RuleChanges(msgspec.Struct, frozen=True, kw_only=True):
+    """Rules that are put in, and the names of those that are taken out."""
+
+    name: str
+    put: list[ToldRule] = []
+    delete: list[str] = []
+    validate_only: bool = False
+
+
+class PipelineNames(msgspec.Struct, frozen=True, kw_only=True):
+    """Which pipelines; None means all of them."""
+
+    names: list[str] | None = None

@@ -1,0 +1,107 @@
+"""Publishing messages that may have been published already: the broker knows them by their ids.
+
+    placed = await publish_once(client, "orders", partition, [NewRecord(key, value, (("message-id", b"o-17"),))])
+
+A message whose id the partition was given within the window is not stored again: what comes back is where it stands.
+So whoever does not know whether a message was published publishes it again, through any node. An id is looked for in
+one partition, so a message has to go to the same one each time: `partition_of` chooses it by the key, else by the id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from millstream.core.errors import ProtocolViolation, QuotaExceeded
+from millstream.core.ids import NodeId
+from millstream.core.partitioner import partition_for_key
+from millstream.protocol.records.batch import COMPRESSION_NONE
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import refusal
+
+PUBLISH_ONCE_KEY: Final = 32038
+TIMEOUT_MS: Final = 30_000
+PATIENCE_S: Final = 120.0
+"""How long a publish waits for its client's quota, if nobody says otherwise."""
+
+
+class PublishOnceRequest(msgspec.Struct, frozen=True, array_like=True):
+    """One batch for a partition; every record in it has an id."""
+
+    topic: str
+    partition: int
+    batch: bytes
+    window_ms: int | None = None
+    """How long ago the same message may have been published; None is what the topic says, which is also the most."""
+    timeout_ms: int = TIMEOUT_MS
+
+
+class PublishOnceAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """For every record: its offset, its timestamp, and whether it is new."""
+
+    error: int
+    message: str | None
+    placed: list[tuple[int, int, bool]] = []
+    throttle_ms: int = 0
+    """Where the client's quota does not let it publish: for how long."""
+
+
+class Placed(NamedTuple):
+    """Where a message stands, and whether this publish put it there."""
+
+    offset: int
+    timestamp_ms: int
+    is_new: bool
+
+
+def partition_of(key: bytes | None, message_id: bytes, partitions: int) -> int:
+    """The partition that a message goes to each time it is published: by its key if it has one, else by its id."""
+    return partition_for_key(message_id if key is None else key, partitions)
+
+
+async def publish_once(
+    client: Client,
+    topic: str,
+    partition: int,
+    records: Sequence[NewRecord],
+    *,
+    window_ms: int | None = None,
+    timeout_ms: int = TIMEOUT_MS,
+    compression: int = COMPRESSION_NONE,
+    patience_s: float = PATIENCE_S,
+) -> list[Placed]:
+    """Publish messages with `message-id` headers to a partition, each once; answered when they are acknowledged.
+
+    When an answer is lost, or the leader has gone, they are sent again; also when the client's quota is used up, after
+    the time that the broker asks for, unless that is longer than the patience.
+    """
+    batch = bytes(encode_batch(records, compression=compression))
+    body = msgspec.msgpack.encode(PublishOnceRequest(topic, partition, batch, window_ms, timeout_ms))
+
+    async def attempt(leader: NodeId) -> PublishOnceAnswer:
+        told = await client.private(leader, PUBLISH_ONCE_KEY, body)
+        try:
+            answer = msgspec.msgpack.decode(told, type=PublishOnceAnswer)
+        except msgspec.MsgspecError as error:
+            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        if answer.error:
+            refused = refusal(answer.error, answer.message, about=f"publish to {topic}-{partition}")
+            raise QuotaExceeded(str(refused), wait_s=answer.throttle_ms / 1000) if answer.throttle_ms else refused
+        return answer
+
+    while True:
+        try:
+            answer = await client.at_leader(topic, partition, attempt, create=True)
+            break
+        except QuotaExceeded as error:
+            patience_s -= error.wait_s
+            if patience_s < 0:
+                raise
+            await asyncio.sleep(error.wait_s)
+    if len(answer.placed) != len(records):
+        raise ProtocolViolation(f"{len(records)} messages were published, the broker tells of {len(answer.placed)}")
+    return [Placed(*one) for one in answer.placed]

@@ -1,0 +1,409 @@
+"""Subscriptions as a client uses them: declared, received from and settled, over Millstream's private requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from time import monotonic
+from typing import Any, Final, NamedTuple, TypeVar
+from uuid import UUID
+
+import msgspec
+
+from millstream.core.errors import MillstreamError, ProtocolViolation
+from millstream.core.ids import NodeId
+from millstream.core.verb import Verb
+from millstream.protocol.private.leasing import Leased, fresh_until
+from millstream.protocol.private.subscription_messages import (
+    ALTER_KEY,
+    CREATE_KEY,
+    DELETE_KEY,
+    LIST_KEY,
+    RECEIVE_KEY,
+    REVIVE_KEY,
+    SEEK_KEY,
+    SETTLE_KEY,
+    LeasedRange,
+    PartitionMessages,
+    PartitionSettles,
+    Receive,
+    ReceiveAnswer,
+    SettleAnswer,
+    SettledRange,
+    SettleRequest,
+)
+from millstream.protocol.records.batch import check_crc, iterate_whole_headers
+from millstream.protocol.records.record import Record, decode_batch
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import refusal
+
+_TURN_MS: Final = 200
+_NODES_S: Final = 1.0
+"""For how long it is not asked again which nodes there are."""
+
+T = TypeVar("T")
+
+
+class LeasedMessage(NamedTuple):
+    """A message that a worker holds."""
+
+    node: NodeId | None
+    topic: str
+    topic_id: UUID
+    partition: int
+    attempt: int
+    deadline_ms: int
+    record: Record
+    lease_ms: int | None = None
+    """How long the lease was granted for; None if nothing is leased."""
+    fresh_until: float = math.inf
+    """Until when the lease holds for certain, by the monotonic clock."""
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nobody else can have got it."""
+        return monotonic() < self.fresh_until
+
+    def extended(self, sent_at: float, lease_ms: int | None = None) -> LeasedMessage:
+        """The same after an extension for so long, else for as long as before, that was sent then."""
+        return self._replace(fresh_until=fresh_until(sent_at, self.lease_ms if lease_ms is None else lease_ms))
+
+    @property
+    def size(self) -> int:
+        """The bytes of its key, value and headers."""
+        record = self.record
+        headers = sum(len(name) + len(value or b"") for name, value in record.headers)
+        return len(record.key or b"") + len(record.value or b"") + headers
+
+
+class SubscriptionClient:
+    """Speaks to the nodes about subscriptions."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._turn = 0
+        self._known_nodes: list[NodeId | None] = []
+        self._known_until = 0.0
+
+    async def create(
+        self, name: str, topics: Sequence[str], settings: Mapping[str, str], *, validate_only: bool = False
+    ) -> UUID:
+        """Declare a subscription."""
+        body = {"name": name, "topics": list(topics), "settings": dict(settings), "validate_only": validate_only}
+        return UUID((await self._ask(None, CREATE_KEY, body))["subscription_id"])
+
+    async def alter(
+        self, name: str, settings: Mapping[str, str | None], *, topics: Sequence[str] | None = None
+    ) -> None:
+        """Change a subscription."""
+        body = {"name": name, "settings": dict(settings), "topics": None if topics is None else list(topics)}
+        await self._ask(None, ALTER_KEY, body)
+
+    async def delete(self, name: str, *, force: bool = False) -> None:
+        """Delete a subscription; one with open dead letters only by force."""
+        await self._ask(None, DELETE_KEY, {"name": name, "force": force})
+
+    async def revive(
+        self,
+        name: str,
+        place: tuple[str, UUID, int],
+        letter_topic_id: UUID,
+        letters: Sequence[tuple[int, int, int]],
+        closed: Sequence[tuple[int, int, int]] = (),
+    ) -> list[int]:
+        """Have dead letters of a partition delivered again by one subscription; the offsets that the log has no more.
+
+        Letters are the offset of a message, and partition and offset of its letter; of `closed` none will come again.
+        """
+        topic, topic_id, partition = place
+        body = {
+            "name": name,
+            "topic": topic,
+            "topic_id": str(topic_id),
+            "partition": partition,
+            "letter_topic_id": str(letter_topic_id),
+            "letters": letters,
+            "closed": closed,
+        }
+
+        async def attempt(leader: NodeId) -> list[int]:
+            missing: list[int] = (await self._ask(leader, REVIVE_KEY, body))["missing"]
+            return missing
+
+        return await self._client.at_leader(topic, partition, attempt)
+
+    async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+        """Subscriptions with all their queues, which the nodes that lead them tell."""
+        found = await self._told({"names": None if names is None else list(names)})
+        closed = {tuple(place) for told in found.values() for place in told["kept"]} - {
+            (queue["topic"], queue["partition"]) for told in found.values() for queue in told["queues"]
+        }
+        if names is not None and len(found) == 1 and closed:
+            # Nobody has asked for them since their leader began to lead.
+            found = await self._told({"names": list(names), "open": sorted(closed)})
+        return [found[name] for name in sorted(found)]
+
+    async def _told(self, body: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """What all nodes tell of subscriptions, put together."""
+        found: dict[str, dict[str, Any]] = {}
+        for node in await self._nodes():
+            for told in (await self._ask(node, LIST_KEY, body))["subscriptions"]:
+                known = found.setdefault(told["name"], told)
+                if known is not told:
+                    for part in ("queues", "push", "kept"):
+                        known[part] += told[part]
+                    # Of a share group, each node knows some.
+                    known["topics"] += [topic for topic in told["topics"] if topic not in known["topics"]]
+        return found
+
+    async def seek(
+        self, name: str, to: str, *, topic: str | None = None, partition: int | None = None
+    ) -> list[dict[str, Any]]:
+        """Have the queues of a subscription go on elsewhere."""
+        body = {"name": name, "to": to, "topic": topic, "partition": partition}
+        moved: list[dict[str, Any]] = []
+        for node in await self._nodes():
+            moved += (await self._ask(node, SEEK_KEY, body))["queues"]
+        return moved
+
+    async def receive(
+        self, name: str, worker: str, *, max_records: int, max_bytes: int = 1024 * 1024, wait_ms: int = 0
+    ) -> list[LeasedMessage]:
+        """Lease messages, from whichever node has some."""
+        nodes = await self._nodes()
+        if len(nodes) == 1:
+            asked = Receive(name, worker, max_records, max_bytes, wait_ms)
+            return await self.confirmed(name, worker, await self._receive_from(nodes[0], asked))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_ms / 1000
+        while True:
+            # A node that has nothing holds its answer back, so none is asked to wait for long while others may have.
+            left_ms = max(0, int((deadline - loop.time()) * 1000))
+            request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS) // len(nodes))
+            messages, failed = await self._receive_from_all(nodes, request)
+            messages = await self.confirmed(name, worker, messages)
+            # Messages that some have leased are not thrown away because others have gone.
+            if not messages and failed is not None:
+                raise failed
+            if messages or left_ms == 0:
+                return messages
+
+    async def _receive_from_all(
+        self, nodes: Sequence[NodeId | None], request: Receive
+    ) -> tuple[list[LeasedMessage], MillstreamError | None]:
+        """Ask one node after the other, since all of them together give no more than was asked for."""
+        messages: list[LeasedMessage] = []
+        failed: MillstreamError | None = None
+        self._turn += 1
+        first = self._turn % len(nodes)
+        for node in (*nodes[first:], *nodes[:first]):
+            rest = remaining(request, messages)
+            if rest is None:
+                break
+            try:
+                messages += await self._receive_from(node, rest)
+            except MillstreamError as error:
+                failed = error
+        return messages, failed
+
+    async def confirmed(self, name: str, worker: str, messages: Sequence[LeasedMessage]) -> list[LeasedMessage]:
+        """The messages that are held for certain: if leases may be over, all are extended, and the others left out."""
+        if all(message.is_fresh for message in messages):
+            return list(messages)
+        sent_at = monotonic()
+        lease_ms = min(message.lease_ms for message in messages if message.lease_ms is not None)
+        outcomes = await self.settle(name, worker, messages, Verb.EXTEND, delay_ms=lease_ms)
+        extended = [message.extended(sent_at, lease_ms) for message in messages]
+        held = [error is None and message.is_fresh for message, error in zip(extended, outcomes, strict=True)]
+        lost = [message for message, is_held in zip(messages, held, strict=True) if not is_held]
+        if lost:
+            # Some may be held all the same, if the node could not be asked in time.
+            await self.settle(name, worker, lost, Verb.RETURN, delay_ms=0)
+        return [message for message, is_held in zip(extended, held, strict=True) if is_held]
+
+    async def settle(
+        self,
+        name: str,
+        worker: str,
+        messages: Iterable[LeasedMessage],
+        verb: int,
+        *,
+        delay_ms: int | None = None,
+        reason: str = "",
+    ) -> list[MillstreamError | None]:
+        """Settle messages, all in the same way; what went wrong with each of them."""
+        listed = list(messages)
+        results: list[MillstreamError | None] = [None] * len(listed)
+        by_node: dict[NodeId | None, list[range]] = {}
+        for run in _runs(listed):
+            by_node.setdefault(listed[run.start].node, []).append(run)
+        how = (verb, delay_ms, reason)
+        for node, runs in by_node.items():
+            refused = await self._settle_at(node, name, worker, listed, runs, how, results)
+            if refused:
+                # A range is settled as a whole; of one that was refused, some messages may be held all the same.
+                alone = [range(at, at + 1) for run in refused for at in run]
+                await self._settle_at(node, name, worker, listed, alone, how, results)
+        return results
+
+    async def _settle_at(
+        self,
+        node: NodeId | None,
+        name: str,
+        worker: str,
+        listed: Sequence[LeasedMessage],
+        runs: Sequence[range],
+        how: tuple[int, int | None, str],
+        results: list[MillstreamError | None],
+    ) -> list[range]:
+        """Settle ranges of one node's messages; those of several messages that were refused."""
+        asked: dict[tuple[str, int], list[range]] = {}
+        for run in runs:
+            asked.setdefault((listed[run.start].topic, listed[run.start].partition), []).append(run)
+        settles = [
+            PartitionSettles(
+                topic,
+                partition,
+                [
+                    SettledRange(
+                        listed[run.start].record.offset,
+                        listed[run.stop - 1].record.offset,
+                        *how,
+                        listed[run.start].attempt,
+                    )
+                    for run in own
+                ],
+            )
+            for (topic, partition), own in asked.items()
+        ]
+        body = msgspec.msgpack.encode(SettleRequest(name, worker, settles))
+        try:
+            answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
+            if answer.error:
+                raise refusal(answer.error, answer.message)
+        except MillstreamError as error:
+            # Other nodes can be told of their messages all the same.
+            for run in runs:
+                results[run.start : run.stop] = [error] * len(run)
+            return []
+        refused: list[range] = []
+        for own, told in zip(asked.values(), answer.results, strict=True):
+            for run, (code, text) in zip(own, told, strict=True):
+                if not code:
+                    results[run.start : run.stop] = [None] * len(run)
+                    continue
+                for at in run:
+                    results[at] = refusal(code, text, about="" if text else f"message {listed[at].record.offset}")
+                if len(run) > 1:
+                    refused.append(run)
+        return refused
+
+    async def _receive_from(self, node: NodeId | None, request: Receive) -> list[LeasedMessage]:
+        sent_at = monotonic()
+        try:
+            body = await self._client.private(
+                node, RECEIVE_KEY, msgspec.msgpack.encode(request), waits=request.wait_ms > 0
+            )
+            answer = _read(body, ReceiveAnswer)
+            if answer.error:
+                raise refusal(answer.error, answer.message)
+            if (held_back := answer.held_back) is not None:
+                raise held_back
+        except MillstreamError:
+            # There may be other nodes by now.
+            self._known_nodes = []
+            raise
+        return leased_messages(node, Leased(answer, sent_at))
+
+    async def _nodes(self) -> list[NodeId | None]:
+        loop = asyncio.get_running_loop()
+        if not self._known_nodes or loop.time() >= self._known_until:
+            metadata = await self._client.metadata(())
+            self._known_nodes = [NodeId(node_id) for node_id in sorted(metadata.nodes)]
+            self._known_until = loop.time() + _NODES_S
+        return self._known_nodes
+
+    async def _ask(self, node: NodeId | None, key: int, body: Mapping[str, Any]) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, json.dumps(body).encode())))
+        if answer["error"]:
+            raise refusal(answer["error"], answer["message"])
+        return answer
+
+
+def _runs(messages: Sequence[LeasedMessage]) -> list[range]:
+    """Where in a list messages follow each other that do so in their partition, too, all in the same attempt."""
+    runs: list[range] = []
+    start = 0
+    for at in range(1, len(messages) + 1):
+        if at == len(messages) or not _follows(messages[at - 1], messages[at]):
+            runs.append(range(start, at))
+            start = at
+    return runs
+
+
+def _follows(before: LeasedMessage, after: LeasedMessage) -> bool:
+    return (
+        after.record.offset == before.record.offset + 1
+        and after.partition == before.partition
+        and after.topic == before.topic
+        and after.node == before.node
+        and after.attempt == before.attempt
+    )
+
+
+def remaining(request: Receive, messages: Sequence[LeasedMessage]) -> Receive | None:
+    """Build the request to the next node from what the nodes before have given; None if the limits are reached."""
+    if not messages:
+        return request
+    left = request.max_records - len(messages)
+    left_bytes = request.max_bytes - sum(one.size for one in messages)
+    if left <= 0 or left_bytes <= 0:
+        return None
+    return msgspec.structs.replace(request, max_records=left, max_bytes=left_bytes, wait_ms=0, at_least_one=False)
+
+
+def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:
+    """The messages that an answer of a node leases."""
+    messages: list[LeasedMessage] = []
+    for part in leased.answer.partitions:
+        place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
+        lasts = (part.lease_ms, leased.fresh_until(part))
+        for lease, record in _leased_records(part):
+            messages.append(LeasedMessage(*place, lease.attempt, lease.deadline_ms, record, *lasts))
+    return messages
+
+
+def _leased_records(part: PartitionMessages) -> Iterator[tuple[LeasedRange, Record]]:
+    """The records of the leases, which ascend; others of their batches are stepped over."""
+    waiting = list(reversed(part.leases))
+    for header in iterate_whole_headers(part.batches):
+        while waiting and waiting[-1].last < header.base_offset:
+            waiting.pop()
+        if header.is_control or not waiting or waiting[-1].first > header.last_offset:
+            continue
+        check_crc(part.batches, header)
+        last = _last_wanted(waiting, header.last_offset)
+        for record in decode_batch(part.batches, header, first=waiting[-1].first, last=last):
+            while waiting[-1].last < record.offset:
+                waiting.pop()
+            if waiting[-1].first <= record.offset:
+                yield waiting[-1], record
+
+
+def _last_wanted(waiting: Sequence[LeasedRange], batch_end: int) -> int:
+    """The last leased offset of a batch, or one behind it; of the leases the first comes last."""
+    last = waiting[-1].last
+    for lease in reversed(waiting):
+        if lease.first > batch_end:
+            break
+        last = lease.last
+    return last
+
+
+def _read(body: memoryview, kind: type[T]) -> T:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error

@@ -1,0 +1,225 @@
+"""Finding the fields of records. Everything is checked here, so that what comes after can copy without asking."""
+
+from __future__ import annotations
+
+from numba import int64
+
+from millstream.protocol.records.kernels.compiled import compiled
+from millstream.protocol.records.layout import Bytes, Int16s, Int64s, Row, Table
+
+RECORD_BYTES_MIN = 7
+HEADERS_MAX = 65_536
+"""A record with more headers is refused, so that a small batch cannot ask for a lot of memory."""
+APPEND_TIME_FLAG = 0x08
+INT64_MAX = 2**63 - 1
+
+ENDS_WITHIN_NUMBER, NUMBER_TOO_LARGE, RECORD_LENGTH, FIELD_LENGTH, OFFSET_DELTA = -1, -2, -3, -4, -5
+TIMESTAMP_OVERFLOW, TOO_MANY_HEADERS, RECORD_END, BYTES_LEFT_OVER, TOO_MANY_RECORDS = -6, -7, -8, -9, -10
+
+FAULTS = {
+    ENDS_WITHIN_NUMBER: "a record ends within a number",
+    NUMBER_TOO_LARGE: "a number takes more bits than it may",
+    RECORD_LENGTH: "a record declares a length that it cannot have",
+    FIELD_LENGTH: "a field declares a length that its record cannot hold",
+    OFFSET_DELTA: "offset deltas do not increase, or leave the batch",
+    TIMESTAMP_OVERFLOW: "a timestamp overflows 64 bits",
+    TOO_MANY_HEADERS: f"a record declares a negative number of headers or more than {HEADERS_MAX}",
+    RECORD_END: "a record does not end where its length says",
+    BYTES_LEFT_OVER: "bytes lie behind its last record",
+    TOO_MANY_RECORDS: "it declares more records than its bytes can hold",
+}
+"""What each fault means, as the end of a sentence. Faults are negative, so that they can stand for a position."""
+
+
+@compiled
+def _read_varint(data: Bytes, position: int, end: int) -> tuple[int, int]:
+    """A zigzag number of at most 32 bits, and the position after it or a fault."""
+    value = 0
+    for shift in range(0, 35, 7):
+        if position >= end:
+            return 0, ENDS_WITHIN_NUMBER
+        byte = int64(data[position])
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            if value >> 32:
+                return 0, NUMBER_TOO_LARGE
+            return (value >> 1) ^ -(value & 1), position
+    return 0, NUMBER_TOO_LARGE
+
+
+@compiled
+def _read_varlong(data: Bytes, position: int, end: int) -> tuple[int, int]:
+    """A zigzag number of at most 64 bits, and the position after it or a fault."""
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= end:
+            return 0, ENDS_WITHIN_NUMBER
+        byte = int64(data[position])
+        position += 1
+        if shift == 63 and byte > 1:
+            return 0, NUMBER_TOO_LARGE
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            # The highest bit is data here, not a sign, so it must not be drawn along by the shift.
+            return ((value >> 1) & INT64_MAX) ^ -(value & 1), position
+    return 0, NUMBER_TOO_LARGE
+
+
+@compiled
+def _read_length(data: Bytes, position: int, end: int, least: int) -> tuple[int, int]:
+    """The length of a field whose bytes lie before `end`, and the position of these bytes or a fault."""
+    length, position = _read_varint(data, position, end)
+    if position >= 0 and (length < least or length > end - position):
+        return 0, FIELD_LENGTH
+    return length, position
+
+
+@compiled
+def _skip_headers(data: Bytes, position: int, end: int, count: int) -> int:
+    """Check all headers of a record; return the position after them or a fault."""
+    for _ in range(count):
+        length, position = _read_length(data, position, end, 0)
+        if position < 0:
+            return position
+        length, position = _read_length(data, position + length, end, -1)
+        if position < 0:
+            return position
+        position += max(length, 0)
+    return position
+
+
+@compiled
+def _find_fields(data: Bytes, position: int, end: int, record: Row) -> int:
+    """Note where key, value and headers of a record lie; return 0 or a fault."""
+    length, position = _read_length(data, position, end, -1)
+    if position < 0:
+        return position
+    record["key_at"] = position
+    record["key_length"] = length
+    length, position = _read_length(data, position + max(length, 0), end, -1)
+    if position < 0:
+        return position
+    record["value_at"] = position
+    record["value_length"] = length
+    count, position = _read_varint(data, position + max(length, 0), end)
+    if position < 0:
+        return position
+    if count < 0 or count > HEADERS_MAX:
+        return TOO_MANY_HEADERS
+    record["headers_at"] = position
+    record["header_count"] = count
+    position = _skip_headers(data, position, end, count)
+    if position < 0:
+        return position
+    return 0 if position == end else RECORD_END
+
+
+@compiled
+def _parse_record(data: Bytes, parsing: Row, batch: Row, record: Row) -> tuple[int, int]:
+    """Check the record where the parser stands and step over it; return its timestamp, and 0 or a fault."""
+    length, position = _read_varint(data, parsing["position"], batch["records_end"])
+    if position < 0:
+        return 0, position
+    if length < RECORD_BYTES_MIN - 1 or length > batch["records_end"] - position:
+        return 0, RECORD_LENGTH
+    end = position + length
+    timestamp_delta, position = _read_varlong(data, position + 1, end)
+    if position < 0:
+        return 0, position
+    offset_delta, position = _read_varint(data, position, end)
+    if position < 0:
+        return 0, position
+    if offset_delta <= parsing["delta"] or offset_delta > batch["last_delta"]:
+        return 0, OFFSET_DELTA
+    fault = _find_fields(data, position, end, record)
+    if fault:
+        return 0, fault
+    parsing["position"] = end
+    parsing["delta"] = offset_delta
+    if batch["attributes"] & APPEND_TIME_FLAG:
+        return batch["max_timestamp"], 0
+    base = batch["base_timestamp"]
+    timestamp = base + timestamp_delta
+    if (base ^ timestamp) & (timestamp_delta ^ timestamp) < 0:
+        return 0, TIMESTAMP_OVERFLOW
+    return timestamp, 0
+
+
+@compiled
+def _begin_batch(parsing: Row, batch: Row) -> int:
+    """Stand before the first record of a batch; return 0 or a fault."""
+    parsing["position"] = batch["records_at"]
+    parsing["delta"] = -1
+    if batch["record_count"] * RECORD_BYTES_MIN > batch["records_end"] - batch["records_at"]:
+        return TOO_MANY_RECORDS
+    return 0
+
+
+@compiled
+def parse_records(
+    data: Bytes,
+    batches: Table,
+    state: Table,
+    start_offset: int,
+    end_offset: int,
+    offsets: Int64s,
+    timestamps: Int64s,
+    attributes: Int16s,
+    records: Table,
+) -> tuple[int, int]:
+    """Fill the columns with the next records from `start_offset` up to, not including, `end_offset`.
+
+    Begins where the state stands and stops when the columns are full, the rows have many headers or the batches are
+    done. Returns the number of rows, and 0 or a fault in the batch where the state stands then.
+    """
+    parsing = state[0]
+    row = 0
+    header_count = 0
+    while parsing["batch"] < batches.size:
+        batch = batches[parsing["batch"]]
+        if parsing["record"] == 0:
+            fault = _begin_batch(parsing, batch)
+            if fault:
+                return row, fault
+        while parsing["record"] < batch["record_count"]:
+            if row == records.size or header_count > HEADERS_MAX:
+                return row, 0
+            timestamp, fault = _parse_record(data, parsing, batch, records[row])
+            if fault:
+                return row, fault
+            parsing["record"] += 1
+            offset = batch["base_offset"] + parsing["delta"]
+            if start_offset <= offset < end_offset:
+                offsets[row] = offset
+                timestamps[row] = timestamp
+                attributes[row] = batch["attributes"]
+                header_count += records[row]["header_count"]
+                row += 1
+        if parsing["position"] != batch["records_end"]:
+            return row, BYTES_LEFT_OVER
+        parsing["batch"] += 1
+        parsing["record"] = 0
+    return row, 0
+
+
+@compiled
+def find_headers(data: Bytes, records: Table, headers: Table) -> int:
+    """Note where the fields of all headers lie, as many as the parsed records have; return how many were found."""
+    row = 0
+    for index in range(records.size):
+        position = int64(records[index]["headers_at"])
+        for _ in range(records[index]["header_count"]):
+            length, position = _read_length(data, position, data.size, 0)
+            if position < 0 or row == headers.size:
+                return row
+            headers[row]["key_at"] = position
+            headers[row]["key_length"] = length
+            length, position = _read_length(data, position + length, data.size, -1)
+            if position < 0:
+                return row
+            headers[row]["value_at"] = position
+            headers[row]["value_length"] = length
+            position += max(length, 0)
+            row += 1
+    return row

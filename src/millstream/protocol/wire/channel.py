@@ -1,0 +1,286 @@
+"""One connection to a broker, as its client sees it.
+
+Requests are pipelined: each gets a number, and answers are matched by it. Nothing here runs as a task: answers
+arrive as callbacks of the transport and complete the futures that the callers wait on. A request that is not
+answered in time closes the connection, since everything behind it would wait as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import struct
+from typing import Any, Final, Self, cast
+
+from millstream import __version__
+from millstream.core.errors import (
+    BrokerUnreachable,
+    InvalidRequest,
+    MillstreamError,
+    ProtocolViolation,
+    RequestTimedOut,
+)
+from millstream.protocol.messages import codec
+from millstream.protocol.messages.primitives import Buffer, Reader
+
+IN_FLIGHT_MAX: Final = 64
+_UNANSWERED_MAX: Final = 2 * IN_FLIGHT_MAX
+FRAME_BYTES_MAX: Final = 256 * 1024 * 1024
+_SCRATCH_BYTES: Final = 64 * 1024
+_SIZE: Final = struct.Struct(">i")
+_TLS_HEADS: Final = (b"\x15\x03", b"\x16\x03")
+"""How an alert and a handshake of TLS begin."""
+_API_VERSIONS_SENT: Final = 3
+_UNSUPPORTED_VERSION: Final = 35
+
+
+class Channel(asyncio.BufferedProtocol):
+    """An open connection, and the versions that the broker at its other end serves."""
+
+    def __init__(self, address: str, client_id: str) -> None:
+        self.address = address
+        self.versions: dict[int, tuple[int, int]] = {}
+        """The oldest and newest version by API key."""
+        self._client_id = client_id
+        self._transport: asyncio.Transport | None = None
+        self._lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._pending: dict[int, asyncio.Future[memoryview]] = {}
+        self._last_id = 0
+        self._in_flight = asyncio.Semaphore(IN_FLIGHT_MAX)
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._frame: memoryview | None = None
+        self._filled = 0
+        self._cause = "closed"
+        self.room_for = _new_room
+        """Where an answer of so many bytes is received that is too large for the scratch buffer."""
+
+    @classmethod
+    async def open(cls, host: str, port: int, *, client_id: str, timeout_s: float) -> Self:
+        """Connect and learn what the broker serves."""
+        address = f"{host}:{port}"
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                _, channel = await loop.create_connection(lambda: cls(address, client_id), host, port)
+        except TimeoutError:
+            raise BrokerUnreachable(f"{address} did not accept a connection within {timeout_s:g} s") from None
+        except OSError as error:
+            raise BrokerUnreachable(f"{address}: {_reason(error)}") from error
+        try:
+            await channel._negotiate(timeout_s)
+        except BaseException:
+            await channel.close()
+            raise
+        return channel
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request waits for its answer."""
+        return not self._pending
+
+    async def close(self) -> None:
+        """Close; requests that wait fail."""
+        if self._transport is not None:
+            self._transport.abort()
+        await asyncio.shield(self._lost)
+
+    def version_for(self, api_key: int, *, newest: int, oldest: int = 0) -> int:
+        """Pick the newest version that both ends know."""
+        served = self.versions.get(api_key)
+        if served is None:
+            raise InvalidRequest(f"the broker at {self.address} does not serve API {api_key}")
+        version = min(newest, served[1])
+        if version < max(oldest, served[0]):
+            raise InvalidRequest(
+                f"the broker at {self.address} serves versions {served[0]} to {served[1]} of API {api_key}, "
+                f"this client knows {oldest} to {newest}"
+            )
+        return version
+
+    async def call(self, request: Any, *, timeout_s: float) -> Any:
+        """Send a message in exactly its version and read the answer of that version."""
+        key, version = request.__api_key__, request.__version__
+        frame = await self.exchange(key, version, [codec.write_entity(request)], timeout_s=timeout_s)
+        return codec.read_response(key, version, frame)
+
+    async def exchange(self, api_key: int, version: int, body: list[Buffer], *, timeout_s: float) -> memoryview:
+        """Send a body that is encoded already; the answer is the frame, its header included."""
+        try:
+            async with asyncio.timeout(timeout_s), self._in_flight:
+                return await self._exchange(api_key, version, body)
+        except TimeoutError:
+            self.abort("a request was not answered in time")
+            raise RequestTimedOut(
+                f"{self.address} did not answer within {timeout_s:g} s; the request may have been carried out"
+            ) from None
+
+    def ask(self, api_key: int, version: int, body: list[Buffer]) -> asyncio.Future[memoryview]:
+        """Send a body at once; the caller minds how many are under way and how long an answer takes."""
+        answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+        self._pending[self._write(api_key, version, body)] = answer
+        return answer
+
+    async def send(self, api_key: int, version: int, body: list[Buffer]) -> None:
+        """Send a body to which no answer will come."""
+        await self._writable.wait()
+        self._write(api_key, version, body)
+
+    async def _exchange(self, api_key: int, version: int, body: list[Buffer]) -> memoryview:
+        await self._writable.wait()
+        if len(self._pending) >= _UNANSWERED_MAX:
+            self.abort("too many requests were given up before their answers came")
+        correlation_id = self._write(api_key, version, body)
+        answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
+        # The entry stays when the caller is cancelled, so that the late answer is known and dropped.
+        self._pending[correlation_id] = answer
+        return await answer
+
+    def _write(self, api_key: int, version: int, body: list[Buffer]) -> int:
+        if self._transport is None or self._transport.is_closing():
+            raise self._gone()
+        self._last_id = (self._last_id + 1) & 0x7FFFFFFF
+        head = codec.request_head(api_key, version, self._last_id, self._client_id)
+        size = len(head) + sum(map(len, body))
+        self._transport.writelines([_SIZE.pack(size) + head, *body])
+        return self._last_id
+
+    async def _negotiate(self, timeout_s: float) -> None:
+        response = await self._ask_versions(_API_VERSIONS_SENT, timeout_s)
+        if response.error_code == _UNSUPPORTED_VERSION:
+            response = await self._ask_versions(0, timeout_s)
+        if response.error_code:
+            raise BrokerUnreachable(f"{self.address} refused to say what it serves: {response.error_code.name}")
+        self.versions = {served.api_key: (served.min_version, served.max_version) for served in response.api_keys}
+
+    async def _ask_versions(self, version: int, timeout_s: float) -> Any:
+        request_class = codec.load_request_class(codec.API_VERSIONS_KEY, version)
+        named = {"client_software_name": "millstream", "client_software_version": __version__} if version >= 3 else {}
+        body = codec.write_entity(request_class(**named))
+        frame = await self.exchange(codec.API_VERSIONS_KEY, version, [body], timeout_s=timeout_s)
+        # A broker that does not know the version answers in the oldest one; every version begins with the code.
+        unknown = Reader(frame, 4).int16() == _UNSUPPORTED_VERSION
+        return codec.read_response(codec.API_VERSIONS_KEY, 0 if unknown else version, frame)
+
+    def abort(self, cause: str) -> None:
+        """Close at once; requests that wait fail, and are told the cause."""
+        self._cause = cause
+        if self._transport is not None:
+            self._transport.abort()
+
+    def end_writing(self) -> None:
+        """Send nothing more: the broker answers what it can answer at once, and hangs up."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def _gone(self) -> MillstreamError:
+        return BrokerUnreachable(f"the connection to {self.address} was lost ({self._cause}); is the broker running?")
+
+    # -- what asyncio calls ---------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Remember the transport, which other event loops do not derive from asyncio's class."""
+        self._transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Fail everyone who waits for an answer."""
+        self._transport = None
+        if exc is not None:
+            self._cause = str(exc) or type(exc).__name__
+        self._writable.set()
+        for answer in self._pending.values():
+            if not answer.done():
+                answer.set_exception(self._gone())
+        self._pending.clear()
+        if not self._lost.done():
+            self._lost.set_result(None)
+
+    def pause_writing(self) -> None:
+        """The broker reads slower than requests are sent: hold them back."""
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        """The broker has caught up."""
+        self._writable.set()
+
+    def eof_received(self) -> bool:
+        """The broker closed its end; nothing more will be answered."""
+        self._cause = "closed by the broker"
+        return False
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go: the large frame under way, or the scratch buffer."""
+        return (self._scratch if self._frame is None else self._frame)[self._filled :]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take in what has arrived."""
+        self._filled += nbytes
+        try:
+            if self._frame is None:
+                self._split()
+            elif self._filled == len(self._frame):
+                frame, self._frame, self._filled = self._frame, None, 0
+                self._deliver(frame)
+        except ProtocolViolation as error:
+            self.abort(str(error))
+
+    def _split(self) -> None:
+        """Cut whole frames out of the scratch buffer; a frame that is larger gets a buffer of its own."""
+        position = 0
+        while self._filled - position >= _SIZE.size:
+            (size,) = _SIZE.unpack_from(self._scratch, position)
+            if not 4 <= size <= FRAME_BYTES_MAX:
+                raise ProtocolViolation(_not_kafka(bytes(self._scratch[position : position + _SIZE.size])))
+            start, end = position + _SIZE.size, position + _SIZE.size + size
+            if end <= self._filled:
+                self._deliver(memoryview(bytes(self._scratch[start:end])))
+                position = end
+            elif end - position > _SCRATCH_BYTES:
+                self._begin_frame(size, start)
+                return
+            else:
+                break
+        rest = bytes(self._scratch[position : self._filled])
+        self._scratch[: len(rest)] = rest
+        self._filled = len(rest)
+
+    def _begin_frame(self, size: int, start: int) -> None:
+        frame = self.room_for(size)
+        arrived = self._filled - start
+        frame[:arrived] = self._scratch[start : self._filled]
+        self._frame = frame
+        self._filled = arrived
+
+    def _deliver(self, frame: memoryview) -> None:
+        correlation_id = codec.read_correlation_id(frame)
+        answer = self._pending.pop(correlation_id, None)
+        if answer is None:
+            raise ProtocolViolation(f"an answer to request {correlation_id} came, which was not sent")
+        if not answer.done():
+            answer.set_result(frame)
+
+
+def _new_room(size: int) -> memoryview:
+    return memoryview(bytearray(size))
+
+
+def _not_kafka(head: bytes) -> str:
+    """Say what answers, by the first bytes of an answer that cannot be one of a broker."""
+    if head == b"HTTP":
+        return "an HTTP server answers there; give the Kafka address, which is another port than that of HTTP"
+    if head[:2] in _TLS_HEADS:
+        return "a TLS server answers there; give the address of a Kafka port without TLS"
+    return f"what answers there is no Kafka broker: its answer begins with {head!r}"
+
+
+def _reason(error: OSError) -> str:
+    """Say why a connection could not be opened; asyncio's own words name its inside."""
+    if error.errno is None:
+        return "nothing accepts connections there"
+    return (os.strerror(error.errno) if error.errno > 0 else error.strerror or str(error)).lower()

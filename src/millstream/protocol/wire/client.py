@@ -1,0 +1,591 @@
+"""The small asynchronous Kafka client that the CLI, the gateway, followers, the SDK and Spark stand on.
+
+It finds the leader of each partition, negotiates versions once per connection, retries what passes by itself, and
+raises the errors of `core/errors.py`. Records go in and come out as whole batches; `records/` makes and reads them.
+
+    async with Client.connect("127.0.0.1:9092") as client:
+        produced = await client.produce("orders", 0, batch)
+        answer = await client.fetch("orders", 0, produced.base_offset)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from typing import Any, Final, Self, TypeVar
+
+from millstream.core.config import parse_address
+from millstream.core.errors import (
+    BrokerUnreachable,
+    InvalidRequest,
+    MillstreamError,
+    NotLeader,
+    RequestTimedOut,
+    UnknownTopic,
+)
+from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.side_by_side import side_by_side
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import load_request_class, load_response_class, response_body_at
+from millstream.protocol.messages.primitives import Buffer
+from millstream.protocol.messages.shape import reshape
+from millstream.protocol.records.batch import read_header
+from millstream.protocol.wire import fetching, offset_listing, producing
+from millstream.protocol.wire.channel import Channel
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
+from millstream.protocol.wire.fetching import FetchAnswer, FetchLimits
+from millstream.protocol.wire.offset_listing import Listed, ListedOffset
+from millstream.protocol.wire.pool import BORROWED_MAX, Pool
+from millstream.protocol.wire.producing import Produced
+from millstream.protocol.wire.refusal import TRANSIENT, refusal
+
+_logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+CONNECT_S_MAX: Final = 10.0
+BACKOFF_S_MIN: Final = 0.05
+BACKOFF_S_MAX: Final = 1.0
+ACKS_NONE: Final = 0
+PRODUCE_S_MIN: Final = 0.1
+"""A last attempt gets so long, even if the time is nearly up."""
+
+_OF_MEMBERS: Final = frozenset({11, 14})
+"""JoinGroup and SyncGroup, which wait for other members."""
+
+_BLOCKING: Final = frozenset({1, 78}) | _OF_MEMBERS
+"""Every request that a broker may hold back: Fetch and ShareFetch wait for records."""
+
+_GROUP_COORDINATOR: Final = 0
+
+
+_GIVEN_AS: Final = "with --brokers HOST:PORT"
+
+
+class Client:
+    """A client of one cluster. Use it as a context manager; one instance serves many tasks of one loop."""
+
+    def __init__(
+        self,
+        bootstrap: Collection[tuple[str, int]],
+        *,
+        client_id: str,
+        timeout_s: float,
+        connect_s: float = 0.0,
+        waiting_max: int = BORROWED_MAX,
+        given_as: str = _GIVEN_AS,
+    ) -> None:
+        self._bootstrap = tuple(bootstrap)
+        self._client_id = client_id
+        self._timeout_s = timeout_s
+        self._connect_s = connect_s
+        """For how long somebody is looked for at the addresses before nobody is there."""
+        self._waiting_max = waiting_max
+        self._given_as = given_as
+        """How addresses are given, for whoever is told that nobody answers there."""
+        self._pools: dict[tuple[str, int], Pool] = {}
+        self._nodes: dict[NodeId, NodeMetadata] = {}
+        self._leaders: dict[TopicPartition, NodeId] = {}
+        self._closed = False
+
+    @classmethod
+    def connect(
+        cls,
+        addresses: str,
+        *,
+        client_id: str = "millstream",
+        timeout_s: float = 30.0,
+        connect_s: float = 0.0,
+        waiting_max: int = BORROWED_MAX,
+        given_as: str = _GIVEN_AS,
+    ) -> Self:
+        """Prepare a client from `host:port,host:port`; entering it connects to the first that answers.
+
+        If nobody does it tries again for `connect_s` seconds, since a broker may be starting. So many requests may wait
+        at one node for records or messages, each on a connection of its own.
+        """
+        parts = [part.strip() for part in addresses.split(",") if part.strip()]
+        bootstrap = [parse_address(part, name="the broker address") for part in parts or [addresses]]
+        return cls(
+            bootstrap,
+            client_id=client_id,
+            timeout_s=timeout_s,
+            connect_s=connect_s,
+            waiting_max=waiting_max,
+            given_as=given_as,
+        )
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self._first_answer()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close every connection; requests that wait fail, and so do later ones."""
+        self._closed = True
+        pools, self._pools = list(self._pools.values()), {}
+        for pool in pools:
+            await pool.close()
+
+    # -- any request ----------------------------------------------------------------------------------------
+
+    async def send(self, node: NodeId | None, request: Any, *, timeout_s: float | None = None) -> Any:
+        """Send a message to a node (any, if None) in the version both know; the answer is of the message's version.
+
+        A request that the broker may hold back, such as JoinGroup, has a connection of its own while it waits. When a
+        node asks for a pause, the next request to it is sent after that.
+        """
+        pool = await self._reach(node)
+        await pool.unmuted()
+        patience_s = self._timeout_s if timeout_s is None else timeout_s
+        if request.__api_key__ not in _BLOCKING:
+            return await _call(pool, await pool.shared(), request, patience_s)
+        async with pool.borrowed(by_member=request.__api_key__ in _OF_MEMBERS) as channel:
+            return await _call(pool, channel, request, patience_s)
+
+    async def private(
+        self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0, waits: bool = False
+    ) -> memoryview:
+        """Send one of Millstream's own requests, whose bodies are bytes; the answer's body comes back.
+
+        One that the broker may hold back has a connection of its own while it waits.
+        """
+        pool = await self._reach(node)
+        if waits:
+            async with pool.borrowed() as channel:
+                frame = await channel.exchange(api_key, version, [body], timeout_s=self._timeout_s)
+        else:
+            frame = await (await pool.shared()).exchange(api_key, version, [body], timeout_s=self._timeout_s)
+        return frame[response_body_at(api_key, version, frame) :]
+
+    async def pool_of(self, node: NodeId | None) -> Pool:
+        """The connections to a node (any, if None), for whoever minds requests and answers by itself."""
+        return await self._reach(node)
+
+    def pause_of(self, topic: str) -> float:
+        """For how many seconds more a leader of a topic's partitions asks to be left alone; of several, the longest."""
+        # Asked before every publish over HTTP, and hardly ever is there one.
+        for pool in self._pools.values():
+            if pool.muted_until:
+                break
+        else:
+            return 0.0
+        pauses = {place: pool.pause_s for place, pool in self._pools.items() if pool.pause_s}
+        leaders = {leader for partition, leader in self._leaders.items() if partition.topic == topic}
+        nodes = [self._nodes[leader] for leader in leaders if leader in self._nodes]
+        return max((pauses.get((node.host, node.port), 0.0) for node in nodes), default=0.0)
+
+    async def serves(self, api_key: int) -> bool:
+        """Whether the broker serves an API at all; Apache Kafka has none of Millstream's own."""
+
+        async def attempt() -> bool:
+            pool = await self._reach(None)
+            return api_key in (await pool.shared()).versions
+
+        return await self._retrying(attempt)
+
+    # -- the cluster ----------------------------------------------------------------------------------------
+
+    async def metadata(self, topics: Iterable[str] | None = None, *, create: bool = False) -> ClusterMetadata:
+        """Ask for the cluster and some topics (all, if None); `create` lets the broker create what is missing."""
+        wanted = topics if topics is None else tuple(topics)
+        return await self._retrying(lambda: self._ask_metadata(wanted, create=create))
+
+    async def leader_of(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
+        """The node that leads a partition, from memory or by asking."""
+        return await self._retrying(lambda: self._leader(topic, partition, create=create))
+
+    async def coordinator(self, group: str) -> NodeId:
+        """The node that coordinates a consumer group."""
+        return await self._retrying(lambda: self._find_coordinator(group))
+
+    async def at_coordinator(self, name: str, attempt: Callable[[NodeId], Awaitable[T]], *, kind: int) -> T:
+        """Do something at the coordinator of a name, again and at the new one when it moves or an answer is lost."""
+
+        async def once() -> T:
+            return await attempt(await self._find_coordinator(name, kind))
+
+        return await self._retrying(once)
+
+    async def at_leader(
+        self, topic: str, partition: int, attempt: Callable[[NodeId], Awaitable[T]], *, create: bool = False
+    ) -> T:
+        """Do something at the leader of a partition, again and at the new one when it moves or an answer is lost."""
+
+        async def once() -> T:
+            return await attempt(await self._leader(topic, partition, create=create))
+
+        return await self._retrying(once)
+
+    # -- records --------------------------------------------------------------------------------------------
+
+    async def produce(
+        self,
+        topic: str,
+        partition: int,
+        batches: Buffer,
+        *,
+        acks: int = -1,
+        timeout_ms: int | None = None,
+        transactional_id: str | None = None,
+    ) -> Produced:
+        """Append whole batches to a partition; with `acks=0` the offset is not known and -1 is returned.
+
+        The broker may take `timeout_ms` to have them acknowledged; without it, everything together takes no longer
+        than the client's own timeout.
+
+        What the broker refuses for the moment is sent again. When an answer is lost, batches of an idempotent
+        producer are sent again too, since the broker knows them; others are not, since they could be doubled.
+        """
+        idempotent = read_header(batches).producer_id >= 0
+
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+
+        async def attempt() -> Produced:
+            nonlocal deadline
+            pool = await self._reach(await self._leader(topic, partition, create=True))
+            # Waiting because the broker asks for it is no failure of the broker.
+            deadline += await pool.unmuted()
+            left_s = max(PRODUCE_S_MIN, deadline - loop.time())
+            if timeout_ms is not None:
+                left_s += timeout_ms / 1000
+            patience_ms = int(left_s * 1000) if timeout_ms is None else timeout_ms
+            return await self._produce_to(
+                pool,
+                topic,
+                partition,
+                batches,
+                acks=acks,
+                timeout_ms=patience_ms,
+                timeout_s=left_s,
+                transactional_id=transactional_id,
+            )
+
+        return await self._retrying(attempt, lost_is_transient=idempotent)
+
+    async def fetch(
+        self,
+        topic: str,
+        partition: int,
+        offset: int,
+        *,
+        max_bytes: int = 1024 * 1024,
+        max_wait_ms: int = 500,
+        min_bytes: int = 1,
+        isolation: int = fetching.READ_UNCOMMITTED,
+    ) -> FetchAnswer:
+        """Read from one partition; waits up to `max_wait_ms` for `min_bytes` to be there."""
+        wanted = TopicPartition(topic, PartitionIndex(partition))
+        limits = FetchLimits(max_bytes, max_wait_ms, min_bytes, isolation)
+
+        async def attempt() -> FetchAnswer:
+            leader = await self._leader(topic, partition)
+            return fetching.only(await self._fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
+
+        return await self._retrying(attempt)
+
+    async def fetch_many(
+        self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
+    ) -> dict[TopicPartition, FetchAnswer]:
+        """Read from many partitions with one request per leader, side by side.
+
+        Partitions whose leader has moved are missing from the answer; the next call finds the new one.
+        """
+        by_leader: dict[NodeId, dict[TopicPartition, Offset]] = {}
+        for partition, offset in positions.items():
+            leader = await self.leader_of(partition.topic, partition.partition)
+            by_leader.setdefault(leader, {})[partition] = offset
+        fetched: dict[TopicPartition, FetchAnswer] = {}
+        fetches = (self._fetch_from(leader, wanted, limits) for leader, wanted in by_leader.items())
+        for answered in await side_by_side(fetches):
+            for partition, found in answered.items():
+                if isinstance(found, TRANSIENT):
+                    self._leaders.pop(partition, None)
+                elif isinstance(found, MillstreamError):
+                    raise found
+                else:
+                    fetched[partition] = found
+        return fetched
+
+    async def list_offsets(
+        self, topic: str, times_ms: Mapping[int, int], *, isolation: int = fetching.READ_UNCOMMITTED
+    ) -> dict[int, ListedOffset]:
+        """Look up offsets by time, per partition: -2 earliest, -1 latest, -3 of the largest timestamp, else a time."""
+
+        async def attempt() -> dict[int, ListedOffset]:
+            by_leader: dict[NodeId, dict[TopicPartition, int]] = {}
+            for number, time_ms in times_ms.items():
+                wanted = by_leader.setdefault(await self._leader(topic, number), {})
+                wanted[TopicPartition(topic, PartitionIndex(number))] = time_ms
+            listed: dict[int, ListedOffset] = {}
+            for leader, wanted in by_leader.items():
+                found = await self._list_from(leader, wanted, isolation)
+                listed.update({where.partition: offset_listing.listed_in(found, where) for where in wanted})
+            return listed
+
+        return await self._retrying(attempt)
+
+    async def list_offsets_of(
+        self, times_ms: Mapping[TopicPartition, int], *, isolation: int = fetching.READ_UNCOMMITTED
+    ) -> Listed:
+        """Look up offsets in many topics at once, with one request per leader, or few if they are very many.
+
+        Each is asked for once: an error stands in the place of one whose leader is away or has moved, and the next call
+        asks for the new one.
+        """
+        unknown = sorted({where.topic for where in times_ms if where not in self._leaders})
+        if unknown:
+            await self.metadata(unknown)
+        listed: Listed = {where: NotLeader(f"{where} has no leader now") for where in times_ms}
+        by_leader: dict[NodeId, dict[TopicPartition, int]] = {}
+        for where, time_ms in times_ms.items():
+            if where in self._leaders:
+                by_leader.setdefault(self._leaders[where], {})[where] = time_ms
+        for found in await side_by_side(self._list_or_fail(*one, isolation) for one in by_leader.items()):
+            listed.update(found)
+        for where, one in listed.items():
+            if isinstance(one, MillstreamError):
+                self._leaders.pop(where, None)
+        return listed
+
+    # -- one attempt ----------------------------------------------------------------------------------------
+
+    async def _ask_metadata(self, topics: Collection[str] | None, *, create: bool = False) -> ClusterMetadata:
+        from kio.schema.metadata.v13.request import MetadataRequest, MetadataRequestTopic
+        from kio.schema.types import TopicName
+
+        named = None
+        if topics is not None:
+            named = tuple(MetadataRequestTopic(topic_id=None, name=TopicName(name)) for name in topics)
+        request = MetadataRequest(
+            topics=named, allow_auto_topic_creation=create, include_topic_authorized_operations=False
+        )
+        answer = from_response(await self.send(None, request))
+        self._remember(answer, topics)
+        return answer
+
+    async def _leader(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
+        wanted = TopicPartition(topic, PartitionIndex(partition))
+        known = self._leaders.get(wanted)
+        if known is not None:
+            return known
+        answer = await self._ask_metadata([topic], create=create)
+        if topic in answer.errors:
+            raise refusal(answer.errors[topic], None, about=f"topic {topic!r}")
+        partitions = answer.topics[topic].partitions if topic in answer.topics else {}
+        if wanted.partition not in partitions:
+            raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, there is no number {partition}")
+        if wanted not in self._leaders:
+            raise NotLeader(f"{wanted} has no leader now; its nodes may be down")
+        return self._leaders[wanted]
+
+    async def _produce_to(
+        self,
+        pool: Pool,
+        topic: str,
+        partition: int,
+        batches: Buffer,
+        *,
+        acks: int,
+        timeout_ms: int,
+        timeout_s: float,
+        transactional_id: str | None,
+    ) -> Produced:
+        channel = await pool.shared()
+        version = channel.version_for(producing.PRODUCE_KEY, newest=producing.NEWEST, oldest=producing.OLDEST)
+        body = producing.write_produce(
+            version, topic, partition, batches, acks=acks, timeout_ms=timeout_ms, transactional_id=transactional_id
+        )
+        if acks == ACKS_NONE:
+            await channel.send(producing.PRODUCE_KEY, version, body)
+            return Produced(Offset(-1), -1)
+        try:
+            frame = await channel.exchange(producing.PRODUCE_KEY, version, body, timeout_s=timeout_s)
+        except BrokerUnreachable as error:
+            raise _AnswerLost(str(error)) from error
+        answer, throttle_ms = producing.read_produced(version, frame, about=f"publish to {topic}-{partition}")
+        pool.mute(throttle_ms / 1000)
+        if isinstance(answer, MillstreamError):
+            raise answer
+        return answer
+
+    async def _fetch_from(
+        self, leader: NodeId, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
+    ) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
+        pool = await self._reach(leader)
+        await pool.unmuted()
+        async with pool.borrowed() as channel:
+            version = channel.version_for(fetching.FETCH_KEY, newest=fetching.NEWEST, oldest=fetching.OLDEST)
+            body = fetching.write_fetch(version, positions, limits)
+            timeout_s = limits.max_wait_ms / 1000 + self._timeout_s
+            frame = await channel.exchange(fetching.FETCH_KEY, version, [body], timeout_s=timeout_s)
+        pool.mute(fetching.read_throttle_ms(version, frame) / 1000)
+        return fetching.read_fetched(version, frame)
+
+    async def _list_from(self, leader: NodeId, times_ms: Mapping[TopicPartition, int], isolation: int) -> Listed:
+        pool = await self._reach(leader)
+        listed: Listed = {}
+        for portion in offset_listing.portions(times_ms):
+            await pool.unmuted()
+            channel = await pool.shared()
+            key, newest, oldest = offset_listing.LIST_OFFSETS_KEY, offset_listing.NEWEST, offset_listing.OLDEST
+            version = channel.version_for(key, newest=newest, oldest=oldest)
+            body = offset_listing.write_listing(version, portion, isolation, self._timeout_s)
+            frame = await channel.exchange(key, version, [body], timeout_s=self._timeout_s)
+            found, pause_s = offset_listing.read_listed(version, frame)
+            pool.mute(pause_s)
+            listed.update(found)
+        return listed
+
+    async def _list_or_fail(self, leader: NodeId, times_ms: Mapping[TopicPartition, int], isolation: int) -> Listed:
+        try:
+            return await self._list_from(leader, times_ms, isolation)
+        except (RequestTimedOut, *TRANSIENT) as error:
+            return dict.fromkeys(times_ms, error)
+
+    async def _find_coordinator(self, name: str, kind: int = _GROUP_COORDINATOR) -> NodeId:
+        from kio.schema.find_coordinator.v6.request import FindCoordinatorRequest
+        from kio.static.primitive import i8
+
+        request = FindCoordinatorRequest(key_type=i8(kind), coordinator_keys=(name,))
+        answer = (await self.send(None, request)).coordinators[0]
+        if answer.error_code:
+            raise refusal(answer.error_code, answer.error_message, about=f"coordinator of {name!r}")
+        node_id = NodeId(answer.node_id)
+        self._nodes[node_id] = NodeMetadata(node_id=node_id, host=answer.host, port=answer.port, rack=None)
+        return node_id
+
+    # -- reaching nodes -------------------------------------------------------------------------------------
+
+    async def _reach(self, node: NodeId | None) -> Pool:
+        if node is None:
+            return await self._anywhere()
+        if node not in self._nodes:
+            await self._ask_metadata([])
+        known = self._nodes.get(node)
+        if known is None:
+            raise BrokerUnreachable(f"node {node} is not in the cluster now; its nodes are {sorted(self._nodes)}")
+        pool = self._pool(known.host, known.port)
+        try:
+            await pool.shared()
+        except BrokerUnreachable as error:
+            raise BrokerUnreachable(
+                f"node {node} cannot be reached at the address it advertises ({error}); start it with "
+                "`millstream serve`, or correct its address with --advertise HOST:PORT"
+            ) from error
+        return pool
+
+    async def _first_answer(self) -> None:
+        """Find a broker that answers, as long as one may be starting: one that is silent has the time of an answer."""
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        pause_s = BACKOFF_S_MIN
+        while True:
+            try:
+                await self._anywhere(f" within {self._connect_s:g} s" if self._connect_s else "")
+                return
+            except BrokerUnreachable as error:
+                is_silent = isinstance(error.__cause__, RequestTimedOut)
+                left_s = begun - loop.time() + max(self._connect_s, self._timeout_s if is_silent else 0.0)
+                if left_s <= 0:
+                    raise
+                if not is_silent and pause_s == BACKOFF_S_MIN:
+                    _logger.warning(
+                        "nobody answers at %s yet; trying for %.3g s more", _places(self._bootstrap), left_s
+                    )
+            # Whoever was silent has been waited for already.
+            await asyncio.sleep(0.0 if is_silent else min(pause_s, left_s))
+            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+
+    async def _anywhere(self, within: str = "") -> Pool:
+        """A pool whose shared connection stands: one that is open, else the first that can be opened."""
+        nodes = [(node.host, node.port) for node in self._nodes.values()]
+        # Who is named is the nearest, of a gateway its own node; another one may hang without anybody knowing it yet.
+        for host, port in (*self._bootstrap, *nodes):
+            if self._pool(host, port).is_open:
+                return self._pool(host, port)
+        addresses = dict.fromkeys([*nodes, *self._bootstrap])
+        reasons: list[str] = []
+        silent: RequestTimedOut | None = None
+        for host, port in addresses:
+            try:
+                await self._pool(host, port).shared()
+            except (BrokerUnreachable, RequestTimedOut) as error:
+                reasons.append(str(error))
+                silent = error if isinstance(error, RequestTimedOut) else silent
+            else:
+                return self._pool(host, port)
+        tried = _places(addresses) + ("" if silent else within)
+        raise BrokerUnreachable(
+            f"no broker answered at {tried} ({'; '.join(reasons)}); start one with `millstream serve`, "
+            f"or give the address of one that runs {self._given_as}"
+        ) from silent
+
+    def _pool(self, host: str, port: int) -> Pool:
+        if self._closed:
+            raise InvalidRequest("the client is closed; open another one")
+        pool = self._pools.get((host, port))
+        if pool is None:
+            connect_s = min(self._timeout_s, CONNECT_S_MAX)
+            pool = Pool(host, port, client_id=self._client_id, connect_s=connect_s, borrowed_max=self._waiting_max)
+            self._pools[host, port] = pool
+        return pool
+
+    def _remember(self, answer: ClusterMetadata, wanted: Collection[str] | None) -> None:
+        self._nodes = dict(answer.nodes)
+        asked = None if wanted is None else set(wanted)
+        self._leaders = {
+            partition: leader
+            for partition, leader in self._leaders.items()
+            if asked is not None and partition.topic not in asked
+        }
+        for topic in answer.topics.values():
+            for partition in topic.partitions.values():
+                if partition.leader_id >= 0:
+                    self._leaders[TopicPartition(topic.name, partition.partition)] = partition.leader_id
+
+    # -- retries --------------------------------------------------------------------------------------------
+
+    async def _retrying(self, attempt: Callable[[], Awaitable[T]], *, lost_is_transient: bool = True) -> T:
+        """Try again, with growing pauses and fresh metadata, while the failure may pass and time is left."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._timeout_s
+        pause_s = BACKOFF_S_MIN
+        while True:
+            try:
+                return await attempt()
+            except _AnswerLost as error:
+                if not lost_is_transient or loop.time() + pause_s > deadline:
+                    raise RequestTimedOut(f"{error} Whether the records were stored is not known.") from error
+            except TRANSIENT:
+                if loop.time() + pause_s > deadline:
+                    raise
+            self._leaders.clear()
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+
+
+async def _call(pool: Pool, channel: Channel, request: Any, timeout_s: float) -> Any:
+    key, newest = request.__api_key__, request.__version__
+    version = channel.version_for(key, newest=newest)
+    answer = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=timeout_s)
+    throttle = getattr(answer, "throttle_time", None)
+    if throttle is not None:
+        pool.mute(throttle.total_seconds())
+    return reshape(answer, load_response_class(key, newest))
+
+
+class _AnswerLost(MillstreamError):
+    """The connection broke after a request was sent and before its answer came."""
+
+
+def _places(addresses: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{host}:{port}" for host, port in addresses)

@@ -1,0 +1,144 @@
+"""The Fetch request as a client lays it: some partitions of one leader, and their records as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.codec import is_flexible, response_body_at
+from millstream.protocol.messages.primitives import Reader, Writer
+from millstream.protocol.wire.refusal import OFFSET_OUT_OF_RANGE, refusal
+
+FETCH_KEY: Final = 1
+OLDEST: Final = 4
+NEWEST: Final = 12
+"""From 13 on topics go by id; a client that reads by name stays below."""
+
+READ_UNCOMMITTED: Final = 0
+READ_COMMITTED: Final = 1
+_CONSUMER: Final = -1
+_NO_SESSION: Final = (0, -1)
+_UNKNOWN: Final = -1
+
+
+class FetchAnswer(NamedTuple):
+    """What one partition gave: whole batches (the last may be cut off) and how far the log reaches."""
+
+    records: memoryview
+    high_watermark: Offset
+    log_start: Offset
+    last_stable: Offset
+    aborted: tuple[tuple[int, int], ...] = ()
+    """The aborted transactions among the records, each as producer id and first offset; `READ_COMMITTED` asks."""
+
+
+class FetchLimits(NamedTuple):
+    """How much and how long a fetch may take."""
+
+    max_bytes: int
+    max_wait_ms: int
+    min_bytes: int = 1
+    isolation: int = READ_UNCOMMITTED
+
+
+def write_fetch(version: int, positions: Mapping[TopicPartition, Offset], limits: FetchLimits) -> bytearray:
+    """Lay the body of a request without a session."""
+    writer = Writer(flexible=is_flexible(FETCH_KEY, version))
+    writer.int32(_CONSUMER)
+    writer.int32(limits.max_wait_ms)
+    writer.int32(limits.min_bytes)
+    writer.int32(limits.max_bytes)
+    writer.int8(limits.isolation)
+    if version >= 7:
+        writer.int32(_NO_SESSION[0])
+        writer.int32(_NO_SESSION[1])
+    by_topic: dict[str, list[tuple[PartitionIndex, Offset]]] = {}
+    for partition, offset in positions.items():
+        by_topic.setdefault(partition.topic, []).append((partition.partition, offset))
+    writer.array_length(len(by_topic))
+    for topic, wanted in by_topic.items():
+        writer.string(topic)
+        writer.array_length(len(wanted))
+        for index, offset in wanted:
+            _write_position(writer, version, index, offset, limits.max_bytes)
+        writer.no_tags()
+    if version >= 7:
+        writer.array_length(0)
+    if version >= 11:
+        writer.string("")
+    writer.no_tags()
+    return writer.buffer
+
+
+def _write_position(writer: Writer, version: int, index: int, offset: int, max_bytes: int) -> None:
+    writer.int32(index)
+    if version >= 9:
+        writer.int32(_UNKNOWN)
+    writer.int64(offset)
+    if version >= 12:
+        writer.int32(_UNKNOWN)
+    if version >= 5:
+        writer.int64(_UNKNOWN)
+    writer.int32(max_bytes)
+    writer.no_tags()
+
+
+def read_throttle_ms(version: int, frame: memoryview) -> int:
+    """How long the broker asks to be left alone."""
+    return Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version)).int32()
+
+
+def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
+    """Read the answer; the records are views into the frame."""
+    reader = Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version))
+    reader.int32()
+    if version >= 7:
+        code = reader.int16()
+        reader.int32()
+        if code:
+            raise refusal(code, None, about="fetch")
+    answers: dict[TopicPartition, FetchAnswer | MillstreamError] = {}
+    for _ in range(reader.array_length()):
+        topic = reader.string()
+        for _ in range(reader.array_length()):
+            index, answer = _read_partition(version, reader, topic)
+            answers[TopicPartition(topic, index)] = answer
+        reader.skip_tags()
+    return answers
+
+
+def _read_partition(version: int, reader: Reader, topic: str) -> tuple[PartitionIndex, FetchAnswer | MillstreamError]:
+    index = PartitionIndex(reader.int32())
+    code = reader.int16()
+    high_watermark = Offset(reader.int64())
+    last_stable = Offset(reader.int64())
+    log_start = Offset(reader.int64()) if version >= 5 else Offset(0)
+    aborted = []
+    for _ in range(reader.array_length()):
+        aborted.append((reader.int64(), reader.int64()))
+        reader.skip_tags()
+    if version >= 11:
+        reader.int32()
+    records = reader.blob()
+    reader.skip_tags()
+    if code == OFFSET_OUT_OF_RANGE:
+        said = f"fetch from {topic}-{index}: the log reaches from {log_start} to {high_watermark}"
+        return index, OffsetOutOfRange(said, start=log_start, end=high_watermark)
+    if code:
+        return index, refusal(code, None, about=f"fetch from {topic}-{index}")
+    if records is None:
+        records = memoryview(b"")
+    return index, FetchAnswer(records, high_watermark, log_start, last_stable, tuple(aborted))
+
+
+def only(answers: Mapping[TopicPartition, FetchAnswer | MillstreamError], partition: TopicPartition) -> FetchAnswer:
+    """The answer for the one partition that was asked for, or the error in its place."""
+    answer = answers.get(partition)
+    if answer is None:
+        raise ProtocolViolation(f"the answer to a fetch does not name {partition}")
+    if isinstance(answer, MillstreamError):
+        raise answer
+    return answer

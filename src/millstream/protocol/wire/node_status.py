@@ -1,0 +1,133 @@
+"""How the gateway learns the state of its broker: health over a private socket, metrics over the Kafka port.
+
+Health must be known while the Kafka port is flooded, out of connections or behind a busy loop. So it takes the socket
+that ties the gateway to its broker, which nobody else can load, and the last answer stands in while the next is late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import AsyncExitStack, suppress
+from typing import Any, NamedTuple
+
+from millstream.core.errors import MillstreamError, RequestTimedOut
+from millstream.protocol.wire.client import Client
+
+NODE_STATUS_KEY = 32000
+ANSWER_S = 3.0
+"""A broker that takes longer than this to say how it is, is not well."""
+
+FRESH_S = 1.0
+"""An answer younger than this is used again."""
+HEALTH_S = 0.5
+"""How long a health check waits for a busy broker before it answers with what is known; probes wait for one second."""
+UNREADY_S = 10.0
+"""A broker whose event loop has not answered for so long should get no new traffic."""
+STUCK_S = 30.0
+"""A broker whose event loop has not answered for so long is stuck and should be restarted."""
+
+QUESTION = b"?\n"
+"""What the gateway writes to the private socket to be sent the broker's state."""
+
+
+class BrokerStarts(MillstreamError):
+    """The broker has not started far enough to answer."""
+
+
+class Health(NamedTuple):
+    """What the broker last said about itself, and for how long it has left a question unanswered."""
+
+    status: dict[str, Any]
+    silent_s: float
+
+
+class BrokerLine:
+    """The gateway's end of the private socket: asks on demand, one question at a time, and keeps the last answer."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self.starting: str | None = None
+        """Why the broker does not answer yet; None once it does."""
+        self._line = line
+        self._rest = b""
+        self._status: dict[str, Any] = {}
+        self._answered_at = 0.0
+        self._asked_at: float | None = None
+        self._answered = asyncio.Event()
+
+    def feed(self, piece: bytes) -> None:
+        """Take in what the broker has written."""
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            said = json.loads(line)
+            self.starting = said["starting"]
+            if said["status"] is not None:
+                self._status = said["status"]
+                self._answered_at = asyncio.get_running_loop().time()
+                self._asked_at = None
+                self._answered.set()
+
+    async def health(self) -> Health:
+        """Ask, unless the last answer is fresh or a question is open, and wait a moment for the answer."""
+        if self.starting is not None:
+            raise BrokerStarts(self.starting)
+        now = asyncio.get_running_loop().time
+        if self._status and now() - self._answered_at < FRESH_S:
+            return Health(self._status, 0.0)
+        if self._asked_at is None:
+            self._asked_at = now()
+            self._answered.clear()
+            # The socket takes a question at any time; a broker that is gone ends this process.
+            with suppress(OSError):
+                self._line.send(QUESTION)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._answered.wait(), HEALTH_S)
+        return Health(self._status, 0.0 if self._asked_at is None else now() - self._asked_at)
+
+
+class BrokerStatus:
+    """The gateway's one wire client. Those who ask while a question is under way share its answer."""
+
+    def __init__(self, kafka_address: str, *, answer_s: float = ANSWER_S) -> None:
+        self._kafka_address = kafka_address
+        self._answer_s = answer_s
+        self._connection = AsyncExitStack()
+        self._client: Client | None = None
+        self._asking: asyncio.Task[dict[str, Any]] | None = None
+
+    async def ask(self) -> dict[str, Any]:
+        """The broker's answer, as `broker/kafka/apis/node_status.py` describes it."""
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(self._answered)
+        # Shielded, since others may wait for the same answer when one of them goes away.
+        return await asyncio.shield(self._asking)
+
+    async def close(self) -> None:
+        """Close the connection."""
+        if self._asking is not None:
+            self._asking.cancel()
+            await asyncio.wait([self._asking])
+        await self._connection.aclose()
+
+    def _answered(self, done: asyncio.Task[dict[str, Any]]) -> None:
+        self._asking = None
+        if not done.cancelled():
+            # Taken note of, so that nobody is told about an error whose askers have all gone.
+            done.exception()
+
+    async def _ask(self) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._answer_s):
+                answer = await (await self._connected()).private(None, NODE_STATUS_KEY, b"")
+        except TimeoutError:
+            raise RequestTimedOut(f"no answer from {self._kafka_address} within {self._answer_s:g} s") from None
+        document: dict[str, Any] = json.loads(bytes(answer))
+        return document
+
+    async def _connected(self) -> Client:
+        if self._client is None:
+            connecting = Client.connect(self._kafka_address, client_id="millstream-gateway", timeout_s=self._answer_s)
+            self._client = await self._connection.enter_async_context(connecting)
+        return self._client

@@ -1,0 +1,101 @@
+"""Error codes of a broker's answer as errors of the tree: the client's end of `broker/kafka/errors.py`."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from millstream.core import errors
+
+_ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
+    2: errors.CorruptBatch,
+    3: errors.UnknownTopic,
+    5: errors.NotLeader,
+    6: errors.NotLeader,
+    7: errors.RequestTimedOut,
+    8: errors.BrokerUnreachable,
+    10: errors.BatchTooLarge,
+    12: errors.MetadataTooLarge,
+    14: errors.CoordinatorLoading,
+    15: errors.CoordinatorUnavailable,
+    16: errors.NotCoordinator,
+    17: errors.InvalidTopicName,
+    19: errors.NotEnoughReplicas,
+    # Appended, but not on enough replicas: whether it stays is not known.
+    20: errors.RequestTimedOut,
+    22: errors.IllegalGeneration,
+    23: errors.InconsistentProtocol,
+    24: errors.InvalidGroupId,
+    25: errors.UnknownMember,
+    26: errors.InvalidSessionTimeout,
+    27: errors.RebalanceInProgress,
+    32: errors.InvalidTimestamp,
+    35: errors.UnsupportedVersion,
+    36: errors.TopicExists,
+    37: errors.InvalidPartitions,
+    38: errors.InvalidReplication,
+    39: errors.InvalidAssignment,
+    40: errors.InvalidSetting,
+    42: errors.InvalidRequest,
+    44: errors.PolicyViolation,
+    45: errors.OutOfOrderSequence,
+    47: errors.FencedProducer,
+    48: errors.InvalidTransactionState,
+    49: errors.InvalidProducerMapping,
+    50: errors.InvalidTransactionTimeout,
+    51: errors.ConcurrentTransactions,
+    52: errors.TransactionCoordinatorFenced,
+    56: errors.StorageFailure,
+    59: errors.UnknownProducer,
+    68: errors.GroupNotEmpty,
+    69: errors.UnknownGroup,
+    74: errors.FencedLeaderEpoch,
+    75: errors.UnknownLeaderEpoch,
+    76: errors.UnsupportedCompression,
+    81: errors.GroupFull,
+    82: errors.FencedInstance,
+    86: errors.SubscribedToTopic,
+    87: errors.InvalidBatch,
+    89: errors.QuotaExceeded,
+    90: errors.ProducerFenced,
+    91: errors.NotFound,
+    92: errors.SubscriptionExists,
+    100: errors.UnknownTopicId,
+    105: errors.UnknownTransaction,
+    110: errors.FencedMemberEpoch,
+    111: errors.UnreleasedInstance,
+    112: errors.UnsupportedAssignor,
+    113: errors.StaleMemberEpoch,
+    120: errors.TransactionAbortable,
+    121: errors.InvalidRecordState,
+    128: errors.InvalidExpression,
+}
+OFFSET_OUT_OF_RANGE: Final = 1
+
+TRANSIENT: Final = (
+    errors.NotLeader,
+    errors.CoordinatorUnavailable,
+    errors.NotEnoughReplicas,
+    errors.BrokerUnreachable,
+)
+"""What passes by itself when the request is sent again with fresh metadata."""
+
+
+def refusal(code: int, message: str | None, *, about: str = "") -> errors.MillstreamError:
+    """Build the error for a code that is not 0; `about` says what was asked for, where the message does not."""
+    said = message or f"the broker answered with {code_name(code)}"
+    if about:
+        said = f"{about}: {said}"
+    if code == OFFSET_OUT_OF_RANGE:
+        return errors.OffsetOutOfRange(said, start=-1, end=-1)
+    kind = _ERRORS.get(code)
+    return errors.RequestRefused(said, code=code) if kind is None else kind(said)
+
+
+def code_name(code: int) -> str:
+    """Name an error code as Kafka's documentation does."""
+    from kio.schema.errors import ErrorCode
+
+    try:
+        return ErrorCode(code).name.upper()
+    except ValueError:
+        return f"error code {code}"

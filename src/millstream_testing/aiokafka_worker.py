@@ -1,0 +1,89 @@
+"""A worker with aiokafka, which tells no group about its transactions: its transactional id owns partitions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
+from aiokafka.errors import KafkaError
+
+from millstream_testing.transaction_events import Begun
+from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, Renew, Stuck, Worker
+
+T = TypeVar("T")
+
+
+class AiokafkaWorker(Worker):
+    """Reads partitions of its own and produces in transactions; who starts with the same id puts the older one out."""
+
+    def run(self) -> None:
+        """Work until asked to stop."""
+        try:
+            asyncio.run(self._work())
+        except (KafkaError, AssertionError) as error:
+            # The client asserts that no error comes between some of its steps, and one may.
+            raise Renew(repr(error)) from error
+
+    async def _work(self) -> None:
+        task = self.task
+        self._producer = AIOKafkaProducer(
+            bootstrap_servers=task.brokers,
+            transactional_id=task.transactional_id,
+            transaction_timeout_ms=task.timeout_ms,
+            **task.settings.get("producer", {}),
+        )
+        await self._within("start of the producer", self._producer.start())
+        # The first transaction waits until what the life before left open is over; only then its offsets count.
+        await self._within("begin_transaction", self._producer.begin_transaction())
+        await self._within("abort_transaction", self._producer.abort_transaction())
+        self._consumer = AIOKafkaConsumer(
+            bootstrap_servers=task.brokers,
+            group_id=task.group,
+            isolation_level="read_committed",
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            **task.settings.get("consumer", {}),
+        )
+        self._consumer.assign([TopicPartition(task.source, partition) for partition in task.partitions])
+        await self._within("start of the consumer", self._consumer.start())
+        while not self.stopping.is_set():
+            polled = await self._consumer.getmany(timeout_ms=int(BATCH_S * 1000), max_records=BATCH_MAX)
+            if polled:
+                await self._transact(polled)
+        await self._within("stop of the producer", self._producer.stop())
+        await self._within("stop of the consumer", self._consumer.stop())
+
+    async def _transact(self, polled: dict[TopicPartition, list[Any]]) -> None:
+        begun = self.begin((record.partition, record.offset) for records in polled.values() for record in records)
+        await self._within("begin_transaction", self._producer.begin_transaction())
+        sent = [
+            await self._within("send", self._producer.send(output.topic, value, partition=output.partition))
+            for output, value in self.values(begun)
+        ]
+        positions = {TopicPartition(begun.source, each.partition): each.next for each in begun.inputs}
+        await self._within(
+            "send_offsets_to_transaction", self._producer.send_offsets_to_transaction(positions, self.task.group)
+        )
+        await self._within("acknowledgements", asyncio.gather(*sent))
+        if self.wants_abort():
+            await self._abort(begun)
+            return
+        self.asked(commit=True)
+        await self._within("commit_transaction", self._producer.commit_transaction())
+        self.ended(committed=True)
+
+    async def _abort(self, begun: Begun) -> None:
+        """Abort, and read again what was consumed."""
+        self.asked(commit=False)
+        await self._within("abort_transaction", self._producer.abort_transaction())
+        self.ended(committed=False)
+        for each in begun.inputs:
+            self._consumer.seek(TopicPartition(begun.source, each.partition), each.first)
+
+    async def _within(self, name: str, done: Awaitable[T]) -> T:
+        try:
+            return await asyncio.wait_for(done, self.task.stuck_s)
+        except TimeoutError as error:
+            raise Stuck(f"{name} was not done within {self.task.stuck_s:g} s") from error

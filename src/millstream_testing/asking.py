@@ -1,0 +1,31 @@
+"""Ask an API as a client does: every request and answer goes through bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.protocol.messages import codec
+from millstream.protocol.messages.shape import reshape
+
+
+def client_info() -> ClientInfo:
+    """Some client."""
+    return ClientInfo(connection_id=1, host="127.0.0.1", client_id="test")
+
+
+async def ask(api: Api[Any, Any], request: Any, *, client: ClientInfo | None = None) -> Any:
+    """Send a request in its own version; the answer is of the same version."""
+    frame = codec.write_request(9, "test", request)[4:]
+    header = codec.read_request_header(frame)
+    read = codec.read_request(header.api_key, header.version, frame, header.body_at)
+    response = await api.answer(header.version, read, client or client_info())
+    answer = codec.write_response(header.api_key, header.version, header.correlation_id, response)
+    return codec.read_response(header.api_key, header.version, answer[4:])
+
+
+async def ask_in(api: Api[Any, Any], version: int, request: Any) -> Any:
+    """Send a request of any version in another one; the answer comes back in the request's own version."""
+    asked = reshape(request, codec.load_request_class(api.key, version))
+    answer = await ask(api, asked)
+    return reshape(answer, codec.load_response_class(api.key, request.__version__))

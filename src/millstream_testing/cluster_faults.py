@@ -1,0 +1,348 @@
+"""What can go wrong in a cluster, one class for each kind: how it begins, and how it ends.
+
+A fault is drawn from a seed: which nodes it strikes and how long it lasts. `last` tells those whose end starts nodes
+again, which needs everything else to be there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from millstream_testing.cluster_network import ETCD
+from millstream_testing.trial_clients import TrialFailed
+from millstream_testing.trial_cluster import TrialCluster
+
+CLOCK_STEP_MS_MAX = 6 * 3600 * 1000
+"""Less than for how long a partition remembers an idempotent producer, and far less than retention."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scene:
+    """Where a fault happens, and what it is drawn from."""
+
+    cluster: TrialCluster
+    random: Random
+    lease_s: float
+
+    def node(self) -> int:
+        """Any node."""
+        return self.random.choice(sorted(self.cluster.nodes))
+
+    def shorter(self) -> float:
+        """Shorter than a lease, so that nothing has to happen, or about as long."""
+        return self.lease_s * self.random.uniform(0.1, 1.0)
+
+    def longer(self) -> float:
+        """Longer than a lease, so that the cluster goes on without the node."""
+        return self.lease_s * self.random.uniform(1.2, 2.5)
+
+    def either(self) -> float:
+        """A time of either kind."""
+        return self.random.choice([self.shorter, self.longer])()
+
+
+class Fault(ABC):
+    """One fault."""
+
+    last = False
+    duration_s: float
+    nodes: frozenset[int] = frozenset()
+    """The nodes whose process it stops; two faults at once must not strike the same one."""
+
+    def __init__(self, scene: Scene) -> None:
+        self._cluster = scene.cluster
+        self._draw(scene)
+
+    @abstractmethod
+    def _draw(self, scene: Scene) -> None:
+        """Choose whom it strikes, and for how long."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Let it happen."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Repair what it broke."""
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """What happens, for the account."""
+
+
+class Kill(Fault):
+    """A node is killed and started again."""
+
+    last = True
+
+    def _draw(self, scene: Scene) -> None:
+        self._node = scene.node()
+        self.nodes = frozenset({self._node})
+        self.duration_s = scene.random.choice([0.0, scene.shorter(), scene.longer()])
+
+    def begin(self) -> None:
+        """As kill -9 does."""
+        self._cluster.nodes[self._node].kill()
+
+    def end(self) -> None:
+        """Start it again on its data."""
+        self._cluster.start([self._node])
+
+    def __str__(self) -> str:
+        return f"node {self._node} killed, away for {self.duration_s:.1f} s"
+
+
+class GracefulStop(Kill):
+    """A node is stopped as for maintenance, and started again."""
+
+    def begin(self) -> None:
+        """As SIGTERM does."""
+        code = self._cluster.nodes[self._node].stop()
+        if code:
+            raise TrialFailed(f"node {self._node} stopped with exit code {code}")
+
+    def __str__(self) -> str:
+        return f"node {self._node} stopped, away for {self.duration_s:.1f} s"
+
+
+class LoseDisk(Kill):
+    """A node is killed and comes back with an empty disk: all it has to offer is its number."""
+
+    def end(self) -> None:
+        """Start it on nothing."""
+        shutil.rmtree(self._cluster.nodes[self._node].data)
+        super().end()
+
+    def __str__(self) -> str:
+        return f"node {self._node} killed, away for {self.duration_s:.1f} s, back without its data"
+
+
+class KillAll(Fault):
+    """All nodes are killed at once and started again."""
+
+    last = True
+
+    def _draw(self, scene: Scene) -> None:
+        self.nodes = frozenset(scene.cluster.nodes)
+        self.duration_s = scene.random.choice([0.0, scene.longer()])
+
+    def begin(self) -> None:
+        """Kill them."""
+        for node in self._cluster.nodes.values():
+            node.kill()
+
+    def end(self) -> None:
+        """Start them together."""
+        self._cluster.start()
+
+    def __str__(self) -> str:
+        return f"all nodes killed, away for {self.duration_s:.1f} s"
+
+
+class Pause(Fault):
+    """A node stands still for longer than its lease, and does not know of it."""
+
+    def _draw(self, scene: Scene) -> None:
+        self._node = scene.node()
+        self.nodes = frozenset({self._node})
+        self.duration_s = scene.longer()
+
+    def begin(self) -> None:
+        """As SIGSTOP does."""
+        self._cluster.nodes[self._node].pause()
+
+    def end(self) -> None:
+        """As SIGCONT does."""
+        self._cluster.nodes[self._node].resume()
+
+    def __str__(self) -> str:
+        return f"node {self._node} paused for {self.duration_s:.1f} s"
+
+
+class Cut(Fault):
+    """The link between two nodes is cut."""
+
+    _one_way = False
+
+    def _draw(self, scene: Scene) -> None:
+        self._links = self._choose(scene)
+        self.duration_s = scene.either()
+
+    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
+        one, other = scene.random.sample(sorted(scene.cluster.nodes), 2)
+        return [(one, other)]
+
+    def begin(self) -> None:
+        """Lose what is sent."""
+        for one, other in self._links:
+            self._cluster.network.cut(one, other, one_way=self._one_way)
+
+    def end(self) -> None:
+        """Let it pass again."""
+        for one, other in self._links:
+            self._cluster.network.heal(one, other)
+
+    def __str__(self) -> str:
+        mark = ">|" if self._one_way else "|"
+        named = ", ".join(f"{_name(one)} {mark} {_name(other)}" for one, other in self._links)
+        return f"cut for {self.duration_s:.1f} s: {named}"
+
+
+class CutFromEtcd(Cut):
+    """A node reaches the others, but not the coordination store."""
+
+    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
+        return [(scene.node(), ETCD)]
+
+
+class CutFromNodes(Cut):
+    """A node reaches the coordination store, but no other node."""
+
+    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
+        lonely = scene.node()
+        return [(lonely, other) for other in sorted(scene.cluster.nodes) if other != lonely]
+
+
+class CutFromAll(CutFromNodes):
+    """A node reaches nobody but its clients: it still believes that it leads."""
+
+    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
+        links = super()._choose(scene)
+        return [*links, (links[0][0], ETCD)]
+
+
+class CutOneWay(CutFromAll):
+    """A node is heard by nobody, or hears nobody, while the other direction works."""
+
+    _one_way = True
+
+    def _choose(self, scene: Scene) -> list[tuple[int, int]]:
+        links = super()._choose(scene)
+        return links if scene.random.random() < _HALF else [(other, one) for one, other in links]
+
+
+class FullDisk(Fault):
+    """The disk of a node takes nothing more."""
+
+    def _draw(self, scene: Scene) -> None:
+        self._node = scene.random.choice(sorted(scene.cluster.disks))
+        self.duration_s = scene.either()
+
+    def begin(self) -> None:
+        """Fill it."""
+        self._cluster.disks[self._node].fill()
+
+    def end(self) -> None:
+        """Make room."""
+        self._cluster.disks[self._node].free()
+
+    def __str__(self) -> str:
+        return f"disk of node {self._node} full for {self.duration_s:.1f} s"
+
+
+class ClockStep(Fault):
+    """The wall clock of a node jumps, and is put right later."""
+
+    def _draw(self, scene: Scene) -> None:
+        self._node = scene.node()
+        self._step_ms = scene.random.choice([-1, 1]) * int(10 ** scene.random.uniform(2, 7.3))
+        self._step_ms = max(-CLOCK_STEP_MS_MAX, min(CLOCK_STEP_MS_MAX, self._step_ms))
+        self.duration_s = scene.either()
+
+    def begin(self) -> None:
+        """Step it."""
+        self._cluster.nodes[self._node].step_clock(self._step_ms)
+
+    def end(self) -> None:
+        """Step it back."""
+        self._cluster.nodes[self._node].step_clock(0)
+
+    def __str__(self) -> str:
+        return f"clock of node {self._node} off by {self._step_ms / 1000:+.1f} s for {self.duration_s:.1f} s"
+
+
+class PauseEtcd(Fault):
+    """The coordination store stands still."""
+
+    def _draw(self, scene: Scene) -> None:
+        self.duration_s = scene.either()
+
+    def begin(self) -> None:
+        """As SIGSTOP does."""
+        self._cluster.pause_etcd(paused=True)
+
+    def end(self) -> None:
+        """As SIGCONT does."""
+        self._cluster.pause_etcd(paused=False)
+
+    def __str__(self) -> str:
+        return f"etcd paused for {self.duration_s:.1f} s"
+
+
+class StopCatalog(Fault):
+    """PostgreSQL is stopped and started again."""
+
+    def _draw(self, scene: Scene) -> None:
+        self.duration_s = scene.either()
+
+    def begin(self) -> None:
+        """Stop it; its clients are cut off."""
+        self._cluster.postgres.stop()
+
+    def end(self) -> None:
+        """Start it on the same port."""
+        self._cluster.postgres.start()
+
+    def __str__(self) -> str:
+        return f"PostgreSQL stopped for {self.duration_s:.1f} s"
+
+
+KINDS: Mapping[str, tuple[type[Fault], int]] = {
+    "kill": (Kill, 6),
+    "pause": (Pause, 4),
+    "cut": (Cut, 3),
+    "cut-from-etcd": (CutFromEtcd, 3),
+    "cut-from-nodes": (CutFromNodes, 3),
+    "cut-from-all": (CutFromAll, 4),
+    "cut-one-way": (CutOneWay, 3),
+    "disk": (FullDisk, 2),
+    "clock": (ClockStep, 2),
+    "lose-disk": (LoseDisk, 2),
+    "kill-all": (KillAll, 1),
+    "stop": (GracefulStop, 3),
+    "etcd": (PauseEtcd, 2),
+    "catalog": (StopCatalog, 1),
+}
+"""Every kind, and how often it is drawn beside the others."""
+
+_SECOND_SHARE = 0.2
+_HALF = 0.5
+_TOGETHER = ("kill", "pause", "clock", "etcd", "catalog")
+"""Kinds that may come on top of another fault: they share nothing with what ends that."""
+
+
+def draw(scene: Scene, kinds: Mapping[str, int], *, pairs: bool) -> Iterator[list[tuple[str, Fault]]]:
+    """Draw faults for ever: mostly one at a time, sometimes two at once."""
+    while True:
+        first = _draw_one(scene, kinds)
+        faults = [first]
+        second = {kind: weight for kind, weight in kinds.items() if kind in _TOGETHER and kind != first[0]}
+        if pairs and second and scene.random.random() < _SECOND_SHARE:
+            other = _draw_one(scene, second)
+            if not other[1].nodes & first[1].nodes:
+                faults.append(other)
+        yield faults
+
+
+def _draw_one(scene: Scene, kinds: Mapping[str, int]) -> tuple[str, Fault]:
+    kind = scene.random.choices(list(kinds), list(kinds.values()))[0]
+    make: Callable[[Scene], Fault] = KINDS[kind][0]
+    return kind, make(scene)
+
+
+def _name(place: int) -> str:
+    return "etcd" if place == ETCD else f"node {place}"

@@ -1,0 +1,372 @@
+"""The cluster trial: three loaded nodes, faults of every kind, and every acknowledged message must survive them all.
+
+Idempotent librdkafka producers write with acks=all to replicated topics (one with `flush=os`, one with `flush=always`)
+while groups of both protocols read and commit. Faults are drawn from a seed, see `cluster_faults.py`. After each one
+the cluster has to take writes to every partition and be whole again within a bound. From time to time the load is held,
+an auditor reads what it has not read yet, and the history is checked. At the end everything is read from the start, the
+groups must have read everything and kept their commits, and the replicas must be the same byte for byte.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from confluent_kafka import Consumer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream_testing.cluster_faults import KINDS, Fault, Scene, draw
+from millstream_testing.cluster_network import Network
+from millstream_testing.history import Report
+from millstream_testing.replica_bytes import differing_replicas
+from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, Load, Notes, Place, Reader, TrialFailed
+from millstream_testing.trial_cluster import TrialCluster
+
+TOPICS = {"trial-os": "os", "trial-always": "always"}
+"""The topics, and when each counts a record as stored."""
+
+PROTOCOLS = ("classic", "consumer")
+Tell = Callable[[str], None]
+REPLICATION = 3
+_PROBE_S = 0.2
+_CLOSE_S_MAX = 15.0
+_TOPIC_SETTINGS = {
+    "min.insync.replicas": "2",
+    "segment.bytes": str(4 * 1024 * 1024),
+    # A node whose clock is hours behind would else refuse what clients send, and rightly.
+    "message.timestamp.after.max.ms": str(2**63 - 1),
+}
+_COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
+_SETTINGS: dict[str, object] = {
+    "leader-balance-ms": 3000,
+    "group-initial-delay-ms": 100,
+    "group-consumer-heartbeat-ms": 500,
+    "group-consumer-session-ms": 10_000,
+    "auto-create-topics": "false",
+}
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How hard the trial is."""
+
+    faults: int = 200
+    minutes_max: float = 0.0
+    """Stop drawing faults after so long; 0 means never."""
+    kinds: Mapping[str, int] = field(default_factory=lambda: {kind: weight for kind, (_, weight) in KINDS.items()})
+    """What is drawn, and how often beside the others."""
+    each_once: bool = False
+    """Every kind in turn, instead of drawing which one is next."""
+    pairs: bool = True
+    """Whether sometimes two faults happen at once."""
+    nodes: int = 3
+    partitions: int = 3
+    producers: int = 3
+    members: int = 2
+    messages_per_s: int = 100
+    message_bytes_max: int = 500
+    lease_ms: int = 2000
+    replica_lag_ms: int = 3000
+    load_s: tuple[float, float] = (0.5, 2.0)
+    check_every: int = 10
+    heal_s_max: float = 90.0
+    seed: int = field(default_factory=lambda: random.randrange(2**32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Struck:
+    """One fault, or two at once, and how the cluster came through."""
+
+    kinds: tuple[str, ...]
+    what: str
+    next_produce_s: float
+    """From the fault until every partition had acknowledged a message that was sent after it."""
+    longest_wait_s: float
+    """The longest that any message waited for its acknowledgement, until the cluster was whole again."""
+    whole_s: float
+    """From the repair until every node was ready and every replica in sync."""
+
+    def __str__(self) -> str:
+        waits = f"next produce after {self.next_produce_s:.2f} s, longest wait {self.longest_wait_s:.2f} s"
+        return f"{self.what}: {waits}, whole {self.whole_s:.2f} s after repair"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the trial found."""
+
+    report: Report
+    struck: list[Struck]
+    differing: list[str] = field(default_factory=list)
+    """Replicas that are not the same."""
+    lost_commits: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.report.ok and not self.differing and not self.lost_commits
+
+    @property
+    def faults(self) -> int:
+        """How many faults there were."""
+        return sum(len(struck.kinds) for struck in self.struck)
+
+    def findings(self) -> str:
+        """All that is wrong, or that nothing is."""
+        more = [f"differing replicas: {one}" for one in self.differing]
+        more += [f"lost commit: {one}" for one in self.lost_commits]
+        return "\n".join([str(self.report), *more])
+
+
+class ClusterTrial:
+    """One trial. Everything that it starts ends with it."""
+
+    def __init__(
+        self, folder: Path, network: Network, plan: Plan, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
+        settings = _SETTINGS | {"lease-ms": plan.lease_ms, "replica-lag-ms": plan.replica_lag_ms}
+        self.cluster = TrialCluster(folder, network, nodes=plan.nodes, settings=settings, disks="disk" in plan.kinds)
+        self._plan = plan
+        self._tell = tell
+        self._random = random.Random(plan.seed)
+        self._notes = Notes()
+        self._topics = dict.fromkeys(TOPICS, plan.partitions)
+        self._loads: list[Load] = []
+        self._readers: list[Reader] = []
+        self._auditor: Auditor
+        self._struck: list[Struck] = []
+
+    def __enter__(self) -> Self:
+        self.cluster.__enter__()
+        try:
+            self._wait_until_whole()
+            self._create_topics()
+            self._wait_until_whole()
+            self._start_clients()
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end_clients()
+        self.cluster.__exit__(kind, error, trace)
+
+    def run(self) -> Outcome:
+        """Let all faults happen, then look at everything once more; stops early when something is found."""
+        deadline = time.monotonic() + self._plan.minutes_max * 60 if self._plan.minutes_max else float("inf")
+        unchecked = 0
+        for drawn in self._drawn():
+            # Two at once may be one more than was asked for.
+            faults = drawn[: max(1, self._plan.faults - self._counted())]
+            self._strike(faults)
+            unchecked += len(faults)
+            done = self._counted()
+            if unchecked >= self._plan.check_every:
+                unchecked = 0
+                report = self._settle_and_check()
+                self._tell(f"  {done} faults: {str(report).splitlines()[0]}")
+                if not report.ok:
+                    return Outcome(report, self._struck)
+            if done >= self._plan.faults or time.monotonic() > deadline:
+                break
+        return self._check_everything()
+
+    def save_history(self, path: Path) -> None:
+        """Keep the history for a closer look."""
+        with self._notes.lock:
+            self._notes.history.save(path)
+
+    def _counted(self) -> int:
+        return sum(len(struck.kinds) for struck in self._struck)
+
+    # -- faults ----------------------------------------------------------------------------------------------
+
+    def _drawn(self) -> Iterable[list[tuple[str, Fault]]]:
+        scene = Scene(cluster=self.cluster, random=self._random, lease_s=self._plan.lease_ms / 1000)
+        kinds = {kind: weight for kind, weight in self._plan.kinds.items() if kind != "disk" or self.cluster.disks}
+        if self._plan.each_once:
+            order = list(kinds)
+            self._random.shuffle(order)
+            return ([(kind, KINDS[kind][0](scene))] for kind in order)
+        return islice(draw(scene, kinds, pairs=self._plan.pairs), self._plan.faults)
+
+    def _strike(self, faults: Sequence[tuple[str, Fault]]) -> None:
+        """Have one or two faults happen under load, repair them, and wait until the cluster has healed."""
+        self._notes.loading.set()
+        self._await_produce("under load")
+        time.sleep(self._random.uniform(*self._plan.load_s))
+        what = " + ".join(str(fault) for _, fault in faults)
+        before = self._notes.recovers()
+        for _, fault in faults:
+            fault.begin()
+        # What was acknowledged while nodes were still being killed tells nothing.
+        recovery = self._notes.recovers(longest_s=before.longest_s)
+        began = time.monotonic()
+        # What starts nodes comes last, since these need all else.
+        for _, fault in sorted(faults, key=lambda each: (each[1].last, each[1].duration_s)):
+            time.sleep(max(0.0, began + fault.duration_s - time.monotonic()))
+            fault.end()
+        repaired = time.monotonic()
+        self._notes.wait(
+            lambda: len(recovery.first) == self._plan.partitions * len(TOPICS),
+            f"{what}: not every partition acknowledged a message",
+            self._plan.heal_s_max,
+        )
+        self._wait_until_whole(what)
+        whole_s = time.monotonic() - repaired
+        kinds = tuple(kind for kind, _ in faults)
+        waits = {"next_produce_s": recovery.slowest_s, "longest_wait_s": recovery.longest_s}
+        self._struck.append(Struck(kinds=kinds, what=what, whole_s=whole_s, **waits))
+        self._tell(f"{self._counted():4} {self._struck[-1]}")
+
+    def _await_produce(self, when: str) -> None:
+        recovery = self._notes.recovers()
+        self._notes.wait(
+            lambda: len(recovery.first) == self._plan.partitions * len(TOPICS),
+            f"{when}, not every partition acknowledged a message",
+        )
+
+    def _wait_until_whole(self, after: str = "the start") -> None:
+        deadline = time.monotonic() + self._plan.heal_s_max
+        while lacks := self.cluster.lacks():
+            if self._notes.failure is not None:
+                raise TrialFailed(f"{after}: {self._notes.failure}")
+            if time.monotonic() > deadline:
+                raise TrialFailed(f"{after}: not whole within {self._plan.heal_s_max:g} s: {lacks}")
+            time.sleep(_PROBE_S)
+
+    # -- clients ---------------------------------------------------------------------------------------------
+
+    def _create_topics(self) -> None:
+        admin = AdminClient({"bootstrap.servers": self.cluster.kafka, "log_level": 0})
+        topics = [
+            NewTopic(
+                name,
+                num_partitions=self._plan.partitions,
+                replication_factor=REPLICATION,
+                config=_TOPIC_SETTINGS | {"flush": flush},
+            )
+            for name, flush in TOPICS.items()
+        ]
+        for created in admin.create_topics(topics, operation_timeout=SETTLE_S_MAX).values():
+            created.result(SETTLE_S_MAX)
+
+    def _start_clients(self) -> None:
+        address = {"bootstrap.servers": self.cluster.kafka}
+        self._auditor = self._new_auditor("audit")
+        for number in range(self._plan.producers):
+            settings: dict[str, Any] = address | {
+                "enable.idempotence": True,
+                "acks": "all",
+                "compression.type": _COMPRESSIONS[number % len(_COMPRESSIONS)],
+                "linger.ms": number * 3,
+                "message.timeout.ms": int(SETTLE_S_MAX * 5000),
+            }
+            if number % 2 == 0:
+                # It asks a new leader while the old one still has its request. One at a time: with several under way,
+                # a client that sees a gap in one partition begins a new epoch for all, and what it has given up waiting
+                # for in another it sends twice.
+                settings |= {"request.timeout.ms": 2_000, "max.in.flight": 1}
+            self._loads.append(self._load(f"producer-{number}", settings))
+        for protocol in PROTOCOLS:
+            session = {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500} if protocol == "classic" else {}
+            of_group = address | {"group.protocol": protocol} | session
+            for number in range(self._plan.members):
+                self._readers.append(Reader(f"{protocol}/{number}", self._notes, of_group, self._topics))
+        for thread in [*self._loads, *self._readers]:
+            thread.start()
+
+    def _load(self, name: str, settings: Mapping[str, Any]) -> Load:
+        plan = self._plan
+        return Load(
+            name,
+            self._notes,
+            settings,
+            self._topics,
+            seed=plan.seed,
+            messages_per_s=plan.messages_per_s,
+            steady=True,
+            message_bytes_max=plan.message_bytes_max,
+        )
+
+    def _new_auditor(self, name: str) -> Auditor:
+        return Auditor(name, self._notes, self.cluster.kafka, self._topics)
+
+    def _end_clients(self) -> None:
+        """End all clients. librdkafka's consumers now and then hang for ever when they close, so nobody waits long."""
+        self._notes.stopping.set()
+        deadline = time.monotonic() + _CLOSE_S_MAX
+        for thread in [*self._loads, *self._readers]:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    # -- what is found ---------------------------------------------------------------------------------------
+
+    def _settle_and_check(self) -> Report:
+        """Hold the load, wait for what is under way, read on and compare."""
+        self._notes.loading.clear()
+        for load in self._loads:
+            load.settle()
+        if self._notes.failure is not None:
+            raise TrialFailed(self._notes.failure)
+        self._auditor.read()
+        return self._notes.check(complete=[self._auditor.name])
+
+    def _check_everything(self) -> Outcome:
+        """The last check: readers from the start, groups, commits, and then the files of the stopped nodes."""
+        report = self._settle_and_check()
+        if not report.ok:
+            return Outcome(report, self._struck)
+        final = self._new_auditor("final")
+        final.read()
+        groups = PROTOCOLS if self._plan.members else ()
+        for group in groups:
+            self._notes.wait(
+                lambda group=group: self._positions(group) == final.position,  # type: ignore[misc]
+                f"group {group} did not read everything",
+            )
+        report = self._notes.check(complete=[self._auditor.name, final.name, *groups])
+        self._end_clients()
+        self._wait_until_whole("the end")
+        lost = [one for group in groups for one in self._lost_commits(group)]
+        return Outcome(report, self._struck, self._differing(), lost)
+
+    def _positions(self, group: str) -> dict[Place, int]:
+        with self._notes.lock:
+            history = self._notes.history
+            return {
+                (topic, index): offset
+                for topic in self._topics
+                for index, offset in history.next_offsets(group, topic).items()
+            }
+
+    def _lost_commits(self, group: str) -> list[str]:
+        """Commits that were acknowledged, and are not there any more."""
+        client = Consumer({"bootstrap.servers": self.cluster.kafka, "group.id": group, "log_level": 0})
+        wanted = {place: offset for (of, place), offset in self._notes.commits.items() if of == group}
+        try:
+            found = client.committed([TopicPartition(*place) for place in wanted], timeout=SETTLE_S_MAX)
+        finally:
+            client.close()
+        return [
+            f"{group} has committed {wanted[one.topic, one.partition]} of {one.topic}-{one.partition}, not {one.offset}"
+            for one in found
+            if one.offset < wanted[one.topic, one.partition]
+        ]
+
+    def _differing(self) -> list[str]:
+        metadata = self.cluster.ask(lambda client: client.metadata())
+        ids = [metadata.topics[name].topic_id for name in self._topics]
+        folders = {number: node.data for number, node in self.cluster.nodes.items()}
+        self.cluster.stop()
+        return differing_replicas(folders, ids, self._plan.partitions)

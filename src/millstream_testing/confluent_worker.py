@@ -1,0 +1,149 @@
+"""A worker with confluent-kafka: it shares partitions by its group, which also keeps out who was put out (KIP-447)."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+
+from millstream_testing.transaction_events import Begun
+from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, RENEW, Renew, Stuck, Task, Worker
+
+_CALL_S = 5.0
+HANGS_S = 20.0
+"""A call that takes so long has not heeded its own timeout: the client waits for a broker that it has forgotten."""
+
+_CLIENT: dict[str, Any] = {"reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200, "log_level": 3}
+
+
+class ConfluentWorker(Worker):
+    """Consumes in a group and produces in transactions that carry its offsets."""
+
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
+        address = {"bootstrap.servers": task.brokers, **_CLIENT}
+        self._producer = Producer(
+            {
+                **address,
+                "transactional.id": task.transactional_id,
+                "transaction.timeout.ms": task.timeout_ms,
+                "linger.ms": 2,
+                **task.settings.get("producer", {}),
+            }
+        )
+        self._consumer = Consumer(
+            {
+                **address,
+                "group.id": task.group,
+                "isolation.level": "read_committed",
+                "enable.auto.commit": False,
+                "auto.offset.reset": "earliest",
+                **task.settings.get("consumer", {}),
+            }
+        )
+        self._batch: list[Message] = []
+
+    def run(self) -> None:
+        """Work until asked to stop."""
+        self._insist("init_transactions", lambda: self._producer.init_transactions(_CALL_S))
+        self._consumer.subscribe([self.task.source], on_revoke=self._drop, on_lost=self._drop)
+        while not self.stopping.is_set():
+            self._poll_batch()
+            if self._batch:
+                self._transact()
+        self._consumer.close()
+
+    def _drop(self, _: Consumer, partitions: list[TopicPartition]) -> None:
+        """What was polled of partitions that others may have by now is not for this program."""
+        gone = {one.partition for one in partitions}
+        self._batch = [message for message in self._batch if message.partition() not in gone]
+
+    def _poll_batch(self) -> None:
+        self._batch = []
+        deadline = time.monotonic() + BATCH_S
+        while len(self._batch) < BATCH_MAX and (left := deadline - time.monotonic()) > 0:
+            message = self._consumer.poll(left)
+            if message is None:
+                continue
+            error = message.error()
+            if error is None:
+                self._batch.append(message)
+            elif error.fatal() or error.code() == KafkaError._FATAL:
+                raise Renew(f"the consumer failed: {error}")
+
+    def _transact(self) -> None:
+        begun = self.begin((message.partition() or 0, message.offset() or 0) for message in self._batch)
+        try:
+            self._producer.begin_transaction()
+            for output, value in self.values(begun):
+                self._producer.produce(output.topic, value, partition=output.partition)
+            positions = [TopicPartition(begun.source, each.partition, each.next) for each in begun.inputs]
+            self._insist(
+                "send_offsets_to_transaction",
+                lambda: self._producer.send_offsets_to_transaction(
+                    positions, self._consumer.consumer_group_metadata(), _CALL_S
+                ),
+            )
+            if self.wants_abort():
+                self._abort(begun)
+                return
+            self.asked(commit=True)
+            self._insist("commit_transaction", lambda: self._producer.commit_transaction(_CALL_S))
+            self.ended(committed=True)
+        except KafkaException as error:
+            if not error.args[0].txn_requires_abort():
+                raise Renew(str(error)) from error
+            self._abort(begun)
+
+    def _abort(self, begun: Begun) -> None:
+        """Abort, and read again what was consumed."""
+        self.asked(commit=False)
+        try:
+            self._insist("abort_transaction", lambda: self._producer.abort_transaction(_CALL_S))
+        except KafkaException as error:
+            raise Renew(str(error)) from error
+        self.ended(committed=False)
+        mine = {one.partition for one in self._consumer.assignment()}
+        try:
+            for each in begun.inputs:
+                if each.partition in mine:
+                    self._consumer.seek(TopicPartition(begun.source, each.partition, each.first))
+        except KafkaException as error:
+            raise Renew(f"cannot read again: {error}") from error
+
+    def _insist(self, name: str, call: Callable[[], object]) -> None:
+        """Call until it is done; what may help to be repeated is repeated, as the client demands it."""
+        deadline = time.monotonic() + self.task.stuck_s
+        while True:
+            try:
+                with self._watched(name):
+                    call()
+            except KafkaException as error:
+                if error.args[0].fatal() or not error.args[0].retriable():
+                    raise
+                if time.monotonic() > deadline:
+                    raise Stuck(f"{name}: {error}") from error
+            else:
+                return
+
+    @contextmanager
+    def _watched(self, name: str) -> Iterator[None]:
+        """End this life if a call does not come back. Whether the broker is to blame shows in the next one."""
+
+        def give_up() -> None:
+            print(f"{self.task.producer} needs a new life: {name} does not come back", file=sys.stderr, flush=True)
+            os._exit(RENEW)
+
+        timer = threading.Timer(HANGS_S, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()

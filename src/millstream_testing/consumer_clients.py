@@ -1,0 +1,42 @@
+"""Clients of a consumer group as random histories drive them: what each believes and has asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment
+from millstream.broker.groups.requests import Joined
+from millstream_testing.consumer_trial import SimulatedConsumer
+
+
+class Newer:
+    """A consumer of the newer protocol, with at most one heartbeat under way."""
+
+    def __init__(self, number: int, choice: dict[str, Any], *, rebalance_timeout_ms: int) -> None:
+        self.instance_id = "static" if number == 0 else None
+        self.choice = choice
+        self._rebalance_timeout_ms = rebalance_timeout_ms
+        self.asked = 0
+        self.under_way = False
+        self.begin("")
+
+    def begin(self, member_id: str) -> None:
+        """A new process."""
+        self.consumer = SimulatedConsumer(
+            member_id, instance_id=self.instance_id, rebalance_timeout_ms=self._rebalance_timeout_ms
+        )
+        self.told: dict[str, Any] = {}
+        self.joined = False
+        self.asked += 1
+        self.under_way = False
+
+
+class Older:
+    """A consumer of the classic protocol that gives up everything before it joins."""
+
+    def __init__(self) -> None:
+        self.member_id = ""
+        self.generation = -1
+        self.owned: Assignment = NOTHING
+        self.joined: Joined | None = None
+        self.asked = 0

@@ -1,0 +1,247 @@
+"""Consumers of the newer group protocol that a test steps by hand, and a shard of groups for them to talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+from uuid import UUID
+
+from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, assignment_of
+from millstream.broker.groups.consumer.embedded import read_assignment_of, write_assignment
+from millstream.broker.groups.consumer.group import ConsumerGroup
+from millstream.broker.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
+from millstream.broker.groups.consumer.shard import ConsumerTopics
+from millstream.broker.groups.requests import Joined, Synced
+from millstream.broker.groups.shard import GroupShard
+from millstream.core.errors import MemberIdRequired
+from millstream.protocol.messages.primitives import Writer
+from millstream_testing.group_trial import GROUP, GroupTrial
+from millstream_testing.state_log import MemoryTopics
+
+SESSION_MS = 45_000
+REBALANCE_MS = 60_000
+
+
+class SimulatedConsumer:
+    """What a client of the protocol knows and does: it takes over what it is told, and tells what it has."""
+
+    def __init__(
+        self, member_id: str, *topics: str, expression: str | None = None, instance_id: str | None = None, **more: Any
+    ) -> None:
+        self.member_id = member_id
+        self.topics: frozenset[str] | None = frozenset(topics) if topics or expression is None else None
+        self.expression = expression
+        self.instance_id = instance_id
+        self.more = more
+        self.epoch = 0
+        self.owned: Assignment = NOTHING
+        self.assigned: Assignment = NOTHING
+        self.lost_answer = False
+
+    def request(self, *, full: bool = False, group_id: str = GROUP) -> ConsumerHeartbeat:
+        """The next heartbeat: everything when it joins or does not know what was heard, else what changed."""
+        if full or self.epoch <= 0 or self.lost_answer:
+            values: dict[str, Any] = {
+                "topics": self.topics,
+                "expression": self.expression,
+                "rebalance_timeout_ms": REBALANCE_MS,
+                "owned": self.owned,
+                **self.more,
+            }
+        else:
+            values = {"owned": self.owned}
+        if self.epoch == 0:
+            values["owned"] = NOTHING
+        return ConsumerHeartbeat(
+            group_id=group_id,
+            member_id=self.member_id,
+            epoch=self.epoch,
+            instance_id=self.instance_id,
+            client_id="client",
+            client_host="/127.0.0.1",
+            **values,
+        )
+
+    def leaving(self, epoch: int = -1, *, group_id: str = GROUP) -> ConsumerHeartbeat:
+        """The heartbeat with which it goes."""
+        return ConsumerHeartbeat(group_id=group_id, member_id=self.member_id, epoch=epoch, instance_id=self.instance_id)
+
+    def hear(self, answer: HeartbeatAnswer) -> None:
+        """Take over an answer; what is not assigned any more is given up only by `give_up`."""
+        self.epoch = answer.epoch
+        self.lost_answer = False
+        if answer.assignment is not None:
+            self.assigned = answer.assignment
+        if all(partitions <= self.assigned.get(topic, frozenset()) for topic, partitions in self.owned.items()):
+            # There is nothing to give up first.
+            self.owned = self.assigned
+
+    def give_up(self) -> None:
+        """Let go of what is not assigned any more, and take what is."""
+        self.owned = self.assigned
+
+    def fence(self) -> None:
+        """Abandon everything and begin anew."""
+        self.epoch = 0
+        self.owned = self.assigned = NOTHING
+
+
+class ConsumerTrial(GroupTrial):
+    """One shard of groups, its log and its clock, on topics that come, grow and go."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.cluster = MemoryTopics()
+        self._ends: list[int] = []
+        super().__init__(**{"consumer_session_ms": SESSION_MS, **limits})
+
+    def append(self, records: Iterable[StateRecord]) -> None:
+        """Put the records of one operation into the log; they are there together or not at all."""
+        super().append(records)
+        if len(self.log) > (self._ends[-1] if self._ends else 0):
+            self._ends.append(len(self.log))
+
+    def lose(self, batches: int) -> None:
+        """Forget everything but the log, less the records of the last so many operations."""
+        kept = self._ends[: len(self._ends) - batches]
+        self.reload(lost=len(self.log) - (kept[-1] if kept else 0))
+        self._ends = kept
+
+    def add_topic(self, name: str, partitions: int) -> UUID:
+        """Make a topic."""
+        topic = self.cluster.add(name, partitions=partitions)
+        self.topics[name] = topic.topic_id
+        return topic.topic_id
+
+    def remove_topic(self, name: str) -> None:
+        """Delete a topic."""
+        self.cluster.remove(name)
+        del self.topics[name]
+
+    def id_of(self, name: str) -> UUID:
+        """The id of a topic that must exist."""
+        return self.topics[name]
+
+    def partitions(self, **by_name: set[int]) -> Assignment:
+        """An assignment by topic names."""
+        return assignment_of((self.id_of(name), numbers) for name, numbers in by_name.items())
+
+    def consumers(self, group_id: str = GROUP) -> ConsumerGroup:
+        """A consumer group that must exist."""
+        group = self.shard.consumers.get(group_id)
+        if group is None:
+            raise LookupError(group_id)
+        return group
+
+    def send(self, request: ConsumerHeartbeat) -> Later[HeartbeatAnswer]:
+        """Send a heartbeat."""
+        return self.run(lambda shard: shard.consumers.heartbeat(request))
+
+    def beat(self, consumer: SimulatedConsumer, *, full: bool = False) -> HeartbeatAnswer:
+        """One heartbeat of a consumer, which takes its answer over."""
+        answer = self.send(consumer.request(full=full)).result()
+        consumer.hear(answer)
+        return answer
+
+    def settle(self, *consumers: SimulatedConsumer, rounds: int = 10) -> None:
+        """Let consumers do as they should until nothing changes any more."""
+        for _ in range(rounds):
+            for consumer in consumers:
+                self.beat(consumer)
+                consumer.give_up()
+
+    def leave(self, *leavers: Any, group_id: str = GROUP) -> Any:
+        """Members go: simulated consumers by their own protocol, others by the classic one."""
+        if leavers and isinstance(leavers[0], SimulatedConsumer):
+            return [self.send(consumer.leaving()).result() for consumer in leavers]
+        return super().leave(*leavers, group_id=group_id)
+
+    def describe_consumers(self, group_id: str = GROUP) -> ConsumerGroupDescription:
+        """A consumer group, for people and tools."""
+        return self.run(lambda shard: shard.consumers.describe(group_id)).result()
+
+    def _new_shard(self) -> GroupShard:
+        return GroupShard(
+            self.timers,
+            limits=self.limits,
+            clock=self.clock,
+            topic_id_of=self.topics.get,
+            new_suffix=lambda: str(next(self._suffixes)),
+            topics=ConsumerTopics.of(self.cluster),
+        )
+
+
+def classic_protocols(
+    *topics: str, owned: Iterable[tuple[str, Iterable[int]]] = (), names: Iterable[str] = ("range",), version: int = 1
+) -> tuple[tuple[str, bytes], ...]:
+    """What a classic consumer of these topics offers when it joins."""
+    writer = Writer(flexible=False)
+    writer.int16(version)
+    writer.array_length(len(topics))
+    for topic in topics:
+        writer.string(topic)
+    writer.blob(None)
+    if version >= 1:
+        listed = [(topic, sorted(numbers)) for topic, numbers in owned]
+        writer.array_length(len(listed))
+        for topic, numbers in listed:
+            writer.string(topic)
+            writer.int32_array(numbers)
+    return tuple((name, bytes(writer.buffer)) for name in names)
+
+
+class ClassicConsumer:
+    """A member of the classic protocol that a test steps by hand; it gives up everything before it joins again."""
+
+    def __init__(self, trial: ConsumerTrial, *topics: str, instance_id: str | None = None) -> None:
+        self._trial = trial
+        self.topics = topics
+        self.instance_id = instance_id
+        self.member_id = ""
+        self.generation = -1
+        self.owned: dict[str, set[int]] = {}
+
+    def join(self, *, cooperative: bool = False) -> Later[Joined]:
+        """Join, with the id that is given for it; the answer may come later."""
+        kept = self.owned.items() if cooperative else ()
+        if not cooperative:
+            self.owned = {}
+        protocols = classic_protocols(*self.topics, owned=kept)
+        answer = self._trial.join(self.member_id, instance_id=self.instance_id, protocols=protocols)
+        if isinstance(answer.error, MemberIdRequired):
+            self.member_id = answer.error.member_id
+            answer = self._trial.join(self.member_id, protocols=protocols)
+        answer.listen(self._joined)
+        return answer
+
+    def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Later[Synced]:
+        """Ask for the assignment; a leader brings those of all by their member ids."""
+        brought = {
+            member_id: write_assignment([(topic, list(numbers)) for topic, numbers in share.items()], version=1)
+            for member_id, share in assignments.items()
+        }
+        answer = self._trial.sync(
+            self.member_id, generation=self.generation, assignments=brought, instance_id=self.instance_id
+        )
+        answer.listen(self._synced)
+        return answer
+
+    def beat(self) -> Later[None]:
+        """Say that it lives."""
+        return self._trial.heartbeat(self.member_id, generation=self.generation, instance_id=self.instance_id)
+
+    def go_on(self) -> None:
+        """Do as a client does: join and sync when told to."""
+        if self.beat().error is not None:
+            self.join(cooperative=True)
+            self.sync()
+
+    def _joined(self, answer: Later[Joined]) -> None:
+        if answer.error is None:
+            self.member_id, self.generation = answer.result().member_id, answer.result().generation
+
+    def _synced(self, answer: Later[Synced]) -> None:
+        if answer.error is None:
+            partitions, _ = read_assignment_of(answer.result().assignment)
+            self.owned = {topic: set(numbers) for topic, numbers in partitions}

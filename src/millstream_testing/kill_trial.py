@@ -1,0 +1,166 @@
+"""The kill trial: a loaded broker is killed again and again, and every acknowledged message must survive.
+
+Unmodified librdkafka producers (idempotent ones with different compressions, and a plain one) write to all partitions
+of a topic while a consumer group reads and commits. The broker is killed with SIGKILL in the middle of it and started
+again on the same data; then an auditor reads what it has not read yet, and the history is checked. At the end another
+auditor reads everything from the start, and the group must have read everything too.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream_testing.history import Report
+from millstream_testing.server import Server
+from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, Load, Notes, Reader, TrialFailed
+
+TOPIC = "kill-trial"
+GROUP = "group"
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How hard the trial is."""
+
+    kills: int = 20
+    partitions: int = 4
+    producers: int = 3
+    members: int = 2
+    messages_per_s: int = 3000
+    steady: bool = False
+    """Whether each producer keeps to that rate; else answers let it send at once, which is harder."""
+    load_s: tuple[float, float] = (0.3, 1.5)
+    seed: int = field(default_factory=lambda: random.randrange(2**32))
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the trial found, and how long each start after a kill took."""
+
+    report: Report
+    starts_s: list[float]
+
+
+class KillTrial:
+    """One trial on one server, which it starts, kills and stops."""
+
+    def __init__(self, server: Server, plan: Plan, tell: Callable[[str], None] = lambda _: None) -> None:
+        self._server = server
+        self._plan = plan
+        self._tell = tell
+        self._random = random.Random(plan.seed)
+        self._notes = Notes()
+        self._loads: list[Load] = []
+        self._readers: list[Reader] = []
+        self._topics = {TOPIC: plan.partitions}
+        self._auditor = Auditor("audit", self._notes, "", self._topics)
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        try:
+            self._create_topic()
+            self._start_clients()
+        except BaseException:
+            self._server.kill()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._notes.stopping.set()
+        for thread in [*self._loads, *self._readers]:
+            thread.join(SETTLE_S_MAX)
+        self._server.kill()
+
+    def run(self) -> Outcome:
+        """Kill as often as planned, then look at everything once more; stops early when something is found."""
+        starts_s = []
+        report = self._notes.check(complete=[])
+        for number in range(1, self._plan.kills + 1):
+            self._kill_under_load()
+            starts_s.append(self._server.start_s)
+            report = self._settle_and_check()
+            self._tell(f"kill {number}: back after {self._server.start_s:.2f} s; {str(report).splitlines()[0]}")
+            if not report.ok:
+                return Outcome(report, starts_s)
+        return Outcome(self._check_everything(), starts_s)
+
+    def save_history(self, path: Path) -> None:
+        """Keep the history for a closer look."""
+        with self._notes.lock:
+            self._notes.history.save(path)
+
+    def _create_topic(self) -> None:
+        admin = AdminClient({"bootstrap.servers": self._server.kafka, "log_level": 0})
+        topic = NewTopic(TOPIC, num_partitions=self._plan.partitions, replication_factor=1)
+        for created in admin.create_topics([topic]).values():
+            created.result(SETTLE_S_MAX)
+
+    def _start_clients(self) -> None:
+        address = {"bootstrap.servers": self._server.kafka}
+        self._auditor = self._new_auditor("audit")
+        compressions = ["none", "lz4", "zstd", "snappy", "gzip"]
+        for number in range(self._plan.producers):
+            settings = address | {
+                "enable.idempotence": True,
+                "compression.type": compressions[number % len(compressions)],
+                "linger.ms": number * 3,
+            }
+            self._loads.append(self._load(f"idempotent-{number}", settings))
+        plain = address | {"enable.idempotence": False, "acks": "all", "max.in.flight": 1, "linger.ms": 1}
+        self._loads.append(self._load("plain", plain))
+        self._notes.history.repeats("plain")
+        patient = address | {"session.timeout.ms": 10_000, "heartbeat.interval.ms": 500}
+        for number in range(self._plan.members):
+            self._readers.append(Reader(f"{GROUP}/{number}", self._notes, patient, self._topics))
+        for thread in [*self._loads, *self._readers]:
+            thread.start()
+
+    def _load(self, name: str, settings: dict[str, Any]) -> Load:
+        plan = self._plan
+        pace: dict[str, Any] = {"messages_per_s": plan.messages_per_s, "steady": plan.steady}
+        return Load(name, self._notes, settings, self._topics, seed=plan.seed, **pace)
+
+    def _new_auditor(self, name: str) -> Auditor:
+        return Auditor(name, self._notes, self._server.kafka, self._topics)
+
+    def _kill_under_load(self) -> None:
+        before = self._notes.acknowledgements
+        self._notes.loading.set()
+        self._notes.wait(lambda: self._notes.acknowledgements > before, "no message was acknowledged under load")
+        time.sleep(self._random.uniform(*self._plan.load_s))
+        self._server.kill()
+        self._server.start()
+
+    def _settle_and_check(self) -> Report:
+        """Hold the load, wait for what is under way, read on and compare."""
+        self._notes.loading.clear()
+        for load in self._loads:
+            load.settle()
+        if self._notes.failure is not None:
+            raise TrialFailed(self._notes.failure)
+        self._auditor.read()
+        return self._notes.check(complete=["audit"])
+
+    def _check_everything(self) -> Report:
+        self._new_auditor("final").read()
+        complete = ["audit", "final"]
+        if self._readers:
+            ends = {index: end for (_, index), end in self._auditor.position.items()}
+            self._notes.wait(lambda: self._group_positions() == ends, "the group did not read everything")
+            complete.append(GROUP)
+        return self._notes.check(complete=complete)
+
+    def _group_positions(self) -> dict[int, int]:
+        with self._notes.lock:
+            return self._notes.history.next_offsets(GROUP, TOPIC)

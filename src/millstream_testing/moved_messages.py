@@ -1,0 +1,133 @@
+"""Messages that pipelines move from one topic to others: what was published where, and what came of it.
+
+What is promised of a target is that it has each of its messages once, as it was, and that those of one partition of the
+source that have the same key are in their order. Of the order between keys, and between partitions of the source,
+nothing is promised.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from confluent_kafka import Producer
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream_testing.committed_messages import Committed, committed_records
+
+WAIT_S = 300.0
+HOUR_MS = 3_600_000
+FAULTS_MAX = 20
+"""So many are told; a target that has nothing would tell of every message."""
+
+
+class Place(NamedTuple):
+    """Where a message is in the source."""
+
+    partition: int
+    offset: int
+
+
+class Source:
+    """A topic of JSON objects, which have a number of their own each, under `id`."""
+
+    def __init__(self, brokers: str, topic: str, partitions: int) -> None:
+        self.topic = topic
+        self.partitions = partitions
+        self.published: list[int] = []
+        self.messages: dict[Place, Committed] = {}
+        self._brokers = brokers
+        # Told apart from when they are written, and young enough to be kept.
+        self._first_ms = int(time.time() * 1000) - HOUR_MS
+        self._places: dict[int, Place] = {}
+        make_topic(brokers, topic, partitions)
+        self._producer = Producer(
+            {"bootstrap.servers": brokers, "log_level": 0, "linger.ms": 5, "enable.idempotence": True}
+        )
+
+    def publish(self, documents: Iterable[Mapping[str, Any]], key: Callable[[int], bytes | None]) -> None:
+        """More of them, by turns to all partitions; wait until they are there."""
+        for document in documents:
+            number = document["id"]
+            self._producer.produce(
+                self.topic,
+                json.dumps(document).encode(),
+                key=key(number),
+                headers=[("id", b"%d" % number)],
+                partition=number % self.partitions,
+                timestamp=self._first_ms + number,
+                on_delivery=_check_delivery,
+            )
+            self.published.append(number)
+            self._producer.poll(0)
+        left = self._producer.flush(WAIT_S)
+        if left:
+            raise TimeoutError(f"{left} messages were not taken within {WAIT_S:g} s")
+
+    def read(self) -> list[str]:
+        """Look where all of them are; what is wrong with that already."""
+        placed = [(Place(one.partition, one.offset), one) for one in committed_records(self._brokers, self.topic)]
+        self.messages = dict(placed)
+        self._places = {self.document(place)["id"]: place for place, _ in placed}
+        is_whole = sorted(self.document(place)["id"] for place, _ in placed) == sorted(self.published)
+        return [] if is_whole else [f"topic {self.topic} does not have what was published"]
+
+    def document(self, place: Place) -> dict[str, Any]:
+        """What a message says."""
+        return dict(json.loads(self.messages[place].value or b""))
+
+    def where(self, keeps: Callable[[dict[str, Any]], bool]) -> set[Place]:
+        """The messages that a condition holds for."""
+        return {place for place in self.messages if keeps(self.document(place))}
+
+    def faults(self, found: Iterable[Committed], wanted: Collection[Place]) -> list[str]:
+        """What is wrong with a target that is to have these messages as they are."""
+        placed = [(self.place_of(one), one) for one in found]
+        # Only where they are may differ.
+        changed = [f"{place} is not as it was: {one}" for place, one in placed if one[2:] != self.messages[place][2:]]
+        return [*faults_of(placed, wanted), *changed[:FAULTS_MAX]]
+
+    def place_of(self, found: Committed) -> Place:
+        """Where a message comes from that has its payload still."""
+        return self._places[json.loads(found.value or b"")["id"]]
+
+
+def faults_of(found: Iterable[tuple[Place, Committed]], wanted: Collection[Place]) -> list[str]:
+    """What is wrong with a target, in words: what is missing, what is there twice, and what is out of order."""
+    placed = list(found)
+    times = Counter(place for place, _ in placed)
+    told = [f"{place} is missing" for place in sorted(set(wanted) - times.keys())][:FAULTS_MAX]
+    told += [f"{place} does not belong there" for place in sorted(times.keys() - set(wanted))][:FAULTS_MAX]
+    told += [f"{place} is there {count} times" for place, count in sorted(times.items()) if count > 1][:FAULTS_MAX]
+    return told + _disorder(placed)[:FAULTS_MAX]
+
+
+def make_topic(brokers: str, topic: str, partitions: int) -> None:
+    """Make a topic, and wait until it is there."""
+    admin = AdminClient({"bootstrap.servers": brokers, "log_level": 0})
+    admin.create_topics([NewTopic(topic, partitions, 1)])[topic].result(WAIT_S)
+
+
+def _disorder(placed: Iterable[tuple[Place, Committed]]) -> list[str]:
+    """Keys that are in several partitions, and messages of a key that came before one that was published earlier."""
+    told = []
+    homes: defaultdict[bytes, set[int]] = defaultdict(set)
+    last: dict[tuple[int, bytes], Place] = {}
+    for place, one in placed:
+        if one.key is None:
+            continue
+        homes[one.key].add(one.partition)
+        before = last.get((place.partition, one.key))
+        if before is not None and before >= place:
+            told.append(f"{place} with the key {one.key!r} stands behind {before}")
+        last[place.partition, one.key] = place
+    return told + [f"the key {key!r} is in partitions {sorted(of)}" for key, of in homes.items() if len(of) > 1]
+
+
+def _check_delivery(error: object, _message: object) -> None:
+    if error is not None:
+        raise RuntimeError(f"a message was not taken: {error}")

@@ -1,0 +1,108 @@
+"""Small parts for tests of what runs pipelines: a job that does as it is told, and a claim that nobody contests."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import GroupMember, JobContext, Step
+
+HANG_S = 60.0
+
+
+def landing(name: str = "landing", **overrides: str) -> Pipeline:
+    """A pipeline as it may be declared."""
+    return Pipeline(
+        pipeline_id=uuid.uuid5(uuid.NAMESPACE_OID, name),
+        name=name,
+        kind=PipelineKind.LAND,
+        overrides={"topics": "orders", **overrides},
+    )
+
+
+class FreeClaim:
+    """Held as soon as it is taken; `busy` errors are raised first."""
+
+    def __init__(self, busy: Sequence[Exception] = ()) -> None:
+        self.busy = list(busy)
+        self.when_lost: Callable[[], None] = lambda: None
+        self.taken = 0
+        self.left = 0
+        self.is_held = False
+        self.confirms = True
+        """Whether the broker is heard of while it is held."""
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether it is held for sure."""
+        return self.is_held and self.confirms
+
+    def member(self) -> GroupMember:
+        """Somebody."""
+        return GroupMember("me", self.taken)
+
+    def take(self) -> None:
+        """Take it, unless it is occupied."""
+        if self.busy:
+            raise self.busy.pop(0)
+        self.taken += 1
+        self.is_held = True
+
+    def leave(self) -> None:
+        """Let go of it."""
+        self.left += 1
+        self.is_held = False
+
+    def lose(self) -> None:
+        """Somebody else has it now."""
+        self.is_held = False
+        self.when_lost()
+
+
+class Script:
+    """Makes jobs that take one line of a script after the other; at its end they wait for what may come."""
+
+    def __init__(self, *lines: Step | Exception) -> None:
+        self._lines: Iterator[Step | Exception] = iter(lines)
+        self.contexts: list[JobContext] = []
+        self.pipelines: list[Pipeline] = []
+        self.closed = 0
+        self.at_end = threading.Event()
+        self.fails_when_stopped = False
+
+    def __call__(self, pipeline: Pipeline, context: JobContext) -> ScriptedJob:
+        """Make a job."""
+        self.pipelines.append(pipeline)
+        self.contexts.append(context)
+        return ScriptedJob(self, context)
+
+    def next_line(self) -> Step | Exception | None:
+        """What the next step does."""
+        return next(self._lines, None)
+
+
+class ScriptedJob:
+    """A job whose steps are written down."""
+
+    def __init__(self, script: Script, context: JobContext) -> None:
+        self._script = script
+        self._context = context
+
+    def step(self) -> Step:
+        """Do the next line."""
+        line = self._script.next_line()
+        if line is None:
+            self._script.at_end.set()
+            self._context.stopping.wait(HANG_S)
+            if self._script.fails_when_stopped:
+                raise RuntimeError("cancelled")
+            return Step()
+        if isinstance(line, Exception):
+            raise line
+        return line
+
+    def close(self) -> None:
+        """Count it."""
+        self._script.closed += 1

@@ -1,0 +1,144 @@
+"""`millstream serve` that does something wrong with subscriptions, so that a trial can show that it would be found.
+
+    python -m millstream_testing.planted_serve BUG FILE serve --data DIR ...
+
+FILE is as for `stepped_serve`. Each bug is one that somebody could have written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from random import Random
+from typing import Any, Final
+
+from millstream.broker.subscriptions.letter_box import LetterBox
+from millstream.broker.subscriptions.queue import Queue
+from millstream.broker.subscriptions.routed_store import RoutedStateStore
+from millstream.core.ids import Offset
+from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE
+from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing import stepped_serve
+
+LATE_S: Final = 0.3
+_SOMETIMES: Final = 0.05
+_random = Random(1)
+
+
+def planted(bug: str) -> tuple[str, ...]:
+    """How to run a node with a bug, as `TrialCluster` takes it."""
+    return "millstream_testing.planted_serve", bug
+
+
+def _answers_early() -> None:
+    """What is written to the store counts as durable before it is: it waits a little for more to write with it."""
+    write = RoutedStateStore.write
+    last: dict[RoutedStateStore, float] = {}
+
+    def hasty(self: RoutedStateStore, one: Any) -> asyncio.Future[None]:
+        loop = asyncio.get_running_loop()
+        # In order, also when the clock of the loop gives two the same time.
+        last[self] = max(loop.time() + LATE_S, last.get(self, 0.0) + 1e-4)
+        loop.call_at(last[self], write, self, one)
+        done: asyncio.Future[None] = loop.create_future()
+        done.set_result(None)
+        return done
+
+    _replace(RoutedStateStore, "write", hasty)
+
+
+def _forgets_attempts() -> None:
+    """A queue that moves counts attempts from the beginning."""
+    restore = Queue._restore
+
+    def forgetful(self: Queue) -> None:
+        attempts = self._fold.window.attempts
+        attempts[:] = bytes(len(attempts))
+        restore(self)
+
+    _replace(Queue, "_restore", forgetful)
+
+
+def _writes_letters_again() -> None:
+    """A letter whose answer is late is written once more, without the number that would tell that it is the same."""
+    append = LetterBox.append
+
+    async def again(self: LetterBox, topic: str, index: int, batch: bytearray) -> Offset:
+        if _random.random() < _SOMETIMES:
+            records = [NewRecord(one.key, one.value, one.headers, one.timestamp_ms) for one in decode_records(batch)]
+            await append(self, topic, index, bytearray(encode_batch(records)))
+        return await append(self, topic, index, batch)
+
+    _replace(LetterBox, "append", again)
+
+
+def _ignores_delays() -> None:
+    """Messages are delivered when they come, whatever they say."""
+    look = Queue.look
+
+    def hasty(self: Queue, first: int, next_offset: int, **seen: Any) -> None:
+        look(self, first, next_offset, **{**seen, "due": ()})
+
+    _replace(Queue, "look", hasty)
+
+
+def _passes_over() -> None:
+    """Now and then, the last message that was looked at is taken for one that is not there."""
+    look = Queue.look
+
+    def careless(self: Queue, first: int, next_offset: int, **seen: Any) -> None:
+        if _random.random() < _SOMETIMES:
+            seen["absent"] = [*seen.get("absent", ()), (next_offset - 1, next_offset - 1)]
+        look(self, first, next_offset, **seen)
+
+    _replace(Queue, "look", careless)
+
+
+def _forgets_keys() -> None:
+    """A queue that moves does not know whose turn it was."""
+    _with_settings(lambda settings, moved: replace(settings, ordered=settings.ordered and not moved))
+
+
+def _leases_at_most_once() -> None:
+    """A message that is to be delivered at most once is leased like any other."""
+
+    def lenient(settings: Any, moved: bool) -> Any:
+        return replace(settings, delivery=AT_LEAST_ONCE) if settings.delivery == AT_MOST_ONCE else settings
+
+    _with_settings(lenient)
+
+
+def _with_settings(change: Callable[[Any, bool], Any]) -> None:
+    begin = Queue.__init__
+
+    def other(self: Queue, key: Any, settings: Any, *, snapshot: bytes | None = None, **more: Any) -> None:
+        begin(self, key, change(settings, snapshot is not None), snapshot=snapshot, **more)
+
+    _replace(Queue, "__init__", other)
+
+
+def _replace(kind: type, name: str, function: object) -> None:
+    setattr(kind, name, function)
+
+
+BUGS: Final[Mapping[str, Callable[[], None]]] = {
+    "answers-early": _answers_early,
+    "forgets-attempts": _forgets_attempts,
+    "forgets-keys": _forgets_keys,
+    "ignores-delays": _ignores_delays,
+    "leases-at-most-once": _leases_at_most_once,
+    "passes-over": _passes_over,
+    "writes-letters-again": _writes_letters_again,
+}
+
+
+def main() -> None:
+    """Plant the bug, and run the command."""
+    BUGS[sys.argv.pop(1)]()
+    stepped_serve.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,352 @@
+"""Push under fire: nodes, push processes and the endpoint are killed while messages come, and every message is judged.
+
+The endpoint writes down what arrives, and misbehaves: it fails, is slow, hangs up, is away, and never takes poison. In
+the end all queues run empty, and what the endpoint saw is judged by the rules of `subscription_check`: nothing is lost,
+nothing is delivered that was not published, attempts count. The queues' own counts have to say that each message was
+accepted once or stands in the dead letter topic, and every request is signed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, Final, NamedTuple
+from zlib import crc32
+
+from millstream.client.admin.topics import create_topic
+from millstream.core.errors import MillstreamError
+from millstream.core.subscription import (
+    AT_LEAST_ONCE,
+    ATTEMPTS,
+    BACKOFF_MAX,
+    BACKOFF_MIN,
+    DEAD_LETTER_TOPIC,
+    DELIVERY,
+    EXACTLY_ONCE,
+    LEASE,
+    ORDERED,
+    START,
+)
+from millstream.core.verb import Verb
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import NewRecord, Record
+from millstream.protocol.wire.client import Client
+from millstream_testing.subscription_check import check
+from millstream_testing.subscription_events import now_ms
+from millstream_testing.subscription_history import (
+    Delivery,
+    History,
+    Place,
+    Promise,
+    Settlement,
+    Span,
+    Spans,
+    Truth,
+)
+from millstream_testing.trial_clients import TrialFailed
+from millstream_testing.trial_cluster import TrialCluster, TrialNode
+from millstream_testing.trial_topic import TrialPublisher, letters_of, messages_of, published
+from millstream_testing.webhook import Reply, Request, Webhook
+
+TOPIC: Final = "pushed"
+POISON: Final = b"poison"
+SECRET: Final = "a-secret-of-the-trial"
+TIMEOUT_MS: Final = 1000
+PROCESS: Final = b"millstream.gateway.push.process"
+SETTINGS: Final[dict[str, object]] = {
+    "push-private-addresses": "true",
+    "subscriptions-partitions": 3,
+    "leader-balance-ms": 1000,
+}
+KINDS: Final = {"kill-node": 4, "stop-node": 1, "kill-process": 2, "kill-endpoint": 2, "pause-node": 1}
+_PROBE_S: Final = 0.5
+_ASK_S: Final = 15.0
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How large a trial is."""
+
+    seed: int
+    faults: int = 15
+    minutes_max: float = 10.0
+    messages_per_s: float = 60.0
+    partitions: int = 3
+    keys: int = 20
+    attempts: int = 6
+    lease_ms: int = 2000
+    poison_share: float = 0.01
+    heal_s_max: float = 90.0
+    drain_s_max: float = 180.0
+
+
+class Outcome(NamedTuple):
+    """What a trial found."""
+
+    findings: list[str]
+    account: str
+
+
+class _Arrival(NamedTuple):
+    """What the endpoint saw of one request."""
+
+    subscription: str
+    place: Place
+    attempt: int
+    at_ms: int
+    checksum: int
+    taken: bool
+
+
+class PushTrial:
+    """One run on nodes that are there already."""
+
+    def __init__(self, cluster: TrialCluster, plan: Plan, tell: Tell) -> None:
+        self._cluster = cluster
+        self._plan = plan
+        self._tell = tell
+        self._random = Random(plan.seed)
+        self._hook = Webhook(self._answer)
+        self._arrivals: list[_Arrival] = []
+        self._unsigned = 0
+        self._struck: list[Span] = []
+        self._faults: Counter[str] = Counter()
+        self._is_sober = False
+        self._publisher = TrialPublisher(
+            self._client,
+            TOPIC,
+            self._new,
+            partitions=plan.partitions,
+            per_s=plan.messages_per_s,
+            seed=f"{plan.seed}/publisher",
+        )
+        self._promises = {
+            "push-loose": _promise(plan, AT_LEAST_ONCE, ordered=False),
+            "push-ordered": _promise(plan, EXACTLY_ONCE, ordered=True),
+        }
+
+    async def run(self) -> Outcome:
+        """Load, strike, let all queues run empty, and judge."""
+        async with self._hook:
+            await self._declare()
+            publishing = asyncio.ensure_future(self._publisher.run())
+            try:
+                await self._strike_now_and_then()
+                self._publisher.stop()
+                await publishing
+                self._is_sober = True
+                left = await self._drain()
+                return await self._judge(left)
+            finally:
+                publishing.cancel()
+                await asyncio.gather(publishing, return_exceptions=True)
+
+    def _client(self) -> Client:
+        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_ASK_S)
+
+    # -- load --------------------------------------------------------------------------------------------------
+
+    async def _declare(self) -> None:
+        plan, nodes = self._plan, len(self._cluster.nodes)
+        async with self._client() as client:
+            await create_topic(client, TOPIC, partitions=plan.partitions, replication=nodes, settings={})
+            for name, promise in self._promises.items():
+                settings = {
+                    DELIVERY: promise.delivery,
+                    LEASE: str(plan.lease_ms),
+                    ATTEMPTS: str(plan.attempts),
+                    BACKOFF_MIN: "200",
+                    BACKOFF_MAX: "500",
+                    DEAD_LETTER_TOPIC: f"dead-{name}",
+                    START: "earliest",
+                    ORDERED: str(promise.ordered).lower(),
+                    "millstream.push.url": f"{self._hook.url}/{name}",
+                    "millstream.push.secret": SECRET,
+                    "millstream.push.timeout.ms": str(TIMEOUT_MS),
+                }
+                await SubscriptionClient(client).create(name, [TOPIC], settings)
+
+    def _new(self, random: Random, number: int) -> NewRecord:
+        is_poison = random.random() < self._plan.poison_share
+        key = POISON if is_poison else b"key-%d" % random.randrange(self._plan.keys)
+        return NewRecord(key, b'{"number": %d}' % number, (), now_ms())
+
+    def _answer(self, request: Request) -> Reply:
+        """What the endpoint says; it also writes down what it saw."""
+        reply = self._reply(request)
+        headers = request.headers
+        self._unsigned += not request.is_signed_by(SECRET.encode())
+        self._arrivals.append(
+            _Arrival(
+                request.path.rpartition("/")[2],
+                Place(int(headers["ce-partition"]), int(headers["ce-offset"])),
+                int(headers["ce-attempt"]),
+                now_ms(),
+                crc32(request.body),
+                reply.status == 204,
+            )
+        )
+        return reply
+
+    def _reply(self, request: Request) -> Reply:
+        if request.headers.get("ce-subject") == POISON.decode():
+            return Reply(422, body=b"poison")
+        drawn = self._random.random()
+        if self._is_sober or drawn > 0.05:
+            return Reply()
+        if drawn > 0.02:
+            return Reply(after_s=0.2)
+        return Reply(503, {"retry-after": "1"}) if drawn > 0.015 else Reply(None) if drawn > 0.005 else Reply(500)
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    async def _strike_now_and_then(self) -> None:
+        deadline = time.monotonic() + self._plan.minutes_max * 60
+        for number in range(self._plan.faults):
+            if time.monotonic() > deadline:
+                return
+            await asyncio.sleep(self._random.uniform(1.0, 3.0))
+            (kind,) = self._random.choices(list(KINDS), list(KINDS.values()))
+            self._faults[kind] += 1
+            node = self._random.choice(list(self._cluster.nodes.values()))
+            self._tell(f"{number + 1:3} {kind} {'' if kind == 'kill-endpoint' else node.number}")
+            began_ms = now_ms()
+            await self._strike(kind, node)
+            await self._whole(kind)
+            self._struck.append(Span(began_ms, now_ms() + self._plan.lease_ms))
+
+    async def _strike(self, kind: str, node: TrialNode) -> None:
+        lasts_s = self._random.uniform(0.5, 4.0)
+        if kind == "kill-endpoint":
+            await self._hook.stop()
+            await asyncio.sleep(lasts_s)
+            await self._hook.start()
+        elif kind == "kill-process":
+            for pid in await asyncio.to_thread(push_processes, node.pid):
+                os.kill(pid, signal.SIGKILL)
+        elif kind == "pause-node":
+            node.pause()
+            await asyncio.sleep(lasts_s)
+            node.resume()
+        else:
+            # Only the main process is killed: the push process has to notice, and may not outlive it for long.
+            await asyncio.to_thread(node.kill_main if kind == "kill-node" else node.stop)
+            await asyncio.sleep(lasts_s)
+            node.kill()
+            await asyncio.to_thread(node.start)
+
+    async def _whole(self, after: str) -> None:
+        deadline = time.monotonic() + self._plan.heal_s_max
+        while lacking := await asyncio.to_thread(self._cluster.lacks):
+            if time.monotonic() > deadline:
+                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {lacking}\n{self._cluster.logs()}")
+            await asyncio.sleep(_PROBE_S)
+
+    # -- the end -----------------------------------------------------------------------------------------------
+
+    async def _drain(self) -> list[str]:
+        """Wait until every queue is empty; what is left if that takes too long."""
+        deadline = time.monotonic() + self._plan.drain_s_max
+        left = ["nobody tells"]
+        while left and time.monotonic() < deadline:
+            await asyncio.sleep(_PROBE_S)
+            try:
+                async with self._client() as client:
+                    told = await SubscriptionClient(client).describe(list(self._promises))
+            except (MillstreamError, OSError, TimeoutError) as error:
+                left = [f"nobody tells: {error!r}"]
+                continue
+            backlogs = {one["name"]: [queue["backlog"] for queue in one["queues"]] for one in told}
+            left = [
+                f"{name}: {len(each)} queues with backlogs of {each}"
+                for name, each in backlogs.items()
+                if any(each) or len(each) < self._plan.partitions
+            ]
+        return left
+
+    async def _judge(self, left: list[str]) -> Outcome:
+        async with self._client() as client:
+            records = await messages_of(client, TOPIC)
+            letters = {
+                name: Counter(place for place, _ in await letters_of(client, f"dead-{name}")) for name in self._promises
+            }
+            told = {one["name"]: one for one in await SubscriptionClient(client).describe(list(self._promises))}
+        findings = list(left)
+        if missing := self._publisher.acknowledged - set(records):
+            findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
+        if self._unsigned:
+            findings.append(f"{self._unsigned} requests were not signed")
+        expected = {place: published(record) for place, record in records.items()}
+        for name, promise in self._promises.items():
+            history = self._history(name)
+            truth = Truth(expected, letters[name], Spans(self._struck), Spans(), len(self._cluster.nodes) == 1)
+            findings += [f"{name}: {one}" for one in check(promise, history, truth)]
+            findings += [f"{name}: {one}" for one in _miscounted(told[name], records, letters[name])]
+            poison = {place for place, record in records.items() if record.key == POISON}
+            if odd := poison - set(letters[name]):
+                findings.append(f"{name}: poison that is no dead letter: {sorted(odd)[:5]}")
+        return Outcome(findings, self._account(records, letters))
+
+    def _history(self, name: str) -> History:
+        """What the endpoint saw as a worker's history. A request may come twice in one delivery."""
+        history = History()
+        seen: set[tuple[Place, int]] = set()
+        for one in self._arrivals:
+            if one.subscription != name:
+                continue
+            if (one.place, one.attempt) not in seen:
+                seen.add((one.place, one.attempt))
+                sent_ms = one.at_ms - TIMEOUT_MS
+                history.deliveries.append(
+                    Delivery(one.place, "endpoint", one.attempt, sent_ms, one.at_ms, 0, one.checksum)
+                )
+            if one.taken:
+                # Whether the node has heard of it the endpoint cannot know.
+                settled = Settlement(one.place, "endpoint", one.attempt, Verb.ACCEPT, one.at_ms, None, False)
+                history.settlements.append(settled)
+        return history
+
+    def _account(self, records: Mapping[Place, Record], letters: Mapping[str, Counter[Place]]) -> str:
+        struck = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
+        taken = Counter((one.subscription, one.place) for one in self._arrivals if one.taken)
+        return (
+            f"{len(records)} messages ({self._publisher.failed} times the publisher failed), faults: {struck}; "
+            f"{len(self._arrivals)} requests, {sum(count > 1 for count in taken.values())} messages were taken more "
+            f"than once, {sum(map(len, letters.values()))} dead letters"
+        )
+
+
+def push_processes(parent: int) -> list[int]:
+    """The push processes that a node has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            command = (entry / "cmdline").read_bytes()
+            stat = (entry / "stat").read_text()
+        except OSError:
+            continue
+        if PROCESS in command and int(stat.rpartition(")")[2].split()[1]) == parent:
+            found.append(int(entry.name))
+    return found
+
+
+def _miscounted(told: Mapping[str, Any], records: Mapping[Place, Record], letters: Mapping[Place, int]) -> list[str]:
+    """Each message was accepted once, or is a dead letter; the queues count what has become of them."""
+    counts = {kind: sum(queue[kind] for queue in told["queues"]) for kind in ("accepted", "dead_lettered", "dropped")}
+    wanted = {"accepted": len(records) - len(letters), "dead_lettered": len(letters), "dropped": 0}
+    return [] if counts == wanted else [f"the queues count {counts}, but it has to be {wanted}"]
+
+
+def _promise(plan: Plan, delivery: str, *, ordered: bool) -> Promise:
+    return Promise(delivery=delivery, ordered=ordered, attempts=plan.attempts, lease_ms=plan.lease_ms)

@@ -1,0 +1,106 @@
+"""A partition on a disk in memory, with queues on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from uuid import UUID
+
+from millstream.broker.log.store import LogStore
+from millstream.broker.replication.partition import Partition
+from millstream.broker.subscriptions.delivery import Delivery, Received, Wanted
+from millstream.broker.subscriptions.look_ahead import Stretch
+from millstream.broker.subscriptions.queue import Queue
+from millstream.broker.subscriptions.sieve import QueueSieve
+from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
+from millstream.core.marker import Marker
+from millstream.core.subscription import QueueKey, SubscriptionSettings
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.records.record import Headers, NewRecord, encode_batch
+from millstream_testing.clock import ManualClock
+from millstream_testing.files import MemoryFiles
+from millstream_testing.queue_store import MemoryStateStore
+
+TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=4, replication=1, overrides={}, created_ms=0)
+SUBSCRIPTION_ID = UUID(int=9)
+
+
+class Workbench:
+    """A broker's parts that a queue stands on."""
+
+    def __init__(self) -> None:
+        """Everything new and empty."""
+        self.clock = ManualClock()
+        self.store = MemoryStateStore()
+        self.files = MemoryFiles(open_files_max=64)
+        self.logs = LogStore.open(
+            Path("/data"), files=self.files, clock=self.clock, journal_bytes=1_000_000, producer_expiry_ms=3_600_000
+        )
+        self.partition = self.make_partition(0)
+
+    def make_partition(self, index: int, topic: Topic = TOPIC) -> Partition:
+        """A partition of the topic that this node alone carries."""
+        settings = TopicSettings(flush="os")
+        place = TopicPartition(topic.name, PartitionIndex(index))
+        log = self.logs.open_log(topic.topic_id, place, settings)
+        return Partition(topic, PartitionIndex(index), log, self.logs)
+
+    def publish(self, *values: str, key: bytes | None = None, headers: Headers = (), compression: int = 0) -> int:
+        """Append one batch; its first offset."""
+        records = [NewRecord(key, value.encode(), headers, self.clock.now_ms()) for value in values]
+        appended = self.partition.write(encode_batch(records, compression=compression), acks=-1)
+        return int(appended.base_offset)
+
+    def publish_in_transaction(self, *values: str, producer_id: int, commit: bool | None) -> None:
+        """Append one batch of a transaction, which is left open if `commit` is None."""
+        records = [NewRecord(None, value.encode(), (), self.clock.now_ms()) for value in values]
+        guard = self.partition.start_transaction(producer_id, 0, 0, bumps_epoch=False)
+        batch = encode_batch(records, producer_id=producer_id, producer_epoch=0, base_sequence=0, transactional=True)
+        self.partition.write(batch, acks=-1, guard=guard)
+        if commit is not None:
+            self.end_transaction(producer_id, commit=commit)
+
+    def end_transaction(self, producer_id: int, *, commit: bool) -> None:
+        """Have a transaction end."""
+        ended = Marker(
+            producer_id=ProducerId(producer_id), producer_epoch=ProducerEpoch(0), commit=commit, coordinator_epoch=0
+        )
+        self.partition.write_marker(ended)
+
+    async def open(
+        self,
+        *,
+        partition: Partition | None = None,
+        sieve: QueueSieve | None = None,
+        opener: Callable[[Stretch], Awaitable[Stretch]] | None = None,
+        **settings: object,
+    ) -> Delivery:
+        """A queue as the engine opens it."""
+        on = partition or self.partition
+        key = QueueKey(SUBSCRIPTION_ID, on.topic.topic_id, on.index)
+        stored = await self.store.load(key, Epoch(on.leader_epoch))
+        declared = SubscriptionSettings(**settings)  # type: ignore[arg-type]
+        queue = Queue(key, declared, leader_epoch=on.leader_epoch, snapshot=stored.snapshot)
+        if not queue.is_started:
+            queue.begin(0, now_ms=self.clock.now_ms())
+        sequence = stored.sequence + 1
+        delivery = Delivery(key, queue, on, self.store, self.clock, next_sequence=sequence, sieve=sieve, opener=opener)
+        delivery.news()
+        return delivery
+
+
+def wanted(count: int = 1, worker: str = "one") -> Wanted:
+    """What a worker asks for."""
+    return Wanted(worker, count, 1_000_000)
+
+
+def offsets(received: Received) -> list[int]:
+    """Which messages were given."""
+    return [offset for lease in received.leases for offset in range(lease.first, lease.last + 1)]
+
+
+async def turns(count: int = 20) -> None:
+    """Let the loop go round."""
+    for _ in range(count):
+        await asyncio.sleep(0)

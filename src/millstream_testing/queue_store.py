@@ -1,0 +1,85 @@
+"""A state store in memory: the test decides when a write is durable, whether it fails, and whether there is room."""
+
+from __future__ import annotations
+
+import asyncio
+
+from millstream.broker.subscriptions.image import Image
+from millstream.broker.subscriptions.state_store import QueueWrite, StoredQueue
+from millstream.core.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
+from millstream.core.ids import Epoch
+from millstream.core.subscription import QueueKey
+
+
+class _Kept:
+    def __init__(self, key: QueueKey) -> None:
+        self.image = Image(key)
+        self.sequence = -1
+        self.leader_epoch = -1
+
+
+class MemoryStateStore:
+    """Keeps the states of queues; what is not durable yet is lost by `forget_unwritten`."""
+
+    def __init__(self) -> None:
+        self.holds = False
+        """Whether writes wait for `let_go`."""
+        self.room = True
+        self.refusal: MillstreamError | None = None
+        """What loading and writing fail with."""
+        self.loading = asyncio.Event()
+        self.loading.set()
+        self.writes = 0
+        self._kept: dict[QueueKey, _Kept] = {}
+        self._held: list[tuple[QueueWrite, asyncio.Future[None]]] = []
+
+    async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
+        """Read a queue back."""
+        await self.loading.wait()
+        if self.refusal is not None:
+            raise self.refusal
+        kept = self._kept.setdefault(key, _Kept(key))
+        if kept.leader_epoch > leader_epoch:
+            raise FencedLeaderEpoch(f"epoch {kept.leader_epoch} has the queue")
+        kept.leader_epoch = leader_epoch
+        return StoredQueue(None if kept.sequence < 0 else kept.image.snapshot(), kept.sequence)
+
+    def write(self, write: QueueWrite) -> asyncio.Future[None]:
+        """Take a write, or keep it back."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.writes += 1
+        self._held.append((write, future))
+        if not self.holds:
+            self.let_go()
+        return future
+
+    def has_room(self, _key: QueueKey) -> bool:
+        """What the test says."""
+        return self.room
+
+    def let_go(self) -> None:
+        """Let everything that waits be durable."""
+        held, self._held = self._held, []
+        for write, future in held:
+            error = self.refusal or self._take(write)
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(error)
+                future.exception()
+
+    def forget_unwritten(self) -> None:
+        """Lose what is not durable, as in a crash."""
+        self._held.clear()
+
+    def _take(self, write: QueueWrite) -> MillstreamError | None:
+        kept = self._kept[write.key]
+        if kept.leader_epoch != write.leader_epoch:
+            return FencedLeaderEpoch(f"epoch {kept.leader_epoch} has the queue")
+        if write.sequence != kept.sequence + 1:
+            return OutOfOrderSequence(f"{write.sequence} follows {kept.sequence}")
+        kept.image.replay(write.deltas)
+        kept.sequence = write.sequence
+        return None

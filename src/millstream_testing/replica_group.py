@@ -1,0 +1,269 @@
+"""Some nodes that replicate partitions in one process: real logs, partitions and fetches, over links that can be cut.
+
+There is no controller: a test agrees on states itself, and every node that can see the store follows them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from random import Random
+from typing import TypeVar
+from uuid import UUID
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.embedded_service import EmbeddedService
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.replica_fetcher import FetchLimits
+from millstream.broker.cluster.replicas import Replicas, ReplicaSettings
+from millstream.broker.cluster.store import Event, Expect, Put
+from millstream.broker.kafka.follower_fetch import FollowerFetch
+from millstream.broker.log.store import LogStore
+from millstream.broker.net.budget import Budget
+from millstream.broker.replication.partition import Partition
+from millstream.core.clock import Clock, SystemClock
+from millstream.core.errors import BrokerUnreachable, StoreUnavailable, UnknownTopicId
+from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.records.batch import iterate_headers
+from millstream.protocol.wire.replica_fetching import (
+    FETCH_KEY,
+    VERSION,
+    ReplicaAnswers,
+    ReplicaFetch,
+    read_replica_answers,
+    write_replica_fetch,
+)
+from millstream_testing.files import MemoryFiles
+
+TOPIC = Topic(name="orders", topic_id=UUID(int=77), partitions=1, replication=3, overrides={}, created_ms=0)
+LAG_S = 0.4
+
+
+def partition_key(index: int = 0) -> keys.PartitionKey:
+    """A partition of the topic."""
+    return TOPIC.topic_id, PartitionIndex(index)
+
+
+T = TypeVar("T")
+
+
+class UnsteadyStore(EmbeddedStore):
+    """A door to the store through which nothing may go, or no answer comes back."""
+
+    def __init__(self, service: EmbeddedService, clock: Clock) -> None:
+        super().__init__(service, clock)
+        self.is_reached = True
+        self.answers = True
+        self.hears = asyncio.Event()
+        self.hears.set()
+
+    def shut(self, *, requests_pass: bool = False) -> None:
+        """Let nothing through, or only requests, whose answers are lost."""
+        self.is_reached = requests_pass
+        self.answers = False
+        self.hears.clear()
+
+    def open(self) -> None:
+        """Let everything through again."""
+        self.is_reached = self.answers = True
+        self.hears.set()
+
+    async def _ask(self, request: Callable[[], T]) -> T:
+        if not self.is_reached:
+            raise StoreUnavailable("the store cannot be reached")
+        answer = await super()._ask(request)
+        if not self.answers:
+            raise StoreUnavailable("the answer was lost")
+        return answer
+
+    async def _hear(self) -> None:
+        await self.hears.wait()
+
+
+class ReplicaNode:
+    """One node: a disk in memory, partitions, and replication between them and other nodes."""
+
+    def __init__(self, group: ReplicaGroup, node_id: NodeId) -> None:
+        self.node_id = node_id
+        self.files = MemoryFiles(int(node_id), open_files_max=64)
+        self.partitions: dict[keys.PartitionKey, Partition] = {}
+        self._group = group
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Begin a process on the node's disk."""
+        group = self._group
+        self.logs = LogStore.open(
+            Path("/data"), files=self.files, clock=group.clock, journal_bytes=1 << 20, producer_expiry_ms=10**9
+        )
+        self.store = UnsteadyStore(group.service, group.clock)
+        self.follower_fetch = FollowerFetch(
+            self, Budget(1 << 26), bytes_max=1 << 20, new_id=lambda: group.random.randrange(1, 2**31)
+        )
+        self.replicas = Replicas(
+            self.node_id,
+            _Links(group, self.node_id),
+            self.store,
+            random=group.random,
+            settings=ReplicaSettings(lag_s=LAG_S, fetch=FetchLimits(wait_ms=100)),
+        )
+        for index in range(group.topic.partitions):
+            where = TopicPartition(group.topic.name, PartitionIndex(index))
+            log = self.logs.open_log(group.topic.topic_id, where, group.settings)
+            self.partitions[partition_key(index)] = Partition(
+                group.topic, PartitionIndex(index), log, self.logs, alone=False, clock=group.clock
+            )
+        loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self.logs.run()), loop.create_task(self._follow_store())]
+        await self.replicas.start()
+
+    async def stop(self) -> None:
+        """End the process as a clean stop does."""
+        await self._end()
+        await self.logs.close()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def kill(self) -> None:
+        """End the process at once; the machine lives on."""
+        await self._end()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.files.kill()
+
+    async def _end(self) -> None:
+        self._tasks[1].cancel()
+        await self.replicas.close()
+        self.follower_fetch.stop()
+        for partition in self.partitions.values():
+            partition.close()
+        self.partitions.clear()
+
+    def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
+        """One partition by the topic's id."""
+        partition = self.partitions.get((topic_id, PartitionIndex(index)))
+        if partition is None:
+            raise UnknownTopicId("not here")
+        return partition
+
+    async def _follow_store(self) -> None:
+        snapshot = await self.store.read(keys.PARTITIONS)
+        self._see([Event(key, entry.value, entry.revision) for key, entry in snapshot.entries.items()])
+        async with aclosing(self.store.watch(keys.PARTITIONS, after=snapshot.revision)) as batches:
+            async for events in batches:
+                self._see(events)
+
+    def _see(self, events: Sequence[Event]) -> None:
+        for event in events:
+            partition = self.partitions.get(keys.parse_partition(event.key.removeprefix(keys.PARTITIONS)))
+            if event.value is not None and partition is not None:
+                partition.apply(Versioned(PartitionState.from_json(event.value), event.revision), me=self.node_id)
+                self.replicas.apply([partition])
+
+
+class _Link:
+    def __init__(self, group: ReplicaGroup, me: NodeId, leader: NodeId) -> None:
+        self._group = group
+        self._way = (me, leader)
+
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
+        await self._cross()
+        header = RequestHeader(FETCH_KEY, VERSION, 1, None, 0, True)
+        leader = self._group.nodes[self._way[1]]
+        answer = leader.follower_fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header)
+        pieces = await answer if inspect.isawaitable(answer) else answer
+        await self._cross()
+        if not isinstance(pieces, list):
+            raise TypeError("a fetch is answered with buffers")
+        return read_replica_answers(memoryview(b"".join(map(bytes, pieces)))[4:])
+
+    async def close(self) -> None:
+        pass
+
+    async def _cross(self) -> None:
+        await asyncio.sleep(0)
+        if self._way in self._group.cut:
+            raise BrokerUnreachable("the link is cut")
+
+
+class _Links:
+    def __init__(self, group: ReplicaGroup, me: NodeId) -> None:
+        self._group = group
+        self._me = me
+
+    def open(self, node: NodeId) -> _Link:
+        return _Link(self._group, self._me, node)
+
+
+class ReplicaGroup:
+    """Nodes 1 to 3, one topic that all of them carry, and what they have agreed on."""
+
+    def __init__(self, *, settings: TopicSettings | None = None, topic: Topic = TOPIC) -> None:
+        self.clock: Clock = SystemClock()
+        self.random = Random(5)
+        self.topic = topic
+        self.settings = settings or TopicSettings(flush="os", min_insync_replicas=2)
+        self.service = EmbeddedService(self.clock)
+        self.cut: set[tuple[NodeId, NodeId]] = set()
+        """Follower and leader between which nothing goes."""
+        self.nodes = {NodeId(number): ReplicaNode(self, NodeId(number)) for number in (1, 2, 3)}
+
+    async def __aenter__(self) -> ReplicaGroup:
+        for node in self.nodes.values():
+            await node.start()
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        for node in self.nodes.values():
+            if node.partitions:
+                await node.stop()
+
+    def agreed(self, index: int = 0) -> Versioned | None:
+        """What the store says of a partition."""
+        key = keys.partition_key(partition_key(index))
+        entry = self.service.read(key).entries.get(key)
+        return None if entry is None else Versioned(PartitionState.from_json(entry.value), entry.revision)
+
+    def agree(self, state: PartitionState, index: int = 0) -> None:
+        """Change the state of a partition, as a controller does."""
+        key = keys.partition_key(partition_key(index))
+        before = self.agreed(index)
+        if (
+            self.service.change([Put(key, state.to_json())], [Expect(key, before.revision if before else 0)], None)
+            is None
+        ):
+            raise AssertionError("nobody else changes the state in this moment")
+
+    def partition(self, node: int, index: int = 0) -> Partition:
+        """A replica."""
+        return self.nodes[NodeId(node)].partitions[partition_key(index)]
+
+    def isolate(self, node: int) -> None:
+        """Cut a node off from the others and from the store."""
+        self.nodes[NodeId(node)].store.shut()
+        for other in self.nodes:
+            self.cut |= {(NodeId(node), other), (other, NodeId(node))}
+
+    def heal(self) -> None:
+        """Take every cut back."""
+        self.cut.clear()
+        for node in self.nodes.values():
+            node.store.open()
+
+
+def content(partition: Partition) -> bytes:
+    """Everything that a replica holds, as one piece."""
+    log, found = partition.log, bytearray()
+    offset = log.start_offset
+    while offset < log.end_offset:
+        data = bytes(log.read(offset, max_bytes=1 << 20, up_to=log.end_offset))
+        for header in iterate_headers(data):
+            offset = header.next_offset
+        found += data
+    return bytes(found)

@@ -1,0 +1,75 @@
+"""A driver without Spark: `python -m millstream_testing.scripted_driver OPTIONS`, as the real one is started.
+
+What a pipeline does stands in its setting `topics`: `idle` waits, `failing` fails, `deadly` ends the process hard,
+`hanging` never comes to an end, and anything else takes one message with each step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+
+from millstream.core.errors import InvalidRequest
+from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.job import Job, JobContext, Step
+from millstream.pipelines.runtime.driver import Driver, Voice
+from millstream.pipelines.runtime.driver_messages import Options, Told
+from millstream_testing.pipeline_script import FreeClaim
+
+PAUSE_S = 0.05
+LOOK_S = 0.01
+
+
+class OneWordJob:
+    """Does what one word says."""
+
+    def __init__(self, word: str, context: JobContext) -> None:
+        self._word = word
+        self._context = context
+
+    def step(self) -> Step:
+        """Do it once."""
+        if self._word == "deadly":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._word == "failing":
+            raise InvalidRequest("it fails as it is told to")
+        if self._word == "hanging":
+            threading.Event().wait()
+        if self._word == "idle":
+            return Step(wait_s=60.0)
+        return Step(rows=1, wait_s=PAUSE_S, counts={"files": 1})
+
+    def close(self) -> None:
+        """There is nothing to let go of."""
+
+
+def make(pipeline: Pipeline, context: JobContext) -> Job:
+    """A job for a pipeline."""
+    return OneWordJob(pipeline.overrides["topics"], context)
+
+
+def main() -> None:
+    """Run until the broker hangs up."""
+    options = msgspec.json.decode(sys.argv[1], type=Options)
+    driver = Driver(
+        options,
+        None,
+        Voice(sys.stdout.buffer).say,
+        lambda _group, _when_lost: FreeClaim(),
+        jobs={PipelineKind.LAND: make},
+        report_s=PAUSE_S,
+        backoff_s=0.001,
+        look_s=LOOK_S,
+        cancel_s=2 * LOOK_S,
+    )
+    for line in sys.stdin.buffer:
+        driver.declare(msgspec.json.decode(line, type=Told).wanted)
+    driver.end()
+
+
+if __name__ == "__main__":
+    main()

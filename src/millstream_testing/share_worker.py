@@ -1,0 +1,164 @@
+"""A worker of a trial with Kafka's share consumer, of implicit or explicit acknowledgement."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+from random import Random
+from typing import Any, Final
+from zlib import crc32
+
+from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, Message, ShareConsumer, TopicPartition
+
+from millstream.core.verb import Verb
+from millstream_testing.subscription_events import Diary, Leased, Notebook, now_ms
+from millstream_testing.subscription_worker import BATCH_MAX, POISON, Task
+
+POLL_S: Final = 0.5
+COMMIT_S: Final = 8.0
+PAUSE_S: Final = 0.2
+UNDERWAY_MS: Final = 5_000
+"""An answer that a poll did not find was leased at most so long before that poll was over, if all nodes are well."""
+
+HABITS: Final = {"accept": 60, "release": 8, "reject": 4, "forget": 2, "leave": 3}
+SOBER: Final = {"accept": 1}
+_VERBS: Final = {"accept": Verb.ACCEPT, "release": Verb.RELEASE, "reject": Verb.REJECT}
+_TYPES: Final = {
+    Verb.ACCEPT: AcknowledgeType.ACCEPT,
+    Verb.RELEASE: AcknowledgeType.RELEASE,
+    Verb.REJECT: AcknowledgeType.REJECT,
+}
+
+
+class ShareWorker:
+    """One share consumer after another; runs in a thread of its own."""
+
+    def __init__(self, task: Task, notebook: Notebook, subscription: str, stopping: threading.Event) -> None:
+        self._task = task
+        self._notebook = notebook
+        self._subscription = subscription
+        self._stopping = stopping
+        self._random = Random(f"{task.seed}/{subscription}")
+        self._habits = SOBER if task.is_sober else HABITS
+        self._is_explicit = task.door == "explicit"
+        self._lives = 0
+        self._diary = Diary(notebook, subscription, "")
+        # What was acknowledged and not answered yet, by partition and offset: the number of the settlement. None when a
+        # message was acknowledged twice meanwhile: the client does not tell to which of them an answer belongs.
+        self._open: dict[tuple[int, int], int | None] = {}
+        self._empty_ms = 0
+
+    def run(self) -> None:
+        """Work until asked to stop."""
+        while not self._stopping.is_set():
+            self._lives += 1
+            self._diary = Diary(self._notebook, self._subscription, f"{self._task.producer}.{self._lives}")
+            self._open = {}
+            self._empty_ms = now_ms()
+            consumer = self._consumer()
+            try:
+                self._work(consumer)
+            except KafkaException:
+                time.sleep(PAUSE_S)
+            finally:
+                # What it holds goes to others while it closes.
+                self._diary.left()
+                with suppress(KafkaException):
+                    consumer.close()
+
+    def _consumer(self) -> ShareConsumer:
+        self._wanted = self._random.choice((1, 5, 20))
+        settings: dict[str, Any] = {
+            "bootstrap.servers": self._task.brokers,
+            "group.id": self._subscription,
+            "share.acknowledgement.mode": "explicit" if self._is_explicit else "implicit",
+            "max.poll.records": self._wanted,
+            "socket.timeout.ms": 8_000,
+            "reconnect.backoff.ms": 20,
+            "reconnect.backoff.max.ms": 200,
+            "log_level": 0,
+        }
+        if self._task.nodes == 1:
+            # When no broker answers, the client would else forget the only one.
+            settings["metadata.recovery.strategy"] = "none"
+        consumer = ShareConsumer(settings)
+        consumer.set_acknowledgement_commit_callback(self._told)
+        consumer.subscribe([self._task.topic])
+        return consumer
+
+    def _work(self, consumer: ShareConsumer) -> None:
+        held: list[Message] = []
+        while not self._stopping.is_set():
+            if not self._is_explicit and held:
+                # The next poll accepts what the one before has given.
+                self._saying(Verb.ACCEPT, held)
+            held = self._poll(consumer)
+            if not held:
+                continue
+            if self._draw("leave"):
+                return
+            if self._draw("forget"):
+                self._stopping.wait(self._task.lease_ms / 1000 * self._random.uniform(0.5, 1.2))
+            if self._is_explicit:
+                self._acknowledge(consumer, held)
+            elif self._random.random() < 0.5:
+                self._saying(Verb.ACCEPT, held)
+                consumer.commit_sync(COMMIT_S)
+                held = []
+
+    def _poll(self, consumer: ShareConsumer) -> list[Message]:
+        # Every node may be asked for as many, and gives whole batches.
+        self._diary.asking((self._wanted + BATCH_MAX) * self._task.nodes)
+        messages = [message for message in consumer.poll(POLL_S) if message.error() is None]
+        self._diary.given(self._empty_ms, [_leased(message) for message in messages])
+        if not messages:
+            self._empty_ms = now_ms() - UNDERWAY_MS
+        return messages
+
+    def _acknowledge(self, consumer: ShareConsumer, held: list[Message]) -> None:
+        verbs: dict[Verb, list[Message]] = {}
+        for message in held:
+            wanted = {habit: weight for habit, weight in self._habits.items() if habit in _VERBS}
+            (habit,) = self._random.choices(list(wanted), list(wanted.values()))
+            if message.key() == POISON:
+                habit = self._random.choice(("release", "reject"))
+            verbs.setdefault(_VERBS[habit], []).append(message)
+        for verb, messages in verbs.items():
+            self._saying(verb, messages)
+            for message in messages:
+                consumer.acknowledge(message, _TYPES[verb])
+        # Else they travel with the next poll.
+        if self._random.random() < 0.5:
+            consumer.commit_sync(COMMIT_S)
+
+    def _saying(self, verb: Verb, messages: list[Message]) -> None:
+        places = [_place(message) for message in messages]
+        number = self._diary.saying(verb, places)
+        for partition, offset, _ in places:
+            self._open[partition, offset] = None if (partition, offset) in self._open else number
+
+    def _told(self, acknowledged: dict[TopicPartition, set[int]], error: KafkaException | None) -> None:
+        """What the client says became of acknowledgements."""
+        refused = error is not None and error.args[0].code() == KafkaError.INVALID_RECORD_STATE
+        told: dict[int, list[tuple[int, int]]] = {}
+        for topic_partition, offsets in acknowledged.items():
+            for offset in offsets:
+                place = topic_partition.partition, offset
+                number = self._open.pop(place, None)
+                # Other errors leave open whether the acknowledgement has reached the broker.
+                if number is not None and (error is None or refused):
+                    told.setdefault(number, []).append(place)
+        for number, places in told.items():
+            self._diary.said(number, places, taken=not refused)
+
+    def _draw(self, habit: str) -> bool:
+        return self._random.random() < self._habits.get(habit, 0) / sum(self._habits.values())
+
+
+def _place(message: Message) -> tuple[int, int, int]:
+    return message.partition() or 0, message.offset() or 0, message.delivery_count() or 0
+
+
+def _leased(message: Message) -> Leased:
+    return Leased(*_place(message), 0, crc32(message.value() or b""))

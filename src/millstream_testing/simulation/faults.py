@@ -1,0 +1,246 @@
+"""The faults of a simulation, drawn from its seed: what breaks, when, and for how long.
+
+Each seed draws a few kinds of faults only, since bugs hide behind other faults as often as in them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from random import Random
+from typing import Protocol
+
+from millstream_testing.simulation.network import Network
+from millstream_testing.simulation.plan import CRASH
+from millstream_testing.simulation.store import STORE
+
+FAULTS_MIN, FAULTS_MAX = 3, 9
+BETWEEN_S = 3.0
+SHORT_S, LONG_S = 0.05, 12.0
+CLOCK_STEP_MAX_MS = 3_600_000
+LEADER_CHANCE = 0.4
+STARTS_MAX = 3
+DIES_AGAIN_CHANCE = 0.25
+DIES_AFTER_S = 0.03
+"""About how long a node needs to register and be let in."""
+
+Fault = Callable[[float], Awaitable[None]]
+
+
+class Machine(Protocol):
+    """A node as the faults treat it."""
+
+    name: str
+    is_running: bool
+
+    def kill(self) -> None:
+        """End its process at once."""
+
+    def crash(self) -> None:
+        """Take the power from its machine."""
+
+    async def stop(self) -> None:
+        """Stop it in an orderly way."""
+
+    def start(self) -> None:
+        """Start its process again, unless it runs."""
+
+    def pause(self) -> None:
+        """Stop its process for a while."""
+
+    def resume(self) -> None:
+        """Let its process go on."""
+
+    def step_clock(self, milliseconds: int) -> None:
+        """Set its wall clock."""
+
+    def fail_disk(self) -> None:
+        """Let the next sync of a segment fail."""
+
+
+class Scene(Protocol):
+    """What the faults happen to."""
+
+    network: Network
+    machines: Sequence[Machine]
+
+    def tell(self, who: str, what: str) -> None:
+        """Add a line to the trace."""
+
+    def may_crash(self, machine: Machine) -> bool:
+        """Whether a machine may lose its memory now, without everybody having lost what was acknowledged."""
+
+    def leading(self) -> Machine | None:
+        """A node that leads something, if any does."""
+
+    async def change_min_in_sync(self, minimum: int) -> None:
+        """Have a topic ask for another number of replicas in sync."""
+
+    def pause_store(self) -> None:
+        """Let the coordination store answer nobody."""
+
+    def resume_store(self) -> None:
+        """Let it go on, with the requests that have come meanwhile."""
+
+
+class Faults:
+    """Draws faults and lets them happen."""
+
+    def __init__(self, scene: Scene, chance: Random, kinds: Sequence[str]) -> None:
+        self._scene = scene
+        self._chance = chance
+        known: dict[str, Fault] = {
+            "kill": self._kill,
+            CRASH: self._crash,
+            "pause": self._pause,
+            "restart": self._restart,
+            "cut": self._cut,
+            "cut one way": self._cut_one_way,
+            "isolate": self._isolate,
+            "cut from store": self._cut_from_store,
+            "store away": self._store_away,
+            "loss": self._loss,
+            "lateness": self._lateness,
+            "clock": self._clock,
+            "disk": self._disk,
+            "settings": self._settings,
+        }
+        self._faults = [known[kind] for kind in kinds]
+        self._kinds = kinds
+
+    async def run(self) -> None:
+        """Let faults happen, some at the same time, and wait until all are over."""
+        self._scene.tell("faults", "kinds: " + ", ".join(self._kinds))
+        async with asyncio.TaskGroup() as happening:
+            for _ in range(self._chance.randint(FAULTS_MIN, FAULTS_MAX)):
+                await asyncio.sleep(self._chance.expovariate(1 / BETWEEN_S))
+                happening.create_task(self._run_one(self._chance.choice(self._faults)))
+
+    async def _run_one(self, fault: Fault) -> None:
+        await fault(SHORT_S * (LONG_S / SHORT_S) ** self._chance.random())
+
+    def _tell(self, what: str) -> None:
+        self._scene.tell("faults", what)
+
+    def _machine(self) -> Machine:
+        """Any node, but more often one that leads: most of what can go wrong goes wrong with these."""
+        drawn = self._chance.choice(self._scene.machines)
+        return (self._scene.leading() or drawn) if self._chance.random() < LEADER_CHANCE else drawn
+
+    # -- nodes ------------------------------------------------------------------------------------------------
+
+    async def _kill(self, duration_s: float) -> None:
+        machine = self._machine()
+        if not machine.is_running:
+            return
+        self._tell(f"kill {machine.name} for {duration_s:.2f} s")
+        machine.kill()
+        await self._start_later(machine, duration_s)
+
+    async def _crash(self, duration_s: float) -> None:
+        machine = self._machine()
+        if not machine.is_running or not self._scene.may_crash(machine):
+            return
+        self._tell(f"crash {machine.name} for {duration_s:.2f} s")
+        machine.crash()
+        await self._start_later(machine, duration_s)
+
+    async def _restart(self, duration_s: float) -> None:
+        machine = self._machine()
+        if not machine.is_running:
+            return
+        self._tell(f"stop {machine.name} for {duration_s:.2f} s")
+        await machine.stop()
+        await self._start_later(machine, duration_s)
+
+    async def _start_later(self, machine: Machine, duration_s: float) -> None:
+        """Start a node again, which sometimes dies while it starts."""
+        await asyncio.sleep(duration_s)
+        for _ in range(STARTS_MAX):
+            if machine.is_running:
+                return
+            self._tell(f"start {machine.name}")
+            machine.start()
+            if self._chance.random() > DIES_AGAIN_CHANCE:
+                return
+            await asyncio.sleep(self._chance.expovariate(1 / DIES_AFTER_S))
+            self._tell(f"kill {machine.name} again")
+            machine.kill()
+        machine.start()
+
+    async def _pause(self, duration_s: float) -> None:
+        machine = self._machine()
+        if not machine.is_running:
+            return
+        self._tell(f"pause {machine.name} for {duration_s:.2f} s")
+        machine.pause()
+        await asyncio.sleep(duration_s)
+        self._tell(f"resume {machine.name}")
+        machine.resume()
+
+    async def _clock(self, _duration_s: float) -> None:
+        machine = self._machine()
+        step_ms = self._chance.randint(-CLOCK_STEP_MAX_MS, CLOCK_STEP_MAX_MS // 2)
+        self._tell(f"the clock of {machine.name} goes {step_ms} ms")
+        machine.step_clock(step_ms)
+
+    async def _disk(self, _duration_s: float) -> None:
+        machine = self._machine()
+        self._tell(f"the next sync on {machine.name} fails")
+        machine.fail_disk()
+
+    async def _settings(self, _duration_s: float) -> None:
+        minimum = self._chance.randint(1, 3)
+        self._tell(f"min.insync.replicas becomes {minimum}")
+        await self._scene.change_min_in_sync(minimum)
+
+    # -- links ------------------------------------------------------------------------------------------------
+
+    async def _cut(self, duration_s: float) -> None:
+        one, other = self._chance.sample(self._scene.machines, 2)
+        await self._without(duration_s, [(one.name, other.name), (other.name, one.name)])
+
+    async def _cut_one_way(self, duration_s: float) -> None:
+        one, other = self._chance.sample(self._scene.machines, 2)
+        await self._without(duration_s, [(one.name, other.name)])
+
+    async def _isolate(self, duration_s: float) -> None:
+        alone = self._machine().name
+        others = [STORE, *(machine.name for machine in self._scene.machines if machine.name != alone)]
+        await self._without(duration_s, [pair for other in others for pair in ((alone, other), (other, alone))])
+
+    async def _cut_from_store(self, duration_s: float) -> None:
+        name = self._machine().name
+        links = [[(name, STORE), (STORE, name)], [(name, STORE)], [(STORE, name)]]
+        await self._without(duration_s, self._chance.choice(links))
+
+    async def _without(self, duration_s: float, links: list[tuple[str, str]]) -> None:
+        network = self._scene.network
+        self._tell(f"cut {', '.join(f'{source} to {target}' for source, target in links)} for {duration_s:.2f} s")
+        for link in links:
+            network.cut(*link)
+        await asyncio.sleep(duration_s)
+        self._tell(f"heal {', '.join(f'{source} to {target}' for source, target in links)}")
+        for link in links:
+            network.heal(*link)
+
+    async def _loss(self, duration_s: float) -> None:
+        network = self._scene.network
+        network.loss_chance = self._chance.choice((0.02, 0.1, 0.3))
+        self._tell(f"lose {network.loss_chance:.0%} of everything for {duration_s:.2f} s")
+        await asyncio.sleep(duration_s)
+        network.loss_chance = 0.0
+
+    async def _lateness(self, duration_s: float) -> None:
+        network = self._scene.network
+        network.late_chance = self._chance.choice((0.02, 0.1, 0.3))
+        self._tell(f"{network.late_chance:.0%} of everything comes late for {duration_s:.2f} s")
+        await asyncio.sleep(duration_s)
+        network.late_chance = 0.0
+
+    async def _store_away(self, duration_s: float) -> None:
+        self._tell(f"the store answers nobody for {duration_s:.2f} s")
+        self._scene.pause_store()
+        await asyncio.sleep(duration_s)
+        self._tell("the store is back")
+        self._scene.resume_store()

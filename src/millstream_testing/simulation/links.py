@@ -1,0 +1,73 @@
+"""Links of followers in a simulation: the bytes of real requests and answers, over the simulated network."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+
+from millstream.broker.cluster.replica_link import ANSWER_S
+from millstream.broker.kafka.follower_fetch import FollowerFetch
+from millstream.core.errors import BrokerUnreachable
+from millstream.core.ids import NodeId
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.wire.replica_fetching import (
+    FETCH_KEY,
+    VERSION,
+    ReplicaAnswers,
+    ReplicaFetch,
+    read_replica_answers,
+    write_replica_fetch,
+)
+from millstream_testing.simulation.network import LinkDown, Network
+
+_SIZE_BYTES = 4
+_HEADER = RequestHeader(FETCH_KEY, VERSION, 0, "replica", 0, True)
+
+FindServer = Callable[[NodeId], FollowerFetch]
+"""What answers the fetches of followers on a node; raises `BrokerUnreachable` when it does not run yet."""
+
+
+class SimulatedLink:
+    """A follower's way to one leader."""
+
+    def __init__(self, name: str, node: NodeId, find: FindServer, network: Network) -> None:
+        self._name = name
+        self._node = node
+        self._find = find
+        self._network = network
+
+    async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
+        """Ask the leader."""
+        frame = bytes(write_replica_fetch(fetch))
+
+        async def serve() -> bytes:
+            answer = self._find(self._node).handle_frame(memoryview(frame), _HEADER)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            return b"".join(answer)  # type: ignore[arg-type]
+
+        try:
+            answered = await self._network.call(self._name, serve, timeout_s=fetch.max_wait_ms / 1000 + ANSWER_S)
+        except LinkDown as error:
+            raise BrokerUnreachable(str(error)) from error
+        return read_replica_answers(memoryview(answered)[_SIZE_BYTES:])
+
+    async def close(self) -> None:
+        """Nothing is held."""
+
+
+class SimulatedLinks:
+    """Opens links to the nodes of a simulation."""
+
+    def __init__(self, find: FindServer, network: Network) -> None:
+        self._find = find
+        self._network = network
+
+    def open(self, node: NodeId) -> SimulatedLink:
+        """A link to a node."""
+        return SimulatedLink(node_name(node), node, self._find, self._network)
+
+
+def node_name(node: NodeId) -> str:
+    """What a node is called on the network."""
+    return f"node-{node}"

@@ -1,0 +1,158 @@
+"""Links between the processes of a simulation: delays, lost requests and answers, cuts in one or both directions.
+
+A call is a request that may arrive late or never, work that may go on after the caller gave up, and an answer that
+may be lost after the work was done. Nothing is shared but what is passed: both sides copy what they send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from random import Random
+from typing import Any, TypeVar
+
+from millstream_testing.simulation.loop import SimulatedLoop
+from millstream_testing.simulation.process import Process, current_process
+
+T = TypeVar("T")
+
+QUICK_MIN_S, QUICK_MAX_S = 0.0002, 0.003
+SLOW_MAX_S = 0.05
+SLOW_CHANCE = 0.05
+
+
+class LinkDown(Exception):
+    """A call got no answer: the request or the answer was lost, or nobody is there. It may have been carried out."""
+
+
+class NobodyThere(LinkDown):
+    """The call surely was not carried out: nothing listens there."""
+
+
+class Network:
+    """Every link of a simulation, by the names of what is at its ends."""
+
+    def __init__(self, loop: SimulatedLoop, chance: Random) -> None:
+        self.endpoints: dict[str, Process] = {}
+        """Who listens under a name now."""
+        self.loss_chance = 0.0
+        self.late_chance = 0.0
+        self.late_max_s = 4.0
+        self._loop = loop
+        self._chance = chance
+        self._cut: set[tuple[str, str]] = set()
+        self._open: dict[Process, dict[asyncio.Future[Any], None]] = {}
+        self._hearing: list[asyncio.Future[None]] = []
+
+    def cut(self, source: str, target: str) -> None:
+        """Let nothing more arrive that one end sends to the other."""
+        self._cut.add((source, target))
+
+    def heal(self, source: str, target: str) -> None:
+        """Let what is sent from now on arrive again."""
+        self._cut.discard((source, target))
+        self._tell_hearing()
+
+    def heal_all(self) -> None:
+        """Take every cut and every chance of loss back."""
+        self._cut.clear()
+        self.loss_chance = self.late_chance = 0.0
+        self._tell_hearing()
+
+    def is_cut(self, source: str, target: str) -> bool:
+        """Whether nothing arrives that one end sends to the other."""
+        return (source, target) in self._cut
+
+    def cuts(self) -> Iterable[tuple[str, str]]:
+        """Every cut, in order."""
+        return sorted(self._cut)
+
+    def hang_up(self, process: Process) -> None:
+        """A process ended, and its machine tells whoever waits for it."""
+        for answer in self._open.pop(process, {}):
+            self._loop.call_later(self.delay_s(), _fail, answer, LinkDown(f"{process.name} hung up"))
+
+    def delay_s(self) -> float:
+        """How long one way takes."""
+        draw = self._chance.random
+        if self.late_chance and draw() < self.late_chance:
+            return draw() * self.late_max_s
+        if draw() < SLOW_CHANCE:
+            return draw() * SLOW_MAX_S
+        return QUICK_MIN_S + draw() * (QUICK_MAX_S - QUICK_MIN_S)
+
+    async def call(self, target: str, serve: Callable[[], Awaitable[T]], *, timeout_s: float) -> T:
+        """Have `serve` run in the process behind a name, and come back with its answer; raise `LinkDown` without one.
+
+        What `serve` raises comes back as the answer.
+        """
+        loop = self._loop
+        answer: asyncio.Future[T] = loop.create_future()
+        timer = loop.call_later(timeout_s, _fail, answer, LinkDown(f"no answer from {target}"))
+        source = current_process()
+        self._carry(self._arrive, source, target, serve, answer)
+        try:
+            return await answer
+        finally:
+            timer.cancel()
+
+    async def hear(self, source: str) -> None:
+        """Wait until what another end sends now arrives here; a cut only holds it up, since it is sent again."""
+        here = current_process().name
+        await asyncio.sleep(self.delay_s())
+        while (source, here) in self._cut or (here, source) in self._cut:
+            healed: asyncio.Future[None] = self._loop.create_future()
+            self._hearing.append(healed)
+            await healed
+            await asyncio.sleep(self.delay_s())
+
+    def _tell_hearing(self) -> None:
+        hearing, self._hearing = self._hearing, []
+        for healed in hearing:
+            _settle(healed, None)
+
+    def _carry(self, arrive: Callable[..., None], *arguments: Any) -> None:
+        # What is on its way belongs to no process, so that it arrives whatever happens to its sender.
+        self._loop.call_later(self.delay_s(), arrive, *arguments, context=self._loop.world.context)
+
+    def _is_lost(self, source: str, target: str) -> bool:
+        return (source, target) in self._cut or (
+            self.loss_chance > 0 and source != target and self._chance.random() < self.loss_chance
+        )
+
+    def _arrive(
+        self, source: Process, target: str, serve: Callable[[], Awaitable[T]], answer: asyncio.Future[T]
+    ) -> None:
+        if self._is_lost(source.name, target):
+            return
+        process = self.endpoints.get(target)
+        if process is None or not process.alive:
+            self._carry(_fail, answer, NobodyThere(f"nobody listens at {target}"))
+            return
+        self._open.setdefault(process, {})[answer] = None
+        self._loop.spawn(process, self._serve(source, process, serve, answer), name="served call")
+
+    async def _serve(
+        self, source: Process, target: Process, serve: Callable[[], Awaitable[T]], answer: asyncio.Future[T]
+    ) -> None:
+        outcome: T | Exception
+        try:
+            outcome = await serve()
+        except Exception as error:
+            outcome = error
+        self._open.get(target, {}).pop(answer, None)
+        if not self._is_lost(target.name, source.name):
+            self._carry(_settle, answer, outcome)
+
+
+def _settle(answer: asyncio.Future[Any], outcome: Any) -> None:
+    if answer.done():
+        return
+    if isinstance(outcome, Exception):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
+
+
+def _fail(answer: asyncio.Future[Any], error: Exception) -> None:
+    _settle(answer, error)

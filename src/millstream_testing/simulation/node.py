@@ -1,0 +1,318 @@
+"""A simulated node: the real log, view, controller, topics and replicas, on a disk in memory, in a process of its own.
+
+A process that is killed leaves its files as they are; a machine that crashes loses what was not synced, and starts
+under another boot id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+from uuid import UUID
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.cluster_node import ClusterNode, Surroundings
+from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.store import Entry
+from millstream.broker.cluster.told import Registered
+from millstream.broker.kafka.follower_fetch import FollowerFetch
+from millstream.broker.log.log import AppendedRange
+from millstream.broker.log.store import LogStore
+from millstream.broker.net.budget import Budget
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import BrokerUnreachable, NodeIdTaken, RequestTimedOut, UnknownTopic
+from millstream.core.ids import NodeId, Offset
+from millstream_testing.files import MemoryFiles
+from millstream_testing.simulation.clock import SimulatedClock
+from millstream_testing.simulation.declarations import SimulatedDeclarations
+from millstream_testing.simulation.links import SimulatedLinks, node_name
+from millstream_testing.simulation.loop import SimulatedLoop
+from millstream_testing.simulation.network import Network
+from millstream_testing.simulation.plan import Plan
+from millstream_testing.simulation.process import Process
+from millstream_testing.simulation.rules import Rules
+from millstream_testing.simulation.store import ObservedService, SimulatedStore
+
+FOLDER = Path("/data")
+JOURNAL_BYTES = 64 * 1024
+PRODUCE_TIMEOUT_S = 2.0
+FETCH_BYTES = 2000
+STOP_S = 20.0
+
+
+class Around(Protocol):
+    """What a node finds around it."""
+
+    plan: Plan
+    loop: SimulatedLoop
+    network: Network
+    rules: Rules
+    service: ObservedService
+    declarations: SimulatedDeclarations
+
+    def node(self, node_id: NodeId) -> SimulatedNode:
+        """Another node."""
+
+    def tell(self, who: str, what: str) -> None:
+        """Add a line to the trace."""
+
+    def runs_now(self, node: SimulatedNode, process: Process) -> None:
+        """A node runs in a new process."""
+
+    def fail(self, error: BaseException) -> None:
+        """Something happened that must not."""
+
+
+class Run:
+    """One process of a node, from its start to its end: what the broker builds, without its sockets."""
+
+    def __init__(self, node: SimulatedNode, process: Process) -> None:
+        around = node.around
+        chance = Random(f"{around.plan.seed} {node.name} {node.starts}")
+        self._node = node
+        self._process = process
+        config = node.config
+        self.log_store = LogStore.open(
+            FOLDER,
+            files=node.files,
+            clock=node.clock,
+            journal_bytes=JOURNAL_BYTES,
+            producer_expiry_ms=config.producer_expiry_ms,
+        )
+        self.cluster = ClusterNode(
+            Surroundings(
+                config=config,
+                clock=node.clock,
+                random=chance,
+                files=node.files,
+                data=str(FOLDER),
+                log_store=self.log_store,
+                coordination=SimulatedStore(around.service, node.clock, around.network),
+                declarations=around.declarations,
+                links=lambda _find: SimulatedLinks(_server_of(around), around.network),
+                boot_id=f"boot {node.boots}",
+                supervise=self._supervise,
+            )
+        )
+        self.follower_fetch = FollowerFetch(
+            self.cluster.topics,
+            Budget(2**20),
+            bytes_max=FETCH_BYTES,
+            new_id=lambda: chance.randrange(1, 2**31),
+            may_follow=self.cluster.topics.may_follow,
+        )
+
+    async def start(self) -> None:
+        """Bring the parts up as the broker does."""
+        self._supervise("log store", self.log_store.run())
+        await self.cluster.open()
+        await self.serve()
+        await self.cluster.join(
+            Node(node_id=self._node.node_id, host=self._node.name, port=9092), str(self._node.starts)
+        )
+
+    async def stop(self) -> None:
+        """Take the parts down as the broker does."""
+        await self.cluster.leave()
+        self.follower_fetch.stop()
+        await self.close_served()
+        await self.cluster.close()
+        self.cluster.topics.close()
+        await self.log_store.close()
+
+    async def serve(self) -> None:
+        """Start what clients ask beyond producing and fetching: nothing here."""
+
+    async def close_served(self) -> None:
+        """Stop what `serve` has started."""
+
+    def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work, name=f"{self._node.name} {name}")
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._node.part_failed(task.get_name(), error)
+
+
+class SimulatedNode:
+    """A node and its machine."""
+
+    def __init__(self, node_id: NodeId, around: Around) -> None:
+        self.node_id = node_id
+        self.name = node_name(node_id)
+        self.around = around
+        self.clock = SimulatedClock(around.loop)
+        self.files = MemoryFiles(around.plan.chance(self.name).getrandbits(32))
+        self.config = around.plan.config(node_id)
+        self.starts = 0
+        self.boots = 0
+        self.suspect = False
+        self.is_running = False
+        self._run: Run | None = None
+        self._process: Process | None = None
+        self._replicas: dict[PartitionKey, Partition] = {}
+        self._carried: list[Partition] = []
+
+    # -- what happens to it -----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a process, unless one runs."""
+        if self.is_running:
+            return
+        self.starts += 1
+        self.is_running = True
+        self._run = None
+        process = self._process = self.around.loop.start_process(self.name)
+        self.around.runs_now(self, process)
+        starting = self.around.loop.spawn(process, self._start(process), name=f"{self.name} start")
+        starting.add_done_callback(self._started)
+
+    async def _start(self, process: Process) -> None:
+        run = self._run = self.make_run(process)
+        await run.start()
+
+    def make_run(self, process: Process) -> Run:
+        """What runs in a new process."""
+        return Run(self, process)
+
+    def _started(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.part_failed("start", error)
+
+    def part_failed(self, name: str, error: BaseException) -> None:
+        """A part that should run for ever ended."""
+        self.around.tell(self.name, f"{name} failed: {error!r}")
+        if isinstance(error, NodeIdTaken):
+            # What was left of the process before is there for longer than a node waits; its supervisor starts it again.
+            self.kill()
+            self.around.loop.call_later(1.0, self.start, context=self.around.loop.world.context)
+        else:
+            self.around.fail(error)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        if self._end():
+            self.files.kill()
+
+    def crash(self) -> None:
+        """Take the power from the machine."""
+        if self._end():
+            self.files.crash()
+            self.boots += 1
+            self.suspect = True
+
+    async def stop(self) -> None:
+        """Stop in an orderly way; what takes too long is killed."""
+        run, process = self._run, self._process
+        if run is None or process is None or not self.is_running or process.paused:
+            self.kill()
+            return
+        stopping = self.around.loop.spawn(process, run.stop(), name=f"{self.name} stop")
+        await asyncio.wait([stopping], timeout=STOP_S)
+        if self._process is not process or not process.alive:
+            return
+        if stopping.done() and (error := stopping.exception()) is not None:
+            self.part_failed("stop", error)
+        self.around.tell(self.name, "stopped" if stopping.done() else "killed, since it did not stop")
+        self.kill()
+
+    def pause(self) -> None:
+        """Stop the process where it is."""
+        if self._process is not None:
+            self.around.loop.pause(self._process)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        if self._process is not None:
+            self.around.loop.resume(self._process)
+
+    def step_clock(self, milliseconds: int) -> None:
+        """Set the wall clock."""
+        self.clock.jump_ms(milliseconds)
+
+    def fail_disk(self) -> None:
+        """Let the next sync of a segment fail; one that fails while the log is opened would keep it closed."""
+        if self.is_running:
+            self.files.fail_next_syncs(".log")
+
+    def _end(self) -> bool:
+        process = self._process
+        if not self.is_running or process is None:
+            return False
+        self.around.rules.stopping(self)
+        self.is_running = False
+        self.around.loop.kill(process)
+        self.around.network.hang_up(process)
+        return True
+
+    # -- what is asked of it ----------------------------------------------------------------------------------
+
+    def replicas(self) -> Mapping[PartitionKey, Partition]:
+        """The partitions it carries; while it does not run, those that it had last. Another mapping for others."""
+        if self._run is not None and self.is_running:
+            carried = list(self._run.cluster.topics.carried())
+            if carried != self._carried:
+                self._carried = carried
+                now = {(partition.topic.topic_id, partition.index): partition for partition in carried}
+                self._replicas = {**self._replicas, **now}
+        return self._replicas
+
+    def look_if_admitted(self, entries: Mapping[str, Entry]) -> None:
+        """A machine that crashed counts again once the controller has let it in."""
+        if not self.suspect or not self.is_running:
+            return
+        admitted, registered = entries.get(keys.admitted_key(self.node_id)), entries.get(keys.node_key(self.node_id))
+        if admitted is None or registered is None or self.name not in registered.value:
+            return
+        now = Registered.from_json(self.node_id, registered.value, registered.revision)
+        if admitted.value == now.incarnation and now.http == str(self.starts):
+            self.suspect = False
+
+    def server(self) -> FollowerFetch:
+        """What answers followers."""
+        if self._run is None:
+            raise BrokerUnreachable(f"{self.name} starts")
+        return self._run.follower_fetch
+
+    async def produce(self, key: PartitionKey, batch: bytes, acks: int) -> AppendedRange:
+        """Append a batch, as a producer asks."""
+        partition = self._partition(key)
+        try:
+            async with asyncio.timeout(PRODUCE_TIMEOUT_S):
+                return await partition.append(bytearray(batch), acks=acks)
+        except TimeoutError:
+            raise RequestTimedOut("not acknowledged in time") from None
+
+    async def fetch(self, key: PartitionKey, offset: int, max_bytes: int) -> bytes:
+        """Read committed batches, as a consumer asks."""
+        return bytes(self._partition(key).read(Offset(offset), max_bytes=max_bytes))
+
+    async def change_setting(self, topic_id: UUID, name: str, value: str) -> None:
+        """Change a setting of a topic, as an administrator asks."""
+        if self._run is None:
+            raise UnknownTopic(f"{self.name} starts")
+        topics = self._run.cluster.topics
+        topic = topics.by_id(topic_id)
+        if topic is not None:
+            await topics.alter(topic.name, {name: value}, timeout_s=PRODUCE_TIMEOUT_S)
+
+    async def leader_of(self, key: PartitionKey) -> NodeId | None:
+        """Who leads a partition, as far as this node knows."""
+        run = self._run
+        versioned = None if run is None else run.cluster.view.states.get(key)
+        return versioned.state.leader if versioned is not None and versioned.state.has_leader else None
+
+    def _partition(self, key: PartitionKey) -> Partition:
+        if self._run is None:
+            raise UnknownTopic(f"{self.name} starts")
+        return self._run.cluster.topics.partition_by_id(*key)
+
+
+def _server_of(around: Around) -> Callable[[NodeId], FollowerFetch]:
+    return lambda node_id: around.node(node_id).server()

@@ -1,0 +1,101 @@
+"""What a seed decides before anything runs: the size of the cluster, its topics, its clients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from uuid import UUID
+
+from millstream.core.config import Config
+from millstream.core.ids import NodeId
+from millstream.core.topic import FLUSH_ALWAYS, FLUSH_OS, Topic
+
+NODES = 3
+CRASH = "crash"
+KINDS = (
+    "kill",
+    CRASH,
+    "pause",
+    "restart",
+    "cut",
+    "cut one way",
+    "isolate",
+    "cut from store",
+    "store away",
+    "loss",
+    "lateness",
+    "clock",
+    "disk",
+    "settings",
+)
+"""Of faults; a run has some of them only, since bugs hide behind other faults as often as in them."""
+
+KINDS_MIN, KINDS_MAX = 2, 6
+LEASE_MS = 3_000
+LEADER_BALANCE_MS = 4_000
+LEAVE_MS = 5_000
+REPLICA_LAG_MS = 2_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The shape of one run."""
+
+    seed: int
+    nodes: int
+    topics: tuple[Topic, ...]
+    producer_acks: tuple[int, ...]
+    """One producer for each of them on every partition."""
+    produce_pause_s: float
+    fetch_pause_s: float
+    faults: tuple[str, ...]
+    """The kinds of faults that happen."""
+
+    @classmethod
+    def draw(cls, seed: int, faults: Sequence[str] = ()) -> Plan:
+        """Draw everything from the seed, but for the kinds of faults if they are named."""
+        chance = Random(f"{seed} plan")
+        drawn = chance.sample(KINDS, chance.randint(KINDS_MIN, KINDS_MAX))
+        faults = tuple(faults or drawn)
+        return cls(
+            seed=seed,
+            nodes=NODES,
+            topics=tuple(_draw_topic(chance, number, faults) for number in range(chance.choice((1, 1, 2)))),
+            producer_acks=chance.choice(((-1,), (-1, -1), (-1, 1))),
+            produce_pause_s=chance.choice((0.1, 0.4, 1.0)),
+            fetch_pause_s=0.5,
+            faults=faults,
+        )
+
+    def config(self, node_id: NodeId) -> Config:
+        """The settings of a node."""
+        return Config(
+            node_id=node_id,
+            etcd="simulated",
+            lease_ms=LEASE_MS,
+            leader_balance_ms=LEADER_BALANCE_MS,
+            leave_ms=LEAVE_MS,
+            replica_lag_ms=REPLICA_LAG_MS,
+        )
+
+    def chance(self, purpose: str) -> Random:
+        """Random numbers of their own for each part, so that one that draws more does not change the others."""
+        return Random(f"{self.seed} {purpose}")
+
+
+def _draw_topic(chance: Random, number: int, faults: Sequence[str]) -> Topic:
+    minimum = chance.choice((2, 2, 2, 1))
+    return Topic(
+        name=f"topic-{number}",
+        topic_id=UUID(int=chance.getrandbits(128)),
+        partitions=chance.choice((1, 1, 2)),
+        replication=NODES,
+        overrides={
+            "flush": chance.choice((FLUSH_OS, FLUSH_OS, FLUSH_ALWAYS)),
+            "message.timestamp.after.max.ms": str(10**12),
+            # One memory may be lost by a crash, so nothing is promised then of what one node alone has.
+            "min.insync.replicas": str(max(2, minimum) if CRASH in faults else minimum),
+        },
+        created_ms=0,
+    )

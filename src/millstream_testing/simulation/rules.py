@@ -1,0 +1,258 @@
+"""The safety rules, checked after every step of a simulation. They know everything and believe nobody.
+
+- A batch below the high watermark of any replica is committed: all replicas that reach so far have the same bytes.
+- Whoever begins to lead has everything that is committed.
+- Whoever the store counts as in sync or eligible has everything that is committed; a machine that crashed is left out
+  until the controller has let it in again.
+- An epoch has one leader, and epochs never go back.
+- What was acknowledged with `acks=all` is committed where the producer was told; the batches of an idempotent producer
+  are committed in order, none twice and none left out. What a consumer read is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from millstream.broker.cluster import keys
+from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.store import Entry
+from millstream.broker.replication.partition import Partition
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import NodeId
+from millstream.core.partition_state import PartitionState
+from millstream_testing.simulation.committed import Committed, Violation
+
+_READ_BYTES = 1024 * 1024
+
+
+class Holder(Protocol):
+    """What the rules have to know of a node."""
+
+    node_id: NodeId
+    suspect: bool
+    """Its machine crashed, and it has not been let in again."""
+    is_running: bool
+
+    def replicas(self) -> Mapping[PartitionKey, Partition]:
+        """Its partitions; of a node that is down, those it had last. Another mapping whenever they change."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was last seen of one replica."""
+
+    partition: Partition
+    high_watermark: int = -1
+    epoch: int = -1
+    is_leader: bool = False
+    verified: int = 0
+    """Below this offset it has what is committed."""
+    generation: int = -1
+    is_down: bool = False
+    """The node was killed, so that nothing can be read any more; what it had written is still there."""
+
+
+class Rules:
+    """What has to hold for every partition."""
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        self.committed: dict[PartitionKey, Committed] = {}
+        self.states: dict[PartitionKey, PartitionState] = {}
+        self._tell = tell
+        self._nodes: dict[NodeId, Holder] = {}
+        self._seen: dict[tuple[NodeId, PartitionKey], _Seen] = {}
+        self._listed: dict[NodeId, tuple[Mapping[PartitionKey, Partition], list[tuple[PartitionKey, _Seen]]]] = {}
+        self._leaders: dict[tuple[PartitionKey, int], NodeId] = {}
+        self._revisions: dict[str, int] = {}
+
+    def watch(self, node: Holder) -> None:
+        """Check a node from now on."""
+        self._nodes[node.node_id] = node
+
+    # -- what nodes do ----------------------------------------------------------------------------------------
+
+    def stepped(self, node: Holder) -> None:
+        """Something ran on a node: look at what changed."""
+        for key, seen in self._watched(node):
+            partition = seen.partition
+            if (
+                partition.high_watermark != seen.high_watermark
+                or partition.leader_epoch != seen.epoch
+                or partition.is_leader != seen.is_leader
+                or partition.log.generation != seen.generation
+            ):
+                self._look(node, key, seen)
+
+    def _watched(self, node: Holder) -> list[tuple[PartitionKey, _Seen]]:
+        """What was seen of every replica of a node, worked out anew only when it has others."""
+        replicas = node.replicas()
+        known = self._listed.get(node.node_id)
+        if known is None or known[0] is not replicas:
+            for key, partition in replicas.items():
+                seen = self._seen.get((node.node_id, key))
+                if seen is None or seen.partition is not partition:
+                    self._seen[node.node_id, key] = _Seen(partition)
+            known = replicas, [(key, self._seen[node.node_id, key]) for key in replicas]
+            self._listed[node.node_id] = known
+        return known[1]
+
+    def _look(self, node: Holder, key: PartitionKey, seen: _Seen) -> None:
+        partition, committed = seen.partition, self.of(key)
+        whose = f"node {node.node_id}"
+        if partition.log.generation != seen.generation:
+            seen.generation, seen.verified = partition.log.generation, 0
+        if partition.high_watermark > partition.log.end_offset:
+            raise Violation(f"{committed.name}: {whose} has its high watermark beyond the end of its log")
+        began = partition.is_leader and (not seen.is_leader or partition.leader_epoch != seen.epoch)
+        if partition.leader_epoch < seen.epoch:
+            raise Violation(f"{committed.name}: {whose} went back to epoch {partition.leader_epoch} from {seen.epoch}")
+        seen.epoch, seen.is_leader = partition.leader_epoch, partition.is_leader
+        if began:
+            self._tell(whose, f"leads {committed.name} in epoch {partition.leader_epoch} from {_span(partition)}")
+            self._began(node, key, seen)
+        if partition.high_watermark > seen.high_watermark:
+            before = committed.end
+            self._verify(seen, committed, partition.high_watermark, whose)
+            if committed.end > before:
+                self._tell(whose, f"commits {committed.name} up to {committed.end}")
+                self._check_members(key)
+        seen.high_watermark = partition.high_watermark
+
+    def _began(self, node: Holder, key: PartitionKey, seen: _Seen) -> None:
+        epoch = seen.partition.leader_epoch
+        committed = self.of(key)
+        leader = self._leaders.setdefault((key, epoch), node.node_id)
+        if leader != node.node_id:
+            raise Violation(f"{committed.name}: nodes {leader} and {node.node_id} both lead in epoch {epoch}")
+        if node.suspect:
+            raise Violation(f"{committed.name}: node {node.node_id} leads before it was let in after a crash")
+        # Who hears late of an election that is over may lack what was committed since; it can commit nothing.
+        if epoch == self.states[key].leader_epoch:
+            self._require(seen, committed, f"node {node.node_id}, leader of epoch {epoch},")
+
+    def _require(self, seen: _Seen, committed: Committed, whose: str) -> None:
+        """Raise unless a replica has everything that is committed, as durable as the topic asks for."""
+        promised = seen.partition.promised_offset
+        if promised < committed.end:
+            raise Violation(
+                f"{committed.name}: {whose} has offsets up to {promised} only, but committed is up to {committed.end}"
+            )
+        self._verify(seen, committed, committed.end, whose)
+
+    def _verify(self, seen: _Seen, committed: Committed, up_to: int, whose: str) -> None:
+        log = seen.partition.log
+        if log.closed or seen.is_down:
+            return
+        while seen.verified < up_to:
+            try:
+                records = log.read(seen.verified, max_bytes=_READ_BYTES, up_to=up_to)
+            except MillstreamError as error:
+                raise Violation(f"{committed.name}: {whose} cannot be read: {error}") from error
+            if not records:
+                raise Violation(f"{committed.name}: {whose} cannot read offset {seen.verified} of {up_to}")
+            seen.verified = committed.check(records, whose, may_extend=up_to == seen.partition.high_watermark)
+
+    def stopping(self, node: Holder) -> None:
+        """A node is about to be killed: from here on nothing of it can be read."""
+        for key in node.replicas():
+            seen, state = self._seen.get((node.node_id, key)), self.states.get(key)
+            if seen is None:
+                continue
+            if state is not None and not node.suspect and node.node_id in (*state.in_sync, *state.eligible):
+                self._require(seen, self.of(key), f"node {node.node_id}, which is about to stop,")
+            seen.is_down = True
+
+    # -- what the store says ----------------------------------------------------------------------------------
+
+    def store_changed(self, entries: Iterable[Entry]) -> None:
+        """The store changed: look at the states of partitions that are new."""
+        for entry in entries:
+            if not entry.key.startswith(keys.PARTITIONS) or self._revisions.get(entry.key) == entry.revision:
+                continue
+            self._revisions[entry.key] = entry.revision
+            key = keys.parse_partition(entry.key.removeprefix(keys.PARTITIONS))
+            self._state_changed(key, PartitionState.from_json(entry.value))
+
+    def _state_changed(self, key: PartitionKey, state: PartitionState) -> None:
+        name, before = self.of(key).name, self.states.get(key)
+        self.states[key] = state
+        self._tell("store", f"{name}: {_describe(state)}")
+        if before is not None:
+            if state.leader_epoch < before.leader_epoch:
+                raise Violation(f"{name}: the epoch went back from {before.leader_epoch} to {state.leader_epoch}")
+            if state.leader_epoch == before.leader_epoch and state.leader != before.leader:
+                raise Violation(
+                    f"{name}: epoch {state.leader_epoch} has two leaders, {before.leader} and {state.leader}"
+                )
+        if state.has_leader and state.leader not in state.in_sync:
+            raise Violation(f"{name}: the leader {state.leader} is not in sync: {state.in_sync}")
+        if not state.in_sync or not {*state.in_sync, *state.eligible} <= set(state.replicas):
+            raise Violation(f"{name}: {_describe(state)} cannot be")
+        self._check_members(key)
+
+    def _check_members(self, key: PartitionKey) -> None:
+        """Whoever may be elected has everything that is committed."""
+        state, committed = self.states.get(key), self.of(key)
+        if state is None:
+            return
+        for kind, members in (("in sync", state.in_sync), ("eligible", state.eligible)):
+            for member in members:
+                node = self._nodes[member]
+                seen = self._seen.get((member, key))
+                if node.suspect or (seen is None and not committed.end):
+                    continue
+                if seen is None:
+                    raise Violation(f"{committed.name}: node {member} is {kind} and has no replica")
+                self._require(seen, committed, f"node {member}, which is {kind},")
+
+    def has_everything(self, node: Holder, key: PartitionKey) -> bool:
+        """Whether a node may be elected and has everything that is committed."""
+        state, seen = self.states[key], self._seen.get((node.node_id, key))
+        is_member = node.node_id in state.in_sync or node.node_id in state.eligible
+        return is_member and seen is not None and seen.partition.log.end_offset >= self.of(key).end
+
+    # -- what clients see -------------------------------------------------------------------------------------
+
+    def acknowledged(self, key: PartitionKey, sent: bytes, base_offset: int, next_offset: int, whose: str) -> None:
+        """A producer was told that its batch is safe."""
+        self.of(key).check_acknowledged(sent, base_offset, next_offset, whose)
+
+    def consumed(self, key: PartitionKey, records: bytes, whose: str) -> int:
+        """A consumer was given batches; returns where it reads next."""
+        return self.of(key).check(records, whose, may_extend=False)
+
+    # -- in the end -------------------------------------------------------------------------------------------
+
+    def check_settled(self, nodes: Iterable[Holder]) -> str | None:
+        """After all faults: None when all replicas are in sync and the same, or what is not so yet."""
+        for key, state in self.states.items():
+            committed = self.of(key)
+            if not state.has_leader or set(state.in_sync) != set(state.replicas):
+                return f"{committed.name}: {_describe(state)}"
+            for node in nodes:
+                partition = node.replicas().get(key)
+                if partition is None or not node.is_running:
+                    return f"{committed.name}: node {node.node_id} is not there"
+                if partition.is_leader != (state.leader == node.node_id):
+                    return f"{committed.name}: node {node.node_id} does not know who leads"
+                if not partition.high_watermark == partition.log.end_offset == committed.end:
+                    return f"{committed.name}: node {node.node_id} has {_span(partition)}, committed is {committed.end}"
+        return None
+
+    def of(self, key: PartitionKey) -> Committed:
+        """What is committed of a partition."""
+        committed = self.committed.get(key)
+        if committed is None:
+            committed = self.committed[key] = Committed(f"{str(key[0])[:4]}-{key[1]}")
+        return committed
+
+
+def _span(partition: Partition) -> str:
+    return f"{partition.log.start_offset}..{partition.high_watermark}..{partition.log.end_offset}"
+
+
+def _describe(state: PartitionState) -> str:
+    members = f"in sync {list(state.in_sync)} eligible {list(state.eligible)}"
+    return f"leader {state.leader} epoch {state.leader_epoch} {members}"

@@ -1,0 +1,56 @@
+"""The coordination store of a simulation: the embedded one behind a network that delays, loses and cuts.
+
+A request can be carried out long after its caller gave up, and an answer can be lost after the change was made; what
+a watch tells can come late. Leases run out in virtual time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from millstream.broker.cluster.embedded_service import EmbeddedService
+from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.store import Change
+from millstream.core.clock import Clock
+from millstream.core.errors import StoreUnavailable
+from millstream_testing.simulation.network import LinkDown, Network
+
+T = TypeVar("T")
+
+STORE = "store"
+TIMEOUT_S = 2.0
+
+
+class ObservedService(EmbeddedService):
+    """The service itself; whoever checks the rules is told of every change before anybody else hears of it."""
+
+    def __init__(self, clock: Clock, *, on_changed: Callable[[], None]) -> None:
+        super().__init__(clock)
+        self._on_changed = on_changed
+
+    def _carry_out(self, changes: Sequence[Change], lease: int | None) -> None:
+        before = self.revision
+        super()._carry_out(changes, lease)
+        if self.revision != before:
+            self._on_changed()
+
+
+class SimulatedStore(EmbeddedStore):
+    """One node's door to the service."""
+
+    def __init__(self, service: EmbeddedService, clock: Clock, network: Network) -> None:
+        super().__init__(service, clock)
+        self._network = network
+
+    async def _ask(self, request: Callable[[], T]) -> T:
+        async def serve() -> T:
+            return request()
+
+        try:
+            return await self._network.call(STORE, serve, timeout_s=TIMEOUT_S)
+        except LinkDown as error:
+            raise StoreUnavailable(str(error)) from error
+
+    async def _hear(self) -> None:
+        await self._network.hear(STORE)

@@ -1,0 +1,340 @@
+"""A whole cluster in one seed: nodes, store, clients and faults; afterwards everything has to be well again.
+
+`simulate(seed)` runs one and tells how it ended. The same seed always goes the same way, so that a failure found among
+thousands can be looked at step by step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import NodeId
+from millstream.core.topic import FLUSH_ALWAYS
+from millstream_testing.simulation.clock import SimulatedClock
+from millstream_testing.simulation.committed import Violation
+from millstream_testing.simulation.declarations import CATALOG, SimulatedDeclarations
+from millstream_testing.simulation.entropy import seeded_entropy
+from millstream_testing.simulation.faults import Faults, Machine
+from millstream_testing.simulation.loop import SimulatedLoop
+from millstream_testing.simulation.network import LinkDown, Network
+from millstream_testing.simulation.node import SimulatedNode
+from millstream_testing.simulation.plan import CRASH, Plan
+from millstream_testing.simulation.process import PROCESS, Process
+from millstream_testing.simulation.rules import Rules
+from millstream_testing.simulation.store import STORE, ObservedService
+from millstream_testing.simulation.trace import Trace
+from millstream_testing.simulation.workload import Consumer, Producer
+
+START_S = 60.0
+SETTING_S = 5.0
+FINISH_S = 120.0
+LOOK_S = 0.25
+
+
+class NotWell(Exception):
+    """After all faults were over, the cluster did not become well again in time."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a seed ended."""
+
+    seed: int
+    failure: str | None = None
+    digest: int = 0
+    """The same for the same seed and the same code."""
+    steps: int = 0
+    virtual_s: float = 0.0
+    batches: int = 0
+    trace: list[str] = field(default_factory=list)
+
+
+def simulate(seed: int, *, tracing: bool = False, faults: Sequence[str] = ()) -> Outcome:
+    """Run one seed, with some kinds of faults only if they are named."""
+    return run_world(seed, lambda: World(Plan.draw(seed, faults)), tracing=tracing)
+
+
+def run_world(seed: int, make: Callable[[], World], *, tracing: bool) -> Outcome:
+    """Run the world of one seed and tell how it ended."""
+    outcome = Outcome(seed)
+    with seeded_entropy(seed), _logging(tracing=tracing) as handler:
+        world = make()
+        handler.world = world
+        try:
+            world.loop.run_until_complete(world.run())
+        except Exception as error:
+            outcome.failure = _describe(error)
+            world.trace.tell("world", outcome.failure)
+        outcome.digest = world.trace.digest()
+        outcome.steps = world.loop.steps
+        outcome.virtual_s = world.trace.elapsed_s
+        outcome.batches = sum(map(len, world.rules.committed.values()))
+        outcome.trace = world.trace.lines() if tracing or outcome.failure else []
+        handler.world = None
+        world.loop.dismantle()
+    return outcome
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(map(_describe, error.exceptions))
+    return f"{type(error).__name__}: {error}"
+
+
+class World:
+    """Everything that a seed simulates."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.loop = SimulatedLoop(plan.chance("loop"))
+        self.trace = Trace(self.loop)
+        self.network = Network(self.loop, plan.chance("network"))
+        self.rules = Rules(self.trace.tell)
+        clock = SimulatedClock(self.loop)
+        self.service = ObservedService(clock, on_changed=self._store_changed)
+        self.declarations = SimulatedDeclarations(self.network)
+        for name in (STORE, CATALOG):
+            self.network.endpoints[name] = self.loop.start_process(name)
+        self.nodes = [self.make_node(NodeId(number)) for number in range(1, plan.nodes + 1)]
+        self.machines: Sequence[Machine] = self.nodes
+        self._node_of: dict[Process, SimulatedNode] = {}
+        self._clients_clock = clock
+        self._steering = plan.chance("steering")
+        self._failure: Exception | None = None
+        self.loop.after_step = self._stepped
+
+    def make_node(self, node_id: NodeId) -> SimulatedNode:
+        """One of the nodes."""
+        return SimulatedNode(node_id, self)
+
+    # -- what the parts ask for -------------------------------------------------------------------------------
+
+    def tell(self, who: str, what: str) -> None:
+        """Add a line to the trace."""
+        self.trace.tell(who, what)
+
+    def node(self, node_id: NodeId) -> SimulatedNode:
+        """One node by its number."""
+        return self.nodes[node_id - 1]
+
+    def runs_now(self, node: SimulatedNode, process: Process) -> None:
+        """A node runs in a new process."""
+        self._node_of[process] = node
+        self.network.endpoints[node.name] = process
+
+    def fail(self, error: BaseException) -> None:
+        """End the run: something happened that must not."""
+        if self._failure is None:
+            self._failure = error if isinstance(error, Exception) else Violation(repr(error))
+
+    def may_crash(self, machine: Machine) -> bool:
+        """Whether what was acknowledged has to outlive a crash: if it is synced, or no other memory was lost before."""
+        others = [node for node in self.nodes if node is not machine]
+        if all(topic.overrides["flush"] == FLUSH_ALWAYS for topic in self.plan.topics):
+            return True
+        return not any(node.suspect for node in others) and all(
+            any(self.rules.has_everything(node, key) for node in others) for key in self.rules.states
+        )
+
+    def leading(self) -> Machine | None:
+        """A node that leads something, if any does."""
+        leaders = sorted({state.leader for state in self.rules.states.values() if state.has_leader})
+        return self.node(self._steering.choice(leaders)) if leaders else None
+
+    async def change_min_in_sync(self, minimum: int) -> None:
+        """Have a topic ask for another number of replicas in sync, by way of any node."""
+        node = self._steering.choice(self.nodes)
+        topic_id = self._steering.choice(self.plan.topics).topic_id
+        minimum = max(2, minimum) if CRASH in self.plan.faults else minimum
+        ask = partial(node.change_setting, topic_id, "min.insync.replicas", str(minimum))
+        try:
+            await self.network.call(node.name, ask, timeout_s=SETTING_S)
+        except (MillstreamError, LinkDown) as error:
+            self.trace.tell("world", f"the setting was refused: {error}")
+
+    def pause_store(self) -> None:
+        """Let the coordination store answer nobody."""
+        self.loop.pause(self.network.endpoints[STORE])
+
+    def resume_store(self) -> None:
+        """Let it go on."""
+        self.loop.resume(self.network.endpoints[STORE])
+
+    def spawn(self, process: Process, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run something in a process; when it fails, the run has failed."""
+        self.loop.spawn(process, work, name=name).add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.trace.tell("world", f"{task.get_name()} failed: {error!r}")
+            self.fail(error)
+
+    def _store_changed(self) -> None:
+        try:
+            entries = self.service.read("").entries
+            for node in self.nodes:
+                node.look_if_admitted(entries)
+            self.rules.store_changed(entries.values())
+        except Violation as violation:
+            self.fail(violation)
+
+    def stepped(self, node: SimulatedNode) -> None:
+        """Something ran on a node: check the rules."""
+        self.rules.stepped(node)
+
+    def _stepped(self, process: Process) -> None:
+        node = self._node_of.get(process)
+        if node is not None:
+            self.stepped(node)
+        if self._failure is not None:
+            raise self._failure
+        if self.loop.complaints:
+            complaint = self.loop.complaints[0]
+            raise Violation(f"{complaint.get('message')}: {complaint.get('exception')!r}")
+
+    # -- the run ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Start, work under faults, heal, and check that all is well."""
+        await self.start()
+        producers, consumers = self._start_clients()
+        await self.break_and_heal()
+        for producer, _ in producers:
+            producer.stop()
+        await self.until("the producers are done", lambda: _pending(producers), FINISH_S)
+        await self.until("the replicas are the same", self.unsettled, FINISH_S)
+        await self.until("the consumers are done", lambda: self._unread(consumers), FINISH_S)
+        self.trace.tell("world", f"well; {sum(producer.sent for producer, _ in producers)} batches sent")
+
+    async def start(self) -> None:
+        """Start the nodes and wait until they have the topics."""
+        for node in self.nodes:
+            self.rules.watch(node)
+            node.start()
+        for topic in self.plan.topics:
+            self.declarations.declare(topic)
+        await self.until("the topics are there", self.unsettled, START_S)
+
+    async def break_and_heal(self) -> None:
+        """Let all faults happen, and then be over."""
+        await Faults(self, self.plan.chance("faults"), self.plan.faults).run()
+        self._heal()
+
+    def _start_clients(self) -> tuple[list[tuple[Producer, asyncio.Task[None]]], list[Consumer]]:
+        producers: list[tuple[Producer, asyncio.Task[None]]] = []
+        consumers: list[Consumer] = []
+        number = 0
+        for key in self.rules.states:
+            for acks in self.plan.producer_acks:
+                number += 1
+                producer = self._producer(number, key, acks)
+                process = self.loop.start_process(producer.name)
+                task = self.loop.spawn(process, producer.run(self.plan.produce_pause_s), name=producer.name)
+                task.add_done_callback(self._ended)
+                producers.append((producer, task))
+            consumer = Consumer(
+                f"consumer-{key[1]}",
+                key,
+                self.nodes,
+                self.network,
+                self.plan.chance(f"consumer {number}"),
+                rules=self.rules,
+                tell=self.trace.tell,
+            )
+            self.spawn(self.loop.start_process(consumer.name), consumer.run(self.plan.fetch_pause_s), consumer.name)
+            consumers.append(consumer)
+        return producers, consumers
+
+    def _producer(self, number: int, key: Any, acks: int) -> Producer:
+        return Producer(
+            f"producer-{number}",
+            key,
+            self.nodes,
+            self.network,
+            self.plan.chance(f"producer {number}"),
+            clock=self._clients_clock,
+            rules=self.rules,
+            producer_id=number if acks == -1 else -1,
+            acks=acks,
+            tell=self.trace.tell,
+        )
+
+    def _heal(self) -> None:
+        self.trace.tell("world", "heal everything")
+        self.network.heal_all()
+        self.resume_store()
+        for node in self.nodes:
+            node.resume()
+            node.start()
+
+    async def until(self, what: str, pending: Callable[[], str | None], timeout_s: float) -> None:
+        """Wait until nothing is left; fail when that takes too long."""
+        deadline = self.loop.time() + timeout_s
+        while (left := pending()) is not None:
+            if self.loop.time() > deadline:
+                raise NotWell(f"{what}: not after {timeout_s:g} s: {left}")
+            await asyncio.sleep(LOOK_S)
+
+    def unsettled(self) -> str | None:
+        """What keeps the replicas from being the same, if anything does."""
+        expected = sum(topic.partitions for topic in self.plan.topics)
+        if len(self.rules.states) < expected:
+            return f"{len(self.rules.states)} of {expected} partitions"
+        return self.rules.check_settled(self.nodes)
+
+    def _unread(self, consumers: list[Consumer]) -> str | None:
+        for consumer in consumers:
+            end = self.rules.of(consumer.key).end
+            if consumer.position != end:
+                return f"{consumer.name} is at {consumer.position} of {end}"
+        return None
+
+
+def _pending(producers: list[tuple[Producer, asyncio.Task[None]]]) -> str | None:
+    return next((producer.name for producer, task in producers if not task.done()), None)
+
+
+class _LogHandler(logging.Handler):
+    """Puts what nodes log into the trace; what they caught although it should never happen ends the run."""
+
+    def __init__(self, *, tracing: bool) -> None:
+        super().__init__(logging.INFO if tracing else logging.ERROR)
+        self.world: World | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Add a line."""
+        world = self.world
+        if world is None:
+            return
+        process = PROCESS.get(None)
+        given = {name: value for name, value in vars(record).items() if name not in _USUAL}
+        world.trace.note(process.name if process else "world", f"{record.getMessage()} {given or ''}")
+        if record.exc_info is not None and record.exc_info[1] is not None:
+            world.fail(record.exc_info[1])
+
+
+_USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+
+
+@contextmanager
+def _logging(*, tracing: bool) -> Iterator[_LogHandler]:
+    """Hear what nodes log, and nobody else; without a trace only what is wrong, which is faster."""
+    logger = logging.getLogger("millstream")
+    before = logger.level, logger.propagate, list(logger.handlers)
+    handler = _LogHandler(tracing=tracing)
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(handler.level)
+    try:
+        yield handler
+    finally:
+        handler.world = None
+        logger.setLevel(before[0])
+        logger.propagate, logger.handlers = before[1], before[2]

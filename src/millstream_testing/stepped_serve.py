@@ -1,0 +1,68 @@
+"""`millstream serve` with a clock whose steps a trial makes.
+
+    python -m millstream_testing.stepped_serve FILE serve --data DIR ...
+
+FILE holds eight bytes: by how many milliseconds the wall clock of this node is off. Whoever writes to it steps the
+clock of the running node; time that only ever grows is not touched, as a real step does not touch it either. On
+SIGUSR2 the node writes to its log what each of its threads is doing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import signal
+import sys
+from pathlib import Path
+
+from millstream.broker import node as broker
+from millstream.cli.main import run
+from millstream.core.clock import SystemClock
+from millstream.core.config import Config
+
+PROGRAM = ("millstream_testing.stepped_serve",)
+"""How to run it: a module with the arguments that come first."""
+
+_BYTES = 8
+
+
+class SteppedClock(SystemClock):
+    """The clock of the machine, off by what a file says at each moment."""
+
+    def __init__(self, file: Path) -> None:
+        with file.open("r+b") as opened:
+            self._off = mmap.mmap(opened.fileno(), _BYTES, access=mmap.ACCESS_READ)
+
+    def now_ms(self) -> int:
+        """Wall-clock milliseconds since 1970, as this node sees them."""
+        return super().now_ms() + int.from_bytes(self._off[:_BYTES], "little", signed=True)
+
+
+def step(file: Path, off_ms: int) -> None:
+    """Set by how much a clock is off; the file is made if it is missing."""
+    content = off_ms.to_bytes(_BYTES, "little", signed=True)
+    if not file.exists():
+        file.write_bytes(content)
+        return
+    # In place: a running node has this very file in its memory.
+    with file.open("r+b") as opened:
+        opened.write(content)
+
+
+def main() -> None:
+    """Run the command with brokers that have such a clock."""
+    faulthandler.register(signal.SIGUSR2)
+    clock = SteppedClock(Path(sys.argv.pop(1)))
+
+    class SteppedBroker(broker.Broker):
+        """A broker with this clock."""
+
+        def __init__(self, config: Config, *, children: broker.ChildProcesses) -> None:
+            super().__init__(config, children=children, clock=clock)
+
+    vars(broker)["Broker"] = SteppedBroker
+    run()
+
+
+if __name__ == "__main__":
+    main()

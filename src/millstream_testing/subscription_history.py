@@ -1,0 +1,236 @@
+"""What workers of a subscription saw, put together from what each of them wrote down.
+
+Times are those of one machine, in milliseconds. When a message was leased is known within bounds: the worker had asked
+for it, and had it. Millstream's own client is also told when the lease ends, which tells the moment itself as long as
+nobody steps clocks.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from millstream.core.verb import Verb
+from millstream_testing.subscription_events import Asking, Event, Failed, Given, Left, Saying
+
+
+class Place(NamedTuple):
+    """A message, by where it is in its topic."""
+
+    partition: int
+    offset: int
+
+
+class Published(NamedTuple):
+    """A message as the topic has it in the end."""
+
+    key: bytes
+    due_ms: int
+    """Before this it must not be delivered; 0 if it is not delayed."""
+    checksum: int
+    """Of its value."""
+    sent_ms: int = 0
+    """When it was published."""
+
+
+class Delivery(NamedTuple):
+    """A worker was given a message."""
+
+    place: Place
+    worker: str
+    attempt: int
+    from_ms: int
+    """It was leased then or later, ..."""
+    to_ms: int
+    """... and not after this."""
+    deadline_ms: int
+    """When the lease ends; 0 if that was not told, as to Kafka's clients."""
+    checksum: int
+    node: int = -1
+    """Who gave it; -1 if that was not told."""
+
+
+class Settlement(NamedTuple):
+    """A worker said what is to become of a message."""
+
+    place: Place
+    worker: str
+    attempt: int
+    verb: Verb
+    sent_ms: int
+    answered_ms: int | None
+    """None when no answer came: it may have been taken, or not."""
+    taken: bool
+    delay_ms: int | None = None
+    node: int = -1
+    """Who was told."""
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether it surely counts."""
+        return self.taken and self.answered_ms is not None
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it may count."""
+        return self.taken or self.answered_ms is None
+
+
+class Call(NamedTuple):
+    """A worker asked for messages."""
+
+    worker: str
+    asked_ms: int
+    ended_ms: int | None
+    """None when it was killed before an answer came."""
+    wanted: int
+    given: int
+    answered: bool
+
+
+class Span(NamedTuple):
+    """A stretch of time."""
+
+    begin_ms: int
+    end_ms: int
+
+
+class Spans:
+    """Stretches of time, some of which may overlap."""
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        self._spans: list[Span] = []
+        for span in sorted(spans):
+            if self._spans and span.begin_ms <= self._spans[-1].end_ms:
+                last = self._spans.pop()
+                self._spans.append(Span(last.begin_ms, max(last.end_ms, span.end_ms)))
+            else:
+                self._spans.append(span)
+        self._ends = [span.end_ms for span in self._spans]
+
+    def __iter__(self) -> Iterator[Span]:
+        return iter(self._spans)
+
+    def touch(self, begin_ms: int, end_ms: int) -> bool:
+        """Whether one of them has a moment in common with another stretch."""
+        return self.next_ms(begin_ms) <= end_ms
+
+    def next_ms(self, at_ms: int) -> float:
+        """When the first begins that is not over at a time; it may have begun before."""
+        place = bisect_left(self._ends, at_ms)
+        return self._spans[place].begin_ms if place < len(self._spans) else float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a subscription declares."""
+
+    delivery: str
+    ordered: bool
+    attempts: int
+    lease_ms: int
+
+
+@dataclass(slots=True)
+class History:
+    """Everything that workers of one subscription saw."""
+
+    deliveries: list[Delivery] = field(default_factory=list)
+    settlements: list[Settlement] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    last_ms: dict[str, int] = field(default_factory=dict)
+    """When each worker last wrote something down before it left."""
+
+
+class Truth(NamedTuple):
+    """What is there in the end, and what was done to the nodes meanwhile."""
+
+    expected: Mapping[Place, Published]
+    """The messages of the topic that match the filter."""
+    letters: Counter[Place]
+    """How often each stands in the dead letter topic."""
+    disturbed: Spans
+    """When nodes were struck and had not recovered, or the leader of a partition has changed."""
+    stepped: Spans
+    """When the clock of a node was wrong."""
+    is_alone: bool = False
+    """Whether there is only one node, so that no other can lead in its place."""
+
+
+def histories(events: Iterable[Event]) -> dict[str, History]:
+    """Put together what workers wrote down, by subscription; the events of each worker are in order."""
+    found: dict[str, History] = defaultdict(History)
+    asked: dict[tuple[str, str], Asking] = {}
+    said: dict[tuple[str, str, int, Place], tuple[int, bool]] = {}
+    saying: list[Saying] = []
+    left: set[tuple[str, str]] = set()
+    for event in events:
+        history = found[event.subscription]
+        worker = event.subscription, event.worker
+        if worker not in left:
+            history.last_ms[event.worker] = max(event.at_ms, history.last_ms.get(event.worker, 0))
+        if isinstance(event, Left):
+            left.add(worker)
+        if isinstance(event, Asking):
+            asked[worker] = event
+        elif isinstance(event, Given):
+            history.deliveries += _deliveries(event)
+            history.calls.append(_call(asked.pop(worker), event.at_ms, len(event.messages), answered=True))
+        elif isinstance(event, Failed | Left):
+            if worker in asked:
+                history.calls.append(_call(asked.pop(worker), event.at_ms, 0, answered=False))
+        elif isinstance(event, Saying):
+            saying.append(event)
+        else:
+            said |= {(*worker, event.number, Place(*place)): (event.at_ms, event.taken) for place in event.places}
+    for (subscription, _), call in asked.items():
+        found[subscription].calls.append(_call(call, None, 0, answered=False))
+    for each in saying:
+        found[each.subscription].settlements += _settlements(each, said)
+    return dict(found)
+
+
+def _deliveries(event: Given) -> list[Delivery]:
+    return [
+        Delivery(
+            Place(one.partition, one.offset),
+            event.worker,
+            one.attempt,
+            event.from_ms,
+            event.at_ms,
+            one.deadline_ms,
+            one.checksum,
+            one.node,
+        )
+        for one in event.messages
+    ]
+
+
+def _call(asking: Asking, ended_ms: int | None, given: int, *, answered: bool) -> Call:
+    return Call(asking.worker, asking.at_ms, ended_ms, asking.wanted, given, answered)
+
+
+def _settlements(saying: Saying, said: Mapping[tuple[str, str, int, Place], tuple[int, bool]]) -> Iterator[Settlement]:
+    for partition, offset, attempt in saying.places:
+        place = Place(partition, offset)
+        answered_ms, taken = said.get((saying.subscription, saying.worker, saying.number, place), (None, False))
+        times = saying.at_ms, answered_ms
+        yield Settlement(place, saying.worker, attempt, Verb(saying.verb), *times, taken, saying.delay_ms, saying.node)
+
+
+def account(told: Collection[History], truths: Collection[Truth]) -> str:
+    """What was tried, in numbers."""
+    verbs = Counter(one.verb.name.lower() for history in told for one in history.settlements)
+    unknown = sum(one.answered_ms is None for history in told for one in history.settlements)
+    refused = sum(one.answered_ms is not None and not one.taken for history in told for one in history.settlements)
+    again = sum(one.attempt > 1 for history in told for one in history.deliveries)
+    shared = sum(not one.deadline_ms for history in told for one in history.deliveries)
+    letters = sum(truth.letters.total() for truth in truths)
+    said = ", ".join(f"{count} {verb}" for verb, count in sorted(verbs.items()))
+    return (
+        f"{sum(len(history.deliveries) for history in told)} deliveries ({again} not the first, {shared} to share "
+        f"consumers), {said}; {refused} refused, {unknown} without an answer; {letters} dead letters"
+    )

@@ -1,0 +1,400 @@
+"""Subscriptions under load while workers misbehave and are killed, and nodes are struck; then every message is judged.
+
+One topic, and on it a subscription for each delivery promise and each of: plain, ordered by key, filtered. Some
+messages are delayed, and some are poison that is not accepted. Processes of workers, with Millstream's own client and
+with Kafka's share consumers of both kinds, take them, and write down what they see (`subscription_program`). Faults of
+nodes (`cluster_faults`) and of those processes (`worker_faults`) are drawn from a seed, one round after another. In the
+end all queues have to run empty, and what the workers saw is held against what the topic and the dead letter topics
+have: see `subscription_check`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Final, NamedTuple
+
+from millstream.client.admin.topics import create_topic
+from millstream.core.errors import MillstreamError
+from millstream.core.subscription import (
+    AT_LEAST_ONCE,
+    AT_MOST_ONCE,
+    ATTEMPTS,
+    BACKOFF_MIN,
+    DEAD_LETTER_TOPIC,
+    DELIVERY,
+    EXACTLY_ONCE,
+    FILTER,
+    LEASE,
+    ORDERED,
+    START,
+)
+from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.record import Headers, NewRecord, Record
+from millstream.protocol.wire.client import Client
+from millstream_testing.cluster_faults import KINDS, Scene
+from millstream_testing.server import Server
+from millstream_testing.subscription_check import Finding, check
+from millstream_testing.subscription_events import decode, now_ms
+from millstream_testing.subscription_history import (
+    History,
+    Place,
+    Promise,
+    Span,
+    Spans,
+    Truth,
+    account,
+    histories,
+)
+from millstream_testing.subscription_watch import Watch
+from millstream_testing.subscription_worker import POISON, Task
+from millstream_testing.trial_clients import TrialFailed
+from millstream_testing.trial_cluster import TrialCluster
+from millstream_testing.trial_topic import TrialPublisher, letters_of, messages_of, published
+from millstream_testing.trial_worker import TrialWorker
+from millstream_testing.worker_faults import WORKER_KINDS, Step
+
+TOPIC: Final = "work"
+STATES: Final = "__subscriptions"
+PROGRAM: Final = "millstream_testing.subscription_program"
+PROMISES: Final = (AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE)
+SORTS: Final = ("plain", "ordered", "filtered")
+MATCHING: Final = "payload.even = TRUE"
+BUSY: Final = ("backlog", "leased", "parked", "blocked", "rejecting")
+CREW: Final = {"own": 2, "implicit": 1, "explicit": 1}
+NODE_KINDS: Final = {
+    "kill": 6,
+    "pause": 4,
+    "stop": 2,
+    "cut": 2,
+    "cut-from-etcd": 2,
+    "cut-from-nodes": 2,
+    "cut-from-all": 2,
+    "cut-one-way": 2,
+    "clock": 2,
+    "etcd": 1,
+    "kill-all": 1,
+}
+ALONE: Final = ("kill", "pause", "stop", "clock")
+"""What can happen to a node that has no others."""
+SETTINGS: Final[dict[str, object]] = {
+    "subscriptions-partitions": 3,
+    "leader-balance-ms": 1000,
+    "group-initial-delay-ms": 100,
+}
+_PROBE_S: Final = 0.5
+_TEND_S: Final = 0.1
+_ASK_S: Final = 15.0
+_AFTER_MS: Final = 1_000
+"""What a fault has done shows at most so long after everything is whole again."""
+
+Tell = Callable[[str], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How large a trial is."""
+
+    seed: int
+    faults: int = 30
+    """So many times nodes are struck."""
+    minutes_max: float = 20.0
+    """No further faults after so long."""
+    node_kinds: Mapping[str, int] = field(default_factory=lambda: dict(NODE_KINDS))
+    """What happens to nodes, and how often beside the others."""
+    worker_kinds: Mapping[str, int] = field(
+        default_factory=lambda: {kind: weight for kind, (_, weight) in WORKER_KINDS.items() if kind != "worker-double"}
+    )
+    worker_faults: tuple[int, int] = (0, 2)
+    """To how many processes of workers something happens in a round."""
+    load_s: tuple[float, float] = (0.5, 3.0)
+    messages_per_s: float = 40.0
+    partitions: int = 3
+    keys: int = 20
+    crew: Mapping[str, int] = field(default_factory=lambda: dict(CREW))
+    """How many processes of workers there are for each door."""
+    attempts: int = 5
+    lease_ms: int = 2000
+    delayed_share: float = 0.05
+    poison_share: float = 0.02
+    node_lease_s: float = 2.0
+    heal_s_max: float = 90.0
+    drain_s_max: float = 120.0
+    promises: tuple[str, ...] = PROMISES
+    sorts: tuple[str, ...] = SORTS
+
+
+class Outcome(NamedTuple):
+    """What a trial found."""
+
+    findings: list[Finding]
+    account: str
+    faults: Counter[str]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was wrong."""
+        return not self.findings
+
+
+class SubscriptionTrial:
+    """One run on nodes that are there already."""
+
+    def __init__(self, folder: Path, cluster: TrialCluster, plan: Plan, tell: Tell) -> None:
+        self._folder = folder
+        self._cluster = cluster
+        self._plan = plan
+        self._tell = tell
+        self._random = Random(plan.seed)
+        self._publisher = TrialPublisher(
+            self._client,
+            TOPIC,
+            self._new,
+            partitions=plan.partitions,
+            per_s=plan.messages_per_s,
+            seed=f"{plan.seed}/publisher",
+            compressions=(0, 0, 4),
+        )
+        self._struck: list[Span] = []
+        self._stepped: list[Span] = []
+        self._faults: Counter[str] = Counter()
+        self._broken: list[Finding] = []
+        self._is_sober = False
+        self._promises = {
+            f"{promise}-{sort}": self._promise(promise, sort) for promise in plan.promises for sort in plan.sorts
+        }
+        self._watch = Watch(cluster, (TOPIC, STATES), tell)
+        self._workers = [
+            TrialWorker(f"{door}-{number}", folder, self._tasks(door), PROGRAM)
+            for door, count in plan.crew.items()
+            for number in range(count)
+        ]
+
+    async def run(self) -> Outcome:
+        """Load, strike, let all queues run empty, and judge."""
+        await self._whole("the start")
+        await self._declare()
+        publishing = asyncio.ensure_future(self._publisher.run())
+        watching = asyncio.ensure_future(self._watch.run())
+        try:
+            for worker in self._workers:
+                worker.start()
+            await self._strike_now_and_then()
+            self._publisher.stop()
+            await publishing
+            self._is_sober = True
+            for worker in self._workers:
+                worker.stop()
+            left = await self._drain()
+        finally:
+            await _cancel([publishing, watching])
+            for worker in self._workers:
+                worker.end()
+        return await self._judge(left)
+
+    def _client(self) -> Client:
+        return Client.connect(self._cluster.kafka, client_id="trial", timeout_s=_ASK_S)
+
+    def _promise(self, promise: str, sort: str) -> Promise:
+        plan = self._plan
+        return Promise(delivery=promise, ordered=sort == "ordered", attempts=plan.attempts, lease_ms=plan.lease_ms)
+
+    def _tasks(self, door: str) -> Callable[[str], Task]:
+        """Makes the task of each life of a process."""
+
+        def task(name: str) -> Task:
+            return Task(
+                producer=name,
+                door=door,
+                brokers=self._cluster.kafka,
+                nodes=len(self._cluster.nodes),
+                topic=TOPIC,
+                subscriptions=list(self._promises),
+                lease_ms=self._plan.lease_ms,
+                file=str(self._folder / f"{name}.jsonl"),
+                seed=f"{self._plan.seed}/{name}",
+                is_sober=self._is_sober,
+            )
+
+        return task
+
+    # -- load --------------------------------------------------------------------------------------------------
+
+    async def _declare(self) -> None:
+        plan, nodes = self._plan, len(self._cluster.nodes)
+        async with self._client() as client:
+            await create_topic(client, TOPIC, partitions=plan.partitions, replication=nodes, settings={})
+            for name, promise in self._promises.items():
+                settings = {
+                    DELIVERY: promise.delivery,
+                    LEASE: str(plan.lease_ms),
+                    ATTEMPTS: str(plan.attempts),
+                    BACKOFF_MIN: "50",
+                    DEAD_LETTER_TOPIC: f"dead-{name}",
+                    START: "earliest",
+                }
+                if promise.ordered:
+                    settings[ORDERED] = "true"
+                if name.endswith("filtered"):
+                    settings[FILTER] = MATCHING
+                await SubscriptionClient(client).create(name, [TOPIC], settings)
+
+    def _new(self, random: Random, number: int) -> NewRecord:
+        plan = self._plan
+        key = POISON if random.random() < plan.poison_share else b"key-%d" % random.randrange(plan.keys)
+        headers: Headers = ()
+        if random.random() < plan.delayed_share:
+            headers = (("deliver-at", str(now_ms() + random.randint(0, 3000)).encode()),)
+        value = json.dumps({"number": number, "even": number % 2 == 0}).encode()
+        return NewRecord(key, value, headers, now_ms())
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    async def _strike_now_and_then(self) -> None:
+        deadline = time.monotonic() + self._plan.minutes_max * 60
+        for number in range(self._plan.faults):
+            if time.monotonic() > deadline:
+                return
+            await self._sleep(self._random.uniform(*self._plan.load_s))
+            await self._strike(number + 1)
+
+    async def _strike(self, number: int) -> None:
+        """Have things happen to nodes and workers at about the same time, and wait until the nodes are whole."""
+        kinds = self._plan.node_kinds
+        (kind,) = self._random.choices(list(kinds), list(kinds.values()))
+        scene = Scene(cluster=self._cluster, random=self._random, lease_s=self._plan.node_lease_s)
+        fault = KINDS[kind][0](scene)
+        workers = self._draw_worker_faults()
+        steps = [Step(0.0, fault.begin), Step(fault.duration_s, fault.end)]
+        steps += [step for _, each in workers for step in each]
+        self._faults.update([kind, *(kind for kind, _ in workers)])
+        self._tell(f"{number:3} {fault}; {len(workers)} processes of workers")
+        began_s, began_ms = time.monotonic(), now_ms()
+        try:
+            for step in sorted(steps, key=lambda step: step.at_s):
+                await self._sleep(began_s + step.at_s - time.monotonic())
+                await asyncio.to_thread(step.do)
+        finally:
+            await self._whole(str(fault))
+            span = Span(began_ms, now_ms() + _AFTER_MS)
+            self._struck.append(span)
+            if kind == "clock":
+                self._stepped.append(span)
+
+    def _draw_worker_faults(self) -> list[tuple[str, list[Step]]]:
+        kinds = self._plan.worker_kinds
+        found = []
+        count = min(self._random.randint(*self._plan.worker_faults), len(self._workers))
+        for worker in self._random.sample(self._workers, count):
+            (kind,) = self._random.choices(list(kinds), list(kinds.values()))
+            later_s = self._random.uniform(0.0, 1.5 * self._plan.node_lease_s)
+            fault = WORKER_KINDS[kind][0](worker, self._random)
+            found.append((kind, [step._replace(at_s=step.at_s + later_s) for step in fault.steps]))
+        return found
+
+    async def _whole(self, after: str) -> None:
+        deadline = time.monotonic() + self._plan.heal_s_max
+        while lacking := await asyncio.to_thread(self._cluster.lacks):
+            if time.monotonic() > deadline:
+                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {lacking}\n{self._cluster.logs()}")
+            await self._sleep(_TEND_S)
+
+    async def _sleep(self, seconds: float) -> None:
+        """Let time pass, and look after the workers meanwhile."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            await asyncio.sleep(min(left, _TEND_S))
+            for worker in self._workers:
+                if worker.lives:
+                    worker.tend()
+
+    async def _drain(self) -> list[Finding]:
+        """Wait until every queue is empty; what is left if that takes too long."""
+        deadline = time.monotonic() + self._plan.drain_s_max
+        left = ["nobody tells"]
+        while left and time.monotonic() < deadline:
+            await self._sleep(_PROBE_S)
+            try:
+                async with self._client() as client:
+                    left = self._left(await SubscriptionClient(client).describe(list(self._promises)))
+            except (MillstreamError, OSError, TimeoutError) as error:
+                left = [f"nobody tells: {error!r}"]
+        return [f"not empty after {self._plan.drain_s_max:g} s: {one}" for one in left]
+
+    def _left(self, told: list[dict[str, list[dict[str, object]]]]) -> list[str]:
+        left = []
+        for one in told:
+            queues = one["queues"]
+            if len(queues) < self._plan.partitions:
+                left.append(f"{one['name']} has only {len(queues)} queues")
+            left += [f"{one['name']}: {queue}" for queue in queues if any(queue[name] for name in BUSY)]
+        return left
+
+    # -- what is found -----------------------------------------------------------------------------------------
+
+    async def _judge(self, left: list[Finding]) -> Outcome:
+        async with self._client() as client:
+            records = await messages_of(client, TOPIC)
+            letters = {name: await self._letters(client, name, records) for name in self._promises}
+        findings = left + [found for node in self._cluster.nodes.values() for found in _bugs(node)]
+        missing = self._publisher.acknowledged - set(records)
+        if missing:
+            findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
+        disturbed, stepped = Spans([*self._struck, *self._watch.moves]), Spans(self._stepped)
+        told = histories(decode(line) for worker in self._workers for line in worker.lines())
+        truths: dict[str, Truth] = {}
+        for name, promise in self._promises.items():
+            only_even = name.endswith("filtered")
+            expected = {
+                place: published(record)
+                for place, record in records.items()
+                if not only_even or json.loads(record.value or b"")["even"]
+            }
+            is_alone = len(self._cluster.nodes) == 1
+            truths[name] = Truth(expected, letters[name], disturbed, stepped, is_alone)
+            broken = check(promise, told.setdefault(name, History()), truths[name])
+            findings += [f"{name}: {one}" for one in broken]
+        return Outcome(findings + self._broken, self._account(records, truths, told), self._faults)
+
+    def _account(self, records: dict[Place, Record], truths: Mapping[str, Truth], told: Mapping[str, History]) -> str:
+        never = sum(
+            len(truths[name].expected.keys() - {one.place for one in told[name].deliveries})
+            for name, promise in self._promises.items()
+            if promise.delivery == AT_MOST_ONCE
+        )
+        lives = sum(len(worker.lives) for worker in self._workers)
+        struck = ", ".join(f"{count} {kind}" for kind, count in sorted(self._faults.items()))
+        return (
+            f"{len(records)} messages ({self._publisher.failed} times a publisher failed), {len(self._struck)} faults "
+            f"of nodes ({struck}), {len(self._watch.moves)} changes of leaders, {len(self._watch.silences)} silences, "
+            f"{lives} processes of workers; {account(list(told.values()), list(truths.values()))}; {never} handed out "
+            "at most once did not arrive"
+        )
+
+    async def _letters(self, client: Client, name: str, records: Mapping[Place, Record]) -> Counter[Place]:
+        found: Counter[Place] = Counter()
+        for place, letter in await letters_of(client, f"dead-{name}"):
+            found[place] += 1
+            if place in records and (letter.key, letter.value) != (records[place].key, records[place].value):
+                self._broken.append(f"{name}: the dead letter of {place} is another message")
+        return found
+
+
+def _bugs(node: Server) -> list[Finding]:
+    """What a node logged that nobody has thought of."""
+    lines = node.log.read_text(errors="replace").splitlines()
+    places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+    return [f"{node.log.name}: {lines[max(0, at - 2)]}" for at in places[:3]]
+
+
+async def _cancel(tasks: Iterable[asyncio.Future[None]]) -> None:
+    listed = list(tasks)
+    for task in listed:
+        task.cancel()
+    await asyncio.gather(*listed, return_exceptions=True)

@@ -1,0 +1,80 @@
+"""Somebody who asks every node all along who leads what: when leaders change, and whether a node is silent."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+from millstream.core.errors import MillstreamError
+from millstream.protocol.wire.client import Client
+from millstream_testing.subscription_events import now_ms
+from millstream_testing.subscription_history import Span
+from millstream_testing.trial_cluster import TrialCluster, TrialNode
+
+ASK_S: Final = 0.25
+ANSWER_S: Final = 2.0
+SILENT_S: Final = 5.0
+SEEN_LATE_MS: Final = 2_000
+"""A change of leader is seen at most so much later, and what follows from it happens at most so much later again."""
+
+
+class Watch:
+    """Asks until it is cancelled."""
+
+    def __init__(self, cluster: TrialCluster, topics: Sequence[str], tell: Callable[[str], None]) -> None:
+        self._cluster = cluster
+        self._topics = topics
+        self._tell = tell
+        self._epochs: dict[tuple[str, int], int] = {}
+        self.moves: list[Span] = []
+        """When leaders have changed."""
+        self.silences: list[str] = []
+        """Nodes that ran and did not answer for long."""
+
+    async def run(self) -> None:
+        """Watch all nodes."""
+        await asyncio.gather(*(self._watch(node) for node in self._cluster.nodes.values()))
+
+    async def _watch(self, node: TrialNode) -> None:
+        heard_s = time.monotonic()
+        is_told = False
+        while True:
+            began_s = time.monotonic()
+            answered = await self._ask(node)
+            if answered or not node.has_to_answer:
+                if is_told:
+                    self._silence(node, began_s - heard_s)
+                heard_s, is_told = time.monotonic(), False
+            elif time.monotonic() - heard_s > SILENT_S and not is_told:
+                is_told = True
+                self._tell(f"node {node.number} runs, but is silent: its log has what it is doing")
+                with suppress(ProcessLookupError, RuntimeError):
+                    node.tell_stacks()
+            await asyncio.sleep(max(0.0, began_s + ASK_S - time.monotonic()))
+
+    def _silence(self, node: TrialNode, seconds: float) -> None:
+        self.silences.append(f"node {node.number} was silent for {seconds:.1f} s until {time.strftime('%H:%M:%S')}")
+        self._tell(self.silences[-1])
+
+    async def _ask(self, node: TrialNode) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                async with Client.connect(node.kafka, client_id="watch", timeout_s=ANSWER_S) as client:
+                    metadata = await client.metadata(self._topics)
+        except (MillstreamError, OSError, TimeoutError):
+            return False
+        for name, topic in metadata.topics.items():
+            for partition in topic.partitions.values():
+                self._note((name, int(partition.partition)), int(partition.leader_epoch))
+        return True
+
+    def _note(self, partition: tuple[str, int], epoch: int) -> None:
+        known = self._epochs.get(partition, -1)
+        if epoch > known:
+            self._epochs[partition] = epoch
+            if known >= 0:
+                seen_ms = now_ms()
+                self.moves.append(Span(seen_ms - SEEN_LATE_MS, seen_ms + SEEN_LATE_MS))

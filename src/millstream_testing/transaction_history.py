@@ -1,0 +1,177 @@
+"""What programs did in transactions and what readers saw of it; `transaction_check.py` judges it.
+
+history = TransactionHistory()
+history.note(Begun("worker-1.2", 7, "group", "in", [Input(0, 40, 42)], [Output("out", 3, 0, 40), ...], at=...))
+history.note(Asked("worker-1.2", 7, commit=True, at=...))       # before the client is told to commit
+history.note(Ended("worker-1.2", 7, committed=True, at=...))    # when the client says that it is done
+history.note(Reads("audit", committed=True))                    # a reader, and its isolation level
+history.note(Positioned("audit", "out", 3, 0))                  # it was assigned, or sought
+history.note(Polled("audit", "out", 3, 41, "worker-1.2", 7, 0, at=...))
+history.note(Told("offsets", "group", "in", 0, 42, at=...))     # the group's committed offset, as an observer saw it
+report = check(history, complete=["audit"])                     # "audit" has read everything to the end
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from millstream_testing.transaction_events import (
+    Asked,
+    Begun,
+    Ended,
+    Event,
+    Output,
+    Polled,
+    Positioned,
+    Reads,
+    Told,
+    decode,
+)
+
+Key = tuple[str, int]
+"""A transaction: its producer and its number."""
+
+Message = tuple[str, int, int]
+"""A message: its transaction and its index among the outputs."""
+
+NOT_A_MESSAGE = -1
+"""In the column of messages: the reader was positioned."""
+
+
+@dataclass(slots=True)
+class Transaction:
+    """What a program did about one transaction, as far as it got."""
+
+    begun: Begun
+    asked: list[tuple[bool, int]] = field(default_factory=list)
+    """Whether to commit, and when, each time."""
+    committed: bool | None = None
+    """How it ended, as the client said; None if it did not say."""
+
+    @property
+    def commit_asked_at(self) -> int | None:
+        """When it was first asked to commit."""
+        return min((at for commit, at in self.asked if commit), default=None)
+
+    @property
+    def is_aborted(self) -> bool:
+        """Whether it cannot have committed: the client said so, or was only ever told to abort."""
+        return self.committed is False or (bool(self.asked) and self.commit_asked_at is None)
+
+    @property
+    def may_be_committed(self) -> bool:
+        """Whether it has, or may have committed."""
+        return not self.is_aborted and self.commit_asked_at is not None
+
+    def output(self, index: int) -> Output | None:
+        """One of its messages, if it has so many."""
+        return self.begun.outputs[index] if 0 <= index < len(self.begun.outputs) else None
+
+
+class Polls:
+    """What a reader was given of one partition, in that order, in columns."""
+
+    def __init__(self) -> None:
+        self._offsets, self._messages, self._times = array("q"), array("q"), array("q")
+
+    def add(self, offset: int, message: int, at: int) -> None:
+        """Take one poll, or a position."""
+        self._offsets.append(offset)
+        self._messages.append(message)
+        self._times.append(at)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self._offsets, self._messages, self._times, strict=True)
+
+
+@dataclass(slots=True)
+class TransactionHistory:
+    """What programs did and readers saw. Polls are kept in columns, everything else as events."""
+
+    transactions: dict[Key, Transaction] = field(default_factory=dict)
+    readers: dict[str, bool] = field(default_factory=dict)
+    polls: dict[tuple[str, str, int], Polls] = field(default_factory=dict)
+    told: list[Told] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    _numbers: dict[Message, int] = field(default_factory=dict)
+
+    def note(self, event: Event) -> None:
+        """Take one event; raise `ValueError` for one of a transaction or reader that nobody has spoken of."""
+        match event:
+            case Begun():
+                self.transactions[event.producer, event.number] = Transaction(event)
+            case Asked():
+                self._transaction(event).asked.append((event.commit, event.at))
+            case Ended():
+                self._transaction(event).committed = event.committed
+            case Reads():
+                self.readers[event.consumer] = event.committed
+            case Positioned():
+                self._polls_of(event).add(event.offset, NOT_A_MESSAGE, 0)
+            case Polled():
+                message = self._number((event.producer, event.number, event.index))
+                self._polls_of(event).add(event.offset, message, event.at)
+            case Told():
+                self.told.append(event)
+
+    def events(self) -> Iterator[Event]:
+        """Everything noted, as events of a file."""
+        for (producer, number), one in self.transactions.items():
+            yield one.begun
+            for commit, at in one.asked:
+                yield Asked(producer, number, commit, at)
+            if one.committed is not None:
+                yield Ended(producer, number, one.committed, one.begun.at)
+        yield from (Reads(consumer, committed) for consumer, committed in self.readers.items())
+        for place, polls in self.polls.items():
+            for offset, message, at in polls:
+                positioned = message == NOT_A_MESSAGE
+                yield Positioned(*place, offset) if positioned else Polled(*place, offset, *self.messages[message], at)
+        yield from self.told
+
+    def save(self, path: Path) -> None:
+        """Write one JSON object a line."""
+        encoder = msgspec.json.Encoder()
+        with path.open("wb") as file:
+            for event in self.events():
+                file.write(encoder.encode(event) + b"\n")
+
+    @classmethod
+    def load(cls, path: Path) -> TransactionHistory:
+        """Read what `save` wrote; raise `ValueError` with the number of the line that cannot be read."""
+        history = cls()
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    if line.strip():
+                        history.note(decode(line))
+                except (msgspec.MsgspecError, ValueError) as error:
+                    raise ValueError(f"{path}, line {number}: {error}") from error
+        return history
+
+    def _transaction(self, event: Asked | Ended) -> Transaction:
+        found = self.transactions.get((event.producer, event.number))
+        if found is None:
+            raise ValueError(f"transaction {event.number} of {event.producer} has not begun")
+        return found
+
+    def _polls_of(self, event: Positioned | Polled) -> Polls:
+        place = (event.consumer, event.topic, event.partition)
+        polls = self.polls.get(place)
+        if polls is None:
+            if event.consumer not in self.readers:
+                raise ValueError(f"nobody has said what {event.consumer} reads")
+            polls = self.polls[place] = Polls()
+        return polls
+
+    def _number(self, message: Message) -> int:
+        found = self._numbers.get(message)
+        if found is None:
+            found = self._numbers[message] = len(self.messages)
+            self.messages.append(message)
+        return found

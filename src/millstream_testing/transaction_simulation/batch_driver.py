@@ -1,0 +1,183 @@
+"""A query that commits batches: a driver, and for each part of a batch one writer or several at once.
+
+Writers die, drivers begin anew and forget what they knew, batches are aborted by their driver, and sometimes a driver
+names a writer that is not done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from millstream.broker.transactions.batch import Member
+from millstream.core.errors import InvalidTransactionState, MillstreamError
+from millstream_testing.simulation.process import Process
+from millstream_testing.transaction_simulation.caller import Caller, GaveUp, Stage
+from millstream_testing.transaction_simulation.model import Batch, Told
+from millstream_testing.transaction_simulation.node import COORDINATOR, Where
+from millstream_testing.transaction_simulation.producer import ABORTABLE, FENCED, SECOND, Over, Writer
+
+PARTS = 2
+SPECULATION_CHANCE = 0.35
+FORGET_CHANCE, ABORT_CHANCE, HASTE_CHANCE, WAIT_CHANCE = 0.08, 0.08, 0.08, 0.1
+KILL_CHANCE = 0.1
+LOOK_S = 0.2
+LOOKS_MAX = 150
+BETWEEN_S = 2.0
+
+
+class Attempt(Writer):
+    """One attempt to write one part of a batch."""
+
+    def __init__(self, stage: Stage, query: str, batch: int, part: int, number: int) -> None:
+        transactional_id = f"spark/{query}/{batch}/{part}/{number:x}"
+        super().__init__(transactional_id, stage, transactional_id, instance=0, version=SECOND)
+        self.query = query
+        self.batch: Batch = (query, batch)
+        self.part = part
+        self.told: Told | None = None
+        self.is_prepared = False
+
+    @property
+    def member(self) -> Member:
+        """As CompleteBatch names it."""
+        return Member(*self.who)
+
+    async def run(self) -> None:
+        """Write the part and prepare it, unless the batch is committed already."""
+        try:
+            if (
+                await self.ask(Where(COORDINATOR, self.query), lambda node: node.last_batch(self.query))
+                >= self.batch[1]
+            ):
+                self.stage.model.batch_told(self.batch)
+                return
+            await self.initialize()
+            told = self.begin(self.batch)
+            self.stage.tell(self.name, f"transaction {told.number}")
+            await self.write_all(told)
+            self.told = told
+            await self.ask(self.coordinator, lambda node: node.prepare(self.who))
+            self.is_prepared = True
+        except (Over, *ABORTABLE, *FENCED) as error:
+            self.stage.tell(self.name, f"is over: {error}")
+
+
+class BatchDriver(Caller):
+    """One query."""
+
+    def __init__(self, stage: Stage, query: str) -> None:
+        super().__init__(f"driver-{query}", stage)
+        self.query = query
+        self._where = Where(COORDINATOR, query)
+        self._attempts: list[tuple[Attempt, Process, asyncio.Task[None]]] = []
+        self._number = 0
+        self._stopping = False
+
+    def stop(self) -> None:
+        """Begin no other batch."""
+        self._stopping = True
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no attempt is at work."""
+        return all(task.done() or not process.alive for _, process, task in self._attempts)
+
+    def failure(self) -> BaseException | None:
+        """What an attempt failed with."""
+        done = (task for _, process, task in self._attempts if task.done() and process.alive)
+        return next((error for task in done if (error := task.exception()) is not None), None)
+
+    async def run(self) -> None:
+        """Commit one batch after the other; what is left at the end is aborted."""
+        number = 0
+        while not self._stopping:
+            number = await self._last_batch() + 1
+            await self._run_batch((self.query, number))
+            await asyncio.sleep(self.chance.expovariate(1 / BETWEEN_S))
+        await asyncio.wait([task for _, process, task in self._attempts if process.alive])
+        await self._abort_batch((self.query, await self._last_batch() + 1))
+
+    async def _last_batch(self) -> int:
+        last = await self.ask(self._where, lambda node: node.last_batch(self.query))
+        if last >= 0:
+            self.stage.model.batch_told((self.query, last))
+        return last
+
+    async def _run_batch(self, batch: Batch) -> None:
+        """Try to commit a batch once; what fails is found by the next look at the last batch."""
+        self.stage.tell(self.name, f"batch {batch[1]}")
+        attempts = [self._start(batch, part) for part in range(PARTS)]
+        if self.chance.random() < SPECULATION_CHANCE:
+            attempts.append(self._start(batch, self.chance.randrange(PARTS)))
+        chosen = await self._wait_for(batch, attempts)
+        if chosen is None or self.chance.random() < FORGET_CHANCE:
+            self.stage.tell(self.name, "begins anew")
+            return
+        if self.chance.random() < ABORT_CHANCE:
+            await self._abort_batch(batch)
+            return
+        if self.chance.random() < WAIT_CHANCE:
+            # Longer than any transaction may take that is not prepared.
+            await asyncio.sleep(self.stage.plan.timeout_ms / 1000 * 1.5)
+        await self._complete(batch, chosen)
+
+    def _start(self, batch: Batch, part: int) -> Attempt:
+        self._number += 1
+        attempt = Attempt(self.stage, self.query, batch[1], part, self._number)
+        process = self.stage.loop.start_process(attempt.name)
+        task = self.stage.loop.spawn(process, attempt.run(), name=attempt.name)
+        self._attempts.append((attempt, process, task))
+        if self.chance.random() < KILL_CHANCE:
+            delay_s = self.chance.expovariate(1 / 0.1)
+            self.stage.loop.call_later(delay_s, self.stage.loop.kill, process, context=self.stage.loop.world.context)
+        return attempt
+
+    async def _wait_for(self, batch: Batch, attempts: list[Attempt]) -> list[Attempt] | None:
+        """Wait until every part is there; start another attempt for one whose attempts are over."""
+        hasty = self.chance.random() < HASTE_CHANCE
+        for _ in range(LOOKS_MAX):
+            chosen = [_first(attempts, part, hasty=hasty) for part in range(PARTS)]
+            found = [one for one in chosen if one is not None]
+            if len(found) == PARTS:
+                return found
+            over = {attempt.name for attempt, process, task in self._attempts if task.done() or not process.alive}
+            for part, attempt in enumerate(chosen):
+                if attempt is None and all(one.name in over for one in attempts if one.part == part):
+                    attempts.append(self._start(batch, part))
+            await asyncio.sleep(LOOK_S)
+        return None
+
+    async def _complete(self, batch: Batch, chosen: list[Attempt]) -> None:
+        members = tuple(attempt.member for attempt in chosen)
+        told = [attempt.told for attempt in chosen if attempt.told is not None]
+        all_prepared = all(attempt.is_prepared for attempt in chosen)
+        model = self.stage.model
+        model.complete_sent(batch, told)
+        self.stage.tell(self.name, f"completes batch {batch[1]} with {[one.number for one in told]}")
+        try:
+            by_this = await self.ask(self._where, lambda node: node.complete_batch(self.query, batch[1], members))
+        except MillstreamError as error:
+            self.stage.tell(self.name, f"batch {batch[1]} failed: {error}")
+            model.complete_refused(batch, all_prepared=all_prepared, reason=str(error))
+            return
+        model.complete_told(batch, told, by_this=by_this)
+        self.stage.tell(self.name, f"batch {batch[1]} is committed{'' if by_this else ', before'}")
+
+    async def _abort_batch(self, batch: Batch) -> None:
+        model = self.stage.model
+        model.abort_sent(batch)
+        begun_before = model.begun_so_far()
+        self.stage.tell(self.name, f"aborts batch {batch[1]}")
+        try:
+            await self.ask(self._where, lambda node: node.abort_batch(self.query, batch[1]))
+        except (GaveUp, InvalidTransactionState) as error:
+            self.stage.tell(self.name, f"batch {batch[1]} was not aborted: {error}")
+        else:
+            model.abort_told(batch, begun_before)
+
+
+def _first(attempts: list[Attempt], part: int, *, hasty: bool) -> Attempt | None:
+    """An attempt that is prepared, or for somebody in haste one that has written everything."""
+    mine = [attempt for attempt in attempts if attempt.part == part]
+    ready = [attempt for attempt in mine if attempt.is_prepared or (hasty and attempt.told is not None)]
+    return ready[0] if ready else None

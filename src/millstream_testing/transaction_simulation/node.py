@@ -1,0 +1,266 @@
+"""A simulated node with everything that serves transactions: coordinators, markers, Produce, offsets of groups."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection
+from random import Random
+from typing import Any, NamedTuple, cast
+
+from kio.schema.txn_offset_commit.v5.request import (
+    TxnOffsetCommitRequest,
+    TxnOffsetCommitRequestPartition,
+    TxnOffsetCommitRequestTopic,
+)
+from kio.schema.types import GroupId, TopicName, TransactionalId
+from kio.schema.types import ProducerId as WireProducerId
+from kio.schema.write_txn_markers.v2.request import WriteTxnMarkersRequest
+from kio.static.primitive import i16, i32, i64
+
+from millstream.broker.cluster.producer_ids import ProducerIds
+from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsCall, AddPartitionsToTxn
+from millstream.broker.kafka.apis.produce import Produce
+from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit, TxnOffsetCommitCall
+from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
+from millstream.broker.kafka.local_markers import PartitionMarkers
+from millstream.broker.kafka.quota_meter import QuotaMeters
+from millstream.broker.replication.partition import CommittedRead
+from millstream.broker.transactions.batch import Member
+from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.gate import CoordinatorGate
+from millstream.broker.transactions.marker_routes import MarkerRoutes
+from millstream.broker.transactions.marker_sender import MarkerSender
+from millstream.broker.transactions.requests import Initialized, InitRequest, ProducerRef
+from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable, MillstreamError
+from millstream.core.ids import NodeId, Offset
+from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
+from millstream.protocol.messages.codec import RequestHeader, is_flexible
+from millstream.protocol.wire.producing import PRODUCE_KEY, Produced, read_produced, write_produce
+from millstream.protocol.wire.refusal import refusal
+from millstream_testing.simulation.node import PRODUCE_TIMEOUT_S, Run, SimulatedNode
+from millstream_testing.simulation.process import Process
+from millstream_testing.transaction_simulation.peers import OrderedRoutes, SimulatedPeers
+from millstream_testing.transaction_simulation.plan import TransactionPlan
+
+READ_BYTES = 2000
+_SIZE_BYTES = 4
+_NEWEST_ADD = 5
+_CLIENT = ClientInfo(connection_id=0, host="simulated")
+
+LEADER, COORDINATOR, GROUP = "leader", "coordinator", "group"
+
+
+class Where(NamedTuple):
+    """Whom a request is for: the leader of a partition, or the coordinator of a transaction or of a group."""
+
+    kind: str
+    name: str
+    number: int = 0
+    """Of the partition."""
+
+
+class TransactionRun(Run):
+    """One process of a node with transactions, put together as `TransactionService` does it."""
+
+    def __init__(self, node: TransactionNode, process: Process) -> None:
+        super().__init__(node, process)
+        around = node.around
+        plan = cast("TransactionPlan", around.plan)
+        chance = Random(f"{plan.seed} {node.name} {node.starts} transactions")
+        topics, clock = self.cluster.topics, node.clock
+        self.groups = GroupCoordinator(topics, node.config, clock)
+        self.coordinator = TransactionCoordinator(topics, node.config, clock, ProducerIds(around.declarations))
+        latest_epoch = self.coordinator.latest_epoch
+        markers = PartitionMarkers(topics, self.groups, latest_epoch)
+        peers = SimulatedPeers(around.network, node.have_answered, chance, duplicate_chance=plan.duplicate_chance)
+        self._routes = MarkerRoutes(topics, markers, peers, me=node.node_id)
+        routes = OrderedRoutes(self._routes)
+        self.sender = MarkerSender(lambda: self.coordinator.shards, routes, chance, latest_epoch=latest_epoch)
+        self.coordinator.when_ending(self.sender.wake)
+        gate = CoordinatorGate(self.coordinator, peers, me=node.node_id)
+        self.produce = Produce(topics, QuotaMeters(self.cluster.quotas).produce, gate)
+        self.offset_commit = TxnOffsetCommit(self.groups, topics, gate)
+        self._write_markers = WriteTxnMarkers(markers)
+        self._add_partitions = AddPartitionsToTxn(self.coordinator, topics)
+
+    async def serve(self) -> None:
+        """Begin to load what the coordinators keep in the log."""
+        await self.groups.start()
+        await self.coordinator.start()
+
+    async def close_served(self) -> None:
+        """Let what was appended be acknowledged."""
+        await self.sender.close()
+        await self._routes.close()
+        await self.coordinator.close()
+        await self.groups.close()
+
+    async def answer(self, request: Any) -> Any:
+        """Answer a message of another node."""
+        if isinstance(request, WriteTxnMarkersRequest):
+            return await self._write_markers.handle(request, _CLIENT)
+        return await self._add_partitions.handle(AddPartitionsCall(_NEWEST_ADD, request.transactions), _CLIENT)
+
+
+class TransactionNode(SimulatedNode):
+    """A node and its machine, and what producers and consumers ask of it."""
+
+    def make_run(self, process: Process) -> Run:
+        """What runs in a new process."""
+        return TransactionRun(self, process)
+
+    async def have_answered(self, node_id: NodeId, request: Any) -> Any:
+        """Have another node answer a message."""
+        return await cast("TransactionNode", self.around.node(node_id)).serving().answer(request)
+
+    def serving(self) -> TransactionRun:
+        """What serves now."""
+        if self._run is None:
+            raise BrokerUnreachable(f"{self.name} starts")
+        return cast("TransactionRun", self._run)
+
+    async def find(self, where: Where) -> NodeId | None:
+        """Who answers requests of a kind, as far as this node knows."""
+        run = self.serving()
+        if where.kind == COORDINATOR:
+            return run.coordinator.leader_of(where.name)
+        if where.kind == GROUP:
+            return run.groups.leader_of(where.name)
+        topic = run.cluster.topics.get(where.name)
+        state = None if topic is None else run.cluster.topics.state_of(topic, where.number)
+        return state.leader if state is not None and state.has_leader else None
+
+    # -- producers --------------------------------------------------------------------------------------------
+
+    async def init(self, request: InitRequest) -> Initialized:
+        """A producer begins."""
+        return await self.serving().coordinator.init(request)
+
+    async def add_partitions(self, who: ProducerRef, partitions: Collection[TopicPartition]) -> None:
+        """Partitions become part of a transaction of the first version."""
+        await self.serving().coordinator.add_partitions(who, partitions, version=0)
+
+    async def add_offsets(self, who: ProducerRef, group: str) -> None:
+        """The offsets of a group become part of a transaction of the first version."""
+        run = self.serving()
+        partition = TopicPartition(CONSUMER_OFFSETS, run.groups.partition_of(group))
+        await run.coordinator.add_partitions(who, (partition,), version=0)
+
+    async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
+        """A transaction ends."""
+        return await self.serving().coordinator.end(who, commit=commit, version=version)
+
+    async def write(self, version: int, transactional_id: str, where: Where, batch: bytes) -> Produced:
+        """Append a batch of a transaction, by the bytes of a real request."""
+        timeout_ms = int(PRODUCE_TIMEOUT_S * 1000)
+        frame = b"".join(
+            write_produce(
+                version,
+                where.name,
+                where.number,
+                batch,
+                acks=-1,
+                timeout_ms=timeout_ms,
+                transactional_id=transactional_id,
+            )
+        )
+        header = RequestHeader(PRODUCE_KEY, version, 0, "simulated", 0, is_flexible(PRODUCE_KEY, version))
+        answer = self.serving().produce.handle_frame(memoryview(bytearray(frame)), header, _CLIENT)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        told = memoryview(b"".join(cast("list[bytes]", answer)))[_SIZE_BYTES:]
+        produced, _ = read_produced(version, told, about=f"{where.name}-{where.number}")
+        if isinstance(produced, MillstreamError):
+            raise produced
+        return produced
+
+    async def commit_offset(
+        self, version: int, who: ProducerRef, group: str, partition: TopicPartition, offset: int
+    ) -> None:
+        """Commit an offset in a transaction, by a real request."""
+        request = TxnOffsetCommitRequest(
+            transactional_id=TransactionalId(who.transactional_id),
+            group_id=GroupId(group),
+            producer_id=WireProducerId(who.producer_id),
+            producer_epoch=i16(who.epoch),
+            topics=(
+                TxnOffsetCommitRequestTopic(
+                    name=TopicName(partition.topic),
+                    partitions=(
+                        TxnOffsetCommitRequestPartition(
+                            partition_index=i32(partition.partition),
+                            committed_offset=i64(offset),
+                            committed_metadata=None,
+                        ),
+                    ),
+                ),
+            ),
+        )
+        response = await self.serving().offset_commit.handle(TxnOffsetCommitCall(version, request), _CLIENT)
+        code = response.topics[0].partitions[0].error_code
+        if code:
+            raise refusal(code, None, about=f"offsets of {group}")
+
+    # -- batches ----------------------------------------------------------------------------------------------
+
+    async def last_batch(self, query: str) -> int:
+        """The last batch of a query."""
+        return await self.serving().coordinator.last_batch(query)
+
+    async def prepare(self, who: ProducerRef) -> None:
+        """A writer has written all of its part."""
+        await self.serving().coordinator.prepare(who)
+
+    async def complete_batch(self, query: str, batch: int, members: tuple[Member, ...]) -> bool:
+        """Commit the members of a batch together."""
+        return await self.serving().coordinator.complete_batch(query, batch, members)
+
+    async def abort_batch(self, query: str, batch: int) -> int:
+        """Abort every attempt at a batch."""
+        return await self.serving().coordinator.abort_batch(query, batch)
+
+    # -- consumers --------------------------------------------------------------------------------------------
+
+    async def read_committed(self, where: Where, offset: int) -> CommittedRead:
+        """Read as a consumer does that wants what is committed."""
+        partition = self.serving().cluster.topics.partition(where.name, where.number)
+        records, aborted = partition.read_committed(Offset(offset), max_bytes=READ_BYTES)
+        return CommittedRead(bytes(records), aborted)
+
+    async def committed_offset(self, group: str, partition: TopicPartition) -> int:
+        """The offset of a group that counts; -1 when there is none."""
+        wanted = {partition.topic: (partition.partition,)}
+        fetched = await self.serving().groups.fetch(group, wanted)
+        return fetched[partition.topic][partition.partition].offset
+
+    # -- for whoever checks -----------------------------------------------------------------------------------
+
+    def unfinished(self) -> str | None:
+        """What this node still has to do, if anything."""
+        if self._run is None:
+            return f"{self.name} starts"
+        run = self.serving()
+        try:
+            for shard in run.coordinator.shards:
+                if shard.state is None:
+                    return f"{shard.name} is loading"
+                left = [one for one in shard.state if one.state.value in _UNFINISHED]
+                if left:
+                    return f"{left[0].transactional_id} is {left[0].state.value}"
+            return _pending_offsets(run.groups)
+        except CoordinatorUnavailable as error:
+            return str(error)
+
+
+_UNFINISHED = frozenset({"Ongoing", "Prepared", "PrepareCommit", "PrepareAbort"})
+
+
+def _pending_offsets(groups: GroupCoordinator) -> str | None:
+    for shard in groups._runtime.shards:
+        if shard.state is None:
+            return f"{shard.name} is loading"
+        if len(shard.state.transactional.pending):
+            return f"{shard.name} has pending offsets"
+    return None

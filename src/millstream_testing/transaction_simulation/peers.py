@@ -1,0 +1,76 @@
+"""What the nodes of a simulation ask each other about transactions: real messages over simulated links."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+from kio.schema.write_txn_markers.v2.request import WriteTxnMarkersRequest
+
+from millstream.broker.transactions.marker_routes import Answers, MarkerRoutes
+from millstream.broker.transactions.peers import ANSWER_S
+from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
+from millstream.core.errors import BrokerUnreachable, MillstreamError
+from millstream.core.ids import NodeId
+from millstream.core.marker import Marker
+from millstream.core.topic import TopicPartition
+from millstream_testing.simulation.links import node_name
+from millstream_testing.simulation.network import LinkDown, Network
+
+Answer = Callable[[NodeId, Any], Awaitable[Any]]
+"""Has a node answer a message."""
+
+
+class SimulatedPeers:
+    """Asks other nodes; some questions arrive twice."""
+
+    def __init__(self, network: Network, answer: Answer, chance: Random, *, duplicate_chance: float) -> None:
+        self._network = network
+        self._answer = answer
+        self._chance = chance
+        self._duplicate_chance = duplicate_chance
+        self._again: set[asyncio.Task[None]] = set()
+
+    async def ask(self, node: NodeId, request: Any) -> Any:
+        """Send a message to a node."""
+        if self._chance.random() < self._duplicate_chance and _may_come_twice(request):
+            task = asyncio.get_running_loop().create_task(self._ask_again(node, request))
+            self._again.add(task)
+            task.add_done_callback(self._again.discard)
+        try:
+            return await self._call(node, request)
+        except LinkDown as error:
+            raise BrokerUnreachable(str(error)) from error
+
+    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+        """Queues are not part of this simulation."""
+        raise BrokerUnreachable(f"node {node} has nobody to answer request {api_key}")
+
+    async def _call(self, node: NodeId, request: Any) -> Any:
+        return await self._network.call(node_name(node), lambda: self._answer(node, request), timeout_s=ANSWER_S)
+
+    async def _ask_again(self, node: NodeId, request: Any) -> None:
+        with suppress(LinkDown, MillstreamError):
+            await asyncio.sleep(self._chance.expovariate(1.0))
+            await self._call(node, request)
+
+
+def _may_come_twice(request: Any) -> bool:
+    """A late marker of the first version ends the next transaction: it has no epoch of its own to be told by."""
+    return not isinstance(request, WriteTxnMarkersRequest) or all(
+        marker.transaction_version >= EPOCH_PER_TRANSACTION for marker in request.markers
+    )
+
+
+class OrderedRoutes:
+    """The routes of markers, asked in an order that does not depend on how a set lies in memory."""
+
+    def __init__(self, routes: MarkerRoutes) -> None:
+        self._routes = routes
+
+    async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> Answers:
+        """Write one marker."""
+        return await self._routes.write(marker, sorted(partitions, key=lambda one: (one.topic, one.partition)))

@@ -1,0 +1,492 @@
+"""The trial of transactions: programs consume, transform and produce while they and the brokers are killed.
+
+An idempotent producer fills a topic. Groups of programs work on all of it, each message once for each group: one of the
+classic protocol and one of the newer one with confluent-kafka, one with aiokafka, and where there is Java, one with
+Apache Kafka's own client. Each program is a process of its own (`transaction_program.py`) that writes to several topics
+and commits its offsets in the same transactions, some of which it aborts. Nodes and programs are killed, stopped and
+paused, programs also doubled, at moments drawn from a seed; after each round every group has to get past what was
+written before it, within a bound. All along there are readers of both isolation levels, and somebody who asks for the
+offsets. At the end everything is read once more, by two clients, nothing may be open, and the history is checked
+(`transaction_check.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewTopic
+
+from millstream_testing.cluster_faults import KINDS, Fault, GracefulStop, Kill, KillAll, Scene
+from millstream_testing.command import CommandLine
+from millstream_testing.history import Report as SourceReport
+from millstream_testing.replica_bytes import differing_replicas
+from millstream_testing.transaction_check import Report
+from millstream_testing.transaction_observers import (
+    Observer,
+    OffsetObserver,
+    TransactionNotes,
+    ends_of,
+    read_with_aiokafka,
+)
+from millstream_testing.transaction_worker import Task
+from millstream_testing.trial_clients import SETTLE_S_MAX, Auditor, Load, Notes, TrialFailed
+from millstream_testing.trial_cluster import TrialCluster
+from millstream_testing.trial_worker import TrialWorker
+from millstream_testing.worker_faults import WORKER_KINDS, Step, WorkerFault
+
+SOURCE = "source"
+OUTPUTS = {"results": 3, "trail": 2}
+"""Topics that programs write to, with the number of their partitions."""
+
+FLUSH = {SOURCE: "os", "results": "os", "trail": "always"}
+GROUPS = ("classic", "consumer", "aiokafka")
+JAVA = "java"
+"""A group of programs with Apache Kafka's own client, where there is one."""
+
+NODE_KINDS = {"kill": 6, "stop": 2, "pause": 2, "kill-all": 1}
+SETTINGS: dict[str, object] = {
+    "leader-balance-ms": 3000,
+    "group-initial-delay-ms": 100,
+    "group-session-min-ms": 1000,
+    "group-consumer-heartbeat-ms": 500,
+    "group-consumer-session-ms": 5000,
+    "auto-create-topics": "false",
+}
+_PROBE_S = 0.1
+_STUCK_SHARE = 0.8
+_CONFLUENT: dict[str, Any] = {"socket.timeout.ms": 5_000}
+# When no broker answers, the client would else forget the only one, and calls for a forgotten coordinator never return.
+_ALONE: dict[str, Any] = {"metadata.recovery.strategy": "none"}
+_AIOKAFKA: dict[str, Any] = {"request_timeout_ms": 5_000, "metadata_max_age_ms": 2_000}
+_JAVA: dict[str, Any] = {"request.timeout.ms": 5_000, "metadata.max.age.ms": 2_000}
+_COMPRESSIONS = ("none", "lz4", "zstd", "snappy", "gzip")
+
+
+@dataclass(slots=True, kw_only=True)
+class Plan:
+    """How hard the trial is."""
+
+    kills: int = 100
+    """Go on until so many processes were killed."""
+    minutes_max: float = 30.0
+    """Stop after so long in any case."""
+    node_kinds: Mapping[str, int] = field(default_factory=lambda: dict(NODE_KINDS))
+    """What happens to nodes, and how often beside the others."""
+    worker_kinds: Mapping[str, int] = field(
+        default_factory=lambda: {kind: weight for kind, (_, weight) in WORKER_KINDS.items()}
+    )
+    node_share: float = 0.7
+    """In how many rounds something happens to a node."""
+    worker_faults: tuple[int, int] = (1, 4)
+    """To how many programs something happens in a round."""
+    groups: tuple[str, ...] = GROUPS
+    java: tuple[str, ...] = ()
+    """The command of a program with Apache Kafka's own client, which speaks the newer protocol of transactions."""
+    workers: int = 2
+    """Programs of each group."""
+    partitions: int = 4
+    messages_per_s: int = 40
+    abort_share: float = 0.15
+    lease_ms: int = 2000
+    replica_lag_ms: int = 3000
+    load_s: tuple[float, float] = (0.3, 2.0)
+    check_every: int = 10
+    heal_s_max: float = 90.0
+    seed: int = field(default_factory=lambda: random.randrange(2**32))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What happened at about the same time, and how it went on."""
+
+    kinds: tuple[str, ...]
+    what: str
+    kills: int
+    healed_s: float
+    """From the last repair until nodes and groups had caught up."""
+
+    def __str__(self) -> str:
+        return f"{self.what}: caught up {self.healed_s:.1f} s later"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the trial found."""
+
+    report: Report
+    rounds: list[Round]
+    source: SourceReport | None = None
+    more: list[str] = field(default_factory=list)
+    """Open transactions, differing replicas and kills that are missing."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.report.ok and (self.source is None or self.source.ok) and not self.more
+
+    @property
+    def kills(self) -> int:
+        """How many processes were killed."""
+        return sum(one.kills for one in self.rounds)
+
+    def findings(self) -> str:
+        """All that is wrong, or that nothing is."""
+        source = [] if self.source is None else [f"the source: {self.source}"]
+        return "\n".join([str(self.report), *source, *self.more])
+
+
+class TransactionTrial:
+    """One trial on a cluster, or on one node. Everything that it starts ends with it."""
+
+    def __init__(
+        self, folder: Path, cluster: TrialCluster, plan: Plan, tell: Callable[[str], None] = lambda _: None
+    ) -> None:
+        self.cluster = cluster
+        self._folder = folder
+        self._plan = plan
+        self._tell = tell
+        self._random = random.Random(plan.seed)
+        self._stack = ExitStack()
+        self._fed = Notes()
+        self._notes = TransactionNotes()
+        self._topics = {SOURCE: plan.partitions, **OUTPUTS}
+        self._feeder: Load
+        self._observers: list[Observer] = []
+        self._offsets: OffsetObserver
+        self._workers: list[TrialWorker] = []
+        self._rounds: list[Round] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._stack.enter_context(self.cluster)
+            self._wait(self.cluster.lacks, "the start")
+            self._create_topics()
+            self._wait(self.cluster.lacks, "the start with topics")
+            self._start_clients()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._fed.stopping.set()
+        self._notes.stopping.set()
+        for worker in self._workers:
+            worker.end()
+        self._stack.close()
+
+    def run(self) -> Outcome:
+        """Kill as often as planned, then look at everything once more; stops early when something is found."""
+        deadline = time.monotonic() + self._plan.minutes_max * 60
+        while self._kills < self._plan.kills and time.monotonic() < deadline:
+            self._strike()
+            if len(self._rounds) % self._plan.check_every == 0:
+                report = self._check()
+                self._tell(f"  {self._kills} kills: {str(report).splitlines()[0]}")
+                if not report.ok:
+                    return Outcome(report, self._rounds)
+        return self._check_everything()
+
+    def save_history(self, path: Path) -> None:
+        """Keep the history for a closer look."""
+        with self._notes.lock:
+            self._notes.history.save(path)
+
+    @property
+    def renewed(self) -> int:
+        """How often programs ended by themselves and began anew."""
+        return sum(worker.renewed for worker in self._workers)
+
+    @property
+    def _kills(self) -> int:
+        return sum(one.kills for one in self._rounds)
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    def _strike(self) -> None:
+        """Have things happen to nodes and programs at about the same time, and wait until all goes on."""
+        self._sleep(self._random.uniform(*self._plan.load_s))
+        drawn = self._draw_node_fault()
+        drawn += self._draw_worker_faults(at_least=0 if drawn else 1)
+        steps = sorted((step for _, fault in drawn for step in fault.steps), key=lambda step: step.at_s)
+        began = time.monotonic()
+        for step in steps:
+            self._sleep(began + step.at_s - time.monotonic())
+            step.do()
+        what = " + ".join(fault.what for _, fault in drawn)
+        repaired = time.monotonic()
+        self._wait(
+            self._lacks_after(ends_of(self.cluster.kafka, {SOURCE: self._plan.partitions}, committed=False)), what
+        )
+        kinds, kills = tuple(kind for kind, _ in drawn), sum(fault.kills for _, fault in drawn)
+        self._rounds.append(Round(kinds=kinds, what=what, kills=kills, healed_s=time.monotonic() - repaired))
+        self._tell(f"{self._kills:4} {self._rounds[-1]}")
+
+    def _draw_node_fault(self) -> list[tuple[str, WorkerFault]]:
+        kinds = self._plan.node_kinds
+        if not kinds or self._random.random() > self._plan.node_share:
+            return []
+        (kind,) = self._random.choices(list(kinds), list(kinds.values()))
+        scene = Scene(cluster=self.cluster, random=self._random, lease_s=self._plan.lease_ms / 1000)
+        fault = KINDS[kind][0](scene)
+        steps = [Step(0.0, fault.begin), Step(fault.duration_s, fault.end)]
+        return [(kind, WorkerFault(str(fault), _kills_of(fault), steps))]
+
+    def _draw_worker_faults(self, *, at_least: int) -> list[tuple[str, WorkerFault]]:
+        kinds = self._plan.worker_kinds
+        fewest, most = self._plan.worker_faults
+        number = min(self._random.randint(max(fewest, at_least), max(most, at_least)), len(self._workers))
+        struck = self._random.sample(self._workers, number)
+        found = []
+        for worker in struck if kinds else ():
+            (kind,) = self._random.choices(list(kinds), list(kinds.values()))
+            fault = WORKER_KINDS[kind][0](worker, self._random)
+            later_s = self._random.choice([0.0, self._random.uniform(0.0, 3.0)])
+            steps = [step._replace(at_s=step.at_s + later_s) for step in fault.steps]
+            found.append((kind, fault._replace(steps=steps)))
+        return found
+
+    # -- waiting -----------------------------------------------------------------------------------------------
+
+    def _sleep(self, seconds: float) -> None:
+        """Let time pass, and look after the programs meanwhile."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, _PROBE_S))
+            self._tend()
+
+    def _tend(self) -> None:
+        for worker in self._workers:
+            worker.tend()
+        for failure in (self._fed.failure, self._notes.failure):
+            if failure is not None:
+                raise TrialFailed(failure)
+
+    def _wait(self, lacks: Callable[[], str], after: str) -> None:
+        """Wait until nothing is lacking; raise `TrialFailed` with what waits if that takes too long."""
+        deadline = time.monotonic() + self._plan.heal_s_max
+        while lacking := lacks():
+            if time.monotonic() > deadline:
+                raise TrialFailed(f"{after}: after {self._plan.heal_s_max:g} s, {lacking}")
+            self._sleep(_PROBE_S)
+
+    def _lacks_after(self, fed: Mapping[tuple[str, int], int]) -> Callable[[], str]:
+        """What is lacking until the nodes are whole and every group is past what was written to the source."""
+
+        def lacks() -> str:
+            behind = [
+                f"{group} is at {at} of {SOURCE}-{partition}, not at {end}"
+                for group in self._plan.groups
+                for (_, partition), end in fed.items()
+                if (at := self._offsets.told.get((group, partition), 0)) < end
+            ]
+            replaced = [f"{name} goes on although it was replaced" for each in self._workers for name in each.replaced]
+            return "; ".join([*behind, *replaced]) or self.cluster.lacks()
+
+        return lacks
+
+    # -- clients -----------------------------------------------------------------------------------------------
+
+    def _create_topics(self) -> None:
+        nodes = len(self.cluster.nodes)
+        more = {"min.insync.replicas": "2"} if nodes > 1 else {}
+        admin = AdminClient({"bootstrap.servers": self.cluster.kafka, "log_level": 0})
+        topics = [
+            NewTopic(name, partitions, nodes, config={**more, "flush": FLUSH[name]})
+            for name, partitions in self._topics.items()
+        ]
+        for created in admin.create_topics(topics, operation_timeout=SETTLE_S_MAX).values():
+            created.result(SETTLE_S_MAX)
+
+    def _start_clients(self) -> None:
+        address, plan = self.cluster.kafka, self._plan
+        self._feeder = Load(
+            "feeder",
+            self._fed,
+            {"bootstrap.servers": address, "enable.idempotence": True, "message.timeout.ms": 600_000},
+            {SOURCE: plan.partitions},
+            seed=plan.seed,
+            messages_per_s=plan.messages_per_s,
+            steady=True,
+            message_bytes_max=200,
+        )
+        self._observers = [
+            Observer("reads-committed", self._notes, address, OUTPUTS, committed=True),
+            Observer("reads-everything", self._notes, address, OUTPUTS, committed=False),
+        ]
+        self._offsets = OffsetObserver(self._notes, address, plan.groups, (SOURCE, plan.partitions))
+        self._workers = [
+            TrialWorker(f"{group}-{number}", self._folder, self._tasks(group, number))
+            for group in plan.groups
+            for number in range(plan.workers)
+        ]
+        for thread in [self._feeder, *self._observers, self._offsets]:
+            thread.start()
+        for worker in self._workers:
+            worker.start()
+        self._fed.loading.set()
+
+    def _tasks(self, group: str, number: int) -> Callable[[str], Task]:
+        """Makes the task of each life of one program."""
+        plan = self._plan
+        client = "aiokafka" if group == "aiokafka" else "confluent"
+        settings = _settings(group, number, plan.seed, alone=len(self.cluster.nodes) == 1)
+
+        def task(producer: str) -> Task:
+            return Task(
+                producer=producer,
+                client=client,
+                brokers=self.cluster.kafka,
+                group=group,
+                transactional_id=f"{group}-{number}",
+                source=SOURCE,
+                outputs=OUTPUTS,
+                file=str(self._folder / f"{producer}.jsonl"),
+                seed=f"{plan.seed}/{producer}",
+                abort_share=plan.abort_share,
+                timeout_ms=10_000,
+                stuck_s=plan.heal_s_max * _STUCK_SHARE,
+                partitions=list(range(number, plan.partitions, plan.workers)),
+                command=list(plan.java) if group == JAVA else [],
+                settings=settings,
+            )
+
+        return task
+
+    # -- what is found -----------------------------------------------------------------------------------------
+
+    def _check(self, complete: tuple[str, ...] = ()) -> Report:
+        """Take what the programs noted, and judge everything so far."""
+        return self._notes.check((event for worker in self._workers for event in worker.events()), complete=complete)
+
+    def _check_everything(self) -> Outcome:
+        """The last check: programs ended, nothing open, everything read to the end by old and new readers."""
+        self._fed.loading.clear()
+        self._feeder.settle()
+        fed = ends_of(self.cluster.kafka, {SOURCE: self._plan.partitions}, committed=False)
+        self._wait(self._lacks_after(fed), "the end")
+        for worker in self._workers:
+            worker.finish()
+        self._wait(self._lacks_to_be_closed, "the end")
+        source = Auditor("source-audit", self._fed, self.cluster.kafka, {SOURCE: self._plan.partitions})
+        source.read()
+        self._observers.append(Observer("from-the-start", self._notes, self.cluster.kafka, OUTPUTS, committed=True))
+        self._observers[-1].start()
+        self._wait(self._lacks_to_be_read, "the end")
+        asyncio.run(read_with_aiokafka("aiokafka-reader", self._notes, self.cluster.kafka, OUTPUTS))
+        self._await_offsets()
+        self._notes.stopping.set()
+        complete = (*(observer.name for observer in self._observers), "aiokafka-reader")
+        report = self._check(complete)
+        return Outcome(report, self._rounds, self._fed.check(complete=[source.name]), self._more())
+
+    def _lacks_to_be_closed(self) -> str:
+        """What is still open, as partitions and coordinators see it."""
+        stable = ends_of(self.cluster.kafka, OUTPUTS, committed=True)
+        behind = [
+            f"{topic}-{index} is stable up to {stable[topic, index]} of {end}"
+            for (topic, index), end in ends_of(self.cluster.kafka, OUTPUTS, committed=False).items()
+            if stable[topic, index] < end
+        ]
+        states = Counter(one["state"] for one in self._listed())
+        opened = [f"{count} transactions are {state}" for state, count in states.items() if state not in _CLOSED]
+        return "; ".join([*behind, *opened])
+
+    def _lacks_to_be_read(self) -> str:
+        ends = ends_of(self.cluster.kafka, OUTPUTS, committed=True)
+        return "; ".join(
+            f"{one.name} is at {one.reached.get(place, 0)} of {place[0]}-{place[1]}, not at {end}"
+            for one in self._observers
+            for place, end in ends.items()
+            if one.reached.get(place, 0) < end
+        )
+
+    def _await_offsets(self) -> None:
+        """Wait for an answer to questions that were asked after everything ended."""
+        wanted = self._offsets.asked + 2
+        self._wait(lambda: "" if self._offsets.asked >= wanted else "nobody tells the offsets of the groups", "the end")
+
+    def _more(self) -> list[str]:
+        more = []
+        if self._kills < self._plan.kills:
+            more.append(f"only {self._kills} of {self._plan.kills} kills within {self._plan.minutes_max:g} minutes")
+        hanging = CommandLine(self.cluster.kafka)("transaction", "list", "--hanging", "--json")
+        if hanging.code or hanging.document["hanging"]:
+            more.append(f"hanging transactions: {hanging.out or hanging.err}")
+        if len(self.cluster.nodes) > 1:
+            self._wait(self.cluster.lacks, "the end")
+            more += [f"differing replicas: {one}" for one in self._differing()]
+        return more
+
+    def _differing(self) -> list[str]:
+        metadata = self.cluster.ask(lambda client: client.metadata())
+        ids = {name: metadata.topics[name].topic_id for name in self._topics}
+        folders = {number: node.data for number, node in self.cluster.nodes.items()}
+        self.cluster.stop()
+        return [
+            one
+            for name, partitions in self._topics.items()
+            for one in differing_replicas(folders, [ids[name]], partitions)
+        ]
+
+    def _listed(self) -> list[dict[str, Any]]:
+        listed = CommandLine(self.cluster.kafka)("transaction", "list", "--json")
+        found: list[dict[str, Any]] = listed.document["transactions"] if not listed.code else [{"state": listed.err}]
+        return found
+
+    def waiting(self) -> str:
+        """What waits for what, for a trial that failed: transactions, open ones on partitions, programs, nodes."""
+        command = CommandLine(self.cluster.kafka)
+        asked = [command("transaction", "list", "--json"), command("transaction", "list", "--hanging", "--json")]
+        asked += [
+            command("transaction", "describe", one["transactional_id"], "--json")
+            for one in self._listed()
+            if "transactional_id" in one and one["state"] not in _CLOSED
+        ]
+        asked += [command("group", "describe", group, "--json") for group in self._plan.groups]
+        told = [each.out or each.err for each in asked]
+        logs = [f"--- {each.life.task.producer}\n{each.life.log_tail()}" for each in self._workers]
+        return "\n".join([*told, *logs, self.cluster.logs()])
+
+
+_CLOSED = {"Empty", "CompleteCommit", "CompleteAbort", "Dead"}
+
+
+def _kills_of(fault: Fault) -> int:
+    """How many processes a fault of nodes kills."""
+    if isinstance(fault, GracefulStop) or not isinstance(fault, Kill | KillAll):
+        return 0
+    return len(fault.nodes)
+
+
+def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, dict[str, Any]]:
+    """How the clients of one program differ from those of others."""
+    if group == "aiokafka":
+        compression = None if number == 0 else "lz4"
+        return {"consumer": _AIOKAFKA, "producer": {**_AIOKAFKA, "compression_type": compression}}
+    compression = _COMPRESSIONS[(seed + number) % len(_COMPRESSIONS)]
+    if group == JAVA:
+        protocol = ("classic", "consumer")[seed % 2]
+        return {
+            "consumer": {**_JAVA, "group.protocol": protocol},
+            "producer": {**_JAVA, "delivery.timeout.ms": 60_000, "compression.type": compression},
+        }
+    client = {**_CONFLUENT, **(_ALONE if alone else {})}
+    consumer: dict[str, Any] = {**client, "group.protocol": group}
+    if group == "classic":
+        strategy = ("range", "cooperative-sticky")[seed % 2]
+        consumer |= {"session.timeout.ms": 5_000, "heartbeat.interval.ms": 500}
+        consumer["partition.assignment.strategy"] = strategy
+        if number == 0:
+            # In the newer protocol a name is only free again when its member is given up, which tells nothing new.
+            consumer["group.instance.id"] = f"{group}-{number}"
+    return {"consumer": consumer, "producer": {**client, "compression.type": compression}}

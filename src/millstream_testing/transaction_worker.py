@@ -1,0 +1,118 @@
+"""What the programs of a trial of transactions have in common: their task, what they write, and what they note.
+
+Everything that a program is about to do, and what came of it, stands in its file before it goes on, so the file is true
+whenever the program is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from millstream_testing.transaction_events import Asked, Begun, Ended, Event, Input, Output
+
+RENEW = 3
+STUCK = 4
+BATCH_MAX = 60
+BATCH_S = 0.3
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """What one life of a program is to do."""
+
+    producer: str
+    """Its name in the history: one for each life."""
+    client: str
+    brokers: str
+    group: str
+    transactional_id: str
+    source: str
+    outputs: dict[str, int]
+    """Topics to write to, with the number of their partitions."""
+    file: str
+    seed: str
+    abort_share: float
+    timeout_ms: int
+    stuck_s: float
+    """How long to try in vain: longer than any fault, with the time that clients need to find the way again."""
+    partitions: list[int] = []
+    """The partitions of the source that it owns, if its client does not share them out by the group."""
+    command: list[str] = []
+    """A program in another language that does this; it gets the task as arguments NAME=VALUE."""
+    settings: dict[str, dict[str, Any]] = {}
+    """More settings for the "consumer" and the "producer"."""
+
+
+class Renew(Exception):
+    """A life is over; another one can go on."""
+
+
+class Stuck(Exception):
+    """Something did not end."""
+
+
+class Worker(ABC):
+    """What programs of every client share: what they write, and what they note."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.stopping = threading.Event()
+        self._random = random.Random(task.seed)
+        self._file = os.open(task.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._encoder = msgspec.json.Encoder()
+        self._number = -1
+
+    @abstractmethod
+    def run(self) -> None:
+        """Work until `stopping` is set."""
+
+    def begin(self, consumed: Iterable[tuple[int, int]]) -> Begun:
+        """Note the next transaction, which takes these offsets (partition, offset) of the source, in order."""
+        self._number += 1
+        offsets: dict[int, list[int]] = {}
+        for partition, offset in consumed:
+            offsets.setdefault(partition, []).append(offset)
+        inputs = [Input(partition, taken[0], taken[-1] + 1) for partition, taken in offsets.items()]
+        outputs = [
+            Output(topic, _place(topic, partition, offset) % partitions, partition, offset)
+            for partition, taken in offsets.items()
+            for offset in taken
+            for topic, partitions in self.task.outputs.items()
+        ]
+        task = self.task
+        begun = Begun(task.producer, self._number, task.group, task.source, inputs, outputs, time.monotonic_ns())
+        self._note(begun)
+        return begun
+
+    def values(self, begun: Begun) -> Iterable[tuple[Output, bytes]]:
+        """What to write: each value says which message of which transaction it is."""
+        for index, output in enumerate(begun.outputs):
+            padding = b"." * self._random.randrange(200)
+            yield output, f"{begun.producer} {begun.number} {index} ".encode() + padding
+
+    def wants_abort(self) -> bool:
+        """Whether this transaction is to be aborted."""
+        return self._random.random() < self.task.abort_share
+
+    def asked(self, *, commit: bool) -> None:
+        """Note that the client is now told to commit or abort."""
+        self._note(Asked(self.task.producer, self._number, commit, time.monotonic_ns()))
+
+    def ended(self, *, committed: bool) -> None:
+        """Note what the client said."""
+        self._note(Ended(self.task.producer, self._number, committed, time.monotonic_ns()))
+
+    def _note(self, event: Event) -> None:
+        os.write(self._file, self._encoder.encode(event) + b"\n")
+
+
+def _place(topic: str, partition: int, offset: int) -> int:
+    """The same message of the source always goes to the same partition, and its neighbours to others."""
+    return len(topic) + partition + offset

@@ -1,0 +1,283 @@
+"""The clients of a trial: unmodified librdkafka producers, members of groups and auditors, which note what they do.
+
+Everything goes into one history, which the checker judges; see `history.py`. A producer that is refused, or a member
+that fails for good, is a failure of the trial, since clients of these settings are to notice no more than a delay.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from confluent_kafka import OFFSET_BEGINNING, Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
+
+from millstream_testing.history import UNKNOWN, History, Report
+
+SETTLE_S_MAX = 120.0
+QUIET_RECONNECT: dict[str, Any] = {"reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200, "log_level": 0}
+_AT_ONCE = 10
+
+Place = tuple[str, int]
+"""A partition: its topic and its number."""
+
+Topics = Mapping[str, int]
+"""Topics with the number of their partitions."""
+
+
+class TrialFailed(Exception):
+    """The trial could not go on; a finding of the history checker is a report, not this."""
+
+
+class Recovery:
+    """When each partition first acknowledged a message sent after some moment, and how long messages waited."""
+
+    def __init__(self, longest_s: float = 0.0) -> None:
+        self.since = time.monotonic()
+        self.first: dict[Place, float] = {}
+        self.longest_s = longest_s
+        """The longest that any message, sent before or after, waited for its acknowledgement."""
+
+    def acknowledged(self, place: Place, sent_at: float) -> None:
+        """Take note of an acknowledgement that has just come."""
+        now = time.monotonic()
+        self.longest_s = max(self.longest_s, now - sent_at)
+        if sent_at >= self.since:
+            self.first.setdefault(place, now)
+
+    @property
+    def slowest_s(self) -> float:
+        """How long the slowest of the partitions took."""
+        return max(self.first.values(), default=self.since) - self.since
+
+
+class Notes:
+    """The history, written to by several threads, and the first thing that went wrong in one of them."""
+
+    def __init__(self) -> None:
+        self.history = History()
+        self.lock = threading.Lock()
+        self.loading = threading.Event()
+        self.stopping = threading.Event()
+        self.failure: str | None = None
+        self.recovery = Recovery()
+        self.commits: dict[tuple[str, Place], int] = {}
+        """By group and partition, the largest offset whose commit was acknowledged."""
+
+    def fail(self, reason: str) -> None:
+        """Say that a client failed; the first reason counts."""
+        if self.failure is None:
+            self.failure = reason
+
+    def check(self, *, complete: list[str]) -> Report:
+        """Judge the history."""
+        with self.lock:
+            return self.history.check(complete=complete)
+
+    @property
+    def acknowledgements(self) -> int:
+        """How many messages were acknowledged."""
+        with self.lock:
+            return self.history.acknowledgements
+
+    def recovers(self, *, longest_s: float = 0.0) -> Recovery:
+        """Begin to look for the next acknowledgement of each partition; something has waited `longest_s` already."""
+        with self.lock:
+            self.recovery = Recovery(longest_s)
+            return self.recovery
+
+    def wait(self, condition: Callable[[], bool], otherwise: str, within_s: float = SETTLE_S_MAX) -> None:
+        """Wait until something holds; a client that failed meanwhile ends the trial."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            if self.failure is not None:
+                raise TrialFailed(self.failure)
+            if time.monotonic() > deadline:
+                raise TrialFailed(f"{otherwise} within {within_s:g} s")
+            time.sleep(0.02)
+
+
+class Load(threading.Thread):
+    """One producer that sends as long as there is load."""
+
+    def __init__(
+        self,
+        name: str,
+        notes: Notes,
+        settings: Mapping[str, Any],
+        topics: Topics,
+        *,
+        seed: object,
+        messages_per_s: int,
+        steady: bool = False,
+        message_bytes_max: int = 2000,
+    ) -> None:
+        super().__init__(name=name, daemon=True)
+        self._notes = notes
+        self._places = [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
+        self._pause_s = _AT_ONCE / messages_per_s
+        self._steady = steady
+        self._bytes_max = message_bytes_max
+        self._random = random.Random(f"{seed}/{name}")
+        self._client = Producer({**settings, **QUIET_RECONNECT})
+        self._sequence = 0
+
+    def run(self) -> None:
+        """Send while there is load, and take answers until the trial ends."""
+        try:
+            while not self._notes.stopping.is_set():
+                if self._notes.loading.is_set():
+                    for _ in range(_AT_ONCE):
+                        self._send()
+                self._poll()
+        except (KafkaException, TrialFailed) as error:
+            self._notes.fail(f"{self.name}: {error}")
+            self._notes.stopping.set()
+
+    def settle(self) -> None:
+        """Wait until all that was sent is answered; the thread of this producer takes the answers."""
+        deadline = time.monotonic() + SETTLE_S_MAX
+        while len(self._client) and self._notes.failure is None:
+            if time.monotonic() > deadline:
+                left = len(self._client)
+                raise TrialFailed(f"{self.name}: {left} messages were not answered within {SETTLE_S_MAX:g} s")
+            time.sleep(0.01)
+
+    def _poll(self) -> None:
+        until = time.monotonic() + self._pause_s
+        self._client.poll(self._pause_s)
+        while self._steady and (left := until - time.monotonic()) > 0:
+            self._client.poll(left)
+
+    def _send(self) -> None:
+        sequence = self._sequence
+        topic, partition = place = self._random.choice(self._places)
+        value = f"{self.name} {sequence} ".encode() + bytes(self._random.randrange(self._bytes_max))
+        with self._notes.lock:
+            self._notes.history.sent(self.name, sequence, topic, partition)
+        try:
+            self._client.produce(topic, value, partition=partition, on_delivery=self._answered(sequence, place))
+        except (BufferError, KafkaException):
+            # Nothing was queued, so the sequence is free again; sent twice counts as sent once.
+            return
+        self._sequence += 1
+
+    def _answered(self, sequence: int, place: Place) -> Callable[[KafkaError | None, Message], None]:
+        sent_at = time.monotonic()
+
+        def note(error: KafkaError | None, message: Message) -> None:
+            if error is not None:
+                self._notes.fail(f"{self.name}: message {sequence} was refused: {error}")
+                return
+            with self._notes.lock:
+                self._notes.history.acknowledged(self.name, sequence, *place_of(message))
+                self._notes.recovery.acknowledged(place, sent_at)
+
+        return note
+
+
+class Reader(threading.Thread):
+    """A member of a group that reads and commits until the trial ends. It is called `group/member`."""
+
+    def __init__(self, name: str, notes: Notes, settings: Mapping[str, Any], topics: Topics) -> None:
+        super().__init__(name=name, daemon=True)
+        self._notes = notes
+        self._group = name.partition("/")[0]
+        self._client = Consumer(
+            {
+                "group.id": self._group,
+                "auto.offset.reset": "earliest",
+                "auto.commit.interval.ms": 200,
+                "on_commit": self._committed,
+                **QUIET_RECONNECT,
+                **settings,
+            }
+        )
+        self._client.subscribe(list(topics), on_assign=self._assigned)
+
+    def run(self) -> None:
+        """Read until the trial ends."""
+        try:
+            while not self._notes.stopping.is_set():
+                note_reads(self._notes, self.name, self._client.consume(1000, 0.1))
+        except KafkaException as error:
+            self._notes.fail(f"{self.name}: {error}")
+        self._client.close()
+
+    def _assigned(self, client: Consumer, partitions: list[TopicPartition]) -> None:
+        with self._notes.lock:
+            for partition in partitions:
+                self._notes.history.positioned(self.name, partition.topic, partition.partition)
+
+    def _committed(self, error: KafkaError | None, partitions: list[TopicPartition]) -> None:
+        with self._notes.lock:
+            for each in partitions if error is None else ():
+                if each.error is None and each.offset >= 0:
+                    key = (self._group, (each.topic, each.partition))
+                    self._notes.commits[key] = max(each.offset, self._notes.commits.get(key, 0))
+
+
+class Auditor:
+    """Reads every partition of the topics up to its end, and goes on from there the next time."""
+
+    def __init__(self, name: str, notes: Notes, address: str, topics: Topics) -> None:
+        self.name = name
+        self._notes = notes
+        self._address = address
+        self._places = [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
+        self.position: dict[Place, int] = {}
+
+    def read(self) -> None:
+        """Read what was not read yet."""
+        settings = {"bootstrap.servers": self._address, "group.id": self.name, "enable.auto.commit": False}
+        client = Consumer({**settings, **QUIET_RECONNECT})
+        try:
+            ends = {place: self._end_of(client, place) for place in self._places}
+            client.assign([self._start(place) for place in self._places])
+            deadline = time.monotonic() + SETTLE_S_MAX
+            while any(self.position.get(place, 0) < end for place, end in ends.items()):
+                if time.monotonic() > deadline:
+                    raise TrialFailed(f"{self.name} is at {self.position}, not at {ends}, after {SETTLE_S_MAX:g} s")
+                self.position.update(note_reads(self._notes, self.name, client.consume(10_000, 0.5)))
+        finally:
+            client.close()
+
+    def _start(self, place: Place) -> TopicPartition:
+        start = self.position.get(place, 0)
+        with self._notes.lock:
+            self._notes.history.positioned(self.name, *place, start)
+        return TopicPartition(*place, start if start else OFFSET_BEGINNING)
+
+    def _end_of(self, client: Consumer, place: Place) -> int:
+        try:
+            _, end = client.get_watermark_offsets(TopicPartition(*place), timeout=SETTLE_S_MAX)
+        except KafkaException as error:
+            raise TrialFailed(f"partition {place} does not tell its end: {error}") from error
+        return int(end)
+
+
+def note_reads(notes: Notes, reader: str, messages: list[Message]) -> dict[Place, int]:
+    """Write down what a reader saw; returns the next offset by partition."""
+    position = {}
+    with notes.lock:
+        for message in messages:
+            error = message.error()
+            if error is not None:
+                if error.fatal():
+                    notes.fail(f"{reader}: {error}")
+                continue
+            producer, sequence, _ = (message.value() or b"").split(b" ", 2)
+            topic, index, offset = place_of(message)
+            notes.history.read(reader, topic, index, offset, producer.decode(), int(sequence))
+            position[topic, index] = offset + 1
+    return position
+
+
+def place_of(message: Message) -> tuple[str, int, int]:
+    """Where a message lies. Of one that the broker had already, the client may not know the offset."""
+    topic, index, offset = message.topic(), message.partition(), message.offset()
+    if topic is None or index is None:
+        raise TrialFailed("the client gave a message without a place")
+    return topic, index, UNKNOWN if offset is None else offset

@@ -1,0 +1,247 @@
+"""The processes of a cluster trial: etcd, PostgreSQL and nodes, with links, disks and clocks that can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from millstream.client.admin.cluster_status import ClusterStatus, cluster_status
+from millstream.core.errors import MillstreamError
+from millstream.protocol.wire.client import Client
+from millstream_testing.cluster_network import Network
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
+from millstream_testing.stepped_serve import PROGRAM, step
+
+T = TypeVar("T")
+
+DISK_BYTES = 2 * 1024**3
+_LEFT_BYTES = 4096
+_ASK_S_MAX = 10.0
+
+
+class TrialNode(Server):
+    """One node: a server process at its place in the network, with a clock of its own."""
+
+    def __init__(
+        self,
+        number: int,
+        folder: Path,
+        network: Network,
+        settings: Mapping[str, object],
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        home = folder / f"node-{number}"
+        home.mkdir(parents=True)
+        super().__init__(home / "data", settings=settings, log=folder / f"node-{number}.log")
+        self.number = number
+        self.home = home
+        self.kafka, self.http = network.addresses(number)
+        self._network = network
+        self._program = program
+        self._clock = folder / f"node-{number}.clock"
+        self.is_paused = False
+        self._is_ready = False
+        step(self._clock, 0)
+
+    def command(self) -> Sequence[str]:
+        """The command line, inside its namespace if it has one."""
+        python, m, _, *serve = super().command()
+        stepped = [python, m, *self._program, str(self._clock), *serve]
+        return self._network.command(self.number, stepped)
+
+    @property
+    def has_to_answer(self) -> bool:
+        """Whether it has started, and is neither on its way out nor paused."""
+        return self._is_ready and self.is_running() and not self.is_paused
+
+    def start(self) -> Self:
+        """Start, and wait until it is ready."""
+        super().start()
+        self._is_ready = True
+        return self
+
+    def stop(self) -> int:
+        """Stop cleanly."""
+        self._is_ready = False
+        return super().stop()
+
+    def kill(self) -> None:
+        """Kill it."""
+        self._is_ready = False
+        super().kill()
+
+    def pause(self) -> None:
+        """Stop the process without its knowing. Only the main one: the watcher must see this process end."""
+        self.is_paused = True
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on."""
+        os.kill(self.pid, signal.SIGCONT)
+        self.is_paused = False
+
+    def tell_stacks(self) -> None:
+        """Have it write to its log what each of its threads is doing."""
+        os.kill(self.pid, signal.SIGUSR2)
+
+    def step_clock(self, off_ms: int) -> None:
+        """Set by how much its wall clock is off."""
+        step(self._clock, off_ms)
+
+
+class Disk:
+    """A file system of its own for one node, which can be made full. Needs root."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> Self:
+        self._mount(f"size={DISK_BYTES}", "-t", "tmpfs", "millstream-trial")
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        subprocess.run(["umount", "--lazy", str(self._folder)], check=False, capture_output=True)
+
+    def fill(self) -> None:
+        """Leave no room beyond what is used. The size of the file system shrinks, so this costs no memory."""
+        found = os.statvfs(self._folder)
+        used = (found.f_blocks - found.f_bfree) * found.f_frsize
+        self._mount(f"remount,size={used + _LEFT_BYTES}")
+
+    def free(self) -> None:
+        """Give the room back."""
+        self._mount(f"remount,size={DISK_BYTES}")
+
+    def _mount(self, options: str, *more: str) -> None:
+        command = ["mount", *more, "-o", options, str(self._folder)]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+def may_mount() -> bool:
+    """Whether a file system can be mounted here."""
+    return os.geteuid() == 0 and shutil.which("mount") is not None
+
+
+class TrialCluster:
+    """Everything that runs. Leaving it ends all processes and removes what was mounted or laid out for them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        network: Network,
+        *,
+        nodes: int,
+        settings: Mapping[str, object],
+        disks: bool = False,
+        program: Sequence[str] = PROGRAM,
+    ) -> None:
+        self._folder = folder
+        self._count = nodes
+        self._settings = settings
+        self._program = program
+        self._stack = ExitStack()
+        self._with_disks = disks and may_mount()
+        self.network = network
+        self.nodes: dict[int, TrialNode] = {}
+        self.disks: dict[int, Disk] = {}
+        self.etcd: EtcdServer
+        self.postgres: PostgresServer
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._stack.close()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    @property
+    def kafka(self) -> str:
+        """Where clients find the nodes."""
+        return self.network.bootstrap()
+
+    @property
+    def running(self) -> list[TrialNode]:
+        """The nodes whose process is there and not paused."""
+        return [node for node in self.nodes.values() if node.is_running() and not node.is_paused]
+
+    def start(self, nodes: Iterable[int] | None = None) -> None:
+        """Start nodes that do not run, at the same time."""
+        down = [self.nodes[number] for number in nodes or self.nodes if not self.nodes[number].is_running()]
+        if down:
+            with ThreadPoolExecutor(len(down)) as pool:
+                list(pool.map(TrialNode.start, down))
+
+    def stop(self) -> None:
+        """Stop all nodes cleanly, one after the other; the last ones have nobody to hand over to."""
+        for node in self.nodes.values():
+            node.stop()
+
+    def pause_etcd(self, *, paused: bool) -> None:
+        """Have etcd stand still, or go on. It is never killed."""
+        if self.etcd.process is not None:
+            os.kill(self.etcd.process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
+
+    def ask(self, question: Callable[[Client], Coroutine[Any, Any, T]], address: str = "") -> T:
+        """Ask the cluster something through Millstream's own client; of one node, if its address is given."""
+
+        async def ask() -> T:
+            async with Client.connect(address or self.kafka, client_id="trial", timeout_s=_ASK_S_MAX) as client:
+                return await question(client)
+
+        return asyncio.run(ask())
+
+    def lacks(self) -> str:
+        """What the cluster lacks to be whole, as any of its nodes sees it; empty if it lacks nothing."""
+        for address in self.kafka.split(","):
+            try:
+                status = self.ask(cluster_status, address)
+            except (MillstreamError, OSError, TimeoutError) as error:
+                return f"{address} gives no answer: {error!r}"
+            if lacking := self._lacking(status):
+                return lacking
+        return ""
+
+    def _lacking(self, status: ClusterStatus) -> str:
+        away = [f"node {node.id} is {node.state} {node.reasons}" for node in status.nodes if node.state != "ready"]
+        if len(status.nodes) < self._count:
+            away.append(f"only {len(status.nodes)} nodes are known")
+        if status.controller is None:
+            away.append("there is no controller")
+        short = [f"{one.topic}-{one.partition} leader {one.leader} in sync {one.in_sync}" for one in status.troubled]
+        return "; ".join([*away, *short])
+
+    def logs(self) -> str:
+        """The end of every node's log."""
+        return "\n".join(f"--- node {number}\n{node.log_tail()}" for number, node in self.nodes.items())
+
+    def _start(self) -> None:
+        stack = self._stack
+        stack.enter_context(self.network)
+        self.etcd = stack.enter_context(self.network.etcd())
+        # A stopped process does not end when it is asked to.
+        stack.callback(self.pause_etcd, paused=False)
+        self.postgres = stack.enter_context(PostgresServer())
+        self.network.connect(self.etcd, self.postgres.new_database())
+        cluster = uuid.uuid4().hex
+        for number in range(1, self._count + 1):
+            settings = {"node-id": number, "cluster": cluster, **self.network.settings(number), **self._settings}
+            node = self.nodes[number] = TrialNode(number, self._folder, self.network, settings, self._program)
+            if self._with_disks:
+                self.disks[number] = stack.enter_context(Disk(node.home))
+            stack.callback(node.kill)
+        self.start()

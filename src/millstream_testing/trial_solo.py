@@ -1,0 +1,37 @@
+"""One node on its own, with the face of a trial's cluster: no etcd, no PostgreSQL, nobody to take over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from millstream.core.errors import MillstreamError
+from millstream_testing.cluster_network import RelayNetwork
+from millstream_testing.stepped_serve import PROGRAM
+from millstream_testing.trial_cluster import TrialCluster, TrialNode
+
+
+class TrialSolo(TrialCluster):
+    """A single node that can be killed, stopped and paused."""
+
+    def __init__(self, folder: Path, *, settings: Mapping[str, object], program: Sequence[str] = PROGRAM) -> None:
+        super().__init__(folder, RelayNetwork(1), nodes=1, settings=settings, program=program)
+
+    @property
+    def kafka(self) -> str:
+        """Where clients find the node; nothing lies between."""
+        return self.nodes[1].kafka
+
+    def lacks(self) -> str:
+        """What it lacks to be whole: it has to answer."""
+        try:
+            self.ask(lambda client: client.metadata())
+        except (MillstreamError, OSError, TimeoutError) as error:
+            return f"{self.kafka} gives no answer: {error!r}"
+        return ""
+
+    def _start(self) -> None:
+        self._stack.enter_context(self.network)
+        node = self.nodes[1] = TrialNode(1, self._folder, self.network, self._settings, self._program)
+        self._stack.callback(node.kill)
+        self.start()

@@ -1,0 +1,106 @@
+"""The topic of a trial: who publishes to it through all faults, and what it and its dead letter topics hold at last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+from typing import Final
+from zlib import crc32
+
+from millstream.core.errors import MillstreamError, UnknownTopic
+from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream_testing.subscription_history import Place, Published
+from millstream_testing.subscription_worker import BATCH_MAX
+
+RETRY_S: Final = 0.5
+COUNTS: Final = (1, 2, 5, BATCH_MAX)
+"""How many messages go together."""
+
+
+class TrialPublisher:
+    """Publishes messages to a random partition each time, and notes which of them were acknowledged."""
+
+    def __init__(
+        self,
+        connect: Callable[[], Client],
+        topic: str,
+        new: Callable[[Random, int], NewRecord],
+        *,
+        partitions: int,
+        per_s: float,
+        seed: str,
+        compressions: tuple[int, ...] = (0,),
+    ) -> None:
+        self._connect = connect
+        self._topic = topic
+        self._new = new
+        self._partitions = partitions
+        self._per_s = per_s
+        self._random = Random(seed)
+        self._compressions = compressions
+        self._number = 0
+        self._is_stopped = False
+        self.acknowledged: set[Place] = set()
+        self.failed = 0
+        """How often something went wrong."""
+
+    async def run(self) -> None:
+        """Publish until `stop`, whatever happens to the nodes."""
+        while not self._is_stopped:
+            try:
+                async with self._connect() as client:
+                    while not self._is_stopped:
+                        count = self._random.choice(COUNTS)
+                        await self._publish(client, count)
+                        await asyncio.sleep(count / self._per_s)
+            except (MillstreamError, OSError, TimeoutError):
+                self.failed += 1
+                await asyncio.sleep(RETRY_S)
+
+    def stop(self) -> None:
+        """Publish no more."""
+        self._is_stopped = True
+
+    async def _publish(self, client: Client, count: int) -> None:
+        partition = self._random.randrange(self._partitions)
+        records = [self._new(self._random, self._number + at) for at in range(count)]
+        batch = encode_batch(records, compression=self._random.choice(self._compressions))
+        produced = await client.produce(self._topic, partition, batch)
+        self.acknowledged.update(Place(partition, produced.base_offset + at) for at in range(count))
+        self._number += count
+
+
+async def messages_of(client: Client, topic: str) -> dict[Place, Record]:
+    """Everything that a topic has."""
+    metadata = await client.metadata([topic])
+    if topic not in metadata.topics:
+        raise UnknownTopic(f"there is no topic {topic!r}")
+    found: dict[Place, Record] = {}
+    partitions = metadata.topics[topic].partitions
+    ends = await client.list_offsets(topic, dict.fromkeys(partitions, -1))
+    for partition in partitions:
+        offset = 0
+        while offset < ends[partition].offset:
+            answer = await client.fetch(topic, partition, offset)
+            for record in decode_records(answer.records):
+                found[Place(partition, record.offset)] = record
+                offset = max(offset, record.offset + 1)
+    return found
+
+
+async def letters_of(client: Client, topic: str) -> list[tuple[Place, Record]]:
+    """Every letter of a dead letter topic, and which message it is of; none if there is no such topic yet."""
+    try:
+        letters = await messages_of(client, topic)
+    except UnknownTopic:
+        return []
+    stories = [({key: (value or b"").decode() for key, value in one.headers}, one) for one in letters.values()]
+    return [(Place(int(story["dlq-partition"]), int(story["dlq-offset"])), letter) for story, letter in stories]
+
+
+def published(record: Record) -> Published:
+    """A message as those who judge know it."""
+    due = next((value for name, value in record.headers if name == "deliver-at"), None)
+    return Published(record.key or b"", int(due or b"0"), crc32(record.value or b""), record.timestamp_ms)

@@ -1,0 +1,134 @@
+"""`make chaos-cluster`: let at least 200 faults happen to a loaded cluster, and check every acknowledged message.
+
+    python -m trials.chaos_cluster [--faults N] [--seed S] [--minutes M] [--kinds kill,pause] [--keep FOLDER]
+
+What is tried, and how it is judged: `src/millstream_testing/cluster_trial.py`. As root on Linux the nodes run in
+network namespaces and on file systems of their own; else links are relays, and no disk gets full. The exit code is 1,
+and the seed is told, when something was lost, doubled, out of order or skipped, when replicas differ, or when the
+cluster did not heal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from millstream.cli.exit_code import CommandFailed
+from millstream_testing.cluster_faults import KINDS
+from millstream_testing.cluster_network import NamespaceNetwork, Network, RelayNetwork, may_have_namespaces
+from millstream_testing.cluster_trial import ClusterTrial, Outcome, Plan, Struck
+from millstream_testing.server import ServerFailed
+from millstream_testing.trial_clients import TrialFailed
+from millstream_testing.trial_cluster import may_mount
+
+
+def main() -> int:
+    """Run the trial; 0 when nothing was wrong, 1 otherwise."""
+    arguments = _arguments()
+    plan = Plan(faults=arguments.faults, minutes_max=arguments.minutes)
+    if arguments.seed is not None:
+        plan.seed = arguments.seed
+    if arguments.kinds:
+        plan.kinds = {kind: KINDS[kind][1] for kind in arguments.kinds.split(",")}
+    network = _network(plan, arguments.network)
+    tell(f"at most {plan.faults} faults on {plan.nodes} nodes joined by {network.kind}, seed {plan.seed}")
+    if "disk" in plan.kinds and not may_mount():
+        tell("skipped: full disks, since no file system can be mounted without root")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if arguments.keep is not None:
+        return trial(plan, network, arguments.keep, arguments.json)
+    with tempfile.TemporaryDirectory(prefix="millstream-chaos-") as folder:
+        return trial(plan, network, Path(folder), arguments.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trials.chaos_cluster", description=__doc__.splitlines()[0])
+    parser.add_argument("--faults", type=int, default=200, help="how many faults; the default is 200")
+    parser.add_argument("--minutes", type=float, default=0.0, help="draw no more faults after so long")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
+    parser.add_argument("--kinds", default="", help=f"only these, of {','.join(KINDS)}")
+    parser.add_argument("--network", choices=("namespaces", "relays"), help="default: namespaces where allowed")
+    parser.add_argument("--keep", type=Path, help="leave the data, the logs and the history in this folder")
+    parser.add_argument("--json", type=Path, help="write what happened to this file")
+    return parser.parse_args()
+
+
+def _network(plan: Plan, wanted: str | None) -> Network:
+    if wanted == "relays" or (wanted is None and not may_have_namespaces()):
+        return RelayNetwork(plan.nodes)
+    return NamespaceNetwork(plan.nodes)
+
+
+def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> int:
+    """Run in a folder and tell the outcome."""
+    folder.mkdir(parents=True, exist_ok=True)
+    running = ClusterTrial(folder, network, plan, tell)
+    try:
+        with running:
+            outcome = running.run()
+            if not outcome.ok:
+                running.save_history(folder / "history.jsonl")
+    except (TrialFailed, ServerFailed, CommandFailed) as error:
+        tell(f"{running.cluster.logs()}\nthe trial failed: {error}\nseed {plan.seed}")
+        return 1
+    for line in account(outcome.struck):
+        tell(line)
+    tell(f"{outcome.faults} faults\n{outcome.findings()}")
+    if report is not None:
+        report.write_text(json.dumps(as_json(plan, network, outcome), indent=1) + "\n")
+    if not outcome.ok:
+        tell(f"{running.cluster.logs()}\nseed {plan.seed}")
+    return 0 if outcome.ok else 1
+
+
+def account(struck: Sequence[Struck]) -> list[str]:
+    """How long producers waited, by kind of fault."""
+    lines = [f"{'kind of fault':32} count  next produce: median  longest  longest wait  whole again: longest"]
+    for kinds in sorted({one.kinds for one in struck}):
+        of_kind = [one for one in struck if one.kinds == kinds]
+        waits, whole = [one.next_produce_s for one in of_kind], max(one.whole_s for one in of_kind)
+        longest = max(one.longest_wait_s for one in of_kind)
+        numbers = f"{statistics.median(waits):18.2f} s {max(waits):6.2f} s {longest:11.2f} s {whole:19.2f} s"
+        lines.append(f"{' + '.join(kinds):32} {len(of_kind):5}  {numbers}")
+    return lines
+
+
+def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
+    """Everything, for programs."""
+    return {
+        "seed": plan.seed,
+        "network": network.kind,
+        "faults": outcome.faults,
+        "ok": outcome.ok,
+        "sent": outcome.report.sent,
+        "acknowledged": outcome.report.acknowledged,
+        "read": outcome.report.read,
+        "findings": outcome.findings().splitlines(),
+        "struck": [
+            {
+                "kinds": one.kinds,
+                "what": one.what,
+                "next produce s": one.next_produce_s,
+                "longest wait s": one.longest_wait_s,
+                "whole s": one.whole_s,
+            }
+            for one in outcome.struck
+        ],
+    }
+
+
+def tell(line: str) -> None:
+    """Say something with the time."""
+    print(time.strftime("%H:%M:%S ") + line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

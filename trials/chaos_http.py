@@ -1,0 +1,221 @@
+"""`make chaos-http`: nodes of a cluster are killed while messages are published, leased and settled over HTTP.
+
+python -m trials.chaos_http [--faults N] [--seed N]
+
+Every request goes to a random node. Publishers send the same message again, deduplicated, until it is acknowledged;
+workers accept, release and forget what they lease. In the end every acknowledged message must have been accepted, none
+may have been delivered after its accept was answered (the subscription promises exactly once), and none may be stored
+twice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from millstream_testing.etcd_server import EtcdServer
+from millstream_testing.postgres_server import PostgresServer
+from millstream_testing.server import Server
+from millstream_testing.server_group import ServerGroup
+
+TOPIC, SUBSCRIPTION = "orders", "billing"
+PUBLISHERS, WORKERS, PARTITIONS = 4, 6, 6
+REQUEST_S, DRAIN_S = 30.0, 180.0
+TRACE_LINES = 40
+INTERNAL_ERROR = 500
+"""Whatever happens to other nodes passes by itself, and is to be told as such."""
+SETTINGS = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000}
+
+
+class Trial:
+    """One run: who does what, and what is known of every message."""
+
+    def __init__(self, cluster: ServerGroup, http: httpx.AsyncClient, seed: int) -> None:
+        self._cluster = cluster
+        self._http = http
+        self._random = random.Random(seed)
+        self._publishing = True
+        self._working = True
+        self.acknowledged: set[str] = set()
+        self.accepted: set[str] = set()
+        self.doubtful: set[str] = set()
+        """What was accepted without an answer."""
+        self.places: dict[str, set[tuple[int, int]]] = {}
+        self.wrong: list[str] = []
+        self.refused: dict[int | str, int] = {}
+
+    async def declare(self) -> None:
+        """Make the topic and the subscription."""
+        topic = {"topic": TOPIC, "partitions": PARTITIONS, "replication": 3}
+        subscription = {
+            "name": SUBSCRIPTION,
+            "topics": [TOPIC],
+            "delivery": "exactly-once",
+            "lease_ms": 10_000,
+            "attempts": 0,
+        }
+        await self._until_done(lambda: self._send("/topics", json=topic))
+        await self._until_done(lambda: self._send("/subscriptions", json=subscription))
+
+    async def publish(self, number: int) -> None:
+        """Publish one message after the other, each until it is acknowledged."""
+        at = 0
+        while self._publishing:
+            at += 1
+            name = f"{number}-{at}"
+            headers = {"message-id": name, "message-key": name}
+            path = f"/topics/{TOPIC}/messages?deduplicate=true"
+            answer = await self._until_done(lambda: self._send(path, content=b"x" * 100, headers=headers))  # noqa: B023
+            self._place(name, answer.json())
+            self.acknowledged.add(name)
+            await asyncio.sleep(0.005)
+
+    async def work(self) -> None:
+        """Lease, and say something of what was leased."""
+        while self._working:
+            wanted = {"max": 20, "wait_ms": 2000}
+            answer = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:pull", json=wanted)
+            if answer is None or answer.status_code != 200:
+                await asyncio.sleep(0.1)
+                continue
+            messages = answer.json()["messages"]
+            for message in messages:
+                self._place(message["id"], message)
+                if message["id"] in self.accepted:
+                    self.wrong.append(f"{message['id']} was delivered after it was accepted")
+            await self._settle(messages)
+
+    async def kill(self, faults: int) -> None:
+        """Kill nodes, one at a time, and start them again."""
+        for fault in range(faults):
+            await asyncio.sleep(self._random.uniform(2, 5))
+            victim = self._random.choice(list(self._cluster))
+            victim.kill()
+            await asyncio.sleep(self._random.uniform(1, 5))
+            await asyncio.to_thread(victim.start)
+            so_far = f"{len(self.acknowledged):,} published, {len(self.accepted):,} accepted"
+            sys.stderr.write(f"fault {fault + 1} of {faults}: {so_far}\n")
+
+    async def run(self, faults: int) -> None:
+        """Everything at once; then what is left is worked off."""
+        await self.declare()
+        publishers = [asyncio.create_task(self.publish(number)) for number in range(PUBLISHERS)]
+        workers = [asyncio.create_task(self.work()) for _ in range(WORKERS)]
+        await self.kill(faults)
+        self._publishing = False
+        await asyncio.gather(*publishers)
+        deadline = time.monotonic() + DRAIN_S
+        while self.acknowledged - self.accepted - self.doubtful and time.monotonic() < deadline:
+            await asyncio.sleep(0.2)
+        self._working = False
+        await asyncio.gather(*workers)
+
+    def verdict(self) -> list[str]:
+        """What is not as it was promised."""
+        lost = sorted(self.acknowledged - self.accepted - self.doubtful)
+        doubled = sorted(name for name, places in self.places.items() if len(places) > 1)
+        return [
+            *self.wrong,
+            *(f"{name} was acknowledged and never accepted" for name in lost),
+            *(f"{name} is stored at {sorted(self.places[name])}" for name in doubled),
+            *(bug for node in self._cluster for bug in bugs(node)),
+        ]
+
+    async def _settle(self, messages: list[dict[str, Any]]) -> None:
+        said: dict[str, list[Any]] = {"accept": [], "release": []}
+        names: dict[str, str] = {}
+        for message in messages:
+            choice = self._random.random()
+            if choice < 0.85:
+                said["accept"].append(message["lease"])
+                names[message["lease"]] = message["id"]
+            elif choice < 0.95:
+                said["release"].append({"lease": message["lease"], "delay_ms": 0})
+        if not said["accept"] and not said["release"]:
+            return
+        answer = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:settle", json=said)
+        if answer is None or answer.status_code != 200:
+            # They may be accepted all the same; if not, somebody gets them again.
+            self.doubtful.update(names.values())
+            return
+        for result in answer.json()["results"]:
+            if "error" not in result and result["lease"] in names:
+                self.accepted.add(names[result["lease"]])
+
+    async def _send(self, path: str, **what: Any) -> httpx.Response | None:
+        node = self._random.choice(list(self._cluster))
+        try:
+            answer = await self._http.post(f"http://{node.http}/v1{path}", **what)
+        except httpx.HTTPError as error:
+            self._note(type(error).__name__)
+            return None
+        if answer.status_code >= 300:
+            self._note(answer.status_code)
+        if answer.status_code == INTERNAL_ERROR:
+            self.wrong.append(f"{path} was answered with {answer.text}")
+        return answer
+
+    async def _until_done(self, attempt: Callable[[], Awaitable[httpx.Response | None]]) -> httpx.Response:
+        while True:
+            answer = await attempt()
+            if answer is not None and (answer.status_code < 300 or answer.status_code == 409):
+                return answer
+            await asyncio.sleep(0.05)
+
+    def _note(self, what: int | str) -> None:
+        self.refused[what] = self.refused.get(what, 0) + 1
+
+    def _place(self, name: str, told: dict[str, Any]) -> None:
+        self.places.setdefault(name, set()).add((told["partition"], told["offset"]))
+
+
+def bugs(node: Server) -> list[str]:
+    """What a node, or its gateway, logged that nobody has thought of."""
+    lines = node.log.read_text(errors="replace").splitlines()
+    places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
+    return ["\n".join(lines[max(0, at - 2) : at + TRACE_LINES]) for at in places[:3]]
+
+
+async def run(cluster: ServerGroup, faults: int, seed: int) -> Trial:
+    """Run one trial."""
+    limits = httpx.Limits(max_connections=200)
+    async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits) as http:
+        trial = Trial(cluster, http, seed)
+        await trial.run(faults)
+    return trial
+
+
+def main() -> int:
+    """Run, tell, and fail if a promise was broken."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EtcdServer() as etcd,
+        PostgresServer() as postgres,
+        ServerGroup(Path(folder), etcd.url, postgres.new_database(), settings=SETTINGS) as cluster,
+    ):
+        trial = asyncio.run(run(cluster, options.faults, options.seed))
+        wrong = trial.verdict()
+    for line in wrong[:50]:
+        sys.stdout.write(line + "\n")
+    sys.stdout.write(
+        f"{len(trial.acknowledged):,} messages, {options.faults} kills: {len(wrong)} promises broken; "
+        f"what clients were told meanwhile: {dict(sorted(trial.refused.items(), key=str))}\n"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""`make chaos-push`: nodes, push processes and the endpoint are killed while messages are pushed; every one is judged.
+
+    python -m trials.chaos_push [--nodes 1|3] [--faults N] [--seed S] [--minutes M] [--keep FOLDER]
+
+What is tried and how it is judged: `src/millstream_testing/push_trial.py`. The exit code is 1, and the seed is told,
+when a promise was broken or a queue did not run empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from millstream_testing.cluster_network import RelayNetwork
+from millstream_testing.push_trial import SETTINGS, Plan, PushTrial
+from millstream_testing.server import ServerFailed
+from millstream_testing.trial_clients import TrialFailed
+from millstream_testing.trial_cluster import TrialCluster
+from millstream_testing.trial_solo import TrialSolo
+
+
+def main() -> int:
+    """Run the trial; 0 when all was as it should be, 1 otherwise."""
+    arguments = _arguments()
+    seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with tempfile.TemporaryDirectory(prefix="millstream-push-") as folder:
+        kept = Path(folder if arguments.keep is None else arguments.keep)
+        kept.mkdir(parents=True, exist_ok=True)
+        return int(not trial(arguments, seed, kept))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trials.chaos_push", description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", choices=("1", "3"), default="3", help="one node, or a cluster; the default is 3")
+    parser.add_argument("--faults", type=int, default=15, help="how many; the default is 15")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
+    parser.add_argument("--minutes", type=float, default=10.0, help="no more faults after so long; the default is 10")
+    parser.add_argument("--keep", type=Path, help="leave the data and the logs in this folder")
+    return parser.parse_args()
+
+
+def trial(arguments: argparse.Namespace, seed: int, folder: Path) -> bool:
+    """Run it and tell the outcome; whether nothing was wrong."""
+    plan = Plan(seed=seed, faults=arguments.faults, minutes_max=arguments.minutes)
+    tell(f"{arguments.nodes} nodes, {plan.faults} faults, seed {seed}")
+    try:
+        with cluster_of(int(arguments.nodes), folder) as cluster:
+            outcome = asyncio.run(PushTrial(cluster, plan, tell).run())
+    except (TrialFailed, ServerFailed) as error:
+        tell(f"the trial failed: {error}\nseed {seed}")
+        return False
+    tell(outcome.account)
+    for finding in outcome.findings:
+        tell(f"BROKEN {finding}")
+    tell(f"seed {seed}" if outcome.findings else "nothing was wrong")
+    return not outcome.findings
+
+
+def cluster_of(nodes: int, folder: Path) -> TrialCluster:
+    """The nodes of the trial; they have to reach an endpoint in this process, so their links are relays."""
+    if nodes == 1:
+        return TrialSolo(folder, settings=SETTINGS)
+    settings = SETTINGS | {"lease-ms": 2000, "replica-lag-ms": 3000}
+    return TrialCluster(folder, RelayNetwork(nodes), nodes=nodes, settings=settings)
+
+
+def tell(line: str) -> None:
+    """Say something with the time."""
+    print(time.strftime("%H:%M:%S ") + line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""`make chaos-transactions`: kill programs and brokers at least 100 times, and check that each effect is there once.
+
+    python -m trials.chaos_transactions [--kills N] [--seed S] [--minutes M] [--nodes 1] [--groups NAMES]
+
+What is tried, and how it is judged: `src/millstream_testing/transaction_trial.py`. With `--nodes 1` there is no
+cluster, and nobody takes over. The exit code is 1, and the seed is told, when something is wrong, or when something
+hangs: then it is told what waits for what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.client import Unavailable
+from conformance.java_client import transaction_program
+
+from millstream.cli.exit_code import CommandFailed
+from millstream_testing.cluster_faults import KINDS
+from millstream_testing.cluster_network import NamespaceNetwork, RelayNetwork, may_have_namespaces
+from millstream_testing.server import ServerFailed
+from millstream_testing.transaction_trial import JAVA, SETTINGS, Plan, Round, TransactionTrial
+from millstream_testing.trial_clients import TrialFailed
+from millstream_testing.trial_cluster import TrialCluster
+from millstream_testing.trial_solo import TrialSolo
+
+JAVA_CLIENT = "4.4.0"
+ALONE = ("kill", "stop", "pause")
+"""What can happen to a node that has no others."""
+
+
+def main() -> int:
+    """Run the trial; 0 when nothing was wrong, 1 otherwise."""
+    arguments = _arguments()
+    plan = Plan(kills=arguments.kills, minutes_max=arguments.minutes, heal_s_max=arguments.patience)
+    if arguments.seed is not None:
+        plan.seed = arguments.seed
+    if arguments.kinds:
+        plan.node_kinds = {kind: KINDS[kind][1] for kind in arguments.kinds.split(",")}
+    if arguments.java:
+        add_java(plan, arguments.java)
+    if arguments.groups:
+        plan.groups = tuple(group for group in plan.groups if group in arguments.groups.split(","))
+    if arguments.nodes == 1:
+        plan.node_kinds = {kind: weight for kind, weight in plan.node_kinds.items() if kind in ALONE}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    if arguments.keep is not None:
+        return trial(plan, arguments.nodes, arguments.keep, arguments.json)
+    with tempfile.TemporaryDirectory(prefix="millstream-chaos-") as folder:
+        return trial(plan, arguments.nodes, Path(folder), arguments.json)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trials.chaos_transactions", description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=100, help="how many processes to kill; the default is 100")
+    parser.add_argument("--minutes", type=float, default=30.0, help="stop after so long; the default is 30")
+    parser.add_argument("--seed", type=int, help="repeat the random choices of another run")
+    parser.add_argument("--nodes", type=int, default=3, help="how many nodes; the default is 3, and 1 is no cluster")
+    parser.add_argument("--patience", type=float, default=90.0, help="seconds to catch up after a round; default: 90")
+    parser.add_argument(
+        "--java", default=JAVA_CLIENT, help=f"the version of Apache Kafka's client, '' for none; default: {JAVA_CLIENT}"
+    )
+    parser.add_argument("--groups", default="", help="only these groups of programs, of classic,consumer,aiokafka,java")
+    kinds = ",".join(kind for kind in KINDS if kind != "disk")
+    parser.add_argument("--kinds", default="", help=f"what happens to nodes, of {kinds}")
+    parser.add_argument("--keep", type=Path, help="leave the data, the logs and the history in this folder")
+    parser.add_argument("--json", type=Path, help="write what happened to this file")
+    return parser.parse_args()
+
+
+def add_java(plan: Plan, version: str) -> None:
+    """Have programs with Apache Kafka's own client, whose transactions are those of the newer protocol."""
+    try:
+        plan.java = tuple(transaction_program(version))
+    except Unavailable as error:
+        tell(f"no programs with Apache Kafka's client: {error}")
+    else:
+        plan.groups = (*plan.groups, JAVA)
+
+
+def cluster_of(plan: Plan, nodes: int, folder: Path) -> TrialCluster:
+    """The nodes of a trial."""
+    if nodes == 1:
+        return TrialSolo(folder, settings=SETTINGS)
+    settings = SETTINGS | {"lease-ms": plan.lease_ms, "replica-lag-ms": plan.replica_lag_ms}
+    network = NamespaceNetwork(nodes) if may_have_namespaces() else RelayNetwork(nodes)
+    return TrialCluster(folder, network, nodes=nodes, settings=settings)
+
+
+def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
+    """Run in a folder and tell the outcome."""
+    folder.mkdir(parents=True, exist_ok=True)
+    running = TransactionTrial(folder, cluster_of(plan, nodes, folder), plan, tell)
+    tell(f"{plan.kills} kills of {nodes} nodes and {plan.workers * len(plan.groups)} programs, seed {plan.seed}")
+    began = time.monotonic()
+    with running:
+        try:
+            outcome = running.run()
+        except (TrialFailed, ServerFailed, CommandFailed) as error:
+            running.save_history(folder / "history.jsonl")
+            tell(f"{running.waiting()}\nthe trial failed: {error}\nseed {plan.seed}")
+            return 1
+        running.save_history(folder / "history.jsonl")
+    for line in account(outcome.rounds):
+        tell(line)
+    took_s = time.monotonic() - began
+    tell(
+        f"{outcome.kills} kills in {len(outcome.rounds)} rounds and {took_s:.0f} s, {running.renewed} programs renewed"
+    )
+    tell(outcome.findings())
+    if report is not None:
+        told = {"seed": plan.seed, "nodes": nodes, "kills": outcome.kills, "seconds": took_s, "ok": outcome.ok}
+        found = {"findings": outcome.findings().splitlines(), "rounds": [str(one) for one in outcome.rounds]}
+        report.write_text(json.dumps({**told, **found}, indent=1) + "\n")
+    if not outcome.ok:
+        tell(f"seed {plan.seed}")
+    return 0 if outcome.ok else 1
+
+
+def account(rounds: Sequence[Round]) -> list[str]:
+    """How often each kind of fault happened, and how long programs needed to catch up after rounds with it."""
+    counts = Counter(kind for one in rounds for kind in one.kinds)
+    lines = [f"{'kind of fault':20} count  caught up: median  longest"]
+    for kind in sorted(counts):
+        waits = [one.healed_s for one in rounds if kind in one.kinds]
+        lines.append(f"{kind:20} {counts[kind]:5} {statistics.median(waits):16.1f} s {max(waits):6.1f} s")
+    return lines
+
+
+def tell(line: str) -> None:
+    """Say something with the time."""
+    print(time.strftime("%H:%M:%S ") + line, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Break requests of every API in every version and send them to a broker: each must be answered, or hung up on.
+
+    python -m trials.fuzz_requests --seconds 60
+
+An example is a broker in this process, on a disk in memory and a socket of its own, that gets some hundred requests:
+valid ones with random contents that often name what exists, most of them with flipped, cut, doubled or foreign bytes.
+An answer must carry the number of its request and be readable by kio to its last byte; the broker must go on serving
+a connection beside it; it must log nothing with a traceback and in the end hold nothing in memory for anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import struct
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from uuid import UUID
+
+import uvloop
+from kio.schema.metadata.v12.request import MetadataRequest, MetadataRequestTopic
+from kio.schema.types import TopicName
+from kio.serial import entity_reader
+from trials.fuzz_trial import Finding, listen, run
+
+from millstream.broker.node import Broker
+from millstream.core.config import Config
+from millstream.core.errors import MillstreamError, ProtocolViolation
+from millstream.protocol.messages import codec
+from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.files import MemoryFiles
+from millstream_testing.messages import random_message, versions_of
+
+REQUESTS = 300
+TOPICS = ("a", "orders.created")
+ANSWER_S_MAX = 30.0
+PATIENCE_S = 0.02
+"""How long an answer is waited for that may take as long as the request says."""
+
+_DESCRIBE_TRANSACTIONS = 65
+_PRODUCE, _FETCH, _API_VERSIONS, _JOIN_GROUP, _SYNC_GROUP, _NODE_STATUS = 0, 1, 18, 11, 14, 32000
+_MAY_WAIT = frozenset({_PRODUCE, _FETCH, _JOIN_GROUP, _SYNC_GROUP})
+_EDGES = (0, 1, 0x7F, 0x80, 0xFF)
+_INTEGERS = (0, 1, 2, 3, -1, 100, 1000)
+_PROBE = codec.write_request(7, "probe", codec.load_request_class(_API_VERSIONS, 0)())
+_STATUS = codec.request_head(_NODE_STATUS, 0, 7, "probe")
+_BATCH = bytes(encode_batch([NewRecord(b"key", b"value", (), 1)], producer_id=1, producer_epoch=0, base_sequence=0))
+
+
+class Biased(random.Random):
+    """Chance that often hits what exists: small numbers, the ids of topics, real batches."""
+
+    topic_ids: list[UUID]
+
+    def getrandbits(self, k: int, /) -> int:
+        if k == 128 and self.topic_ids and super().random() < 0.7:
+            return super().choice(self.topic_ids).int
+        return super().getrandbits(k)
+
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
+        first, end = (0, start) if stop is None else (start, stop)
+        if end - first > 100 and super().random() < 0.8:
+            return super().choice([value for value in _INTEGERS if first <= value < end])
+        return super().randrange(first, end, step)
+
+    def randbytes(self, n: int) -> bytes:
+        return _BATCH if super().random() < 0.5 else super().randbytes(n)
+
+
+def mutate(chance: random.Random, frame: bytes) -> bytes:
+    """Change some bytes of a request; half of the time none."""
+    broken = bytearray(frame)
+    for _ in range(chance.choice((0, 0, 0, 1, 1, 2, 8))):
+        at = chance.randrange(len(broken)) if broken else 0
+        kind = chance.choice(("flip", "edge", "cut", "remove", "double", "insert"))
+        if kind == "flip" and broken:
+            broken[at] ^= 1 << chance.randrange(8)
+        elif kind == "edge" and broken:
+            broken[at] = chance.choice(_EDGES)
+        elif kind == "cut":
+            del broken[at:]
+        elif kind == "remove":
+            del broken[at : at + chance.choice((1, 2, 4, 16))]
+        elif kind == "double":
+            broken[at:at] = broken[at : at + chance.choice((1, 4, 64))]
+        else:
+            broken[at:at] = bytes(chance.getrandbits(8) for _ in range(chance.choice((1, 4, 20))))
+    return bytes(broken)
+
+
+class Trial:
+    """One broker and what is sent to it."""
+
+    def __init__(self, broker: Broker, chance: random.Random) -> None:
+        self._chance = chance
+        host, _, port = broker.kafka_address.rpartition(":")
+        self._address = (host, int(port))
+        self._versions: list[tuple[int, int]] = []
+        self._topic_ids: list[UUID] = []
+
+    async def run(self) -> int:
+        """Send everything."""
+        self._versions = list(await self._served())
+        self._topic_ids = await self._create_topics()
+        reader, writer = await asyncio.open_connection(*self._address)
+        for number in range(REQUESTS):
+            frame = mutate(self._chance, self._request(number))
+            await self._send(frame)
+            writer.write(_PROBE)
+            if codec.read_correlation_id(await asyncio.wait_for(_read(reader), ANSWER_S_MAX)) != 7:
+                raise Finding("the connection beside got a wrong answer")
+            if number % 100 == 99:
+                self._topic_ids = await self._create_topics()
+        await self._check_quiet(reader, writer)
+        writer.close()
+        return REQUESTS
+
+    def _request(self, number: int) -> bytes:
+        """A valid request, without the size of its frame."""
+        key, version = self._chance.choice(self._versions)
+        biased = Biased(self._chance.getrandbits(64))
+        biased.topic_ids = self._topic_ids
+        while True:
+            message = random_message(codec.load_request_class(key, version), biased)
+            with suppress(MillstreamError):
+                return codec.write_request(number, self._chance.choice(("fuzz", None)), message)[4:]
+
+    async def _send(self, frame: bytes) -> None:
+        reader, writer = await asyncio.open_connection(*self._address)
+        try:
+            writer.write(struct.pack(">i", len(frame)) + frame)
+            if self._chance.random() < 0.1:
+                writer.write_eof()
+            may_wait = len(frame) >= 2 and struct.unpack_from(">h", frame)[0] in _MAY_WAIT
+            patience_s = PATIENCE_S if may_wait else ANSWER_S_MAX
+            try:
+                answer = await asyncio.wait_for(_read(reader), patience_s)
+            except TimeoutError:
+                if patience_s == ANSWER_S_MAX:
+                    raise Finding(f"no answer and not hung up on: {frame.hex()}") from None
+                return
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            _check_answer(frame, answer)
+        finally:
+            writer.close()
+
+    async def _served(self) -> Iterator[tuple[int, int]]:
+        answer = codec.read_response(_API_VERSIONS, 0, await self._ask(_PROBE))
+        return (
+            (api.api_key, version)
+            for api in answer.api_keys
+            for version in versions_of(api.api_key)
+            if api.min_version <= version <= api.max_version
+        )
+
+    async def _create_topics(self) -> list[UUID]:
+        """Have the topics that requests name, again if one of them was deleted; returns their ids."""
+        named = tuple(MetadataRequestTopic(topic_id=None, name=TopicName(name)) for name in TOPICS)
+        request = MetadataRequest(
+            topics=named, allow_auto_topic_creation=True, include_topic_authorized_operations=False
+        )
+        answer = codec.read_response(3, 12, await self._ask(codec.write_request(1, "setup", request)))
+        return [topic.topic_id for topic in answer.topics if topic.topic_id is not None]
+
+    async def _ask(self, request: bytes) -> bytes:
+        reader, writer = await asyncio.open_connection(*self._address)
+        writer.write(request)
+        answer = await asyncio.wait_for(_read(reader), ANSWER_S_MAX)
+        writer.close()
+        return answer
+
+    async def _check_quiet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Once everybody but this connection is gone, nothing may be held for anybody."""
+        for _ in range(200):
+            writer.write(struct.pack(">i", len(_STATUS)) + _STATUS)
+            answer = await asyncio.wait_for(_read(reader), ANSWER_S_MAX)
+            status = json.loads(answer[codec.response_body_at(_NODE_STATUS, 0, answer) :])
+            values = {metric["name"]: metric["samples"][0][0] for metric in status["metrics"] if metric["samples"]}
+            held = values["millstream_inflight_bytes"]
+            # The request for the status is the one that is being served.
+            if values["millstream_connections"] == 1 and held < 4096:
+                return
+            await asyncio.sleep(0.05)
+        raise Finding(f"{held} bytes are held for {values['millstream_connections']} connections after all went away")
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    (size,) = struct.unpack(">i", await reader.readexactly(4))
+    return await reader.readexactly(size)
+
+
+def _check_answer(frame: bytes, answer: bytes) -> None:
+    header = codec.read_request_header(frame)
+    if codec.read_correlation_id(answer) != header.correlation_id:
+        raise Finding(f"the answer is that of another request: {frame.hex()}")
+    if header.api_key >= _NODE_STATUS:
+        return
+    try:
+        response_class = codec.load_response_class(header.api_key, header.version)
+    except ProtocolViolation:
+        if header.api_key != _API_VERSIONS:
+            raise Finding(f"a version that does not exist was answered: {frame.hex()}") from None
+        header, response_class = header._replace(version=0), codec.load_response_class(_API_VERSIONS, 0)
+    at = codec.response_body_at(header.api_key, header.version, answer)
+    try:
+        _, size = entity_reader(response_class)(memoryview(answer).toreadonly(), at)
+    except Exception as error:
+        if header.api_key == _DESCRIBE_TRANSACTIONS and "negative timestamp" in str(error):
+            # A transaction that has not begun has the time -1, in Kafka too; kio has no time before 1970.
+            return
+        raise Finding(f"kio cannot read the answer to {frame.hex()}: {error}") from error
+    if at + size != len(answer):
+        raise Finding(f"{len(answer) - at - size} bytes follow the answer to {frame.hex()}")
+
+
+async def _example(chance: random.Random) -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        config = Config(data=folder, kafka="127.0.0.1:0", http="127.0.0.1:0", group_initial_delay_ms=0, shutdown_ms=0)
+        broker = Broker(config, files=MemoryFiles(open_files_max=64))
+        await broker.start()
+        try:
+            return await Trial(broker, chance).run()
+        finally:
+            await broker.stop()
+
+
+def main() -> int:
+    """Run the fuzzer."""
+    told = listen()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+
+        def example(chance: random.Random) -> int:
+            tried = runner.run(_example(chance))
+            told.check()
+            return tried
+
+        return run("trials.fuzz_requests", example)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""`make simulate`: run the simulations of replication and of transactions for many seeds, on every core.
+
+python -m trials.simulate [replication|transactions] [--seeds N] [--first N] [--jobs N]
+python -m trials.simulate [replication|transactions] --seed N [--trace]
+
+Without a name both are run, with as many seeds each.
+
+A seed that fails is told with its trace. Numbers of a failed seed can be looked at again with `--seed N --trace`, which
+also shows what the nodes logged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from typing import Final
+
+from millstream_testing.simulation.world import Outcome, simulate
+from millstream_testing.transaction_simulation.world import simulate_transactions
+
+SIMULATIONS: Final[dict[str, Callable[..., Outcome]]] = {
+    "replication": simulate,
+    "transactions": simulate_transactions,
+}
+SEEDS = 5000
+CHUNK = 8
+FAILURES_SHOWN_MAX = 5
+TRACE_LINES_MAX = 60
+PROGRESS_S = 10.0
+
+
+def main() -> int:
+    """Run; 0 when every seed was well, 1 otherwise."""
+    parser = argparse.ArgumentParser(prog="python -m trials.simulate", description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", choices=SIMULATIONS, help="one of them only")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first of them")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
+    parser.add_argument("--seed", type=int, help="this one only")
+    parser.add_argument("--trace", action="store_true", help="with --seed: tell everything that happened")
+    arguments = parser.parse_args()
+    names = [arguments.name] if arguments.name else list(SIMULATIONS)
+    if arguments.seed is not None:
+        return max(replay(name, arguments.seed, tracing=arguments.trace) for name in names)
+    seeds = range(arguments.first, arguments.first + arguments.seeds)
+    return max(run_many(name, seeds, arguments.jobs) for name in names)
+
+
+def replay(name: str, seed: int, *, tracing: bool) -> int:
+    """Run one seed and tell how it went."""
+    outcome = SIMULATIONS[name](seed, tracing=tracing)
+    print("\n".join(outcome.trace))
+    print(describe(name, outcome))
+    return 1 if outcome.failure else 0
+
+
+def run_many(name: str, seeds: range, jobs: int) -> int:
+    """Run many seeds and tell of those that failed."""
+    began = told = time.monotonic()
+    done = steps = batches = 0
+    virtual_s = 0.0
+    failed: list[Outcome] = []
+    for outcome in outcomes(name, seeds, jobs):
+        done, steps, batches = done + 1, steps + outcome.steps, batches + outcome.batches
+        virtual_s += outcome.virtual_s
+        if outcome.failure is not None:
+            failed.append(outcome)
+            tell_failure(name, outcome, with_trace=len(failed) <= FAILURES_SHOWN_MAX)
+        if time.monotonic() - told > PROGRESS_S:
+            told = time.monotonic()
+            print(
+                f"{name}: {done} of {len(seeds)} seeds, {len(failed)} failed, {done / (told - began):.1f}/s", flush=True
+            )
+    elapsed_s = time.monotonic() - began
+    print(
+        f"{name}: {done} seeds in {elapsed_s:.1f} s on {jobs} processes, {done / elapsed_s:.1f} a second: {steps} "
+        f"steps, {virtual_s / 3600:.1f} simulated hours, {batches} batches committed; {len(failed)} failed"
+    )
+    if failed:
+        print("failed: " + " ".join(str(outcome.seed) for outcome in sorted(failed, key=lambda one: one.seed)))
+    return 1 if failed else 0
+
+
+def outcomes(name: str, seeds: range, jobs: int) -> Iterator[Outcome]:
+    """The outcomes of the seeds, as they come."""
+    if jobs == 1:
+        yield from map(SIMULATIONS[name], seeds)
+        return
+    with get_context("spawn").Pool(jobs) as pool:
+        yield from pool.imap_unordered(SIMULATIONS[name], seeds, chunksize=CHUNK)
+
+
+def tell_failure(name: str, outcome: Outcome, *, with_trace: bool) -> None:
+    """Tell of a seed that failed, and how it came to that."""
+    print(describe(name, outcome))
+    if with_trace:
+        print("\n".join(f"    {line}" for line in outcome.trace[-TRACE_LINES_MAX:]))
+        print(f"    replay: python -m trials.simulate {name} --seed {outcome.seed} --trace", flush=True)
+
+
+def describe(name: str, outcome: Outcome) -> str:
+    """One line about a seed."""
+    return (
+        f"{name}, seed {outcome.seed}: {outcome.failure or 'well'}; {outcome.steps} steps, {outcome.virtual_s:.0f} s, "
+        f"{outcome.batches} batches, digest {outcome.digest:08x}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,312 @@
+"""The soak: an hour of mixed load with kills; memory, file handles and latency must stay flat, and nothing be lost.
+
+    python -m trials.soak --minutes 60
+
+The load: the producers, the group and the checker of the kill trial; beside them a producer at a fixed rate into a
+topic whose segments retention keeps deleting (its acknowledgements are timed), topics that come and go, administrators
+that ask, clients that come and go, and connections that do nothing. The broker is killed and started again after each
+quarter. What is sampled is judged by the median of all slopes between two samples (Theil and Sen's estimate), which a
+few outliers, such as the minutes with a kill, do not move. The exit code is 1 when something grew or was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from confluent_kafka import Consumer, KafkaException, Producer
+
+from millstream.client.admin.groups import delete_group, describe_group, list_groups
+from millstream.client.admin.topics import create_topic, delete_topic
+from millstream.core.errors import MillstreamError
+from millstream.protocol.wire.client import Client
+from millstream_testing.kill_trial import KillTrial, Outcome, Plan
+from millstream_testing.server import Server
+
+KILLS = 3
+SAMPLE_S = 2.0
+WARM_UP_SHARE = 0.4
+"""This much of each stretch between two kills is left out: caches and pools fill up in it."""
+
+RATE_PER_S = 50
+MESSAGE_BYTES = 1000
+IDLE_CONNECTIONS = 200
+POINTS_MIN, POINTS_MAX = 6, 300
+SLOT_S = 5.0
+QUIET: dict[str, Any] = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 500}
+RETAINED = {"retention.ms": "20000", "segment.bytes": "1048576"}
+SERVER_SETTINGS = {"retention-check-ms": 2000, "group-initial-delay-ms": 100}
+
+
+@dataclass(slots=True)
+class Samples:
+    """What was seen, each with its time in seconds since the start."""
+
+    began: float = field(default_factory=time.monotonic)
+    stretch: int = 0
+    resident_mb: list[tuple[float, int, float]] = field(default_factory=list)
+    handles: list[tuple[float, int, float]] = field(default_factory=list)
+    latency_ms: list[tuple[float, int, float]] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+
+    def add(self, series: list[tuple[float, int, float]], value: float) -> None:
+        """Note a value."""
+        series.append((time.monotonic() - self.began, self.stretch, value))
+
+    def count(self, what: str) -> None:
+        """Note that something was done once more."""
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+
+class Background:
+    """Threads that do something over and over until the end; an error of the broker's absence is no failure."""
+
+    def __init__(self) -> None:
+        self.stopping = threading.Event()
+        self.failures: list[str] = []
+        self.refused: dict[str, int] = {}
+        self._threads: list[threading.Thread] = []
+
+    def every(self, seconds: float, name: str, work: Callable[[], None]) -> None:
+        """Do some work over and over, with a pause between."""
+
+        def run() -> None:
+            while not self.stopping.wait(seconds):
+                try:
+                    work()
+                except (KafkaException, MillstreamError, OSError, RuntimeError):
+                    # The broker is being killed or started; the trial itself tells if it stays away.
+                    self.refused[name] = self.refused.get(name, 0) + 1
+                except Exception as error:
+                    self.failures.append(f"{name}: {error!r}")
+                    return
+
+        self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+        self._threads[-1].start()
+
+    def stop(self) -> None:
+        """End all of them."""
+        self.stopping.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+class Soak:
+    """The mixed load beside the kill trial."""
+
+    def __init__(self, server: Server, samples: Samples) -> None:
+        self._server = server
+        self._samples = samples
+        self._background = Background()
+        self._pid = 0
+        self._number = 0
+        self._idle: list[socket.socket] = []
+        self._pacer: Producer | None = None
+
+    def start(self) -> None:
+        """Begin with everything; the server runs."""
+        self._ask(lambda client: create_topic(client, "retained", partitions=2, replication=1, settings=RETAINED))
+        self._pacer = Producer({"bootstrap.servers": self._server.kafka, "enable.idempotence": True, **QUIET})
+        self._background.every(SAMPLE_S, "sampler", self._sample)
+        self._background.every(0.0, "pacer", self._pace)
+        self._background.every(3.0, "topics", self._come_and_go)
+        self._background.every(2.0, "admin", self._administer)
+        self._background.every(5.0, "idle connections", self._keep_idle)
+
+    def stop(self) -> list[str]:
+        """End everything; returns what failed."""
+        self._background.stop()
+        if self._pacer is not None:
+            self._pacer.flush(30)
+        for connection in self._idle:
+            connection.close()
+        for name, count in self._background.refused.items():
+            self._samples.counts[f"times {name} found no broker"] = count
+        return self._background.failures
+
+    def _ask(self, question: Callable[[Client], Coroutine[Any, Any, object]]) -> None:
+        """Ask through Millstream's own client: librdkafka's administrator aborts when a broker dies under it."""
+
+        async def ask() -> None:
+            async with Client.connect(self._server.kafka, client_id="soak", timeout_s=20) as client:
+                await question(client)
+
+        asyncio.run(ask())
+
+    def _sample(self) -> None:
+        pid = self._server.pid
+        if pid != self._pid:
+            self._samples.stretch += 1
+            self._pid = pid
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+        self._samples.add(self._samples.resident_mb, pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
+        self._samples.add(self._samples.handles, len(os.listdir(f"/proc/{pid}/fd")))
+
+    def _pace(self) -> None:
+        """Send at a fixed rate and time the acknowledgement from when the message was due."""
+        producer, due = self._pacer, time.monotonic()
+        if producer is None:
+            return
+
+        def acknowledged(error: object, _message: object) -> None:
+            if error is None:
+                self._samples.add(self._samples.latency_ms, (time.monotonic() - due) * 1000)
+
+        producer.produce("retained", bytes(MESSAGE_BYTES), on_delivery=acknowledged)
+        # Answers are taken as they come until the next message is due.
+        while (left := due + 1 / RATE_PER_S - time.monotonic()) > 0:
+            producer.poll(left)
+
+    def _come_and_go(self) -> None:
+        """A topic that is created, written, read by a consumer of its own, and deleted."""
+        self._number += 1
+        name = f"passing-{self._number}"
+        self._ask(lambda client: create_topic(client, name, partitions=3, replication=1, settings={}))
+        producer = Producer({"bootstrap.servers": self._server.kafka, **QUIET})
+        for number in range(30):
+            producer.produce(name, f"message {number}")
+        producer.flush(20)
+        consumer = Consumer(
+            {"bootstrap.servers": self._server.kafka, "group.id": name, "auto.offset.reset": "earliest", **QUIET}
+        )
+        consumer.subscribe([name])
+        consumer.consume(30, 5)
+        consumer.close()
+        # The group first: with its last topic it would go by itself.
+        self._ask(lambda client: delete_group(client, name))
+        self._ask(lambda client: delete_topic(client, name))
+        self._samples.count("topics created and deleted")
+
+    def _administer(self) -> None:
+        self._ask(lambda client: client.metadata(None))
+        self._ask(list_groups)
+        self._ask(lambda client: describe_group(client, "group"))
+        self._samples.count("rounds of administration")
+
+    def _keep_idle(self) -> None:
+        """Keep connections open that say nothing; those that a kill has closed are opened again."""
+        host, _, port = self._server.kafka.rpartition(":")
+        self._idle = [connection for connection in self._idle if _is_open(connection)]
+        while len(self._idle) < IDLE_CONNECTIONS:
+            self._idle.append(socket.create_connection((host, int(port)), timeout=5))
+            self._idle[-1].setblocking(False)
+
+
+def _is_open(connection: socket.socket) -> bool:
+    try:
+        return bool(connection.recv(1, socket.MSG_PEEK))
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
+def settled(series: Sequence[tuple[float, int, float]]) -> list[list[tuple[float, float]]]:
+    """The samples of each stretch between two kills, without its warm-up."""
+    stretches = []
+    for stretch in sorted({number for _, number, _ in series}):
+        points = [(at, value) for at, number, value in series if number == stretch]
+        late = points[int(len(points) * WARM_UP_SHARE) :]
+        step = max(1, len(late) // POINTS_MAX)
+        if len(late) >= POINTS_MIN:
+            stretches.append(late[::step])
+    return stretches
+
+
+def growth(points: Sequence[tuple[float, float]]) -> float:
+    """How much a series grew from its first sample to its last, by the median of all slopes."""
+    slopes = [(b - a) / (later - at) for (at, a), (later, b) in combinations(points, 2) if later > at]
+    return statistics.median(slopes) * (points[-1][0] - points[0][0]) if slopes else 0.0
+
+
+def by_slot(latencies: Sequence[tuple[float, int, float]], share: float) -> list[tuple[float, int, float]]:
+    """A percentile of the latencies in each five seconds, which is what has to stay flat."""
+    slots: dict[tuple[int, int], list[float]] = {}
+    for at, stretch, value in latencies:
+        slots.setdefault((int(at // SLOT_S), stretch), []).append(value)
+    return [
+        (slot * SLOT_S, stretch, sorted(values)[int(len(values) * share)]) for (slot, stretch), values in slots.items()
+    ]
+
+
+def judge(samples: Samples) -> list[str]:
+    """Say how each series went; a line that begins with GREW is a finding."""
+    lines = []
+    series = {
+        "memory (MB)": (samples.resident_mb, 0.10, 8.0),
+        "file handles": (samples.handles, 0.10, 20.0),
+        "p50 latency (ms)": (by_slot(samples.latency_ms, 0.5), 0.5, 2.0),
+        "p99 latency (ms)": (by_slot(samples.latency_ms, 0.99), 1.0, 50.0),
+    }
+    for name, (points, share, least) in series.items():
+        for number, stretch in enumerate(settled(points), 1):
+            middle = statistics.median(value for _, value in stretch)
+            grew = growth(stretch)
+            verdict = "GREW" if grew > max(share * middle, least) else "flat"
+            minutes = (stretch[-1][0] - stretch[0][0]) / 60
+            lines.append(
+                f"{verdict}  {name:17} stretch {number}: median {middle:8.1f}, {grew:+8.2f} in {minutes:.1f} min"
+            )
+    return lines
+
+
+def table(samples: Samples) -> list[str]:
+    """What was seen, minute by minute."""
+    lines = ["minute  stretch  memory MB  handles  p50 ms  p99 ms"]
+    for minute in range(int(samples.resident_mb[-1][0] // 60) + 1) if samples.resident_mb else ():
+        memory = [point for point in samples.resident_mb if point[0] // 60 == minute]
+        handles = [value for at, _, value in samples.handles if at // 60 == minute]
+        waits = sorted(value for at, _, value in samples.latency_ms if at // 60 == minute)
+        if memory and waits:
+            middle = statistics.median(value for _, _, value in memory)
+            lines.append(
+                f"{minute:6}  {memory[-1][1]:7}  {middle:9.1f}  {statistics.median(handles):7.0f}"
+                f"  {waits[len(waits) // 2]:6.2f}  {waits[int(len(waits) * 0.99)]:6.1f}"
+            )
+    return lines
+
+
+def run(minutes: float, folder: Path, tell: Callable[[str], None]) -> tuple[Outcome, Samples, list[str]]:
+    """Run the trial with everything beside it."""
+    stretch_s = minutes * 60 / (KILLS + 1)
+    plan = Plan(kills=KILLS, partitions=4, producers=3, messages_per_s=100, steady=True, load_s=(stretch_s, stretch_s))
+    server, samples = Server(folder / "data", settings=SERVER_SETTINGS), Samples()
+    with KillTrial(server, plan, tell) as trial:
+        soak = Soak(server, samples)
+        soak.start()
+        try:
+            outcome = trial.run()
+            # The last quarter has no kill at its end.
+            time.sleep(stretch_s)
+        finally:
+            failures = soak.stop()
+    return outcome, samples, failures
+
+
+def main() -> int:
+    """Run the soak and say how it went."""
+    parser = argparse.ArgumentParser(prog="trials.soak", description="Mixed load with kills, for an hour.")
+    parser.add_argument("--minutes", type=float, default=60.0, help="how long (default: 60)")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        outcome, samples, failures = run(given.minutes, Path(folder), lambda line: print(line, flush=True))
+    lines = judge(samples)
+    print("\n".join([*table(samples), *lines, *failures, str(outcome.report)]))
+    print(", ".join(f"{count} {what}" for what, count in samples.counts.items()))
+    return 1 if failures or not outcome.report.ok or any(line.startswith("GREW") for line in lines) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
