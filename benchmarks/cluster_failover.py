@@ -12,9 +12,9 @@ from typing import Self
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from millstream.cli.cluster_up import LocalEtcd
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.local_etcd import LocalEtcd
 from millstream.client.admin.cluster_status import cluster_status
 from millstream.core.errors import MillstreamError
 from millstream_testing.postgres_server import PostgresServer

@@ -13,9 +13,9 @@ from benchmarks.target import Numbers
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
+from millstream.cli.cluster_up import LocalEtcd
 from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.local_etcd import LocalEtcd
 from millstream.core.errors import MillstreamError
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata
 from millstream_testing.postgres_server import PostgresServer

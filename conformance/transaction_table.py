@@ -28,7 +28,7 @@ from benchmarks.peers.unavailable import PeerUnavailable
 from conformance.question import Broker
 from conformance.questions.asking import Key, batch, lay_fixtures, new_topic, produced
 
-from millstream.broker.kafka.local_markers import PartitionMarkers
+from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions import coordinator, shard, transaction
 from millstream.broker.transactions.transaction import EPOCH_MAX
 from millstream.core.errors import NotLeader

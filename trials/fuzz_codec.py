@@ -31,13 +31,12 @@ from crc32c import crc32c
 from numba import njit
 
 from millstream.core.errors import BatchRejected
-from millstream.protocol.records.arrow import to_arrow
+from millstream.protocol.records.arrow import NAMES, to_arrow
 from millstream.protocol.records.batch import HEADER_BYTES, LOG_OVERHEAD_BYTES, iterate_whole_headers
 from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.compression import compress, decompress
 from millstream.protocol.records.decoder import decode_columns
 from millstream.protocol.records.encoder import encode_columns
-from millstream.protocol.records.names import NAMES
 from millstream.protocol.records.partitioner import choose_partitions
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
+from millstream.cli.cluster_up import LocalEtcd
 from millstream.cli.held_port import HeldPort
-from millstream.cli.local_etcd import LocalEtcd
 from millstream.cli.local_process import LocalProcess
 
 

@@ -7,8 +7,8 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from millstream.cli.cluster_up import LocalEtcd
 from millstream.cli.held_port import HeldPort
-from millstream.cli.local_etcd import LocalEtcd
 
 
 class EtcdServer(LocalEtcd):

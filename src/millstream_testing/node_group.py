@@ -15,8 +15,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.cluster_node import ClusterNode, Surroundings
 from millstream.broker.cluster.cluster_topics import ClusterTopics
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.embedded_service import EmbeddedService
-from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.view import ClusterView
 from millstream.broker.log.store import LogStore

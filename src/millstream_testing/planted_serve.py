@@ -14,7 +14,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
-from millstream.broker.subscriptions.letter_box import LetterBox
+from millstream.broker.subscriptions.dead_letters import LetterBox
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.core.ids import Offset

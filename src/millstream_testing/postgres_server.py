@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import psycopg
 
-from millstream.cli.local_postgres import LocalPostgres
+from millstream.cli.cluster_up import LocalPostgres
 
 
 class PostgresServer(LocalPostgres):

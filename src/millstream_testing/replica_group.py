@@ -15,8 +15,7 @@ from typing import TypeVar
 from uuid import UUID
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.embedded_service import EmbeddedService
-from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.replica_fetcher import FetchLimits
 from millstream.broker.cluster.replicas import Replicas, ReplicaSettings
 from millstream.broker.cluster.store import Event, Expect, Put

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from millstream.cli.held_port import HeldPort
-from millstream.pipelines.source.java import use_fitting_java
+from millstream.pipelines.source.session import use_fitting_java
 
 # Only there to end a hang: on a machine with much else to do a cluster takes minutes to start.
 WAIT_S: Final = 1800.0

@@ -27,7 +27,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import TaskContext
 
-import millstream.pipelines.jobs.route.task as task
+import millstream.pipelines.jobs.route.job as task
 import millstream.pipelines.jobs.transform.output_rows as output_rows
 import millstream.pipelines.source.attempt as attempt
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule

@@ -18,8 +18,8 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 
 from millstream.client.admin.groups import committed_offsets
 from millstream.core.errors import ProducerFenced
-from millstream.pipelines.source.java import use_fitting_java
 from millstream.pipelines.source.options import write_options
+from millstream.pipelines.source.session import use_fitting_java
 from millstream.pipelines.source.writer import TopicWriter
 from millstream.protocol.wire.client import Client
 from millstream.spark.bulk import records

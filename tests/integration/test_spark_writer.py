@@ -20,10 +20,10 @@ from millstream.core.errors import BrokerUnreachable, ProducerFenced, UnknownTop
 from millstream.core.ids import NodeId
 from millstream.pipelines.source import link as links
 from millstream.pipelines.source import target
+from millstream.pipelines.source.attempt import RowProducer
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions, write_options
 from millstream.pipelines.source.parts import Batch, Part
-from millstream.pipelines.source.producer import RowProducer
 from millstream.pipelines.source.source import MillstreamSource
 from millstream.pipelines.source.writer import TopicStreamWriter, TopicWriter
 from millstream.protocol.private.transactions import Transactions

@@ -25,7 +25,7 @@ from confluent_kafka import Producer
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.pipelines.source.java import use_fitting_java
+from millstream.pipelines.source.session import use_fitting_java
 from millstream_testing.committed_messages import committed_messages
 from millstream_testing.server import Server
 

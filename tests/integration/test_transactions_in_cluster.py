@@ -13,7 +13,7 @@ from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 
-from millstream.broker.coordination.placement import partition_for
+from millstream.broker.coordination.runtime import partition_for
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server_group import ServerGroup

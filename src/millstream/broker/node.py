@@ -38,9 +38,8 @@ from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config, parse_address
 from millstream.core.errors import AddressTaken, ClusterMismatch, InvalidSetting, MillstreamError
-from millstream.core.heap import take_charge
+from millstream.core.heap import keep_freed_memory, leave_what_stays_alone, take_charge
 from millstream.core.ids import NodeId
-from millstream.core.memory import keep_freed_memory, leave_what_stays_alone
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.records.compression import set_limits
 

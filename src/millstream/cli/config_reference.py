@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 from millstream.cli.output import print_bytes
 from millstream.core.config import ENVIRONMENT_PREFIX, FILE_NAME, Config
-from millstream.core.missing_setting import MISSING
 from millstream.core.pipeline import SETTINGS, PipelineSettings
 from millstream.core.setting import Setting, settings_of
 from millstream.core.subscription import SubscriptionSettings
-from millstream.core.topic import TopicSettings
+from millstream.core.topic import MISSING, TopicSettings
 
 _HEAD = f"""# Configuration
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,8 +16,40 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, T
 from millstream.cli.output import counted, print_json, print_line
 from millstream.core.config import Config
 
-if TYPE_CHECKING:
-    from millstream.cli.finding import Finding
+
+class Severity(Enum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The outcome of one check. `advice` says what to do, and is empty when nothing is."""
+
+    check: str
+    severity: Severity
+    detail: str
+    advice: str = ""
+    exit_code: ExitCode = ExitCode.FAILED
+
+
+def ok(check: str, detail: str) -> Finding:
+    """All is well."""
+    return Finding(check, Severity.OK, detail)
+
+
+def warning(check: str, detail: str, advice: str) -> Finding:
+    """Something to know about."""
+    return Finding(check, Severity.WARNING, detail, advice)
+
+
+def problem(check: str, detail: str, advice: str, exit_code: ExitCode = ExitCode.FAILED) -> Finding:
+    """Something that needs somebody to act."""
+    return Finding(check, Severity.PROBLEM, detail, advice, exit_code)
+
 
 _MARKS = {"ok": "ok     ", "warning": "WARNING", "problem": "PROBLEM"}
 

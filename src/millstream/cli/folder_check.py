@@ -6,26 +6,77 @@ import fcntl
 import os
 import shutil
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
+from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.folder import CLEAN_STOP_NAME, FORMAT, FORMAT_NAME, LOCK_NAME, PARTITIONS_NAME
 from millstream.broker.log.ledger import LEDGER_NAME, last_states
+from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import base_offset_of
 from millstream.broker.log.state import LogState, decode_state
+from millstream.cli.doctor import Finding, ok, problem, warning
 from millstream.cli.exit_code import ExitCode
-from millstream.cli.finding import Finding, ok, problem, warning
 from millstream.cli.output import counted, sized
 from millstream.cli.progress import Progress
-from millstream.cli.segment_scan import ScannedSegment, scan_segment
+
+
+@dataclass(slots=True)
+class ScannedSegment:
+    """What a segment holds."""
+
+    path: Path
+    size_bytes: int
+    next_offset: int
+    batches: int = 0
+    records: int = 0
+    bad: list[Bad] = field(default_factory=list)
+    torn_bytes: int = 0
+    """Bytes behind the last whole batch, with nothing valid after them: what a crash leaves."""
+
+
+def scan_segment(path: Path, base_offset: int, limit: int, advance: Callable[[int], None]) -> ScannedSegment:
+    """Check framing, order and CRC of every batch below `limit`, where the next segment takes over.
+
+    `advance` is told about bytes that were read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        scanned = ScannedSegment(path, os.fstat(descriptor).st_size, base_offset)
+        _scan(Scan(Window(DiskFiles(), descriptor, scanned.size_bytes), 0, base_offset, limit=limit), scanned, advance)
+    finally:
+        os.close(descriptor)
+    return scanned
+
+
+def _scan(scan: Scan, scanned: ScannedSegment, advance: Callable[[int], None]) -> None:
+    done = 0
+    for found in scan:
+        if not isinstance(found, Bad):
+            scanned.batches += 1
+            scanned.records += found.record_count
+            scanned.next_offset = found.next_offset
+        elif found.next_offset >= 0:
+            scanned.bad.append(found)
+        else:
+            scanned.torn_bytes = found.end - found.start
+        advance(scan.position - done)
+        done = scan.position
+    advance(scanned.size_bytes - done)
+
 
 CATALOG_NAME = "catalog.sqlite"
 
+
 FREE_BYTES_LOW = 100 * 1024 * 1024
+
 FREE_SHARE_LOW = 0.05
+
 _SHOWN_MAX = 5
+
 _NO_LIMIT = 2**63 - 1
 
 

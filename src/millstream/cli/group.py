@@ -19,7 +19,7 @@ from millstream.cli.options import (
     ask_person,
 )
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_table
-from millstream.client.admin.group_document import group_document, total_lag
+from millstream.client.admin.groups import group_document, total_lag
 from millstream.client.admin.position import HELP, parse_position
 
 if TYPE_CHECKING:
@@ -41,8 +41,7 @@ def list_(
     """List all consumer groups with their lag."""
 
     async def question(client: Client) -> list[dict[str, Any]]:
-        from millstream.client.admin.group_document import group_summary
-        from millstream.client.admin.groups import list_groups
+        from millstream.client.admin.groups import group_summary, list_groups
 
         return list(await asyncio.gather(*(group_summary(client, *listed) for listed in await list_groups(client))))
 
@@ -106,8 +105,7 @@ def reset(
     position = parse_position(to)
 
     async def question(client: Client) -> list[tuple[TopicPartition, int | None, int]]:
-        from millstream.client.admin.group_reset import plan_reset
-        from millstream.client.admin.groups import commit_offsets
+        from millstream.client.admin.groups import commit_offsets, plan_reset
 
         moves = await plan_reset(client, name, topic, partition, position)
         if not dry_run:

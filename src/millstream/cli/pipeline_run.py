@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Final
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TextIO
 from uuid import NAMESPACE_OID, uuid5
 
 import typer
@@ -18,7 +21,6 @@ from millstream.cli.connection import ask
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, Settings, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer, print_note
-from millstream.cli.pipeline_dry_run import show_dry_run
 from millstream.cli.pipeline_options import (
     Decode,
     DedupeSeconds,
@@ -37,7 +39,6 @@ from millstream.cli.pipeline_options import (
     Watermarks,
 )
 from millstream.cli.pipeline_rule import read_rules
-from millstream.cli.stages import Stages
 from millstream.cli.termination import ended_in_order
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, MillstreamError, UnknownTopic
 from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
@@ -46,10 +47,127 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from millstream.client.admin.places import Places
+    from millstream.pipelines.jobs.dry_run import DryRun
     from millstream.pipelines.runtime.by_hand import RunByHand
     from millstream.pipelines.runtime.claim import Claim
-    from millstream.pipelines.runtime.tally import Tally
+    from millstream.pipelines.runtime.runner import Tally
     from millstream.protocol.wire.client import Client
+
+
+def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
+    """Start Spark, try the pipeline on the youngest messages, and tell what came out."""
+    from millstream.pipelines.jobs.dry_run import dry_run
+    from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.reason import reason_of
+    from millstream.pipelines.runtime.spark_session import open_session
+
+    with ended_in_order(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+        spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
+        context = JobContext(spark=spark, brokers=brokers, lake=scratch, folder=scratch)
+        try:
+            told = dry_run(pipeline, context)
+        except MillstreamError:
+            raise
+        except Exception as error:
+            raise CommandFailed(reason_of(error)) from error
+    print_answer(_document(told), _text(told), as_json=as_json)
+
+
+def _document(told: DryRun) -> dict[str, object]:
+    return {
+        "columns": {topic: dict(columns) for topic, columns in told.columns.items()},
+        "output": dict(told.output),
+        "has_state": told.has_state,
+        "sampled": told.sampled,
+        "undecoded": told.undecoded,
+        "written": told.written,
+        "rows": [json.loads(json.dumps(dict(row), default=str)) for row in told.rows],
+        "plan": told.plan,
+    }
+
+
+def _text(told: DryRun) -> str:
+    way = "a stream of Spark with a checkpoint" if told.has_state else "batch by batch, without a checkpoint"
+    lines = [f"{one_line(topic)}: {_columns(columns)}" for topic, columns in told.columns.items()]
+    lines += [f"gives: {_columns(told.output)}", f"runs as: {way}", "", told.plan, ""]
+    written = f"{told.written:,}, for example:" if told.written > len(told.rows) else f"{told.written:,}:"
+    lines.append(f"Of {counted(told.sampled, 'message')} it would write {written if told.rows else 'nothing.'}")
+    lines += [json.dumps(dict(row), default=str, ensure_ascii=False) for row in told.rows]
+    if told.undecoded:
+        them = counted(told.undecoded, "message")
+        lines.append(f"{them} of the sample cannot be read, or not as the columns say; `payload_error` tells why.")
+    return "\n".join(lines)
+
+
+def _columns(columns: Mapping[str, str]) -> str:
+    return ", ".join(f"{one_line(name)} {kind}" for name, kind in columns.items())
+
+
+MOVES_TOLD_S: Final = 10.0
+
+"""Where nobody watches, how far it is is told so often at most."""
+
+
+class Stages:
+    """Tells of one piece of work, by its name, while it is entered."""
+
+    def __init__(self, name: str) -> None:
+        self._name = one_line(name)
+        self._file: TextIO | None = None
+        self._shown: Any = None
+        self._task: Any = None
+        self._told_at = 0.0
+
+    def __enter__(self) -> Self:
+        # A handle of its own: while Java is started, what goes to the usual one is written to a log.
+        self._file = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
+        if self._file.isatty():
+            self._show(self._file)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end()
+
+    def tell(self, stage: str) -> None:
+        """A stage begins."""
+        self._told_at = time.monotonic()
+        if self._shown is not None:
+            self._shown.update(self._task, note=stage)
+        elif self._file is not None:
+            self._file.write(f"{self._name}: {stage}\n")
+            self._file.flush()
+
+    def move(self, note: str, *, is_news: bool = True) -> None:
+        """The stage has got on; what is no news only changes the line that moves."""
+        if self._shown is not None or (is_news and time.monotonic() - self._told_at >= MOVES_TOLD_S):
+            self.tell(note)
+
+    def end(self) -> None:
+        """Say nothing more."""
+        if self._shown is not None:
+            self._shown.stop()
+            self._shown = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _show(self, file: TextIO) -> None:
+        from rich import progress
+        from rich.console import Console
+
+        self._shown = progress.Progress(
+            progress.SpinnerColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.TextColumn("{task.fields[note]}"),
+            progress.TimeElapsedColumn(),
+            console=Console(file=file),
+            transient=True,
+        )
+        self._task = self._shown.add_task(self._name, note="")
+        self._shown.start()
+
 
 What = Annotated[
     str,
@@ -59,14 +177,18 @@ What = Annotated[
         show_default=False,
     ),
 ]
+
 TopicNames = Annotated[
     list[str] | None, typer.Argument(metavar="[TOPIC]...", help="For land: the topics.", show_default=False)
 ]
+
 Once = Annotated[bool, typer.Option("--once", help="Take what is there, and end. Default: go on until Ctrl-C.")]
+
 Dry = Annotated[
     bool,
     typer.Option("--dry-run", help="For a transform: show its plan and what it makes of a sample, and do nothing."),
 ]
+
 RunName = Annotated[
     str | None,
     typer.Option(
@@ -76,14 +198,18 @@ RunName = Annotated[
         show_default=False,
     ),
 ]
+
 Master = Annotated[
     str, typer.Option("--master", metavar="URL", help="The Spark master; empty: this machine, but one core.")
 ]
+
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="The memory of Spark's Java process.")]
+
 Folder = Annotated[
     str | None,
     typer.Option("--folder", metavar="FOLDER", help="Where checkpoints are. Default: as the node.", show_default=False),
 ]
+
 
 _NAME_MAX: Final = 190
 

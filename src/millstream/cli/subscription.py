@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from urllib.parse import urlsplit
 
 import typer
 
@@ -24,6 +27,7 @@ from millstream.cli.options import (
     Unset,
     Yes,
     ask_person,
+    given_text,
     parse_assignments,
 )
 from millstream.cli.output import (
@@ -37,11 +41,10 @@ from millstream.cli.output import (
     print_settings,
     print_table,
 )
-from millstream.cli.push_address import push_note
-from millstream.cli.push_options import PushHeaders, PushSecret, PushUrl, print_push, push_overrides
 from millstream.client.admin.position import HELP
 from millstream.client.admin.subscriptions import differences, place_of, start_of, summary_of
-from millstream.core.errors import InvalidSetting, SubscriptionExists
+from millstream.core.errors import InvalidSetting, MillstreamError, SubscriptionExists
+from millstream.core.push import HEADERS, SECRET, URL
 from millstream.core.push import HEADERS as PUSH_HEADERS
 from millstream.core.push import SECRET as PUSH_SECRET
 from millstream.core.push import URL as PUSH_URL
@@ -66,8 +69,119 @@ from millstream.core.subscription import (
 from millstream.core.verb import Verb
 
 if TYPE_CHECKING:
+    from millstream.core.ids import NodeId
     from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
     from millstream.protocol.wire.client import Client
+
+
+_NODE_RESOURCE = 4
+
+_SETTING = "push-private-addresses"
+
+_LOOPBACK = "localhost"
+
+
+def private_host(url: str) -> str | None:
+    """The host of a URL that is written as a private address; None for others, and for names, which nodes look up."""
+    from millstream.gateway.push.address import is_public
+
+    try:
+        host = (urlsplit(url).hostname or "").rstrip(".")
+    except ValueError:
+        return None
+    if host == _LOOPBACK or host.endswith(f".{_LOOPBACK}"):
+        return host
+    address = _address(host)
+    return None if address is None or is_public(address) else host
+
+
+async def push_note(client: Client, changes: Mapping[str, str | None]) -> str | None:
+    """What to tell whoever has declared an endpoint at which some nodes will not push."""
+    host = private_host(changes.get(URL) or "")
+    if host is None:
+        return None
+    refusing = [str(node) for node in (await client.metadata([])).nodes if not await _may_push(client, node)]
+    if not refusing:
+        return None
+    who = f"node {refusing[0]} does" if len(refusing) == 1 else f"nodes {', '.join(refusing)} do"
+    return f"{one_line(host)} is a private address, to which {who} not push; nodes that may have --{_SETTING} true."
+
+
+def _address(host: str) -> str | None:
+    with suppress(ValueError):
+        return str(ip_address(host.partition("%")[0]))
+    # As the system reads them: 127.1, 0x7f.1 and 2130706433 are addresses too.
+    with suppress(OSError):
+        return socket.inet_ntoa(socket.inet_aton(host))
+    return None
+
+
+async def _may_push(client: Client, node: NodeId) -> bool:
+    """Whether a node pushes to private addresses; one that does not tell is not complained about."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    resource = messages.DescribeConfigsResource(
+        resource_type=_NODE_RESOURCE, resource_name=str(node), configuration_keys=(_SETTING,)
+    )
+    with suppress(MillstreamError):
+        (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
+        return not any(one.name == _SETTING and one.value == "false" for one in result.configs)
+    return True
+
+
+PushUrl = Annotated[
+    str | None,
+    typer.Option("--push", metavar="URL", help="Send messages to this address as HTTP requests.", show_default=False),
+]
+
+PushSecret = Annotated[
+    str | None,
+    typer.Option(
+        "--push-secret",
+        metavar="SECRET",
+        help="Sign what is pushed with this secret; @FILE reads it from a file.",
+        show_default=False,
+    ),
+]
+
+PushHeaders = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--push-header",
+        metavar="NAME=VALUE",
+        help="A header to send with what is pushed; may be repeated.",
+        show_default=False,
+    ),
+]
+
+
+def push_overrides(url: str | None, secret: str | None, headers: list[str] | None) -> dict[str, str]:
+    """The settings that the options stand for."""
+    found: dict[str, str] = {}
+    if url is not None:
+        found[URL] = url
+    if secret is not None:
+        found[SECRET] = given_text(secret, flag="--push-secret")
+    if headers:
+        found[HEADERS] = json.dumps(parse_assignments(headers, flag="--push-header"))
+    return found
+
+
+def print_push(told: Mapping[str, Any]) -> None:
+    """Show how push goes, node by node."""
+    rows = sorted(told.get("push", ()), key=lambda row: row["node"])
+    if not rows:
+        return
+    keys = ("node", "state", "concurrency", "in_flight", "accepted", "refused", "failed", "unreachable")
+    rates = ("accepted_per_s", "failed_per_s", "last_status")
+    print_line()
+    header = [key.replace("_", "-") for key in (*keys, *rates)]
+    print_table(header, [[row[key] for key in (*keys, *rates)] for row in rows])
+    for row in rows:
+        if row["last_error"]:
+            print_line(f"last failure of node {row['node']}: {one_line(row['last_error'])}")
+
 
 _FLAGS: Final = {
     FILTER: "--filter",
@@ -84,20 +198,27 @@ _FLAGS: Final = {
     PUSH_SECRET: "--push-secret",
     PUSH_HEADERS: "--push-header",
 }
+
 """By setting, the flag for it."""
+
 
 _SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Gave back", Verb.REJECT: "Rejected"}
 
+
 T = TypeVar("T")
+
 
 app = typer.Typer(
     help="Create, list, describe, update, delete, pull, seek, pause and resume subscriptions.", no_args_is_help=True
 )
 
+
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the subscription.", show_default=False)]
+
 Name = Annotated[
     str, typer.Argument(autocompletion=complete_subscriptions, help="The name of the subscription.", show_default=False)
 ]
+
 Topics = Annotated[
     list[str] | None,
     typer.Option(
@@ -108,6 +229,7 @@ Topics = Annotated[
         show_default=False,
     ),
 ]
+
 Filter = Annotated[
     str | None,
     typer.Option(
@@ -117,10 +239,12 @@ Filter = Annotated[
         show_default=False,
     ),
 ]
+
 LeaseSeconds = Annotated[
     float | None,
     typer.Option("--lease", metavar="SECONDS", help="How long a worker holds a message.", show_default=False),
 ]
+
 Attempts = Annotated[
     int | None,
     typer.Option(
@@ -130,6 +254,7 @@ Attempts = Annotated[
         show_default=False,
     ),
 ]
+
 BackoffSeconds = Annotated[
     str | None,
     typer.Option(
@@ -139,6 +264,7 @@ BackoffSeconds = Annotated[
         show_default=False,
     ),
 ]
+
 DeadLetter = Annotated[
     str | None,
     typer.Option(
@@ -148,22 +274,26 @@ DeadLetter = Annotated[
         show_default=False,
     ),
 ]
+
 Ordered = Annotated[
     bool | None,
     typer.Option("--ordered/--unordered", help="Messages of one key one after the other.", show_default=False),
 ]
+
 Delivery = Annotated[
     str | None,
     typer.Option(
         "--delivery", metavar="PROMISE", help="at-most-once, at-least-once or exactly-once.", show_default=False
     ),
 ]
+
 InFlight = Annotated[
     int | None,
     typer.Option(
         "--in-flight", metavar="NUMBER", help="Messages of a partition that one worker holds.", show_default=False
     ),
 ]
+
 ExpiresSeconds = Annotated[
     float | None,
     typer.Option("--expires", metavar="SECONDS", help="Delete it when unused for so long.", show_default=False),

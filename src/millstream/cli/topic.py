@@ -18,7 +18,7 @@ from millstream.cli.options import (
     parse_assignments,
 )
 from millstream.cli.output import counted, print_json, print_line, print_noted, print_table
-from millstream.client.admin.topic_document import CARD, describe_topic, replication_of
+from millstream.client.admin.topics import CARD, describe_topic, replication_of
 from millstream.core.errors import TopicExists
 from millstream.core.pipeline import LAND_PREFIX
 from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -16,11 +17,11 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
+from millstream.client.arguments import check_whole
 from millstream.client.lane import ACKS_NONE, Lane
 from millstream.client.outgoing_batch import Together
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
-from millstream.client.topic_route import TopicRoute
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRequest,
@@ -31,38 +32,114 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NO_TIMESTAMP_MS, NodeId, PartitionIndex
+from millstream.core.partitioner import partition_for_key
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.refusal import TRANSIENT, refusal
 
+_KEYS_MAX: Final = 10_000
+
+"""Keys whose partition is kept in mind, since hashing one costs more than all the rest of a publish."""
+
+
+class TopicRoute:
+    """The partitions of one topic: a key always leads to the same; messages without go together, batch by batch."""
+
+    __slots__ = ("_by_key", "_sticky", "is_used", "name", "queues", "topic_id")
+
+    def __init__(self, name: str, topic_id: str, queues: Sequence[PartitionQueue]) -> None:
+        self.name = name
+        self.topic_id = topic_id
+        self.queues = list(queues)
+        self.is_used = False
+        """Whether something was published since this was last looked at."""
+        self._by_key: dict[bytes, PartitionQueue] = {}
+        self._sticky = random.choice(self.queues)
+
+    def choose(self, key: bytes | None, partition: int | None) -> PartitionQueue:
+        """The queue of the partition for a message."""
+        self.is_used = True
+        if partition is not None:
+            return self._fixed(partition)
+        if key is None:
+            return self._any()
+        queue = self._by_key.get(key)
+        if queue is None:
+            if len(self._by_key) >= _KEYS_MAX:
+                self._by_key.clear()
+            queue = self._by_key[bytes(key)] = self.queues[partition_for_key(bytes(key), len(self.queues))]
+        return queue
+
+    def extend(self, queues: Sequence[PartitionQueue]) -> None:
+        """The topic has got more partitions, so keys may belong elsewhere from now on."""
+        self.queues += queues
+        self._by_key.clear()
+
+    def _any(self) -> PartitionQueue:
+        queue = self._sticky
+        if queue.waiting and len(queue.waiting) == 1 and queue.lane is not None:
+            return queue
+        if len(self.queues) > 1:
+            # The last batch has left or is full, or its leader is unknown: go on with a partition that has a leader.
+            at = queue.index
+            turn = self.queues[at + 1 :] + self.queues[: at + 1]
+            self._sticky = next((one for one in turn if one.lane is not None), turn[0])
+        return self._sticky
+
+    def _fixed(self, partition: int) -> PartitionQueue:
+        check_whole("partition", partition)
+        if not partition < len(self.queues):
+            last = len(self.queues) - 1
+            raise UnknownTopic(f"topic {self.name!r} has no partition {partition}; the last is {last}")
+        return self.queues[partition]
+
+
 _logger = logging.getLogger(__name__)
 
+
 ACKS_ALL: Final = -1
+
 BATCH_BYTES: Final = 512 * 1024
+
 """Well below the largest batch that a topic takes unless it is told otherwise."""
 
+
 BUFFER_BYTES: Final = 32 * 1024 * 1024
+
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
+
 """In the order of Kafka's numbers for them."""
 
+
 MESSAGE_ID: Final = "message-id"
+
 _CLOSE_S_MAX: Final = 30.0
+
 _EXPIRY_S_MIN: Final = 0.02
+
 """All partitions are looked through at once, so not for every batch by itself."""
 
+
 _TURN: Final = 2048
+
 """So many records are written before others may use the loop."""
 
+
 _UNKNOWN_MAX: Final = 3
+
 """How often a topic that was there is found missing until it counts as deleted: a node may not have heard of it yet."""
 
+
 _REFRESH_S: Final = 5.0
+
 """So long after a publish it is looked up whether its topic has more partitions by now; while nothing is published,
 nothing is asked."""
 
+
 _RECORD_BYTES: Final = 32
+
 """What a record takes beside its key, value and headers, about."""
 
 

@@ -27,12 +27,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from millstream import __version__
 from millstream.core.errors import MillstreamError
 from millstream.gateway.api.dispatch import Api
-from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document
+from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document, render
 from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import JSONLine, Refused, failed, problem, refused, stopped
 from millstream.gateway.api.route import JSON, PREFIX
 from millstream.gateway.api.table import ROUTES
-from millstream.gateway.exposition import render
 from millstream.gateway.pressure import Pressure
 from millstream.gateway.site import Site
 from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarts, Health

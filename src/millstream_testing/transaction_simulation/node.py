@@ -24,8 +24,8 @@ from millstream.broker.kafka.apis.add_partitions_to_txn import AddPartitionsCall
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit, TxnOffsetCommitCall
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
-from millstream.broker.kafka.local_markers import PartitionMarkers
 from millstream.broker.kafka.quota_meter import QuotaMeters
+from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.replication.partition import CommittedRead
 from millstream.broker.transactions.batch import Member
 from millstream.broker.transactions.coordinator import TransactionCoordinator

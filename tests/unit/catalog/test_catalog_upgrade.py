@@ -9,8 +9,7 @@ from uuid import UUID
 import pytest
 from sqlalchemy import Connection
 
-from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.catalog.migrations import STEPS, migrate
+from millstream.broker.catalog.catalog import STEPS, Catalog, migrate
 from millstream.broker.catalog.tables import SCHEMA_VERSION, metadata
 from millstream.core.errors import DataFolderInvalid
 from millstream.core.quota import CLIENT_ID, DEFAULT, PRODUCER_BYTE_RATE, USER, QuotaEntity

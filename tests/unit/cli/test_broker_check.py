@@ -10,8 +10,8 @@ import pytest
 
 from millstream import __version__
 from millstream.cli import broker_check
+from millstream.cli.doctor import Severity
 from millstream.cli.exit_code import ExitCode
-from millstream.cli.finding import Severity
 from millstream.client.admin.damage import LostOffsets
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 

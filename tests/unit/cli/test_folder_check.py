@@ -10,8 +10,8 @@ import pytest
 
 from millstream.broker.log.folder import FORMAT
 from millstream.cli import folder_check
+from millstream.cli.doctor import Finding, Severity
 from millstream.cli.exit_code import ExitCode
-from millstream.cli.finding import Finding, Severity
 from millstream.cli.folder_check import check_folder
 from millstream.protocol.records.record import NewRecord, encode_batch
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream.cli.local_etcd import etcd_warning, find_etcd
+from millstream.cli.cluster_up import etcd_warning, find_etcd
 from millstream.cli.local_process import LocalServerFailed
 
 

@@ -6,8 +6,8 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.cli.finding import Severity
-from millstream.cli.pipeline_check import FAILING_S_MAX, check_pipelines, findings_of
+from millstream.cli.broker_check import FAILING_S_MAX, check_pipelines, findings_of
+from millstream.cli.doctor import Severity
 
 NOW_MS = 1_700_000_000_000
 NO_CLIENT = cast("Any", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.cli.push_address import private_host
+from millstream.cli.subscription import private_host
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.cli.segment_scan import ScannedSegment, scan_segment
+from millstream.cli.folder_check import ScannedSegment, scan_segment
 from millstream.protocol.records.record import NewRecord, encode_batch
 
 

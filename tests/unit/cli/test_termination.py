@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.stages import Stages
+from millstream.cli.pipeline_run import Stages
 from millstream.cli.termination import ended_in_order
 
 

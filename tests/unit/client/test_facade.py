@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from millstream.client.facade import Facade, blocking, iterating, wrapping
 from millstream.client.loop_thread import LoopThread
+from millstream.client.sync_connection import Facade, blocking, iterating, wrapping
 
 
 class Page:

@@ -8,8 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from millstream.broker.cluster.embedded_service import EmbeddedService
-from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdStore
 from millstream.broker.cluster.store import CoordinationStore

@@ -7,9 +7,8 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.admission import admit
-from millstream.broker.cluster.embedded_service import EmbeddedService
-from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.controller import admit
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import Put
 from millstream.broker.cluster.term import Term

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uuid import UUID
 
-from millstream.broker.cluster.balance import Balance
+from millstream.broker.cluster.controller import Balance
 from millstream.broker.cluster.keys import PartitionKey
 from millstream.core.ids import PartitionIndex
 

@@ -9,8 +9,7 @@ from typing import TypeVar
 
 import pytest
 
-from millstream.broker.cluster.embedded_service import EmbeddedService
-from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.store import Event, Put
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 from millstream_testing.clock import ManualClock

@@ -10,8 +10,7 @@ import pytest
 
 from millstream.broker.cluster import entry
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.embedded_service import EmbeddedService
-from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.entry import Claim, Entry
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.membership import Node

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.cluster.placement import Load, first_state, place
+from millstream.broker.cluster.reconciliation import Load, first_state, place
 from millstream.core.errors import InvalidReplication
 from millstream.core.ids import NodeId
 from millstream.core.partition_state import NO_LEADER

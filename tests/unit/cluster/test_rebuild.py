@@ -9,8 +9,7 @@ import pytest
 
 from millstream.broker.cluster import keys, rebuild
 from millstream.broker.cluster.election import elect
-from millstream.broker.cluster.embedded_service import EmbeddedService
-from millstream.broker.cluster.embedded_store import EmbeddedStore
+from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.inventory import Inventory, ReplicaFound, take_inventory
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED, NOT_WHOLE, state_of, work_out

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.placement import java_hash, partition_for
+from millstream.broker.coordination.runtime import java_hash, partition_for
 from millstream.core.errors import NotCoordinator
 
 

@@ -15,7 +15,7 @@ from kio.static.primitive import i32Timedelta
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import Api
+from millstream.broker.kafka.api import GROUP_OPERATIONS, NOT_ASKED, Api
 from millstream.broker.kafka.apis.consumer_group_describe import ConsumerGroupDescribe
 from millstream.broker.kafka.apis.consumer_group_heartbeat import ConsumerGroupHeartbeat
 from millstream.broker.kafka.apis.delete_groups import DeleteGroups
@@ -23,7 +23,6 @@ from millstream.broker.kafka.apis.describe_groups import DescribeGroups
 from millstream.broker.kafka.apis.list_groups import ListGroups
 from millstream.broker.kafka.apis.offset_commit import OffsetCommit
 from millstream.broker.kafka.apis.offset_fetch import OffsetFetch
-from millstream.broker.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.protocol.messages.codec import load_request_class

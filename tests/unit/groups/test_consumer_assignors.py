@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.groups.consumer.assignment import Assignment, partitions_in, size_of
-from millstream.broker.groups.consumer.assignor import Wish
-from millstream.broker.groups.consumer.range_assignor import assign_ranges
-from millstream.broker.groups.consumer.uniform_assignor import assign_uniformly
+from millstream.broker.groups.consumer.assignor import Wish, assign_ranges, assign_uniformly
 
 TOPICS = [UUID(int=number) for number in range(1, 7)]
 Given = dict[str, Assignment]

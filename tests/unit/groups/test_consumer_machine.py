@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.loading import read_back
-from millstream.broker.coordination.shard import Shard
+from millstream.broker.coordination.shard import Shard, read_back
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, overlaps, partitions_in, size_of, union
 from millstream.broker.groups.consumer.embedded import read_assignment_of, write_assignment

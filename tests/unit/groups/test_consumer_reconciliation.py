@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, assignment_of, is_within, overlaps, union
 from millstream.broker.groups.consumer.member import MemberState, Position
-from millstream.broker.groups.consumer.reconciliation import Goal, step
+from millstream.broker.groups.consumer.turn import Goal, step
 from millstream.core.errors import FencedMemberEpoch
 
 ONE, TWO = UUID(int=1), UUID(int=2)

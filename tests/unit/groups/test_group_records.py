@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.coordination.state import StateRecord
+from millstream.broker.groups.group import subscribed_topics
 from millstream.broker.groups.records import (
     CommittedOffset,
     GroupKey,
@@ -23,7 +24,6 @@ from millstream.broker.groups.records import (
     read_key,
     read_offset,
 )
-from millstream.broker.groups.subscription import subscribed_topics
 from millstream.core.errors import ProtocolViolation
 
 KEY = OffsetKey("g", "orders", 3)

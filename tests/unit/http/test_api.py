@@ -11,10 +11,9 @@ import msgspec
 import pytest
 
 from millstream.core.errors import MillstreamError, NotLeader, UnknownTopic
-from millstream.gateway.api.dispatch import Api
+from millstream.gateway.api.dispatch import Api, PathTree
 from millstream.gateway.api.event_stream import event
 from millstream.gateway.api.parts import Parts
-from millstream.gateway.api.path_tree import PathTree
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Asked, Lane, Nothing, Route, Streamed
 from millstream.gateway.api.table import ROUTES

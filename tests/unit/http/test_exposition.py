@@ -4,7 +4,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from millstream.gateway.exposition import render
+from millstream.gateway.api.openapi import render
 
 
 def described(name: str, kind: str, samples: list[Any]) -> dict[str, Any]:

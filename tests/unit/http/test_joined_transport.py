@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
-from millstream.gateway.joined_transport import JOINED_BYTES_MAX, JoinedTransport
+from millstream.gateway.protocol import JOINED_BYTES_MAX, JoinedTransport
 
 HEAD, CONTINUE = b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
 

@@ -11,8 +11,7 @@ from millstream.core.errors import BrokerUnreachable, InvalidRecordState, Millst
 from millstream.core.ids import NodeId
 from millstream.core.verb import Verb
 from millstream.gateway.api import settling
-from millstream.gateway.api.lease_token import Lease
-from millstream.gateway.api.settling import Verdict, settle
+from millstream.gateway.api.settling import Lease, Verdict, settle
 from millstream.protocol.private.delivery_state import DELIVERY_STATE_KEY, DeliveryStateAnswer, DeliveryStateRequest
 from millstream.protocol.private.subscription_messages import SettleAnswer, SettleRequest
 from millstream.protocol.wire.client import Client

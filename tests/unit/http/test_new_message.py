@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from millstream.core.ids import NodeId, Offset
 from millstream.gateway.api.cloud_event import from_headers, from_members, structured_decoder
-from millstream.gateway.api.lease_token import read_token, token_of
 from millstream.gateway.api.message import one_line, received
 from millstream.gateway.api.new_message import NewMessage, from_batch, from_request
 from millstream.gateway.api.problem import Refused
+from millstream.gateway.api.settling import read_token, token_of
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.record import Record
 

@@ -22,10 +22,9 @@ from millstream.core.push import BINARY, RAW, STRUCTURED, check_push, headers_of
 from millstream.core.setting import HIDDEN
 from millstream.core.subscription import Subscription, SubscriptionSettings, shown
 from millstream.gateway.push.address import SPECIAL_IPV4, SPECIAL_IPV6, Addresses, is_public
-from millstream.gateway.push.endpoint import DOWN_AFTER, REST_S_MAX, REST_S_MIN, Endpoint
+from millstream.gateway.push.endpoint import DOWN_AFTER, REST_S_MAX, REST_S_MIN, Answer, Endpoint, Verdict, retry_after
 from millstream.gateway.push.event import Content, content_of
-from millstream.gateway.push.signature import signature
-from millstream.gateway.push.verdict import Answer, Verdict, retry_after
+from millstream.gateway.push.sender import signature
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.record import Headers, Record
 

@@ -21,12 +21,12 @@ from millstream.core.verb import Verb
 from millstream.gateway.push import endpoint as pace
 from millstream.gateway.push import pusher as pushing
 from millstream.gateway.push.address import Addresses
+from millstream.gateway.push.endpoint import Answer
 from millstream.gateway.push.event import Content
 from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
 from millstream.gateway.push.pusher import Pusher
 from millstream.gateway.push.sender import Sender, Target, trusted
 from millstream.gateway.push.settler import Settler
-from millstream.gateway.push.verdict import Answer
 from millstream.protocol.private.leasing import fresh_until
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.private.subscriptions import LeasedMessage

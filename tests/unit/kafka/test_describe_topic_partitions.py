@@ -10,9 +10,9 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import TOPIC_OPERATIONS
 from millstream.broker.kafka.apis import describe_topic_partitions
 from millstream.broker.kafka.apis.describe_topic_partitions import DescribeTopicPartitions
-from millstream.broker.kafka.permission import TOPIC_OPERATIONS
 from millstream_testing.asking import ask
 
 MESSAGES: Any = importlib.import_module("kio.schema.describe_topic_partitions.v0.request")

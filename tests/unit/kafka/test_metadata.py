@@ -11,8 +11,8 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
 from millstream.broker.kafka.apis.metadata import Metadata
-from millstream.broker.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
 from millstream.core.config import Config
 from millstream_testing.asking import ask
 

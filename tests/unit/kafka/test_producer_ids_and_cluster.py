@@ -11,11 +11,10 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.coordination.runtime import StateTopics
+from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NOT_ASKED
 from millstream.broker.kafka.apis.describe_cluster import DescribeCluster
 from millstream.broker.kafka.apis.init_producer_id import InitProducerId
-from millstream.broker.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED
-from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.spare_ids import ProducerIds
+from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import StorageFailure

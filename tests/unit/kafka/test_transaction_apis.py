@@ -15,6 +15,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.abort_batch import AbortBatch
 from millstream.broker.kafka.apis.abort_transaction import AbortTransaction
 from millstream.broker.kafka.apis.add_offsets_to_txn import AddOffsetsToTxn
@@ -28,8 +29,7 @@ from millstream.broker.kafka.apis.list_transactions import ListTransactions
 from millstream.broker.kafka.apis.prepare_transaction import PrepareTransaction
 from millstream.broker.kafka.apis.txn_offset_commit import TxnOffsetCommit
 from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
-from millstream.broker.kafka.local_markers import PartitionMarkers
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_routes import MarkerRoutes

@@ -8,7 +8,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.log.aborted import AbortedTransaction, AbortedTransactions
+from millstream.broker.log.transactions import AbortedTransaction, AbortedTransactions
 
 MANY = 1_000_000
 BYTES_MAX = 40

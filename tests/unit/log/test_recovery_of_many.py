@@ -8,12 +8,12 @@ from uuid import UUID
 
 import pytest
 
-from millstream.broker.log import recovery_told
+from millstream.broker.log import recovery as recovery_told
 from millstream.broker.log import store as store_module
 from millstream.broker.log.contents import RecoveryReport
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.log import Log
-from millstream.broker.log.recovery_told import RecoveryTold
+from millstream.broker.log.recovery import RecoveryTold
 from millstream.broker.log.store import LogStore
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
@@ -113,7 +113,7 @@ def test_a_new_log_among_them_is_made_durable_like_any_other(open_store: OpenSto
 def test_logs_that_are_new_are_not_told_as_recovered(
     open_store: OpenStore, files: MemoryFiles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.broker.log.recovery_told")
+    caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
     store = open_store()
     filled_later = [TopicPartition("new", PartitionIndex(number)) for number in range(5)]
     for where in filled_later:
@@ -130,7 +130,7 @@ def test_one_line_sums_up(open_store: OpenStore, files: MemoryFiles, caplog: pyt
     filled(open_store)
     files.kill()
     store = open_store()
-    caplog.set_level(logging.INFO, "millstream.broker.log.recovery_told")
+    caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
     caplog.clear()
     open_logs(store)
     assert caplog.messages == []
@@ -156,7 +156,7 @@ def test_a_listener_is_told_how_far_it_is() -> None:
 
 
 def test_the_first_few_are_named_and_a_long_recovery_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "millstream.broker.log.recovery_told")
+    caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
     told = RecoveryTold()
     for number in range(30):
         told.note(report(number, cut=1), left=40 - number, now=number * recovery_told.PROGRESS_S / 10)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.missing_setting import MISSING
-from millstream.core.topic import CONTRACT, DESCRIPTION, DESCRIPTION_LENGTH_MAX, OWNER, TopicSettings
+from millstream.core.topic import CONTRACT, DESCRIPTION, DESCRIPTION_LENGTH_MAX, MISSING, OWNER, TopicSettings
 
 KAFKA_HAS = frozenset(
     (

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land.decoding import Decoder
-from millstream.pipelines.jobs.land.given_fields import given_fields, laid_over
 from millstream.pipelines.jobs.land.inference import grown, type_of
+from millstream.pipelines.jobs.land.job import given_fields, laid_over
 from millstream.pipelines.jobs.land.layout import column_of, field_of, payload_fields, table_schema
 from millstream.pipelines.lake.places import narrower
 

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.core.lake_place import QUARANTINE_ENDING
-from millstream.pipelines.jobs.land.document import Misfit, parsed, value_for
+from millstream.pipelines.jobs.land.decoding import Misfit, parsed, value_for
 from millstream.pipelines.jobs.land.job import ROUNDS_MAX
 from millstream.pipelines.jobs.land.layout import column_of, payload_fields
 from millstream.pipelines.jobs.land.plan import spans

@@ -10,7 +10,7 @@ import pytest
 from millstream.core.errors import LostData
 from millstream.pipelines.jobs.land.manifest import COLUMNS, Report, from_rows, to_arrow
 from millstream.pipelines.jobs.land.plan import Stretch
-from millstream.pipelines.jobs.land.reading import Reading
+from millstream.pipelines.jobs.land.task import Reading
 
 
 class Log:

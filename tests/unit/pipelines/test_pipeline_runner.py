@@ -13,8 +13,7 @@ import pytest
 from millstream.core.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequest, UnknownTopic
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.reason import reason_of
-from millstream.pipelines.runtime.runner import FAILURES_MAX, Runner, Surroundings
-from millstream.pipelines.runtime.tally import WINDOW_S, Tally
+from millstream.pipelines.runtime.runner import FAILURES_MAX, WINDOW_S, Runner, Surroundings, Tally
 from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
 
 NO_SPARK = cast("Any", None)

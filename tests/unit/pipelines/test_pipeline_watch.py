@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from millstream.pipelines.runtime.progress import Progress
+from millstream.pipelines.runtime.runner import Progress
 from millstream.pipelines.runtime.spark_activity import Activity
 from millstream.pipelines.runtime.watch import Watch
 

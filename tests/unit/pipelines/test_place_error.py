@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.pipelines.jobs.place_error import place_error
-from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.jobs.reason import place_error, reason_of
 
 _STEP = "\n   \x1b[31m↳\x1b[0m "
 _GET = "Error performing GET http://127.0.0.1:5000/nobucket?list-type=2&prefix=lake in 20.08ms - Server returned"

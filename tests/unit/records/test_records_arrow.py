@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidBatch
 from millstream.core.partitioner import murmur2
-from millstream.protocol.records.arrow import SCHEMA, decode_arrow, from_arrow, to_arrow
+from millstream.protocol.records.arrow import NAMES, SCHEMA, decode_arrow, from_arrow, to_arrow
 from millstream.protocol.records.batch import BatchHeader, iterate_headers
 from millstream.protocol.records.columns import BinaryColumn, Columns
 from millstream.protocol.records.decoder import decode_columns
 from millstream.protocol.records.encoder import encode_columns
-from millstream.protocol.records.names import NAMES
 from millstream.protocol.records.partitioner import choose_partitions
 from millstream.protocol.records.record import LOG_APPEND_TIME, NewRecord, decode_records, encode_batch
 

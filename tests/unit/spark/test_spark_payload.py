@@ -7,7 +7,7 @@ import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.pipelines.source.payload import parse_payloads
+from millstream.pipelines.source.rows import parse_payloads
 from millstream.pipelines.source.shape import Column
 
 COLUMNS = [

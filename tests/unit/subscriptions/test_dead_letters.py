@@ -8,11 +8,10 @@ from random import Random
 import crc32c
 import pytest
 
-from millstream.broker.subscriptions.dead_letters import DeadLetters
+from millstream.broker.subscriptions.dead_letters import DeadLetters, LetterBox
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import Settle
-from millstream.broker.subscriptions.letter_box import LetterBox
 from millstream.core.errors import (
     BatchTooLarge,
     MillstreamError,

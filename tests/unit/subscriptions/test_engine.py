@@ -16,10 +16,10 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import engine as opening
+from millstream.broker.subscriptions.dead_letters import LetterBox
 from millstream.broker.subscriptions.engine import Engine, Surroundings
 from millstream.broker.subscriptions.filter_worker import FilterWorker
 from millstream.broker.subscriptions.lease import Settle
-from millstream.broker.subscriptions.letter_box import LetterBox
 from millstream.broker.subscriptions.receiving import receive
 from millstream.broker.subscriptions.sieve import Sieve
 from millstream.core.errors import (

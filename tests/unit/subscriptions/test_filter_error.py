@@ -14,8 +14,7 @@ from millstream.core.ids import Offset
 from millstream.protocol.filter.batch import RecordBatch
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.filter.node import COALESCE, COLUMNS, FUNCTIONS
-from millstream.protocol.filter.parser import DEPTH_MAX, TEXT_BYTES_MAX
-from millstream.protocol.filter.translation import NODES_MAX, STEPS_MAX
+from millstream.protocol.filter.translation import DEPTH_MAX, NODES_MAX, STEPS_MAX, TEXT_BYTES_MAX
 from millstream.protocol.records.record import Record
 
 DOCS = Path(__file__).parents[3] / "docs" / "filters.md"

@@ -8,13 +8,12 @@ from uuid import UUID
 import numpy as np
 import pytest
 
-from millstream.broker.subscriptions.clock_step import CLOCK_STEP_MS
+from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED, PARKED
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.frame import read_frame
 from millstream.broker.subscriptions.image import Image
 from millstream.broker.subscriptions.lease import Lease, Settle
-from millstream.broker.subscriptions.message_state import AVAILABLE, DONE, LEASED, PARKED
-from millstream.broker.subscriptions.queue import REASON_LENGTH_MAX, REASONS_MAX, Queue
+from millstream.broker.subscriptions.queue import CLOCK_STEP_MS, REASON_LENGTH_MAX, REASONS_MAX, Queue
 from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
 from millstream.broker.subscriptions.snapshot import write_snapshot
 from millstream.core.errors import CorruptState, InvalidRecordState

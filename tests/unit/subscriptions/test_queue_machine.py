@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.image import Image
 from millstream.broker.subscriptions.lease import Lease, Settle
-from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
 from millstream.broker.subscriptions.snapshot import write_snapshot

@@ -10,13 +10,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
-from millstream.broker.subscriptions.due_index import NEVER_MS, DueIndex
-from millstream.broker.subscriptions.fold import Fold
+from millstream.broker.subscriptions.fold import Fold, Interned
 from millstream.broker.subscriptions.frame import FrameHeader, read_frame, read_header, write_frame
-from millstream.broker.subscriptions.interned import Interned
 from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.snapshot import is_snapshot, read_snapshot, write_snapshot
+from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex
 from millstream.core.errors import CorruptState
 from millstream.core.ids import PartitionIndex
 from millstream.core.subscription import QueueKey, SubscriptionSettings

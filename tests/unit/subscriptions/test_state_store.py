@@ -15,12 +15,19 @@ import pytest
 from millstream.broker.coordination.state import StateRecord
 from millstream.broker.kafka.apis.load_queue import LoadQueueState
 from millstream.broker.kafka.apis.write_queues import WriteQueueStates
-from millstream.broker.subscriptions import state_lane
+from millstream.broker.subscriptions import routed_store as state_lane
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import LOAD_KEY, WRITE_KEY, LoadQueue, WriteQueues
-from millstream.broker.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
-from millstream.broker.subscriptions.state_shard import Loaded, StateShard
+from millstream.broker.subscriptions.state_shard import (
+    DELTAS,
+    SNAPSHOT,
+    Loaded,
+    QueueRecord,
+    StateShard,
+    read_record,
+    write_record,
+)
 from millstream.broker.subscriptions.state_store import QueueWrite
 from millstream.core.config import Config
 from millstream.core.errors import (

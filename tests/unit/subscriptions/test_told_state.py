@@ -7,9 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from millstream.broker.subscriptions import endings
-from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.endings import Endings
+from millstream.broker.subscriptions import delivery as endings
+from millstream.broker.subscriptions.delivery import Delivery, Endings
 from millstream.broker.subscriptions.lease import Settle
 from millstream.broker.subscriptions.remembered import Remembered
 from millstream.broker.subscriptions.told_state import ToldState, told_state

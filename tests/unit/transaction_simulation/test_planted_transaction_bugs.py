@@ -16,11 +16,10 @@ from millstream.broker.groups.pending_offsets import PendingOffsets
 from millstream.broker.log.producer import ProducedBatch
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.transactions import NO_TRANSACTION, Guard, PackedTransactions
-from millstream.broker.transactions.batches import Batches
 from millstream.broker.transactions.marker_sender import MarkedShard, MarkerSender, MarkerWriter
 from millstream.broker.transactions.records import transaction_record
 from millstream.broker.transactions.requests import Ending
-from millstream.broker.transactions.shard import TransactionShard
+from millstream.broker.transactions.shard import Batches, TransactionShard
 from millstream.broker.transactions.transaction import Transaction, TransactionState
 from millstream.core.ids import Offset
 from millstream.core.marker import Marker

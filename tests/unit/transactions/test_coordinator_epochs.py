@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.broker.kafka.local_markers import PartitionMarkers
+from millstream.broker.kafka.transaction_service import PartitionMarkers
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config

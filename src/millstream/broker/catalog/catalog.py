@@ -9,11 +9,13 @@ import base64
 import dataclasses
 import json
 import logging
+import os
 import re
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from uuid import UUID
 
@@ -30,7 +32,6 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.broker.catalog.database import open_database
-from millstream.broker.catalog.migrations import migrate
 from millstream.broker.catalog.pipeline_rows import (
     delete_pipeline,
     hold_pipeline,
@@ -39,7 +40,6 @@ from millstream.broker.catalog.pipeline_rows import (
     read_pipelines,
     update_pipeline,
 )
-from millstream.broker.catalog.reserve import Reserve
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
@@ -49,6 +49,8 @@ from millstream.broker.catalog.tables import (
     deleted_topics,
     group_settings,
     metadata,
+    pipelines,
+    routing_rules,
     subscriptions,
     topics,
 )
@@ -70,29 +72,112 @@ from millstream.core.quota import QuotaEntity
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
 
+
+def _add_client_quotas(connection: Connection) -> None:
+    client_quotas.create(connection, checkfirst=True)
+
+
+def _add_subscriptions(connection: Connection) -> None:
+    subscriptions.create(connection, checkfirst=True)
+    deleted_subscriptions.create(connection, checkfirst=True)
+
+
+def _add_pipelines(connection: Connection) -> None:
+    pipelines.create(connection, checkfirst=True)
+    routing_rules.create(connection, checkfirst=True)
+
+
+def _add_group_settings(connection: Connection) -> None:
+    group_settings.create(connection, checkfirst=True)
+
+
+STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
+    {2: _add_client_quotas, 3: _add_subscriptions, 4: _add_pipelines, 5: _add_group_settings}
+)
+
+"""What leads to each version from the one before."""
+
+
+def migrate(connection: Connection, found: int) -> None:
+    """Carry a catalog from the version found to the newest."""
+    for version in range(found + 1, SCHEMA_VERSION + 1):
+        STEPS[version](connection)
+
+
+RESERVE_BYTES = 512 * 1024
+
+"""Far more than the pages that deleting a topic or lowering its retention writes."""
+
+
+class Reserve:
+    """A file that only takes up room. Giving it up makes room for a change that matters."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+
+    def fill(self) -> None:
+        """Take the room, if it is not taken and the disk has it."""
+        if self._path is None or self._path.exists():
+            return
+        # A disk without room for the reserve is no reason to stop; the next change tries again.
+        with suppress(OSError):
+            try:
+                self._path.touch(mode=0o600, exist_ok=False)
+                with self._path.open("r+b") as file:
+                    file.write(bytes(RESERVE_BYTES))
+                    file.flush()
+                    os.fsync(file.fileno())
+            except OSError:
+                self._path.unlink(missing_ok=True)
+                raise
+
+    def give_up(self) -> bool:
+        """Free the room; False when there is none to free."""
+        if self._path is None:
+            return False
+        try:
+            self._path.unlink()
+        except OSError:
+            return False
+        return True
+
+
 _logger = logging.getLogger(__name__)
 
+
 CATALOG_NAME = "catalog.sqlite"
+
 """The catalog of a node on its own, in its data folder."""
 
+
 _CLUSTER_ID = "cluster-id"
+
 _CLUSTER_NAME = "cluster-name"
+
 _SCHEMA_VERSION = "schema-version"
 
+
 _AWAY = (OperationalError, InterfaceError, InternalError, PoolTimeout)
+
 """What SQLAlchemy raises when the database is gone, going, or cannot take changes."""
+
 
 _DENIED = re.compile(
     r"authentication failed|no password supplied|pg_hba\.conf|not permitted to (log in|connect)"
     r"|(role|user|database) .* does not exist|permission denied",
     re.IGNORECASE,
 )
+
 """How a server says that waiting is of no use. A connection that was never made has no code, only a text."""
 
+
 _NAMES_AT_ONCE = 1000
+
 """Databases have a limit."""
 
+
 _PREPARE_LOCK = 0x6D696C6C
+
 """Of PostgreSQL's advisory locks: held by the node that creates or changes the tables."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
 
 SCHEMA_VERSION = 5
-"""Whoever raises this adds the step to `broker/catalog/migrations.py`."""
+"""Whoever raises this adds the step to `broker/catalog/catalog.py`."""
 
 metadata = MetaData()
 

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from random import Random
 from uuid import UUID
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.admission import admit
-from millstream.broker.cluster.balance import Balance
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.election import UNKNOWN_MINIMUM, elect, prefer, relieve
-from millstream.broker.cluster.keys import PartitionKey
+from millstream.broker.cluster.election import UNKNOWN_MINIMUM, distrust, elect, prefer, relieve
+from millstream.broker.cluster.keys import PartitionKey, parse_partition
 from millstream.broker.cluster.reassignment import ending, finished
 from millstream.broker.cluster.reconciliation import Reconciliation
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
@@ -26,7 +24,7 @@ from millstream.broker.cluster.term import Proposal, Term
 from millstream.broker.cluster.told import Registered
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
-from millstream.core.errors import MillstreamError, StoreRefused, StoreUnavailable
+from millstream.core.errors import CorruptState, MillstreamError, StoreRefused, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.partition_state import PartitionState
@@ -35,7 +33,98 @@ from millstream.core.topic import Topic, TopicSettings
 
 _logger = logging.getLogger(__name__)
 
+
+MinInSync = Callable[[UUID], int]
+
+"""How many replicas of a topic's partitions have to be in sync."""
+
+
+async def admit(registered: Registered, term: Term, alive: Collection[NodeId], min_in_sync: MinInSync) -> None:
+    """Let a node in; does nothing when it registered anew meanwhile."""
+    node = registered.node.node_id
+    rewritten: set[PartitionKey] = set()
+    while proposals := await _needed(registered, term, alive, rewritten, min_in_sync):
+        overtaken = {one.partition for one in await term.propose(proposals)}
+        rewritten |= {one.partition for one in proposals} - overtaken
+    admitted = await term.change(
+        [Put(keys.admitted_key(node), registered.incarnation)], [Expect(keys.node_key(node), registered.revision)]
+    )
+    if admitted:
+        _logger.info("node let in", extra={"node": node, "unclean": registered.unclean, "rewritten": len(rewritten)})
+
+
+async def _needed(
+    registered: Registered,
+    term: Term,
+    alive: Collection[NodeId],
+    rewritten: Collection[PartitionKey],
+    min_in_sync: MinInSync,
+) -> list[Proposal]:
+    node = registered.node.node_id
+    snapshot = await term.store.read(keys.PARTITIONS)
+    proposals = []
+    for key, entry in snapshot.entries.items():
+        try:
+            partition = parse_partition(key.removeprefix(keys.PARTITIONS))
+            state = PartitionState.from_json(entry.value)
+        except (CorruptState, ValueError) as error:
+            # Nobody can read it, so nobody leads by it.
+            _logger.error("a key cannot be read", extra={"key": key, "error": str(error)})
+            continue
+        if node not in state.replicas:
+            continue
+        changed = _without(state, registered, alive, min_in_sync(partition[0]))
+        if changed is None and registered.unclean and partition not in rewritten:
+            changed = state
+        if changed is not None:
+            proposals.append(Proposal(partition, changed, entry.revision))
+    return proposals
+
+
+def _without(
+    state: PartitionState, registered: Registered, alive: Collection[NodeId], min_in_sync: int
+) -> PartitionState | None:
+    """The state in which the node neither leads nor, if it cannot be trusted, may; None when it is so already."""
+    node = registered.node.node_id
+    trusted = distrust(state, node) if registered.unclean else None
+    if (trusted or state).leader != node:
+        return trusted
+    return elect(trusted or state, [one for one in alive if one != node], min_in_sync=min_in_sync)
+
+
+class Balance:
+    """Partitions that another replica leads although the preferred one could, each with its time; none if that is 0."""
+
+    def __init__(self, after_s: float) -> None:
+        self._after_s = after_s
+        self._due: dict[PartitionKey, float] = {}
+
+    @property
+    def next_due(self) -> float | None:
+        """When the first of them is due."""
+        return min(self._due.values(), default=None)
+
+    def note(self, partition: PartitionKey, *, could_go_back: bool, now: float) -> None:
+        """Note how a partition is; its time begins when the preferred replica can lead, and anew after each setback."""
+        if not could_go_back:
+            self._due.pop(partition, None)
+        elif self._after_s > 0:
+            self._due.setdefault(partition, now + self._after_s)
+
+    def take_due(self, now: float) -> list[PartitionKey]:
+        """The partitions whose time has come; they are forgotten here."""
+        due = [partition for partition, at in self._due.items() if at <= now]
+        for partition in due:
+            del self._due[partition]
+        return due
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._due.clear()
+
+
 _WORKED_OUT_AT_ONCE = 1000
+
 """So many partitions are looked at before others get their turn on the loop."""
 
 

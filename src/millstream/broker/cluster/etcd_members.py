@@ -7,25 +7,81 @@ may go to the next member; one whose answer was lost goes on only if doing it tw
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import grpc
 from aetcd import rpc
 
 from millstream.broker.cluster.etcd_address import EtcdAddress
-from millstream.broker.cluster.etcd_probe import what_answers
 from millstream.broker.cluster.store_health import StoreHealth
 from millstream.core.errors import StoreDenied, StoreRefused, StoreUnavailable, WatchLost
 
+PROBE_S_MAX = 0.5
+
+_HEARD_BYTES_MAX = 512
+
+_SHOWN_MAX = 60
+
+_QUESTION = b"GET /version HTTP/1.0\r\n\r\n"
+
+_ETCD = b"etcdserver"
+
+
+async def what_answers(endpoint: str, *, with_tls: bool) -> str:
+    """Why a member gave no answer, by what a plain question to its address gets."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        async with asyncio.timeout(PROBE_S_MAX):
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except TimeoutError:
+        return f"{endpoint} did not answer"
+    except OSError as error:
+        # The loop's own words repeat the address; a name that is not found has no number.
+        number = error.errno or 0
+        why = os.strerror(number) if number > 0 else error.strerror or str(error)
+        return f"{endpoint} cannot be reached ({why})"
+    try:
+        return _judged(endpoint, await _heard(reader, writer), with_tls=with_tls)
+    finally:
+        writer.transport.abort()
+
+
+async def _heard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    heard = b""
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(PROBE_S_MAX):
+            writer.write(_QUESTION)
+            while len(heard) < _HEARD_BYTES_MAX and (more := await reader.read(_HEARD_BYTES_MAX)):
+                heard += more
+    return heard
+
+
+def _judged(endpoint: str, heard: bytes, *, with_tls: bool) -> str:
+    if _ETCD in heard:
+        return f"etcd at {endpoint} answers without TLS" if with_tls else f"etcd at {endpoint} takes no requests"
+    if not heard:
+        return f"{endpoint} takes connections and says nothing"
+    first = heard.splitlines()[0][:_SHOWN_MAX].decode("ascii", "backslashreplace")
+    return f"something else than etcd answers at {endpoint}: {first!r}"
+
+
 CONNECT_S_MAX = 1.0
+
 ATTEMPT_S_MAX = 2.0
+
 """How long one member may take to answer a request that another one can be asked as well."""
 
+
 ROUNDS = 3
+
 """How often each member is turned to: the first time may have met a connection that was about to break."""
 
+
 PAUSE_S = 0.2
+
 
 OPTIONS = (
     # A watch waits for ever; this is how it learns that the other side is gone or stands still.
@@ -42,7 +98,9 @@ OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
 )
 
+
 _CODE = grpc.StatusCode
+
 _SURELY_NOT_DONE = frozenset(
     {
         _CODE.INVALID_ARGUMENT,
@@ -55,6 +113,7 @@ _SURELY_NOT_DONE = frozenset(
         _CODE.UNAUTHENTICATED,
     }
 )
+
 
 _DENIED = frozenset({_CODE.PERMISSION_DENIED, _CODE.UNAUTHENTICATED})
 

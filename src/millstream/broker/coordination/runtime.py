@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
-from millstream.broker.coordination.placement import partition_for
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard, StateLog
 from millstream.broker.coordination.state import Confirmation, Operation, StateMachine
 from millstream.broker.coordination.timers import Timers
@@ -22,7 +21,27 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.partition_state import FIRST_EPOCH, PartitionState
 from millstream.core.topic import Topic
 
+_MINIMUM = -(2**31)
+
+
+def java_hash(text: str) -> int:
+    """`String.hashCode` of Java: over UTF-16 code units, in signed 32-bit arithmetic."""
+    value = 0
+    units = text.encode("utf-16-be", "surrogatepass")
+    for high, low in zip(units[::2], units[1::2], strict=True):
+        value = (31 * value + ((high << 8) | low)) & 0xFFFFFFFF
+    return value - 2**32 if value >= 2**31 else value
+
+
+def partition_for(name: str, partitions: int) -> PartitionIndex:
+    """The partition that holds the state of this name."""
+    hashed = java_hash(name)
+    # Kafka takes the absolute value, and zero for the one number that has none.
+    return PartitionIndex((0 if hashed == _MINIMUM else abs(hashed)) % partitions)
+
+
 S = TypeVar("S", bound=StateMachine)
+
 T = TypeVar("T")
 
 

@@ -13,12 +13,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
 from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.loading import read_back
-from millstream.broker.coordination.rewrite import RECORDS_MIN, Rewrite
 from millstream.broker.coordination.state import Confirmation, Operation, StateMachine, StateRecord
 from millstream.broker.coordination.timers import Timer, Timers
 from millstream.broker.log.log import AppendedRange
@@ -27,30 +26,221 @@ from millstream.core.clock import Clock
 from millstream.core.errors import (
     CoordinatorLoading,
     CoordinatorUnavailable,
+    CorruptBatch,
+    DamagedRange,
     LogUnavailable,
     MillstreamError,
     NotCoordinator,
     NotEnoughReplicas,
     NotLeader,
+    OffsetOutOfRange,
     PartitionClosed,
 )
 from millstream.core.ids import Epoch, Offset
-from millstream.protocol.records.batch import Buffer
-from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.records.batch import Buffer, iterate_headers
+from millstream.protocol.records.record import NewRecord, decode_batch, encode_batch
 
 _logger = logging.getLogger(__name__)
 
+
+CHUNK_BYTES = 64 * 1024
+
+RECORDS_BETWEEN_YIELDS = 500
+
+
+class ReadableLog(Protocol):
+    """What loading needs of a partition."""
+
+    @property
+    def high_watermark(self) -> Offset:
+        """The end of what is acknowledged."""
+
+    @property
+    def log_start(self) -> Offset:
+        """The first offset that can still be read."""
+
+    def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
+        """Whole batches up to the high watermark."""
+
+
+async def read_back(name: str, log: ReadableLog, state: StateMachine) -> tuple[Offset, int]:
+    """Replay the whole log into `state`; return its end and the number of records."""
+    offset = log.log_start
+    replayed = 0
+    while offset < log.high_watermark:
+        try:
+            chunk = log.read(offset, max_bytes=CHUNK_BYTES)
+        except DamagedRange as damage:
+            _logger.error("state was lost to damage on disk", extra={"shard": name, "error": str(damage)})
+            offset = Offset(max(damage.next_offset, offset + 1))
+            continue
+        except OffsetOutOfRange as moved:
+            if moved.start <= offset:
+                raise
+            offset = Offset(moved.start)
+            continue
+        if not chunk:
+            break
+        offset, count = await _replay_chunk(name, chunk, offset, state)
+        replayed += count
+        await asyncio.sleep(0)
+    return offset, replayed
+
+
+async def _replay_chunk(name: str, chunk: Buffer, offset: Offset, state: StateMachine) -> tuple[Offset, int]:
+    replayed = 0
+    for header in iterate_headers(chunk):
+        if not header.is_control:
+            try:
+                for record in decode_batch(chunk, header):
+                    if record.offset < offset:
+                        continue
+                    _replay(name, state, record.offset, StateRecord(record.key or b"", record.value, record.headers))
+                    replayed += 1
+                    if replayed % RECORDS_BETWEEN_YIELDS == 0:
+                        await asyncio.sleep(0)
+            except CorruptBatch as error:
+                _logger.error("a batch of state cannot be read", extra={"shard": name, "error": str(error)})
+        offset = header.next_offset
+    return offset, replayed
+
+
+def _replay(name: str, state: StateMachine, offset: Offset, record: StateRecord) -> None:
+    try:
+        state.replay(record)
+    except MillstreamError as error:
+        # One unreadable record must not take the whole shard away; the others are still good.
+        _logger.warning("a record of state is skipped", extra={"shard": name, "offset": offset, "error": str(error)})
+    except Exception:
+        _logger.exception("a record of state is skipped: a defect", extra={"shard": name, "offset": offset})
+
+
+RECORDS_MIN = 20_000
+
+"""A log with fewer records is not worth the work."""
+
+
+OVERTAKEN_RATIO = 3
+
+"""A log is written anew when it has this many records for each live key."""
+
+
+BATCH_RECORDS = 200
+
+
+class Rewritable(Protocol):
+    """What rewriting needs of a shard."""
+
+    name: str
+
+    @property
+    def state(self) -> StateMachine | None:
+        """The state while it is loaded."""
+
+    @property
+    def written(self) -> Offset:
+        """The end of what was appended."""
+
+    def append(self, records: Sequence[StateRecord]) -> Offset:
+        """Append records as one batch; return the offset after it."""
+
+    async def acknowledged_up_to(self, offset: Offset) -> None:
+        """Wait until the log has acknowledged everything below `offset`."""
+
+    def delete_before(self, offset: Offset) -> None:
+        """Drop the beginning of the log."""
+
+
+class Rewrite:
+    """Counts the records of one shard's log, and writes the state anew when most of them are overtaken."""
+
+    def __init__(self, shard: Rewritable, *, records_min: int = RECORDS_MIN) -> None:
+        self._shard = shard
+        self._records_min = records_min
+        self._records = 0
+        self._due_at = records_min
+        self.task: asyncio.Task[None] | None = None
+
+    def begin(self, records: int) -> None:
+        """Start counting for a log that was just read back."""
+        self._records = records
+        self._due_at = self._records_min
+
+    def count(self, records: int) -> None:
+        """Note an append; start rewriting in the background when there is reason to."""
+        self._records += records
+        if self._records >= self._due_at and self.task is None:
+            self.task = asyncio.get_running_loop().create_task(self._run(), name=f"rewrite {self._shard.name}")
+            self.task.add_done_callback(self._done)
+
+    async def _run(self) -> None:
+        shard = self._shard
+        state = shard.state
+        if state is None:
+            return
+        keys = state.durable_keys()
+        self._due_at = max(self._records_min, len(keys) * OVERTAKEN_RATIO)
+        if self._records < self._due_at:
+            return
+        first = shard.written
+        self._records = 0
+        if await self._append_all(keys, state):
+            shard.delete_before(first)
+            _logger.info("state written anew", extra={"shard": shard.name, "keys": len(keys), "from_offset": first})
+
+    async def _append_all(self, keys: list[Hashable], state: StateMachine) -> bool:
+        shard = self._shard
+        remaining = iter(keys)
+        while names := list(islice(remaining, BATCH_RECORDS)):
+            if shard.state is not state:
+                return False
+            found = [one for name in names if (one := state.durable_record(name)) is not None]
+            await self._append([one for one in found if isinstance(one, StateRecord)])
+            for late in [one for one in found if not isinstance(one, StateRecord)]:
+                await late.make()
+                if shard.state is not state:
+                    return False
+                await self._append(late.records())
+        return shard.state is state
+
+    async def _append(self, records: Sequence[StateRecord]) -> None:
+        if records:
+            self._records += len(records)
+            await self._shard.acknowledged_up_to(self._shard.append(records))
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self.task = None
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        self._due_at = self._records + self._records_min
+        _logger.warning(
+            "the state could not be written anew; the log stays as it is",
+            exc_info=None if isinstance(error, MillstreamError) else error,
+            extra={"shard": self._shard.name, "error": str(error)},
+        )
+
+
 ACKS_ALL = -1
+
 TIMERS_AT_ONCE_MAX = 500
+
 RETRY_FIRST_S = 0.1
+
 RETRY_MAX_S = 30.0
+
 PATIENCE_S = 0.5
+
 """How long an operation waits for the state to be loaded. Clients that are told to ask again wait about as long, and
 most states are read in a few milliseconds."""
+
 CLOSE_S = 5.0
+
 """How long closing waits for the last appends to be acknowledged."""
 
+
 S = TypeVar("S", bound=StateMachine)
+
 T = TypeVar("T")
 
 

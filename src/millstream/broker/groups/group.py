@@ -9,8 +9,28 @@ from millstream.broker.coordination.later import Later
 from millstream.broker.groups.member import Member
 from millstream.broker.groups.records import NO_TIME_MS, CommittedOffset, StoredGroup
 from millstream.broker.groups.requests import GroupDescription, GroupListing, Joined, JoinedMember, MemberDescription
-from millstream.broker.groups.subscription import CONSUMER_PROTOCOL_TYPE, subscribed_topics
-from millstream.core.errors import FencedInstance, MillstreamError, RebalanceInProgress, UnknownMember
+from millstream.core.errors import (
+    FencedInstance,
+    MillstreamError,
+    ProtocolViolation,
+    RebalanceInProgress,
+    UnknownMember,
+)
+from millstream.protocol.messages.primitives import Reader
+
+CONSUMER_PROTOCOL_TYPE = "consumer"
+
+
+def subscribed_topics(metadata: bytes) -> frozenset[str] | None:
+    """The topics in a consumer's subscription; None when the bytes are something else."""
+    reader = Reader(metadata, flexible=False)
+    try:
+        # Every later version begins with the fields of version 0, so its number does not matter.
+        reader.int16()
+        count = reader.array_length(item_bytes_min=2)
+        return frozenset(reader.string() for _ in range(max(0, count)))
+    except ProtocolViolation:
+        return None
 
 
 class GroupState(StrEnum):

@@ -9,16 +9,60 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, TypeVar
+from datetime import timedelta
+from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-from millstream.broker.kafka.errors import error_code
+import msgspec
+from kio.schema.errors import ErrorCode
+from kio.static.primitive import i32, i32Timedelta
+
+from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.fenced import log_fenced
+from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
+from millstream.broker.net.promise import Buffers
 from millstream.core.errors import MillstreamError
-from millstream.protocol.messages.codec import load_request_class, load_response_class
+from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape
 
+M = TypeVar("M")
+
+
+class Versioned(NamedTuple, Generic[M]):
+    """A message and the version that the client speaks."""
+
+    version: int
+    message: M
+
+
+NO_THROTTLE: Final = i32Timedelta.parse(timedelta(0))
+
+
+_READ, _WRITE, _CREATE, _DELETE, _ALTER, _DESCRIBE = 3, 4, 5, 6, 7, 8
+
+_CLUSTER_ACTION, _DESCRIBE_CONFIGS, _ALTER_CONFIGS, _IDEMPOTENT_WRITE = 9, 10, 11, 12
+
+
+def _bits(*operations: int) -> i32:
+    return i32(sum(1 << operation for operation in operations))
+
+
+NOT_ASKED: Final = i32(-(2**31))
+
+TOPIC_OPERATIONS: Final = _bits(_READ, _WRITE, _CREATE, _DELETE, _ALTER, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
+
+CLUSTER_OPERATIONS: Final = _bits(
+    _CREATE, _ALTER, _DESCRIBE, _CLUSTER_ACTION, _DESCRIBE_CONFIGS, _ALTER_CONFIGS, _IDEMPOTENT_WRITE
+)
+
+GROUP_OPERATIONS: Final = _bits(_READ, _DELETE, _DESCRIBE, _DESCRIBE_CONFIGS, _ALTER_CONFIGS)
+
+
+SECURITY_DISABLED: Final = "there is no authorization here: every client may do everything, and no rule can change that"
+
+
 RequestT = TypeVar("RequestT")
+
 ResponseT = TypeVar("ResponseT")
 
 
@@ -87,3 +131,33 @@ class Api(ABC, Generic[RequestT, ResponseT]):
             log_fenced(error_code(error), str(error), client)
             response = self.failure(error, upgraded)
         return self.downgrade(version, response)
+
+
+class PrivateApi(ABC, Generic[RequestT]):
+    """One private request."""
+
+    key: int
+    versions = (0, 0)
+    asks: ClassVar[Any]
+    """The type of the request's body."""
+
+    @abstractmethod
+    async def handle(self, request: RequestT) -> dict[str, Any]:
+        """Carry a request out; what is returned goes into the answer."""
+
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Answer later."""
+        return self._answer(bytes(frame[header.body_at :]), header, client)
+
+    async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
+        told: dict[str, Any]
+        try:
+            request: RequestT = msgspec.json.decode(body, type=self.asks)
+            told = {"error": 0, "message": None, **await self.handle(request)}
+        except msgspec.MsgspecError as error:
+            told = {"error": int(ErrorCode.invalid_request), "message": str(error)}
+        except MillstreamError as error:
+            log_fenced(error_code(error), str(error), client)
+            told = {"error": int(error_code(error)), "message": error_message(error)}
+        content = msgspec.json.encode(told)
+        return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]

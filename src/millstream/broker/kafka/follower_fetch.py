@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from uuid import UUID
 
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.follower_session import FollowedPartition, FollowerSession
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Buffers
 from millstream.broker.net.presence import Presence
@@ -43,25 +42,148 @@ from millstream.protocol.wire.replica_fetching import (
     ReplicaAnswer,
     ReplicaAnswers,
     ReplicaFetch,
+    ReplicaPosition,
     next_session_epoch,
     read_replica_fetch,
     write_replica_answers,
 )
 
+if TYPE_CHECKING:
+    from millstream.broker.replication.partition import Partition
+
+
+_NEVER_TOLD = Offset(-1)
+
+
+class Waiter(Protocol):
+    """A fetch that waits."""
+
+    def wake(self) -> None:
+        """Look again, soon."""
+
+    def finish(self) -> None:
+        """Answer with what is there."""
+
+
+class FollowedPartition:
+    """One partition of a session."""
+
+    __slots__ = ("log_start_told", "partition", "position", "watermark_told")
+
+    def __init__(self, position: ReplicaPosition) -> None:
+        self.position = position
+        self.partition: Partition | None = None
+        """Whose appends the session is told of."""
+        self.watermark_told = _NEVER_TOLD
+        self.log_start_told = _NEVER_TOLD
+
+
+class FollowerSession:
+    """The partitions that one node follows here."""
+
+    def __init__(self, node: NodeId, session_id: int) -> None:
+        self.node = node
+        self.session_id = session_id
+        self.epoch = 1
+        """Of the request that comes next."""
+        self.partitions: dict[PartitionKey, FollowedPartition] = {}
+        self.unread: dict[PartitionKey, None] = {}
+        """Partitions to look at, in the order in which something happened to them."""
+        self.moved: dict[PartitionKey, None] = {}
+        """Partitions whose high watermark has moved."""
+        self.waiting: Waiter | None = None
+        """The fetch that waits for something to happen."""
+
+    def __len__(self) -> int:
+        return len(self.partitions)
+
+    # -- what the partitions tell ---------------------------------------------------------------------------
+
+    def appended(self, partition: Partition) -> None:
+        """There is something to read."""
+        self._note(self.unread, partition)
+
+    def advanced(self, partition: Partition) -> None:
+        """The high watermark has moved, or somebody else leads now."""
+        self._note(self.moved if partition.is_leader else self.unread, partition)
+
+    def _note(self, noted: dict[PartitionKey, None], partition: Partition) -> None:
+        key = (partition.topic.topic_id, partition.index)
+        if key in self.partitions:
+            noted[key] = None
+            self.wake()
+
+    # -- what the follower tells ----------------------------------------------------------------------------
+
+    def update(self, wanted: Iterable[tuple[PartitionKey, ReplicaPosition]], forgotten: Iterable[PartitionKey]) -> None:
+        """Take in what a request says."""
+        for key in forgotten:
+            self._drop(key)
+        for key, position in wanted:
+            followed = self.partitions.get(key)
+            if followed is None:
+                self.partitions[key] = FollowedPartition(position)
+            else:
+                followed.position = position
+            self.unread[key] = None
+
+    def listen(self, followed: FollowedPartition, partition: Partition) -> None:
+        """Be told of what happens to a partition from now on."""
+        if followed.partition is not partition:
+            self._stop_listening(followed)
+            followed.partition = partition
+            partition.listen(self)
+            partition.listen_to_appends(self)
+
+    def close(self) -> None:
+        """Be told of nothing any more."""
+        for key in tuple(self.partitions):
+            self._drop(key)
+        self.wake()
+
+    def _drop(self, key: PartitionKey) -> None:
+        self.unread.pop(key, None)
+        self.moved.pop(key, None)
+        followed = self.partitions.pop(key, None)
+        if followed is not None:
+            self._stop_listening(followed)
+
+    def _stop_listening(self, followed: FollowedPartition) -> None:
+        partition, followed.partition = followed.partition, None
+        if partition is not None:
+            partition.forget(self)
+            partition.forget_appends(self)
+
+    # -- waiting --------------------------------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Have the fetch that waits look again, once for all that happens in this turn of the loop."""
+        if self.waiting is not None:
+            self.waiting.wake()
+
+
 SESSIONS_MAX = 1000
+
 WATERMARK_DELAY_S = 0.02
+
 """How long a fetch waits for records to go with the news that only a high watermark has moved."""
 
+
 BYTES_MIN = 1024 * 1024
+
 """So much a follower gets in any case."""
 
+
 LOOK_MAX = 2000
+
 """So many partitions are looked at for one answer; the others come with the next, so that nobody waits for long."""
+
 
 MAX_WAIT_S_MAX = 300.0
 
 
 _STRANGER = ReplicaAnswer(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
+
 """What a process is told that is not registered as the node it claims to be, as in Kafka (KIP-903)."""
 
 

@@ -2,11 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Final
 from uuid import UUID
 
+from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.core.errors import UnknownTopic, UnknownTopicId
+from millstream.core.errors import InvalidAssignment, UnknownTopic, UnknownTopicId
 from millstream.core.topic import Topic
+
+_S_MIN: Final = 1.0
+
+_S_MAX: Final = 120.0
+
+
+def agreement_s(timeout: timedelta) -> float:
+    """The time that a request allows, within bounds: some clients send 0 and still expect the usual."""
+    return min(max(timeout.total_seconds(), _S_MIN), _S_MAX)
+
+
+def check_replicas(replicas: Sequence[int], membership: Membership) -> None:
+    """Raise `InvalidAssignment` unless the list names nodes of the cluster, each once."""
+    if not replicas:
+        raise InvalidAssignment("the assignment has an empty list of nodes")
+    if len(set(replicas)) < len(replicas):
+        raise InvalidAssignment(f"the assignment names a node twice: {list(replicas)}")
+    known = sorted(node.node_id for node in membership.nodes())
+    for replica in replicas:
+        if replica not in known:
+            raise InvalidAssignment(f"the assignment names node {replica}; the nodes of this cluster are {known}")
+
+
+def check_assignments(assignments: Sequence[Sequence[int]], membership: Membership) -> int:
+    """Check the lists of all partitions and return the replication factor that they agree on."""
+    for replicas in assignments:
+        check_replicas(replicas, membership)
+    factors = {len(replicas) for replicas in assignments}
+    if len(factors) > 1:
+        raise InvalidAssignment(f"the assignment gives partitions different numbers of replicas: {sorted(factors)}")
+    return factors.pop()
 
 
 def topic_named(topics: Topics, name: str) -> Topic:

@@ -2,22 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from random import SystemRandom
+from typing import Protocol
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.local_markers import PartitionMarkers
-from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_routes import MarkerRoutes
 from millstream.broker.transactions.marker_sender import MarkerSender
 from millstream.broker.transactions.peers import WirePeers
-from millstream.broker.transactions.spare_ids import ProducerIds
 from millstream.core.clock import Clock
 from millstream.core.config import Config
+from millstream.core.errors import CoordinatorUnavailable, NotLeader
+from millstream.core.marker import ANY_COORDINATOR, Marker
 from millstream.core.metric import Metric, Sample, counter, gauge
+from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
+
+
+class OffsetTransactions(Protocol):
+    """The groups of this node, as far as transactions commit offsets of theirs."""
+
+    async def end_transaction(self, index: int, marker: Marker) -> None:
+        """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
+
+
+class PartitionMarkers:
+    """Markers for this node's partitions."""
+
+    def __init__(
+        self,
+        topics: Topics,
+        groups: OffsetTransactions,
+        latest_coordinator: Callable[[], int] = lambda: ANY_COORDINATOR,
+    ) -> None:
+        self._topics = topics
+        self._groups = groups
+        self._latest_coordinator = latest_coordinator
+
+    async def write(self, marker: Marker, partition: TopicPartition) -> None:
+        """Write one marker and wait until it is acknowledged."""
+        marker = replace(marker, latest_coordinator=self._latest_coordinator())
+        if partition.topic == CONSUMER_OFFSETS:
+            try:
+                await self._groups.end_transaction(partition.partition, marker)
+            except CoordinatorUnavailable as error:
+                # Whoever asks looks for the leader again, as for any other partition.
+                raise NotLeader(str(error)) from None
+            return
+        led = self._topics.partition(partition.topic, partition.partition)
+        acknowledged = led.acknowledged(led.write_marker(marker))
+        if acknowledged is not None:
+            await acknowledged
 
 
 class TransactionService:

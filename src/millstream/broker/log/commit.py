@@ -9,18 +9,149 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 
-from millstream.broker.log.files import Files
+from millstream.broker.log.files import Files, write_fully
 from millstream.broker.log.journal import Journal, Reservation
 from millstream.broker.log.log import Log
-from millstream.broker.log.repair import Repair
+from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.segment import REPAIR_SUFFIX, Segment, segment_path
 from millstream.broker.log.sync import Capture, sync_folders, sync_segments, unjournaled_bytes
+from millstream.core.errors import MillstreamError
+from millstream.protocol.records.batch import BatchHeader
 
 _logger = logging.getLogger(__name__)
 
+
+class Repair:
+    """Replaces the tail of one segment whose sync failed. No append comes in between, since the log refuses them."""
+
+    def __init__(self, log: Log, segment: Segment, journal: Journal) -> None:
+        self.log = log
+        self._journal = journal
+        self.error: OSError | None = None
+        self._generation = log.generation
+        self._old = segment
+        self._descriptor = log.open_files.pin(segment)
+        # A sync in another thread that began earlier may still succeed; what it covers is copied all the same.
+        self._start = segment.synced_bytes
+        self._start_offset = segment.synced_offset
+        self._new = Segment(log.directory, segment.synced_offset)
+        self._new.first_append_ms = segment.first_append_ms
+        self._new.last_append_ms = segment.last_append_ms
+        self._interval_bytes = log.settings.index_interval_bytes
+        self._lost: list[Bad] = []
+        log.repairing = True
+
+    def execute(self, files: Files) -> None:
+        """Copy the tail into a file of its own and sync that; called in a thread."""
+        new = self._new
+        temporary = segment_path(new.directory, new.base_offset, REPAIR_SUFFIX)
+        try:
+            descriptor = files.open(temporary, create=True)
+            try:
+                files.truncate(descriptor, 0)
+                self._bring_back(files)
+                self._copy(files, descriptor)
+                files.sync(descriptor)
+            finally:
+                files.close(descriptor)
+            files.rename(temporary, new.path)
+            files.sync_directory(new.directory)
+        except OSError as error:
+            self.error = error
+
+    def _bring_back(self, files: Files) -> None:
+        """Write into the old file again what the journal holds of it: that much was acknowledged."""
+        old = self._old
+        if old.journaled_bytes > self._start:
+            for entry, data in self._journal.entries_of(self.log, old.base_offset):
+                write_fully(files, self._descriptor, data, entry.position)
+
+    def _copy(self, files: Files, descriptor: int) -> None:
+        old, new, self._lost = self._old, self._new, []
+        end = min(old.size, files.size(self._descriptor))
+        window = Window(files, self._descriptor, end)
+        scan = Scan(window, self._start, self._start_offset, limit=old.next_offset)
+        for found in scan:
+            if isinstance(found, Bad):
+                after = found.next_offset if found.next_offset >= 0 else old.next_offset
+                self._lost.append(Bad(new.size, new.size, found.first, after))
+            else:
+                self._take(files, descriptor, window, found)
+        if scan.expected < old.next_offset and not (self._lost and self._lost[-1].next_offset == old.next_offset):
+            self._lost.append(Bad(new.size, new.size, scan.expected, old.next_offset))
+        new.next_offset = old.next_offset
+
+    def _take(self, files: Files, descriptor: int, window: Window, header: BatchHeader) -> None:
+        new = self._new
+        position, index = new.size, new.index
+        write_fully(files, descriptor, window.at(header.position, header.size_bytes), position)
+        if index is not None:
+            new.note(header, header.base_offset, position, index, self._interval_bytes)
+
+    def finish(self) -> None:
+        """Go on with the new segment; called on the loop."""
+        log, old, new = self.log, self._old, self._new
+        log.open_files.unpin(old)
+        log.repairing = False
+        if self.error is not None or self._generation != log.generation:
+            return
+        new.mark_synced(new.size, new.next_offset)
+        new.sealed = old.sealed
+        at = log.segments.index(old)
+        if self._start:
+            self._cut(old)
+            log.replace_segments([*log.segments[: at + 1], new, *log.segments[at + 1 :]])
+        else:
+            log.open_files.release(old)
+            log.replace_segments([*log.segments[:at], new, *log.segments[at + 1 :]])
+            if new.base_offset != old.base_offset:
+                log.doomed.append(old)
+        log.broken = False
+        log.failure = None
+        log.journal_mark = log.keeper.journal_mark()
+        log.keeper.checkpoint_soon(log)
+        if self._lost:
+            self._tell_lost()
+        _logger.warning(
+            "after a failed sync the log goes on in a new segment",
+            extra={"partition": str(log.partition), "file": new.path, "bytes": new.size, "from_file": old.path},
+        )
+
+    def _tell_lost(self) -> None:
+        """Some of the tail could not be read back: fail whoever waits for it, and do not forget that it was there."""
+        log = self.log
+        for lost in self._lost:
+            log.lose(self._new, lost, unread=True)
+            log.producers.drop_range(lost.first, lost.next_offset)
+        try:
+            log.keeper.checkpoint_now(log)
+        except OSError as error:
+            log.fail_sync(error, "noting lost records")
+        else:
+            log.fail_sync(OSError(5, "records were lost with it"), f"syncing {self._old.path}")
+            log.failure = None
+
+    def _cut(self, old: Segment) -> None:
+        """What the old file holds beyond its last good sync is in the new one now."""
+        old.sealed = True
+        old.size = old.journaled_bytes = old.synced_bytes = self._start
+        old.next_offset = old.synced_offset = self._start_offset
+        try:
+            index = self.log.reader.index_of(old)
+            index.cut(old.size)
+            old.index_stored = min(old.index_stored, len(index))
+            old.max_timestamp_ms = self.log.reader.find_max_timestamp(old, old.next_offset)
+        except (OSError, MillstreamError) as error:
+            _logger.warning("the index of a segment could not be cut", extra={"file": old.path, "error": str(error)})
+
+
 DIRECT_LOGS_MAX = 4
+
 """So many logs are synced one by one; the journal costs a copy of the bytes and pays from here on."""
 
+
 JOURNAL_BYTES_MAX = 128 * 1024
+
 """With more than this to write for each log, writing it twice costs more than syncing each file."""
 
 

@@ -6,22 +6,54 @@ Every call may raise `OSError`; a write may be short, as the operating system's 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
+import re
 import resource
+import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Protocol
 
-from millstream.broker.log.file_system import sync_file_system
 from millstream.core.errors import DataFolderInUse
+
+_TELLS_ERRORS_SINCE = (5, 8)
+
+"""Before this version of Linux, the call does not tell when something could not be written."""
+
+
+def sync_file_system(descriptor: int) -> None:
+    """Return once everything on the file system of an open file is on the disk, or raise `OSError`."""
+    syncfs = _syncfs()
+    if syncfs is None:
+        raise OSError(errno.ENOSYS, "the system cannot sync a file system and tell whether it did")
+    if syncfs(descriptor) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+@cache
+def _syncfs() -> Callable[[int], int] | None:
+    release = re.match(r"(\d+)\.(\d+)", os.uname().release)
+    if sys.platform != "linux" or release is None or (int(release[1]), int(release[2])) < _TELLS_ERRORS_SINCE:
+        return None
+    found: Callable[[int], int] | None = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
+    return found
+
 
 Readable = bytes | bytearray | memoryview
 
+
 OPEN_FILES_MIN = 16
+
 OPEN_FILES_MAX = 4096
+
 STAMP_NS = 50_000_000
+
 """The system's file times move in steps of up to 10 ms, and two writes within one cannot be told apart."""
 
 
@@ -90,6 +122,7 @@ class Files(Protocol):
 
 
 _PID_DIGITS_MAX = 32
+
 _COMMAND_BYTES_MAX = 200
 
 
@@ -202,6 +235,7 @@ def _holder(written: bytes) -> str:
 
 
 WRITE_BYTES = 1024 * 1024
+
 """What is larger is written in pieces: the system finds room for these in memory that it has used before."""
 
 

@@ -8,6 +8,8 @@ behind it, or that lies below the checkpoint, is damage: it is noted with its ra
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -15,10 +17,12 @@ import msgspec
 from millstream.broker.log.contents import Contents, RecoveryReport
 from millstream.broker.log.damage import Damage, LostRange
 from millstream.broker.log.epochs import EpochHistory
-from millstream.broker.log.files import Files
-from millstream.broker.log.folder import folders_above
+from millstream.broker.log.files import Files, write_fully
+from millstream.broker.log.folder import DataFolder, folders_above
 from millstream.broker.log.index import Index
 from millstream.broker.log.indexes import build_index, load_index
+from millstream.broker.log.journal import Entry, read_journal, remove_journal
+from millstream.broker.log.ledger import LogKey
 from millstream.broker.log.producer_replay import replay_batch
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.scan import Bad, Scan, Window
@@ -30,12 +34,150 @@ from millstream.broker.log.segment import (
     Segment,
     base_offset_of,
     segment_name,
+    segment_path,
 )
 from millstream.broker.log.state import LogState
 from millstream.broker.log.swap import complete_swaps
+from millstream.core.ids import PartitionIndex
 from millstream.protocol.records.batch import BatchHeader
 
+
+class Replay:
+    """Brings the segments up to what the journal holds. `bytes_by_folder` tells what was written."""
+
+    def __init__(self, files: Files, folder: DataFolder, state_of: Callable[[LogKey], LogState | None]) -> None:
+        self.bytes_by_folder: dict[str, int] = {}
+        self._files = files
+        self._folder = folder
+        self._state_of = state_of
+        self._states: dict[LogKey, LogState | None] = {}
+        self._written: set[str] = set()
+
+    def run(self, sync_everything: Callable[[], bool]) -> None:
+        """Replay everything, sync it, and remove the journal.
+
+        `sync_everything` is called once all is written; where it says that it did nothing, file after file is synced.
+        """
+        for entry, data in read_journal(self._files, self._folder.journal):
+            self._apply(entry, data)
+        if not sync_everything():
+            self._sync_written()
+        remove_journal(self._files, self._folder.journal)
+
+    def _sync_written(self) -> None:
+        for path in self._written:
+            descriptor = self._files.open(path)
+            try:
+                self._files.sync(descriptor)
+            finally:
+                self._files.close(descriptor)
+        for folder in self.bytes_by_folder:
+            self._files.sync_directory(folder)
+
+    def _apply(self, entry: Entry, data: bytes) -> None:
+        folder = self._folder.of_log(entry.topic_id, entry.partition)
+        if not self._files.exists(folder):
+            # A log is in the journal only once its folder is there for good, so this one was deleted.
+            return
+        path = segment_path(folder, entry.base_offset)
+        state = self._state(entry)
+        if state is not None:
+            void = entry.journal_id == state.journal_id and entry.sequence < state.journal_sequence
+            deleted = entry.base_offset < state.start_offset and not self._files.exists(path)
+            if void or deleted:
+                return
+        descriptor = self._files.open(path, create=True)
+        try:
+            write_fully(self._files, descriptor, data, entry.position)
+        finally:
+            self._files.close(descriptor)
+        self._written.add(path)
+        self.bytes_by_folder[folder] = self.bytes_by_folder.get(folder, 0) + len(data)
+
+    def _state(self, entry: Entry) -> LogState | None:
+        key = (entry.topic_id, PartitionIndex(entry.partition))
+        if key not in self._states:
+            self._states[key] = self._state_of(key)
+        return self._states[key]
+
+
+_logger = logging.getLogger(__name__)
+
+
+PROGRESS_S = 2.0
+
+"""So often a recovery that takes long says how far it is."""
+
+
+LISTENER_S = 0.1
+
+"""So often a listener is told."""
+
+
+NAMED_MAX = 5
+
+"""So many logs are named of each kind; a start after a crash may have cut thousands."""
+
+
+class RecoveryTold:
+    """Counts what was recovered, and says no more than a person wants to read."""
+
+    def __init__(self, listener: Callable[[int, int], None] | None = None) -> None:
+        """`listener` is told, a few times a second, how many logs are recovered and how many are left."""
+        self._listener = listener
+        self._listened: float | None = None
+        self._logs = 0
+        self._scanned_bytes = 0
+        self._replayed_bytes = 0
+        self._cut: list[RecoveryReport] = []
+        self._lost: list[RecoveryReport] = []
+        self._last_told: float | None = None
+
+    def note(self, report: RecoveryReport, *, left: int, now: float) -> None:
+        """A log was recovered, and so many are left."""
+        self._logs += 1
+        self._scanned_bytes += report.scanned_bytes
+        self._replayed_bytes += report.replayed_bytes
+        if report.lost:
+            self._lost.append(report)
+            if len(self._lost) <= NAMED_MAX:
+                place = {"topic": report.topic, "partition": report.partition}
+                _logger.error("a log is damaged", extra={**place, "what": str(report)})
+        elif report.cut_bytes:
+            self._cut.append(report)
+        if self._listener is not None and (self._listened is None or now - self._listened >= LISTENER_S):
+            self._listened = now
+            self._listener(self._logs, left)
+        if self._last_told is None:
+            self._last_told = now
+        elif now - self._last_told >= PROGRESS_S:
+            self._last_told = now
+            _logger.warning("recovering logs", extra={"done": self._logs, "left": left})
+
+    def sum_up(self) -> None:
+        """Say what there is to say of all of them, in one line."""
+        if not self._logs:
+            return
+        extra: dict[str, object] = {
+            "logs": self._logs,
+            "scanned_bytes": self._scanned_bytes,
+            "replayed_bytes": self._replayed_bytes,
+        }
+        for word, reports in (("cut", self._cut), ("damaged", self._lost)):
+            if reports:
+                extra |= {word: len(reports), f"{word}_logs": _named(reports)}
+        level = logging.ERROR if self._lost else logging.WARNING if self._cut else logging.INFO
+        _logger.log(level, "recovered logs", extra=extra)
+
+
+def _named(reports: list[RecoveryReport]) -> str:
+    """The first few, each with what happened to it."""
+    more = len(reports) - NAMED_MAX
+    return " | ".join(map(str, reports[:NAMED_MAX])) + (f" | and {more} more" if more > 0 else "")
+
+
 _NO_LIMIT = 2**63 - 1
+
 _UNFINISHED = (DELETED_SUFFIX, REPAIR_SUFFIX, CLEANED_SUFFIX)
 
 

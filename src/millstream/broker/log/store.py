@@ -29,9 +29,7 @@ from millstream.broker.log.journal import Journal, remove_journal
 from millstream.broker.log.ledger import Ledger, LogKey
 from millstream.broker.log.log import Log
 from millstream.broker.log.mend import Mend
-from millstream.broker.log.recovery import Opening, open_contents
-from millstream.broker.log.recovery_told import RecoveryTold
-from millstream.broker.log.replay import Replay
+from millstream.broker.log.recovery import Opening, RecoveryTold, Replay, open_contents
 from millstream.broker.log.retention import Floors
 from millstream.broker.log.scrub import Scrubber
 from millstream.broker.log.state import LogState, decode_state

@@ -12,17 +12,15 @@ Nothing here waits for the network or asks the coordination store: `apply` tells
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from millstream.broker.log.log import READ_AT_ONCE, AppendedRange, Log
 from millstream.broker.log.store import LogStore
 from millstream.broker.log.stretch import Stretch
 from millstream.broker.log.transactions import Guard, OpenTransaction
 from millstream.broker.replication.acknowledgement import AcknowledgementListener, Told
-from millstream.broker.replication.epochs import diverging_end
 from millstream.broker.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, anybody
-from millstream.broker.replication.listeners import AdvanceListener, AppendListener, InSyncKeeper
-from millstream.broker.replication.replica import Replica
+from millstream.broker.replication.replica import Replica, diverging_end
 from millstream.broker.replication.shared_reads import SharedReads
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.errors import (
@@ -45,8 +43,35 @@ from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicSettings
 from millstream.protocol.records.batch import Buffer
 from millstream.protocol.records.control import encode_marker
 
+
+class AdvanceListener(Protocol):
+    """Somebody who waits for new records, such as a long poll."""
+
+    def advanced(self, partition: Partition) -> None:
+        """Called on the loop each time the high watermark has moved, the leader has changed, or it has closed."""
+
+
+class AppendListener(Protocol):
+    """A follower's session, which waits for whatever is appended."""
+
+    def appended(self, partition: Partition) -> None:
+        """Called on the loop each time the leader's log has grown."""
+
+
+class InSyncKeeper(Protocol):
+    """Whoever sees to the in-sync sets of the partitions that this node leads."""
+
+    def behind(self, partition: Partition) -> None:
+        """Somebody in sync does not have all of the log; told once until everybody has."""
+
+    def wants_change(self, partition: Partition) -> None:
+        """It is worth to ask the partition for a change of its in-sync set now."""
+
+
 ACKS_ALL = -1
+
 ACKS_LEADER = 1
+
 _NO_EPOCH_IS_STALE = Epoch(-1)
 
 

@@ -8,8 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from millstream.broker.subscriptions.columns import Columns
-from millstream.broker.subscriptions.message_state import DONE
+from millstream.broker.subscriptions.columns import DONE, Columns
 from millstream.broker.subscriptions.window import Window
 from millstream.core.errors import CorruptState
 

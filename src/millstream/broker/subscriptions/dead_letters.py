@@ -15,31 +15,105 @@ import asyncio
 import logging
 import struct
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from random import Random
 from typing import Final, NamedTuple
 
+from millstream.broker.cluster.topics import Topics
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.letter_box import LetterBox
 from millstream.broker.subscriptions.look import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.rejected import Rejected
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
-from millstream.core.errors import BatchRejected, DamagedRange, MillstreamError, OffsetOutOfRange, ProducerRejected
+from millstream.core.errors import (
+    BatchRejected,
+    DamagedRange,
+    MillstreamError,
+    NotLeader,
+    OffsetOutOfRange,
+    ProducerRejected,
+    TopicExists,
+    UnknownTopic,
+)
 from millstream.core.ids import Offset, ProducerId
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
+from millstream.protocol.wire.client import Client
+
+_KEPT_MS_MAX: Final = 365 * 24 * 3600 * 1000
+
+_TOPIC_SETTINGS: Final = {
+    # A dead letter is larger than its message: it carries why it died.
+    "max.message.bytes": str(32 * 1024 * 1024),
+    # Open letters are kept, however old they are.
+    "retention.until.delivered": "true",
+    "retention.until.max.ms": str(_KEPT_MS_MAX),
+}
+
+_CLIENT_ID: Final = "dead-letters"
+
+_TIMEOUT_S: Final = 30.0
+
+
+class LetterBox:
+    """Appends to topics of the cluster."""
+
+    def __init__(self, topics: Topics, addresses: Callable[[], str]) -> None:
+        self._topics = topics
+        self._addresses = addresses
+        self._client: Client | None = None
+
+    async def close(self) -> None:
+        """Let go of connections to other nodes."""
+        if self._client is not None:
+            await self._client.close()
+
+    async def partitions(self, topic: str) -> int:
+        """How many partitions a topic has; it is made if it does not exist."""
+        found = self._topics.get(topic)
+        if found is None:
+            with suppress(TopicExists):
+                await self._topics.create(topic, overrides=_TOPIC_SETTINGS)
+            found = self._topics.get(topic)
+        if found is None:
+            raise UnknownTopic(f"the dead letter topic {topic!r} is being made")
+        return found.partitions
+
+    async def append(self, topic: str, index: int, batch: bytearray) -> Offset:
+        """Append a batch of an idempotent producer; the offset that it has, also if it was there already."""
+        try:
+            partition = self._topics.partition(topic, index)
+            if partition.is_leader:
+                return (await partition.append(batch)).base_offset
+        except (NotLeader, UnknownTopic):
+            # Another node leads it, or will soon; the client finds out.
+            pass
+        if self._client is None:
+            self._client = Client.connect(self._addresses(), client_id=_CLIENT_ID, timeout_s=_TIMEOUT_S)
+        return Offset((await self._client.produce(topic, index, batch)).base_offset)
+
 
 _logger = logging.getLogger(__name__)
 
+
 UNDER_WAY_MAX: Final = 5
+
 """So many of the last batches of a producer are remembered by a log."""
+
 MESSAGE_ID: Final = "message-id"
+
 PREFIX: Final = "dlq-"
+
 REDRIVEN: Final = "dlq-redriven"
+
 FIRST_PUBLISHED: Final = "dlq-timestamp"
+
 READ_BYTES: Final = 1
+
 GONE: Final = "the log has the message no more"
+
 _PLAN: Final = struct.Struct(">qii")
+
 _WHERE: Final = struct.Struct(">iq")
 
 

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.delta import DeltaKind
-from millstream.broker.subscriptions.endings import Endings
+from millstream.broker.subscriptions.columns import DONE
+from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.broker.subscriptions.fold import Fold
+from millstream.broker.subscriptions.frame import read_frame
 from millstream.broker.subscriptions.lease import Lease, Settle
 from millstream.broker.subscriptions.look_ahead import (
     LOOKED_BYTES_MAX,
@@ -36,9 +39,9 @@ from millstream.broker.subscriptions.look_ahead import (
 )
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.rejected import Revival
+from millstream.broker.subscriptions.remembered import Remembered
 from millstream.broker.subscriptions.sieve import QueueSieve
 from millstream.broker.subscriptions.state_store import QueueWrite, StateStore
-from millstream.broker.subscriptions.waiter import Waiter
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     CoordinatorUnavailable,
@@ -48,6 +51,7 @@ from millstream.core.errors import (
     NotCoordinator,
     NotLeader,
     OffsetOutOfRange,
+    PolicyViolation,
     RepairPending,
 )
 from millstream.core.heap import give_back_in
@@ -57,32 +61,186 @@ from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSe
 from millstream.core.verb import Verb
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 
+
+class Waiter(Protocol):
+    """A worker that waits for messages of one or several queues."""
+
+    wanted: Wanted
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it has got something, or given up."""
+
+    def wanted_now(self) -> Wanted | None:
+        """What it has room for; None while it has none, and then the queue hears of it when that changes."""
+
+    def give(self, delivery: Delivery, received: Received) -> None:
+        """Here is something."""
+
+    def refuse(self, reason: MillstreamError) -> None:
+        """The queue has gone."""
+
+
+FRAMES_BYTES_MAX: Final = 32 * 1024
+
+"""How much is remembered of one queue."""
+
+WATCHERS_MAX: Final = 256
+
+"""How many may wait to be told of messages of one queue."""
+
+
+_ENDS: Final = frozenset(
+    {
+        DeltaKind.ACCEPTED,
+        DeltaKind.DEAD_LETTERED,
+        DeltaKind.DROPPED,
+        DeltaKind.FILTERED,
+        DeltaKind.ABSENT,
+        DeltaKind.SOUGHT,
+        DeltaKind.RETENTION_CUT,
+    }
+)
+
+
+class Endings:
+    """The last frames of one queue."""
+
+    __slots__ = ("_bytes", "_frames", "_remembered", "_watchers")
+
+    def __init__(self) -> None:
+        self._frames: deque[bytes] = deque()
+        self._bytes = 0
+        self._remembered: Remembered | None = None
+        # Who waits, and for which message.
+        self._watchers: dict[asyncio.Future[Delta | None], int] = {}
+
+    def share(self, remembered: Remembered) -> None:
+        """Let what is kept count together with that of other queues."""
+        self._remembered = remembered
+        remembered.grew(self, self._bytes)
+
+    def forget(self) -> int:
+        """Keep no frame any more."""
+        self._frames.clear()
+        freed, self._bytes = self._bytes, 0
+        return freed
+
+    def wrote(self, frame: bytes) -> None:
+        """Keep a frame; the oldest ones go. Whoever waits for one of its messages is told how that has ended."""
+        before = self._bytes
+        self._frames.append(frame)
+        self._bytes += len(frame)
+        while self._bytes > FRAMES_BYTES_MAX:
+            self._bytes -= len(self._frames.popleft())
+        if self._remembered is not None:
+            self._remembered.grew(self, self._bytes - before)
+        if self._watchers:
+            deltas = read_frame(frame).deltas
+            for watcher, offset in self._watchers.items():
+                ended = _end_of(offset, deltas)
+                if ended is not None and not watcher.done():
+                    watcher.set_result(ended)
+
+    def changed(self, fold: Fold) -> None:
+        """Something has happened: have those look again whose message has ended, although that is not written yet."""
+        for watcher, offset in self._watchers.items():
+            if offset < fold.window.end and fold.state_of(offset) == DONE and not watcher.done():
+                watcher.set_result(None)
+
+    def closed(self) -> None:
+        """The queue has gone: tell everybody who waits."""
+        if self._remembered is not None:
+            self._remembered.left(self)
+        for watcher in self._watchers:
+            if not watcher.done():
+                watcher.set_result(None)
+
+    def end_of(self, offset: int) -> asyncio.Future[Delta | None]:
+        """Done when a message has ended, with how, if that is written already; or when the queue has gone."""
+        self._watchers = {watcher: one for watcher, one in self._watchers.items() if not watcher.done()}
+        if len(self._watchers) >= WATCHERS_MAX:
+            raise PolicyViolation(f"{WATCHERS_MAX} wait to be told of messages of this queue already; ask without wait")
+        watcher: asyncio.Future[Delta | None] = asyncio.get_running_loop().create_future()
+        self._watchers[watcher] = offset
+        return watcher
+
+    def how(self, offset: int) -> Delta | None:
+        """How a message has ended, if that is remembered."""
+        for frame in reversed(self._frames):
+            ended = _end_of(offset, read_frame(frame).deltas)
+            if ended is not None:
+                return ended
+        return None
+
+
+def _end_of(offset: int, deltas: Sequence[Delta]) -> Delta | None:
+    """The last of some events that ends a message."""
+    for delta in reversed(deltas):
+        if delta.kind in _ENDS and _is_about(delta, offset):
+            return delta
+    return None
+
+
+def _is_about(delta: Delta, offset: int) -> bool:
+    if delta.kind == DeltaKind.SOUGHT:
+        # The queue went on elsewhere: nothing before says anything of what it does with the message now.
+        return True
+    if not delta.first <= offset <= delta.last:
+        return False
+    if delta.kind in (DeltaKind.FILTERED, DeltaKind.ABSENT) and delta.extra:
+        place = offset - delta.first
+        return bool(delta.extra[place // 8] >> place % 8 & 1)
+    return True
+
+
 _logger = logging.getLogger(__name__)
 
+
 LOOK_BYTES: Final = 1024 * 1024
+
 LOOK_OFFSETS: Final = 50_000
+
 LOOK_OFFSETS_ORDERED: Final = 2_000
+
 """Of an ordered queue, each message is opened for its key: a few milliseconds of the loop."""
+
 READ_BYTES_MIN: Final = 64 * 1024
+
 LOOKS_AT_ONCE: Final = 8
+
 """How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
+
 WAITING_MAX: Final = 10_000
+
 SIEVE_RETRY_S: Final = 1.0
+
 STARVED_S: Final = 0.5
+
 TRIM_OFFSETS, TRIM_S = 100_000, 0.5
+
 """When so many more messages wait in memory, what is not needed of it is given back, after a moment."""
+
 LEASES_S: Final = 0.02
+
 """How long a lease that may be forgotten after a crash waits for something else to be written with. Many messages are
 accepted by then; else each would cost two writes."""
+
 DROPS_S: Final = 60.0
+
 """How often it is logged that messages are dropped."""
+
 ALARM_S_MAX: Final = 3600.0
+
 """No alarm is set for later: the time of day may be corrected meanwhile."""
+
 
 _GOES_ON: Final = (
     "it goes on from what is stored: nothing that was confirmed is lost, and what workers hold may be delivered again"
 )
+
 _NOBODY: Final = "millstream/nobody"
+
 _INT64_MAX: Final = 2**63 - 1
 
 

@@ -15,9 +15,8 @@ from uuid import UUID
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.dead_letters import DeadLetters
+from millstream.broker.subscriptions.dead_letters import DeadLetters, LetterBox
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.letter_box import LetterBox
 from millstream.broker.subscriptions.look_ahead import readable_end
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.remembered import Remembered

@@ -25,7 +25,7 @@ from millstream.broker.subscriptions.filter_worker_message import (
 )
 from millstream.broker.subscriptions.look import open_batch
 from millstream.core.errors import BatchRejected
-from millstream.core.memory import leave_what_stays_alone
+from millstream.core.heap import leave_what_stays_alone
 from millstream.protocol.filter.evaluation import evaluate
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.batch import read_header

@@ -14,23 +14,82 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.broker.subscriptions.aside import Aside
-from millstream.broker.subscriptions.columns import run_end
+from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED, PARKED, REJECTING, STATES, run_end
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.frame import FrameHeader, read_frame
-from millstream.broker.subscriptions.interned import Interned
-from millstream.broker.subscriptions.message_state import AVAILABLE, DONE, LEASED, PARKED, REJECTING, STATES
 from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
 from millstream.broker.subscriptions.window import Window
 from millstream.core.errors import CorruptState
 from millstream.core.ids import Offset
 from millstream.core.subscription import QueueKey
 
+
+class Interned:
+    """A number for each text, for as long as somebody refers to it."""
+
+    __slots__ = ("_free", "_numbers", "_references", "texts")
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._references: list[int] = []
+        self._free: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def number(self, text: str) -> int | None:
+        """The number of a text that is referred to."""
+        return self._numbers.get(text)
+
+    def references(self, text: str) -> int:
+        """How many messages refer to a text."""
+        number = self._numbers.get(text)
+        return 0 if number is None else self._references[number]
+
+    def hold(self, text: str, count: int) -> int:
+        """The number of a text that so many more messages refer to."""
+        number = self._numbers.get(text)
+        if number is None:
+            number = self._add(text)
+        self._references[number] += count
+        return number
+
+    def drop(self, number: int, count: int) -> None:
+        """So many messages no longer refer to it."""
+        left = self._references[number] - count
+        self._references[number] = left
+        if left == 0:
+            del self._numbers[self.texts[number]]
+            self.texts[number] = ""
+            self._free.append(number)
+
+    def held(self) -> list[str]:
+        """Every text that is referred to, in the order of the alphabet."""
+        return sorted(self._numbers)
+
+    def _add(self, text: str) -> int:
+        if self._free:
+            number = self._free.pop()
+            self.texts[number] = text
+        else:
+            number = len(self.texts)
+            self.texts.append(text)
+            self._references.append(0)
+        self._numbers[text] = number
+        return number
+
+
 REVIVED_MAX: Final = 100_000
+
 """So many revived messages are remembered whose letters are not known to be closed."""
+
 
 _REVIVED: Final = struct.Struct(f">q{LETTER_BYTES}s")
 
+
 Part = tuple[Window | Aside, int, int]
+
 """Columns, and a range of indices in them."""
 
 
@@ -404,5 +463,7 @@ _EVENTS: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
     DeltaKind.REVIVED: Fold._take_revived,
     DeltaKind.LETTER_CLOSED: Fold._take_letter_closed,
 }
+
 _TAKE: Final = tuple(_EVENTS[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
+
 """The same by number, as this is asked for with every event."""

@@ -12,50 +12,80 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from millstream.broker.subscriptions.aside import Aside
-from millstream.broker.subscriptions.clock_step import CLOCK_STEP_MS, put_back
+from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
-from millstream.broker.subscriptions.due_index import NEVER_MS, DueIndex
 from millstream.broker.subscriptions.fold import Fold, revival_bytes
 from millstream.broker.subscriptions.frame import FrameHeader, write_frame
 from millstream.broker.subscriptions.key_order import KeyOrder
 from millstream.broker.subscriptions.lease import Lease, Settle
 from millstream.broker.subscriptions.look import Look
-from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.broker.subscriptions.rejected import Rejected, Revival
 from millstream.broker.subscriptions.snapshot import read_snapshot
-from millstream.broker.subscriptions.supply import Supply
+from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex, Supply
 from millstream.broker.subscriptions.window import Window
 from millstream.core.errors import CorruptState, InvalidRecordState, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.core.verb import Verb
 
+CLOCK_STEP_MS: Final = 1000
+
+"""Clocks that are put back by less are left alone: everything ends late by no more than this."""
+
+
+def put_back(fold: Fold, by_ms: int, now_ms: int) -> Iterator[Delta]:
+    """Have leases and waits for a retry end as much earlier; a message that has a time of its own waits for it."""
+    for run in fold.waiting_runs(0, fold.window.end):
+        due_ms = run.due_ms - by_ms
+        if run.state == LEASED:
+            worker = fold.workers.texts[run.holder]
+            yield Delta(DeltaKind.EXTENDED, run.first, run.last, run.attempt, due_ms, worker, now_ms)
+        elif run.attempt:
+            yield Delta(DeltaKind.PARKED, run.first, run.last, run.attempt, due_ms, "", now_ms)
+
+
 WINDOW_MAX: Final = 1_000_000
+
 PARKED_MAX: Final = 1_000_000
+
 DENSE_MAX: Final = 65_536
+
 """A window of more offsets sets aside what holds its start back."""
 
+
 ATTEMPTS_COUNTED_MAX: Final = 255
+
 REASON_LENGTH_MAX: Final = 500
+
 REASONS_MAX: Final = 1024
+
 """So many different reasons are kept of messages on their way to the dead letter topic; further ones have none."""
 
+
 _PENDING_MAX: Final = 1000
+
 _ASIDE_STEP: Final = 4096
+
 _NOWHERE: Final = 2**63 - 1
+
 _ACCEPT: Final = Verb.ACCEPT
+
 _USED_UP: Final = "all attempts have failed"
 
+
 _ACQUIRED: Final = DeltaKind.ACQUIRED
+
 _ACCEPTED: Final = DeltaKind.ACCEPTED
+
 _MERGED: Final = (DeltaKind.LOOKED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED, DeltaKind.LETTER_CLOSED)
+
 _PATIENT: Final = (
     DeltaKind.LOOKED,
     DeltaKind.FILTERED,
@@ -65,9 +95,13 @@ _PATIENT: Final = (
     DeltaKind.ASIDE,
     DeltaKind.LETTER_CLOSED,
 )
+
 """What would be found out again after a crash, or does not matter then, and so may ride along with the next write."""
+
 _IS_MERGED: Final = tuple(kind in _MERGED for kind in range(max(DeltaKind) + 1))
+
 _IS_PATIENT: Final = tuple(kind in _PATIENT for kind in range(max(DeltaKind) + 1))
+
 """Both by number: they are asked for with every event."""
 
 

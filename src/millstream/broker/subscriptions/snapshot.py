@@ -10,10 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from millstream.broker.subscriptions.columns import Columns
-from millstream.broker.subscriptions.fold import Fold
-from millstream.broker.subscriptions.interned import Interned
-from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING, STATES
+from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING, STATES, Columns
+from millstream.broker.subscriptions.fold import Fold, Interned
 from millstream.broker.subscriptions.window import Window
 from millstream.core.errors import CorruptBatch, CorruptState
 from millstream.core.ids import PartitionIndex

@@ -3,18 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
+from uuid import UUID
 
 from millstream.broker.coordination.state import LateRecords, Outcome, StateRecord
-from millstream.broker.subscriptions.state_records import DELTAS, SNAPSHOT, QueueRecord, read_record, write_record
 from millstream.broker.subscriptions.state_store import MakeImage, QueueImage, QueueWrite
-from millstream.core.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
-from millstream.core.ids import Epoch
+from millstream.core.errors import CorruptState, FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
+from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.subscription import QueueKey
 
+SNAPSHOT: Final = 0
+
+DELTAS: Final = 1
+
+
+_KEY: Final = struct.Struct(">B16s16si")
+
+_HEAD: Final = struct.Struct(">iq")
+
+
+class QueueRecord(NamedTuple):
+    """A snapshot or some deltas of a queue, with the write that they came by."""
+
+    kind: int
+    key: QueueKey
+    leader_epoch: Epoch
+    sequence: int
+    content: bytes | None
+    """None when the queue is gone."""
+
+
+def write_record(record: QueueRecord) -> StateRecord:
+    """Lay a record out."""
+    subscription_id, topic_id, partition = record.key
+    key = _KEY.pack(record.kind, subscription_id.bytes, topic_id.bytes, partition)
+    if record.content is None:
+        return StateRecord(key, None)
+    return StateRecord(key, _HEAD.pack(record.leader_epoch, record.sequence) + record.content)
+
+
+def read_record(record: StateRecord) -> QueueRecord:
+    """Read a record; raise `CorruptState` for what is none."""
+    try:
+        kind, subscription, topic, partition = _KEY.unpack(record.key)
+        key = QueueKey(UUID(bytes=subscription), UUID(bytes=topic), PartitionIndex(partition))
+        if kind not in (SNAPSHOT, DELTAS):
+            raise CorruptState(f"a record of kind {kind} is not known; a newer Millstream may have written it")
+        if record.value is None:
+            return QueueRecord(kind, key, Epoch(-1), -1, None)
+        epoch, sequence = _HEAD.unpack_from(record.value)
+    except struct.error as error:
+        raise CorruptState(f"a record of a queue cannot be read: {error}") from error
+    return QueueRecord(kind, key, Epoch(epoch), sequence, record.value[_HEAD.size :])
+
+
 NO_SEQUENCE = -1
+
 
 WriteResult = MillstreamError | None
 

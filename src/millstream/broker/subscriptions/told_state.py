@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 from typing import Final, NamedTuple
 
+from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
-from millstream.broker.subscriptions.message_state import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 
 _STATES: Final = {
     AVAILABLE: "waiting",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from millstream.broker.coordination.runtime import Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
@@ -24,7 +24,6 @@ from millstream.broker.transactions.requests import (
     TransactionLimits,
 )
 from millstream.broker.transactions.shard import TransactionShard
-from millstream.broker.transactions.spare_ids import ProducerIds, SpareIds
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import (
@@ -38,16 +37,57 @@ from millstream.core.errors import (
     ProducerFenced,
     UnknownTransaction,
 )
-from millstream.core.ids import NodeId, PartitionIndex
+from millstream.core.ids import NodeId, PartitionIndex, ProducerId
 from millstream.core.topic import TRANSACTION_STATE, TopicPartition
+
+KEPT: Final = 4
+
+
+class ProducerIds(Protocol):
+    """Where producer ids come from: unique for ever, across restarts and crashes."""
+
+    async def next(self) -> ProducerId:
+        """Give out an id that nobody has had before."""
+
+
+class SpareIds:
+    """A few ids that nobody has yet."""
+
+    def __init__(self, producer_ids: ProducerIds) -> None:
+        self._producer_ids = producer_ids
+        self._spare: deque[ProducerId] = deque()
+        self._error: MillstreamError | None = None
+
+    async def fill(self) -> None:
+        """See that there are some; when there is no getting any, only who needs one is told."""
+        try:
+            while len(self._spare) < KEPT:
+                self._spare.append(await self._producer_ids.next())
+        except MillstreamError as error:
+            self._error = error
+        else:
+            self._error = None
+
+    def take(self) -> ProducerId:
+        """Take one."""
+        if not self._spare:
+            raise CoordinatorUnavailable(f"there is no producer id at hand: {self._error or 'try again'}")
+        return self._spare.popleft()
+
 
 T = TypeVar("T")
 
+
 ID_CHARACTERS_MAX: Final = 4096
+
 PATIENCE_S: Final = 0.5
+
 """How long a producer waits here for its last transaction to be ended, before it is told to ask again."""
+
 MARKERS_S: Final = 5.0
+
 """How long who commits a batch waits here for its markers, which may be on other nodes, before it is told of it."""
+
 
 _TOPIC_SETTINGS: Final = {
     "cleanup.policy": "compact",
@@ -68,6 +108,7 @@ class TransactionsStatus:
 _FINAL: Final = Confirmation(
     (ProducerFenced, InvalidProducerMapping, InvalidTransactionState, UnknownTransaction), transaction_tombstone("")
 )
+
 """What ends a producer, or a batch of many: a coordinator that was replaced must not say it from its old state."""
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
+from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import (
     GroupNotEmpty,
     InvalidRequest,
     MillstreamError,
+    NotFound,
     ProtocolViolation,
     UnknownGroup,
     UnknownTopic,
@@ -23,17 +25,80 @@ from millstream.protocol.private.transactions import GROUP_COORDINATOR
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.refusal import refusal
 
+if TYPE_CHECKING:
+    from millstream.client.admin.position import Position
+    from millstream.protocol.wire.client import Client
+
+
+async def group_summary(client: Client, name: str, state: str, kind: str) -> dict[str, Any]:
+    """A group in one line."""
+    from millstream.client.admin.groups import describe_group, progress_of
+
+    group = await describe_group(client, name)
+    lag = total_lag(await progress_of(client, group))
+    return {"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag}
+
+
+def total_lag(progress: list[Progress]) -> int | None:
+    """How many offsets a group is behind in all partitions; None where nothing is committed."""
+    known = [one.lag for one in progress if one.lag is not None]
+    return sum(known) if known else None
+
+
+def group_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
+    """A group's members, offsets and lag."""
+    owners = {where: member.member_id for member in group.members for where in member.partitions}
+    return {
+        "group": group.name,
+        "type": group.kind,
+        "state": group.state,
+        "protocol": group.protocol,
+        "lag": total_lag(progress),
+        "members": [
+            {
+                "member": member.member_id,
+                "client": member.client_id,
+                "host": member.host,
+                "partitions": [[where.topic, where.partition] for where in member.partitions],
+            }
+            for member in group.members
+        ],
+        "offsets": [
+            {
+                "topic": one.where.topic,
+                "partition": one.where.partition,
+                "committed": one.committed,
+                "start": one.start,
+                "end": one.end,
+                "lag": one.lag,
+                "member": owners.get(one.where),
+            }
+            for one in progress
+        ],
+    }
+
+
 DEAD = "Dead"
+
 CLASSIC = "classic"
+
 CONSUMER = "consumer"
+
 """A group of the newer protocol, in which the broker shares out."""
+
 _NO_GENERATION = -1
+
 _GROUP_ID_NOT_FOUND = 69
+
 _UNKNOWN_MEMBER_ID = 25
+
 _GROUPS_ASKED_MAX = 100
+
 """So many groups are asked for with one request."""
 
+
 Committed = dict[TopicPartition, int]
+
 """By partition, the next offset that a group is to read."""
 
 
@@ -323,3 +388,21 @@ async def delete_group(client: Client, name: str) -> None:
 def busy_sentence(name: str) -> str:
     """What to do about a group that is in use."""
     return f"group {name!r} has members; stop its consumers first, then try again"
+
+
+async def plan_reset(
+    client: Client, name: str, topics: list[str] | None, partitions: list[int] | None, position: Position
+) -> list[tuple[TopicPartition, int | None, int]]:
+    """Which partitions move from where to where."""
+    await refuse_members(client, name, may_be_new=bool(topics))
+    committed = await committed_offsets(client, name)
+    moves: list[tuple[TopicPartition, int | None, int]] = []
+    for topic in topics or sorted({where.topic for where in committed}):
+        known = (await find_topic(client, topic)).partitions
+        chosen = [index for index in known if partitions is None or index in partitions]
+        for index, after in (await offsets_at(client, topic, chosen, position)).items():
+            where = TopicPartition(topic, PartitionIndex(index))
+            moves.append((where, committed.get(where), after))
+    if not moves:
+        raise NotFound(f"there is nothing to move: group {name!r} has no offsets there; name topics to move it in")
+    return moves

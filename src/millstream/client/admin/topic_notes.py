@@ -6,9 +6,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Final
 
-from millstream.client.admin.topic_document import replication_of
 from millstream.client.admin.topic_pipelines import readings_of
-from millstream.client.admin.topics import default_replication
+from millstream.client.admin.topics import default_replication, replication_of
 from millstream.core.errors import MillstreamError
 from millstream.core.subscription import OWN_PREFIX
 from millstream.protocol.private.subscriptions import SubscriptionClient

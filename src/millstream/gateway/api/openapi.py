@@ -15,14 +15,64 @@ from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta
+from prometheus_client.core import Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector, CollectorRegistry
 
 from millstream import __version__
 from millstream.gateway.api.problem import CONTENT_TYPE as PROBLEM
 from millstream.gateway.api.route import EVENT_STREAM, JSON, PREFIX, Nothing, Route
 
+_COUNTER_SUFFIX = "_total"
+
+
+def render(metrics: Iterable[Mapping[str, Any]], accept: str) -> tuple[bytes, str]:
+    """Render the metrics of a node's status as the scraper wants them: the text and its content type."""
+    encode, content_type = choose_encoder(accept)
+    registry = CollectorRegistry()
+    registry.register(_Snapshot(metrics))
+    return encode(registry), content_type
+
+
+class _Snapshot(Collector):
+    """Hands the metrics of one status to the encoder."""
+
+    def __init__(self, metrics: Iterable[Mapping[str, Any]]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        return map(_family, self._metrics)
+
+    def describe(self) -> Iterable[Metric]:
+        # Said up front, so that registering does not collect everything a first time.
+        return ()
+
+
+def _family(described: Mapping[str, Any]) -> Metric:
+    name, kind = described["name"], described["kind"]
+    family = Metric(name.removesuffix(_COUNTER_SUFFIX) if kind == "counter" else name, described["help"], kind)
+    for value, labels in described["samples"]:
+        if kind == "histogram":
+            _add_distribution(family, labels, value)
+        else:
+            family.add_sample(name, labels, value)
+    return family
+
+
+def _add_distribution(family: Metric, labels: dict[str, str], value: Mapping[str, Any]) -> None:
+    for bound, count in zip(value["bounds"], value["cumulative"], strict=True):
+        family.add_sample(f"{family.name}_bucket", {**labels, "le": repr(float(bound))}, count)
+    family.add_sample(f"{family.name}_bucket", {**labels, "le": "+Inf"}, value["observations"])
+    family.add_sample(f"{family.name}_count", labels, value["observations"])
+    family.add_sample(f"{family.name}_sum", labels, value["total"])
+
+
 VERSION: Final = "3.1.0"
+
 _REF: Final = "#/components/schemas/{name}"
+
 _REFUSAL_REF: Final = "#/components/responses/"
+
 
 _REFUSALS: Final = {
     HTTPStatus.BAD_REQUEST: "What was sent cannot be read.",
@@ -36,6 +86,7 @@ _REFUSALS: Final = {
     HTTPStatus.SERVICE_UNAVAILABLE: "The broker cannot do this now; it passes by itself.",
     HTTPStatus.GATEWAY_TIMEOUT: "The broker did not answer in time; whether it was done is not known.",
 }
+
 _BODY_REFUSALS: Final = {
     HTTPStatus.REQUEST_TIMEOUT: "The body did not arrive in time.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body, or a message in it, is too large.",
@@ -50,7 +101,9 @@ _STYLE: Final = (
     "table{border-collapse:collapse}td,th{text-align:left;vertical-align:top;padding:.2rem 1rem .2rem 0}"
     "details{border-bottom:1px solid #eee}details>div{padding:0 0 1rem 1rem}b{display:inline-block;min-width:4.5rem}"
 )
+
 _STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+
 
 DOCS_HEADERS: Final = {
     "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "

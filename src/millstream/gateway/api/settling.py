@@ -3,23 +3,65 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import Annotated, Final, NamedTuple
 from uuid import UUID
+
+import msgspec
+from msgspec import Meta
 
 from millstream.core.errors import InvalidRecordState, MillstreamError, UnknownGroup
 from millstream.core.ids import Offset
 from millstream.core.verb import Verb
-from millstream.gateway.api.lease_token import Lease
+from millstream.gateway.api.problem import Refused, invalid
 from millstream.protocol.private.delivery_state import ACCEPTED, delivery_state
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Record
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.refusal import TRANSIENT
 
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """Which message is held, and by whom."""
+
+    topic: str
+    partition: Annotated[int, Meta(ge=0, le=2**31 - 1)]
+    offset: Annotated[int, Meta(ge=0, le=2**63 - 2)]
+    attempt: Annotated[int, Meta(ge=0)]
+    worker: Annotated[str, Meta(min_length=1, max_length=249)]
+
+
+_decoder = msgspec.msgpack.Decoder(Lease)
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def token_of(message: LeasedMessage, worker: str) -> str:
+    """The token of a message that a worker holds."""
+    lease = Lease(message.topic, message.partition, message.record.offset, message.attempt, worker)
+    return base64.urlsafe_b64encode(_encode(lease)).decode().rstrip("=")
+
+
+def read_token(text: str) -> Lease:
+    """The lease that a token tells of, or `Refused`."""
+    try:
+        return _decoder.decode(base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True))
+    except (msgspec.DecodeError, binascii.Error, ValueError, RecursionError):
+        raise not_a_lease(text) from None
+
+
+def not_a_lease(text: str) -> Refused:
+    """Somebody settles with something else than what a message came with."""
+    return invalid(f"{text[:100]!r} is no lease; a lease is the `lease` of a message that was received")
+
+
 SETTLE_S: Final = 10.0
+
 PAUSE_S: Final = 0.2
+
 _NO_ID: Final = UUID(int=0)
 
 

@@ -20,10 +20,9 @@ from millstream.core.config import parse_address
 from millstream.core.log_line import set_up_logging
 from millstream.core.push import headers_of, keys_of
 from millstream.core.subscription import AT_MOST_ONCE
-from millstream.gateway.push.lanes import spare_lookups
 from millstream.gateway.push.push_subscription import PushSubscription
 from millstream.gateway.push.pusher import Pusher
-from millstream.gateway.push.sender import Sender, Target, trusted
+from millstream.gateway.push.sender import Sender, Target, spare_lookups, trusted
 from millstream.gateway.push.settler import Settler
 from millstream.protocol.messages.codec import response_body_at
 from millstream.protocol.messages.lean_kio import import_lean_kio

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from time import monotonic, time
@@ -18,33 +19,102 @@ from typing import Final
 
 from millstream.broker.push_board import PushReport
 from millstream.core.errors import MillstreamError
+from millstream.core.metric import Histogram
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.core.verb import Verb
-from millstream.gateway.push.endpoint import Endpoint
+from millstream.gateway.push.endpoint import Answer, Endpoint, Verdict
 from millstream.gateway.push.event import content_of
 from millstream.gateway.push.push_subscription import PushSubscription
 from millstream.gateway.push.sender import Sender
 from millstream.gateway.push.settler import Settler
-from millstream.gateway.push.statistics import Statistics
-from millstream.gateway.push.verdict import Answer, Verdict
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.private.subscriptions import LeasedMessage
 
+RATE_S: Final = 10.0
+
+"""Rates are those of the last so many seconds."""
+
+
+class Statistics:
+    """The numbers of one subscription."""
+
+    def __init__(self, subscription: str) -> None:
+        self._subscription = subscription
+        self._counts = dict.fromkeys(Verdict, 0)
+        self._seconds = Histogram()
+        self._last_status = 0
+        self._last_error = ""
+        self._last_error_ms = 0
+        # Counts of some moments: when, how many were accepted, how many were not.
+        self._moments: deque[tuple[float, int, int]] = deque([(float("-inf"), 0, 0)], maxlen=64)
+
+    def note(self, answer: Answer, seconds: float, now_ms: int) -> None:
+        """A request has ended."""
+        self._counts[answer.verdict] += 1
+        self._seconds.observe(seconds)
+        self._last_status = answer.status
+        if answer.verdict is not Verdict.ACCEPTED:
+            self._last_error, self._last_error_ms = answer.reason, now_ms
+
+    def report(self, endpoint: Endpoint, in_flight: int, now: float) -> PushReport:
+        """How it stands now."""
+        counts, distribution = self._counts, self._seconds.distribution()
+        accepted = counts[Verdict.ACCEPTED]
+        failed = sum(counts.values()) - accepted
+        while len(self._moments) > 1 and self._moments[1][0] <= now - RATE_S:
+            self._moments.popleft()
+        _, accepted_before, failed_before = self._moments[0]
+        if now - self._moments[-1][0] >= RATE_S / 50:
+            self._moments.append((now, accepted, failed))
+        return PushReport(
+            subscription=self._subscription,
+            state=endpoint.state,
+            concurrency=endpoint.limit,
+            in_flight=in_flight,
+            accepted=accepted,
+            refused=counts[Verdict.REFUSED],
+            failed=counts[Verdict.FAILED],
+            unreachable=counts[Verdict.UNREACHABLE],
+            accepted_per_s=round((accepted - accepted_before) / RATE_S, 1),
+            failed_per_s=round((failed - failed_before) / RATE_S, 1),
+            last_status=self._last_status,
+            last_error=self._last_error,
+            last_error_ms=self._last_error_ms,
+            bounds=list(distribution.bounds),
+            cumulative=list(distribution.cumulative),
+            requests=distribution.observations,
+            seconds=distribution.total,
+        )
+
+
 _logger = logging.getLogger(__name__)
 
+
 WAIT_MS: Final = 30_000
+
 RECEIVE_BYTES: Final = 4 * 1024 * 1024
+
 IN_FLIGHT_BYTES_MAX: Final = 16 * 1024 * 1024
+
 """How much is held of one subscription; one message is always taken."""
+
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
+
 PROBES_MAX: Final = 5
+
 """How often an endpoint that is down gets one message before another is tried."""
+
 RETURN_MS_MIN: Final = 1000
+
 REASON_LENGTH_MAX: Final = 500
+
 _OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
+
 """What is the endpoint's doing, and would be the same for any message."""
 
+
 ReceiveFrom = Callable[[Receive], Awaitable[list[LeasedMessage]]]
+
 """Leases messages from this node, on a connection of its own."""
 
 

@@ -4,22 +4,84 @@ from __future__ import annotations
 
 import re
 from typing import Final
+from urllib.parse import urlsplit
 
 from millstream.core.errors import LostData, MillstreamError
 from millstream.core.pipeline import ON_LOST, SKIP
-from millstream.pipelines.jobs.place_error import place_error
 from millstream.pipelines.runtime.fault import MARK
+
+_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+
+_STORE: Final = re.compile(r"Generic \w+ error")
+
+_REQUEST: Final = re.compile(r"Error performing \w+ (https?://\S+)")
+
+_CODE: Final = re.compile(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?", re.DOTALL)
+
+_STEP: Final = "↳"
+
+_CREDENTIALS_HOSTS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
+
+"""Where a machine in a cloud is asked for credentials when there are no others."""
+
+_DISK: Final = re.compile(
+    r"(?:FileNotFoundError|PermissionError|NotADirectoryError|FileExistsError|OSError): \[Errno \d+\] (.+?): '(.+?)'"
+)
+
+
+def place_error(said: str) -> str | None:
+    """What an error says of a place of tables, as a sentence; None if it is about something else."""
+    plain = _COLOUR.sub("", said)
+    stores = list(_STORE.finditer(plain))
+    if stores:
+        return _of_store(plain[stores[-1].start() :])
+    disk = _DISK.search(plain)
+    if disk is None:
+        return None
+    why, path = disk.groups()
+    return f"the folder {path!r} cannot be written or read: {why}; tables are where `lake` or `pipelines-lake` says"
+
+
+def _of_store(said: str) -> str | None:
+    request = _REQUEST.search(said)
+    if request is None:
+        return None
+    url = urlsplit(request[1])
+    if url.hostname in _CREDENTIALS_HOSTS:
+        return (
+            "there are no credentials for the object store: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the "
+            "node, or the run by hand, is started"
+        )
+    bucket = url.path.strip("/").partition("/")[0]
+    about = f"bucket {bucket!r} at {url.scheme}://{url.netloc}" if bucket else f"{url.scheme}://{url.netloc}"
+    return f"the object store, {about}: {_why(said)}"
+
+
+def _why(said: str) -> str:
+    code = _CODE.search(said)
+    if code is not None:
+        return f"{code[1]} ({code[2]})" if code[2] else code[1]
+    steps = [step.strip() for step in said.split(_STEP)]
+    # What comes last is the cause of what stands before it.
+    return steps[-1].partition("\n")[0].strip()
+
 
 LENGTH_MAX: Final = 4000
 
+
 _LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipeline update {{}} --set {ON_LOST}={SKIP}"
+
 """What the owner of a pipeline does about lost messages: the options of its queries are not in reach."""
 
+
 _TRACEBACK: Final = "Traceback (most recent call last):"
+
 _JVM_TRACE: Final = "\n\tat "
+
 _QUERY: Final = "\n=== Streaming Query ==="
+
 """What Spark says behind it is how it runs the statement, in many lines."""
-_COLOUR: Final = re.compile(r"\x1b\[[0-9;]*m")
+
 """What tables of Delta put into what they say."""
 
 

@@ -18,8 +18,7 @@ from deltalake.transaction import RemoveAction
 from millstream.pipelines.lake.active_files import ActiveFile, active_files
 from millstream.pipelines.lake.columns import file_schema
 from millstream.pipelines.lake.delta_log import DeltaLog, added
-from millstream.pipelines.lake.row_groups import ordered, row_groups
-from millstream.pipelines.lake.task_writer import FILE_BYTES, TaskWriter
+from millstream.pipelines.lake.task_writer import FILE_BYTES, TaskWriter, ordered, row_groups
 from millstream.pipelines.lake.written import Written
 
 SMALL_BYTES: Final = FILE_BYTES // 2

@@ -16,15 +16,15 @@ from typing import Any, Final
 import deltalake
 import pyarrow as pa
 import pyarrow.fs
+import pyarrow.parquet as pq
 
 from millstream.core.errors import Conflict, CorruptState, StalePlan
 from millstream.core.lake_place import QUARANTINE_ENDING
-from millstream.pipelines.lake.active_files import topic_of
+from millstream.pipelines.lake.active_files import active_files, topic_of
 from millstream.pipelines.lake.columns import QUARANTINE
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted, compact
 from millstream.pipelines.lake.delta_log import DeltaLog, added, schema_of
 from millstream.pipelines.lake.places import Place
-from millstream.pipelines.lake.recent import landed_since
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.scan import Rows, paths_of, scan
 from millstream.pipelines.lake.storage import Storage
@@ -33,10 +33,31 @@ from millstream.pipelines.lake.task_writer import TaskWriter
 from millstream.pipelines.lake.widening import Widening
 from millstream.pipelines.lake.written import Written, from_json, to_json
 
+
+def landed_since(
+    log: DeltaLog, files: Any, moment: datetime, columns: Sequence[str]
+) -> Iterator[tuple[datetime, pa.RecordBatch]]:
+    """Rows that a log knows of and that were landed in the hour of a moment or later, each with its hour;
+    the newest hour comes first.
+    """
+    table = log.refresh()
+    if table is None:
+        return
+    for file in sorted(active_files(table), key=lambda file: file.hour_start, reverse=True):
+        if file.hour_start + timedelta(hours=1) > moment:
+            with files.open_input_file(file.path) as opened:
+                for batch in pq.ParquetFile(opened).iter_batches(columns=list(columns)):
+                    yield file.hour_start, batch
+
+
 ATTEMPTS_MAX: Final = 100
+
 _PAUSE_S: Final = 0.05
+
 _QUARANTINED: Final = "millstream/quarantined"
+
 """The version of the last commit that names files of the quarantine."""
+
 _MANIFEST: Final = "millstream.quarantined"
 
 

@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import Any
 
 import pyarrow as pa
 
 from millstream.core.lake_place import QUARANTINE_ENDING
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted
 from millstream.pipelines.lake.delta_log import DeltaLog
-from millstream.pipelines.lake.delta_table import DeltaTable
-from millstream.pipelines.lake.either_place import EitherPlace
+from millstream.pipelines.lake.delta_table import DeltaTable, landed_since
 from millstream.pipelines.lake.places import Place
-from millstream.pipelines.lake.recent import landed_since
 from millstream.pipelines.lake.rewriting import Run, first_name
 from millstream.pipelines.lake.scan import Rows
 from millstream.pipelines.lake.storage import Storage
@@ -27,6 +26,25 @@ from millstream.pipelines.lake.table import GRACE, TopicPartition
 from millstream.pipelines.lake.task_writer import TaskWriter
 from millstream.pipelines.lake.widening import Widening
 from millstream.pipelines.lake.written import Written
+
+
+class EitherPlace:
+    """Opens files wherever they are now."""
+
+    def __init__(self, one: Any, other: Any) -> None:
+        self._one = one
+        self._other = other
+
+    def open_input_file(self, path: str) -> Any:
+        """A file for reading; raises `FileNotFoundError` when it is nowhere."""
+        shown = first_name(path)
+        for place, name in ((self._one, shown), (self._other, path)):
+            try:
+                return place.open_input_file(name)
+            except FileNotFoundError:
+                continue
+        # It may have been moved between the two looks.
+        return self._one.open_input_file(shown)
 
 
 class ParquetTable:

@@ -21,9 +21,8 @@ import pyarrow.parquet as pq
 from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.columns import file_schema
 from millstream.pipelines.lake.places import Place, values_at
-from millstream.pipelines.lake.row_groups import BATCH_ROWS, read_group, row_groups
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.task_writer import OpenFile
+from millstream.pipelines.lake.task_writer import BATCH_ROWS, OpenFile, read_group, row_groups
 from millstream.pipelines.lake.written import Written, from_json, to_json
 
 EXACT_MAX: Final = 2**53

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 
 from millstream.pipelines.lake.active_files import ActiveFile, active_files, topic_of
 from millstream.pipelines.lake.columns import TOPIC_ID, file_schema
-from millstream.pipelines.lake.row_groups import RowGroup, ordered, row_groups
+from millstream.pipelines.lake.task_writer import RowGroup, ordered, row_groups
 
 
 class Rows(NamedTuple):

@@ -12,11 +12,9 @@ from millstream.core.errors import GroupNotEmpty, MillstreamError
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind
 from millstream.pipelines.jobs.jobs import JOBS
-from millstream.pipelines.runtime.progress import Progress
-from millstream.pipelines.runtime.runner import Held, Stalled
+from millstream.pipelines.runtime.runner import Held, Progress, Stalled, Tally
 from millstream.pipelines.runtime.spark_activity import activity_of
 from millstream.pipelines.runtime.spark_session import kill_java
-from millstream.pipelines.runtime.tally import Tally
 from millstream.pipelines.runtime.watch import CANCEL_S, LOOK_S, Watch
 
 if TYPE_CHECKING:

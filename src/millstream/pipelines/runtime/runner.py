@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,22 +19,105 @@ from typing import Final, Protocol
 from millstream.broker.pipeline_board import PipelineReport, State
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.pipeline import Pipeline
-from millstream.pipelines.jobs.job import GroupMember, Job, JobContext, JobKind
+from millstream.pipelines.jobs.job import GroupMember, Job, JobContext, JobKind, Step
 from millstream.pipelines.jobs.reason import reason_of
 from millstream.pipelines.runtime.fault import Fault, fault_of, is_java_lost
-from millstream.pipelines.runtime.progress import Progress
-from millstream.pipelines.runtime.tally import Tally
+
+WINDOW_S: Final = 60.0
+
+"""How far back the rate looks."""
+
+_SPAN_S_MIN: Final = 1.0
+
+_STEPS_MAX: Final = 1000
+
+
+class Tally:
+    """Sums up the steps of one pipeline."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._began = clock()
+        self._lately: deque[tuple[float, int]] = deque(maxlen=_STEPS_MAX)
+        self._counts: Counter[str] = Counter()
+        self.rows = 0
+        self.lag = 0
+        self.is_begun = False
+        """Whether a step was done, so that the lag is known."""
+        self.batches = 0
+
+    def add(self, step: Step) -> None:
+        """One more step; one that took nothing is no batch."""
+        self.lag = step.lag
+        self.is_begun = True
+        self._counts.update(step.counts)
+        if step.rows:
+            self.rows += step.rows
+            self.batches += 1
+            self._lately.append((self._clock(), step.rows))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The other numbers of all steps together."""
+        return dict(self._counts)
+
+    @property
+    def rows_per_s(self) -> float:
+        """Messages each second, over the last minute or since the beginning."""
+        now = self._clock()
+        # A copy, since the thread that reports is not the one that adds.
+        lately = [one for one in list(self._lately) if one[0] >= now - WINDOW_S]
+        since = max(self._began, now - WINDOW_S)
+        if len(lately) == _STEPS_MAX:
+            since = max(since, lately[0][0])
+        return round(sum(rows for _, rows in lately) / max(_SPAN_S_MIN, now - since), 1)
+
+
+class Progress:
+    """Whether a pipeline is at work, and how often it has got a piece further."""
+
+    def __init__(self) -> None:
+        self.is_working = False
+        """Not so while it waits: for messages, for its turn, or for a pause to be over."""
+        self.signs = 0
+        self.still_s = 0.0
+        """For how long it has been at work without a sign, as the watch has seen."""
+
+    def sign(self) -> None:
+        """Something of the work is done. May be called by any thread."""
+        # Of two threads that do this at the same moment one may be lost, and the number is another one all the same.
+        self.signs += 1
+
+    def work(self) -> None:
+        """From now on it is to get on."""
+        self.is_working = True
+        self.sign()
+
+    def rest(self) -> None:
+        """From now on it waits."""
+        self.is_working = False
+        self.sign()
+
 
 _logger = logging.getLogger(__name__)
 
+
 FAILURES_MAX: Final = 10
+
 """So many in a row park a pipeline, over some minutes, when it is not known where they come from."""
+
 WEIGHTS: Final = {Fault.OUTSIDE: 0, Fault.UNKNOWN: 1, Fault.DECLARED: FAILURES_MAX // 2}
+
 """How much a failure counts: what is declared wrongly is tried once more and not ten times."""
+
 BACKOFF_S_MIN: Final = 1.0
+
 BACKOFF_S_MAX: Final = 60.0
+
 _DOUBLINGS_MAX: Final = 16
+
 OCCUPIED_S: Final = 3.0
+
 """How often it is looked whether somebody else still runs the pipeline, or its topic is still missing."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, Protocol
 
-from millstream.pipelines.runtime.progress import Progress
+from millstream.pipelines.runtime.runner import Progress
 from millstream.pipelines.runtime.spark_activity import Activity
 
 _logger = logging.getLogger(__name__)

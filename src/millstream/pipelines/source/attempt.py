@@ -2,25 +2,208 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import Future
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import suppress
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 from pyspark import TaskContext
 
-from millstream.core.errors import MillstreamError
+from millstream.core.errors import InvalidBatch, MillstreamError
 from millstream.core.ids import ProducerId
 from millstream.pipelines.source.garbage import spare_what_is_loaded
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.parts import Batch, Part, writing_link
-from millstream.pipelines.source.producer import RowProducer
-from millstream.pipelines.source.target import knows_batches
+from millstream.pipelines.source.target import count_known, count_partitions, knows_batches
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
+from millstream.protocol.records.arrow import from_arrow
+from millstream.protocol.records.columns import Columns
+from millstream.protocol.records.encoder import Source, encode_source, source_of
+from millstream.protocol.records.layout import Int32s, Int64s
+from millstream.protocol.records.partitioner import choose_partitions
+from millstream.protocol.wire.producing import Produced
+
+CODECS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
+
+"""In the order of Kafka's numbers for them."""
+
+
+BATCH_BYTES: Final = 900 * 1024
+
+"""Below the largest batch that a topic takes unless it is told otherwise."""
+
+
+GATHERED_BYTES: Final = 3 * 1024 * 1024
+
+"""Rows are sent when there are so many: what Spark hands over at a time, shared out among partitions, is little for a
+batch, and every batch is a sync of the leader's disk."""
+
+
+GATHERED_BYTES_PER_PARTITION: Final = 64 * 1024
+
+GATHERED_BYTES_MAX: Final = 16 * 1024 * 1024
+
+"""Where there are many partitions, more is gathered, but not more than this."""
+
+
+PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
+
+"""What a task has under way at most; it waits for answers before it encodes more."""
+
+
+Target = tuple[str, int]
+
+
+_SMALL_MAX: Final = 2**16
+
+
+class RowProducer:
+    """One idempotent producer, in a transaction or not. Batches of one partition go one after the other."""
+
+    def __init__(
+        self, link: Link, options: WriteOptions, identity: TransactionalProducer, *, transactional: bool
+    ) -> None:
+        self._link = link
+        self._options = options
+        self._identity = identity
+        self._transactional = transactional
+        self._partitions: dict[str, int] = {}
+        self._sequences: dict[Target, int] = {}
+        self._last: dict[Target, Future[Produced]] = {}
+        self._pending: dict[Future[Produced], int] = {}
+        self._turn = int(identity.producer_id)
+        self._gathered: list[pa.RecordBatch] = []
+        self._gathered_bytes = 0
+        self._gather_bytes = GATHERED_BYTES
+        self.rows = 0
+
+    def write(self, batch: pa.RecordBatch) -> None:
+        """Take rows and send them with others; returns when enough of what was sent before is acknowledged."""
+        self._gathered.append(batch)
+        self._gathered_bytes += batch.nbytes
+        self.rows += batch.num_rows
+        if self._gathered_bytes >= self._gather_bytes:
+            self._send_gathered()
+
+    def flush(self) -> None:
+        """Send what is left, and wait until everything is acknowledged."""
+        self._send_gathered()
+        self._settle(0)
+
+    # -- how --------------------------------------------------------------------------------------------------
+
+    def _send_gathered(self) -> None:
+        for batch in pa.Table.from_batches(self._gathered).combine_chunks().to_batches() if self._gathered else ():
+            self._send_rows(batch)
+        self._gathered, self._gathered_bytes = [], 0
+
+    def _send_rows(self, batch: pa.RecordBatch) -> None:
+        for topic, rows in self._by_topic(batch):
+            partitions = self._count(topic)
+            columns = from_arrow(rows, default_timestamp_ms=int(time.time() * 1000))
+            chosen = self._choose(rows, columns, partitions, topic)
+            # Sorted once, the rows of a partition are a stretch, however many partitions there are.
+            order, bounds = _sorted(chosen, partitions)
+            source = source_of(columns, order)
+            for partition in np.flatnonzero(np.diff(bounds)).tolist():
+                self._send(topic, partition, source.stretch(int(bounds[partition]), int(bounds[partition + 1])))
+
+    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+        fixed = self._options.topic
+        if fixed is not None:
+            yield fixed, batch
+            return
+        topics = batch.column("topic")
+        if topics.null_count:
+            raise InvalidBatch("a row has no topic; give every row one, or all of them one with the option topic")
+        named = topics.dictionary_encode()
+        names = named.dictionary.to_pylist()
+        self._learn(names)
+        order, bounds = _sorted(named.indices.to_numpy(), len(names))
+        rows = batch.take(pa.array(order)) if len(names) > 1 else batch
+        for number, name in enumerate(names):
+            yield name, rows.slice(int(bounds[number]), int(bounds[number + 1] - bounds[number]))
+
+    def _learn(self, topics: Sequence[str]) -> None:
+        """Ask about all topics at once that are new here, since one after the other takes long."""
+        unknown = [topic for topic in topics if topic not in self._partitions]
+        if len(unknown) > 1:
+            self._partitions |= count_known(self._link, unknown)
+
+    def _count(self, topic: str) -> int:
+        known = self._partitions.get(topic)
+        if known is None:
+            known = self._partitions[topic] = count_partitions(self._link, topic)
+            wished = min(known * GATHERED_BYTES_PER_PARTITION, GATHERED_BYTES_MAX)
+            self._gather_bytes = max(self._gather_bytes, wished)
+        return known
+
+    def _choose(self, rows: pa.RecordBatch, columns: Columns, partitions: int, topic: str) -> Int32s:
+        """A partition for every row: the one it names, else by its key, else one for all that have neither."""
+        chosen = np.full(len(columns), -1, np.int32)
+        if columns.keys is not None:
+            chosen = choose_partitions(columns.keys, partitions)
+        if "partition" in rows.schema.names:
+            named = rows.column("partition").cast(pa.int32())
+            numbers = named.fill_null(-1).to_numpy()
+            wrong = numbers[named.is_valid().to_numpy(zero_copy_only=False) & ((numbers < 0) | (numbers >= partitions))]
+            if wrong.size:
+                raise InvalidBatch(f"a row names partition {wrong[0]} of topic {topic!r}, which has {partitions}")
+            chosen = np.where(numbers >= 0, numbers, chosen)
+        self._turn += 1
+        return np.where(chosen < 0, self._turn % partitions, chosen).astype(np.int32)
+
+    def _send(self, topic: str, partition: int, source: Source) -> None:
+        target = (topic, partition)
+        for batch in encode_source(
+            source,
+            compression=CODECS.index(self._options.compression),
+            producer_id=self._identity.producer_id,
+            producer_epoch=self._identity.epoch,
+            base_sequence=self._sequences.get(target, 0),
+            transactional=self._transactional,
+            batch_bytes_max=BATCH_BYTES,
+        ):
+            coming = self._link.start(self._produce(self._last.get(target), target, batch))
+            self._last[target] = coming
+            self._pending[coming] = len(batch)
+            self._settle(PENDING_BYTES_MAX)
+        self._sequences[target] = (self._sequences.get(target, 0) + source.records.size) & 0x7FFFFFFF
+
+    async def _produce(self, before: Future[Produced] | None, target: Target, batch: bytearray) -> Produced:
+        """Send a batch when the one before it in its partition is there: their numbers have to come in order."""
+        if before is not None:
+            await asyncio.wrap_future(before)
+        named = self._identity.transactional_id if self._transactional else None
+        return await self._link.client.produce(*target, batch, transactional_id=named)
+
+    def _settle(self, bytes_max: int) -> None:
+        while self._pending and (not bytes_max or sum(self._pending.values()) > bytes_max):
+            done, _ = wait(self._pending, return_when=FIRST_COMPLETED)
+            for one in done:
+                del self._pending[one]
+                one.result()
+        for one in [one for one in self._pending if one.done()]:
+            del self._pending[one]
+            one.result()
+
+
+def _sorted(chosen: Int32s, count: int) -> tuple[Int64s, Int64s]:
+    """The rows ordered by what was chosen for them, else as they come; and where each choice of `count` begins."""
+    # Numbers of 16 bits are sorted by counting.
+    small = chosen.astype(np.uint16) if count <= _SMALL_MAX else chosen
+    bounds = np.zeros(count + 1, np.int64)
+    np.cumsum(np.bincount(chosen, minlength=count), out=bounds[1:])
+    return np.argsort(small, kind="stable"), bounds
+
 
 TASK_MS_MAX: Final = 15 * 60 * 1000
+
 """How long one task may write: the longest transaction that a broker takes unless it is told otherwise."""
 
 

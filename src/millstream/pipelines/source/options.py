@@ -30,7 +30,7 @@ from millstream.pipelines.source.position import (
 )
 from millstream.pipelines.source.source_offsets import SourceOffsets
 from millstream.protocol.private.transactions import OfGroup
-from millstream.protocol.records.names import NAMES
+from millstream.protocol.records.arrow import NAMES
 from millstream.protocol.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
 
 BROKERS: Final = "kafka.bootstrap.servers"

@@ -6,18 +6,21 @@ What a task holds is bounded: the answer that is being decoded and the one that 
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.json as pj
 
 from millstream.core.errors import LostData, OffsetOutOfRange, RequestTimedOut
 from millstream.pipelines.source.garbage import spare_what_is_loaded
 from millstream.pipelines.source.link import Link, link_to
+from millstream.pipelines.source.nesting import is_text_too_deep, is_too_deep
 from millstream.pipelines.source.options import ReadOptions
-from millstream.pipelines.source.payload import parse_payloads
 from millstream.pipelines.source.position import OFFSET_EARLIEST
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.shape import Column, Shape
@@ -28,7 +31,78 @@ from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import FIELDS, Batches, decode_columns, find_batches
 from millstream.protocol.wire.fetching import READ_COMMITTED, FetchAnswer
 
+_EMPTY = b"{}"
+
+
+def parse_payloads(values: pa.Array, columns: Sequence[Column]) -> list[pa.Array]:
+    """The fields of every payload, a column each."""
+    schema = pa.schema([pa.field(column.name, column.kind) for column in columns])
+    parsed = _parse_together(values, schema)
+    return _parse_apart(values, schema) if parsed is None else parsed
+
+
+def _parse_together(values: pa.Array, schema: pa.Schema) -> list[pa.Array] | None:
+    """Everything at once; None if some payload is not as it should be."""
+    if not len(values):
+        return [pa.array([], field.type) for field in schema]
+    documents = values.fill_null(_EMPTY).to_pylist() if values.null_count else values.to_pylist()
+    if any(b"\n" in document or not document.lstrip().startswith(b"{") for document in documents):
+        return None
+    try:
+        if is_too_deep(values.cast(pa.string())):
+            return None
+    except pa.ArrowInvalid:
+        # Some payload is no text.
+        return None
+    text = b"\n".join(documents)
+    options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    reading = pj.ReadOptions(use_threads=False, block_size=len(text) + 1)
+    try:
+        table = pj.read_json(pa.BufferReader(text), reading, options)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
+    if table.num_rows != len(values):
+        return None
+    return [table.column(field.name).combine_chunks().cast(field.type) for field in schema]
+
+
+def _parse_apart(values: pa.Array, schema: pa.Schema) -> list[pa.Array]:
+    documents = [_document(value) for value in values.to_pylist()]
+    return [
+        pa.array([_fitting(document.get(field.name), field.type) for document in documents], field.type)
+        for field in schema
+    ]
+
+
+def _document(value: bytes | None) -> dict[str, Any]:
+    try:
+        text = (value or _EMPTY).decode("utf-8")
+        document = {} if is_text_too_deep(text) else json.loads(text)
+        # Half of a surrogate pair is no character, and no column takes it.
+        json.dumps(document, ensure_ascii=False).encode("utf-8")
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _fitting(value: Any, kind: pa.DataType) -> Any:
+    """The value if its type fits, else None."""
+    if value is None:
+        return None
+    if pa.types.is_string(kind):
+        return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+    if isinstance(value, bool) != pa.types.is_boolean(kind) or (isinstance(value, float) and pa.types.is_integer(kind)):
+        return None
+    try:
+        if pa.types.is_timestamp(kind) and isinstance(value, str):
+            return pa.scalar(value).cast(kind).as_py()
+        return pa.scalar(value, kind).as_py()
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError, ValueError, TypeError):
+        return None
+
+
 _logger = logging.getLogger(__name__)
+
 
 _WAIT_MS = 500
 

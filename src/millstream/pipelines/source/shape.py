@@ -22,7 +22,7 @@ from pyspark.sql.types import (
 from millstream.core.errors import InvalidSetting
 from millstream.core.nearest import suggestion
 from millstream.pipelines.source.options import ReadOptions
-from millstream.protocol.records.names import NAMES
+from millstream.protocol.records.arrow import NAMES
 
 _HEADERS: Final = ArrayType(StructType([StructField("key", StringType()), StructField("value", BinaryType())]))
 

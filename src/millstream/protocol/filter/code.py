@@ -9,11 +9,10 @@ Python. Only where a boolean is itself a value, as in `(a > 1) IS NULL`, the thr
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from millstream.protocol.filter import operation, value
-from millstream.protocol.filter.choices import Choices
 from millstream.protocol.filter.like_pattern import compile_like
 from millstream.protocol.filter.node import (
     COALESCE,
@@ -37,14 +36,61 @@ from millstream.protocol.filter.node import (
     Payload,
     kind_of,
 )
+from millstream.protocol.filter.operation import FROM_TEXT, Truth
+from millstream.protocol.filter.value import NUMBERS
+
+
+class Choices:
+    """Literals of one kind, and perhaps NULL."""
+
+    def __init__(self, values: Sequence[Any]) -> None:
+        present = [value for value in values if value is not None]
+        self.has_null = len(present) < len(values)
+        self.values = frozenset(present)
+        kinds = {value.__class__ for value in present}
+        # A text is compared with numbers as Spark does it: as a double if any of them is one.
+        self._kind = float if float in kinds else next(iter(kinds), None)
+        self._taken: dict[type, tuple[frozenset[Any], bool]] = {}
+        if self._kind is str:
+            for kind, take in FROM_TEXT.items():
+                taken = [take(value) for value in present]
+                self._taken[kind] = frozenset(taken) - {None}, None in taken
+
+    def hold(self, value: Any) -> Truth:
+        """Whether one of them equals a value, as SQL has it: NULL if it may."""
+        if value is None:
+            return None
+        kind = value.__class__
+        choices, unsure = self.values, self.has_null
+        if kind is str and self._kind is not str:
+            value = None if self._kind is None else FROM_TEXT[self._kind](value)
+        elif kind is not str and self._kind is str:
+            choices, unknown = self._taken.get(kind, (frozenset(), True))
+            unsure = unsure or unknown
+        elif kind is not self._kind and not (kind in NUMBERS and self._kind in NUMBERS):
+            return None
+        if value is None:
+            return None
+        if choices and kind in _HASHED and value in choices:
+            return True
+        return None if unsure else False
+
+
+_HASHED = frozenset({str, int, float, bool})
+
 
 Source = Column | Header | Payload
+
 """What a filter reads of a message."""
 
+
 OF_BATCH = ("topic", "partition")
+
 """Columns that have one value for a whole batch."""
 
+
 NEGATED = {"=": "<>", "<>": "=", "<": ">=", ">=": "<", "<=": ">", ">": "<="}
+
 
 _COMPARE: dict[str, Callable[[], ast.cmpop]] = {
     "=": ast.Eq,
@@ -54,6 +100,7 @@ _COMPARE: dict[str, Callable[[], ast.cmpop]] = {
     ">": ast.Gt,
     ">=": ast.GtE,
 }
+
 _CASTS: dict[str, Callable[[Any], Any]] = {
     "STRING": value.text_of,
     "BIGINT": value.as_bigint,
@@ -62,7 +109,9 @@ _CASTS: dict[str, Callable[[Any], Any]] = {
     "BOOLEAN": value.as_boolean,
     "TIMESTAMP": value.as_timestamp,
 }
+
 _MOMENT_CASTS: dict[str, Callable[[Any], Any]] = {"BIGINT": value.seconds, "DOUBLE": value.fractional_seconds}
+
 _CALLS: dict[str, Callable[..., Any]] = {
     "lower": operation.lower,
     "upper": operation.upper,
@@ -72,7 +121,9 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "contains": operation.contains,
     COALESCE: operation.coalesce,
 }
+
 _JUNCTIONS = {"AND": operation.conjunction, "OR": operation.disjunction}
+
 
 Run = Callable[..., Any]
 

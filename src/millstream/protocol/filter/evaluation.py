@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from millstream.protocol.filter.batch import ColumnBatch, DecodedBatch, RecordBatch
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.filter.uses import Uses
+from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.batch import Buffer
 from millstream.protocol.records.record import decode_records
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+
+def matcher(text: str) -> Callable[[LeasedMessage], bool]:
+    """Whether a message is meant; a condition in the language of subscriptions' filters."""
+    from millstream.protocol.filter.batch import RecordBatch
+    from millstream.protocol.filter.filter import compile_filter
+
+    condition = compile_filter(text)
+
+    def matches(message: LeasedMessage) -> bool:
+        batch: Any = RecordBatch(
+            [message.record], topic=message.topic, partition=message.partition, uses=condition.uses
+        )
+        return bool(condition.matches(batch)[0])
+
+    return matches
+
 
 OFFSET_MAX = 2**63 - 1
 

@@ -7,7 +7,7 @@ record without headers has a null there, all as Spark's own source does it. Noth
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
@@ -19,11 +19,18 @@ from millstream.protocol.records.batch import Buffer
 from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderColumn
 from millstream.protocol.records.decoder import FIELDS, OFFSET_MAX, ROWS_MAX, Batches, decode_columns
 from millstream.protocol.records.layout import Bytes, Int32s, Int64s
-from millstream.protocol.records.names import NAMES
+
+NAMES: Final = ("key", "value", "topic", "partition", "offset", "timestamp", "timestampType", "headers")
+
+"""In their order; kept apart from what turns records into columns, since planning a query needs no more than this."""
+
 
 _HEADER = pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())])
+
 _HEADERS = pa.list_(pa.field("element", _HEADER))
+
 _TIMESTAMP = pa.timestamp("us", tz="UTC")
+
 
 SCHEMA = pa.schema(
     [
@@ -37,7 +44,9 @@ SCHEMA = pa.schema(
         pa.field("headers", _HEADERS),
     ]
 )
+
 """Everything a record has, as Spark's Kafka source shows it."""
+
 
 _MILLISECONDS_MAX = (2**63 - 1) // 1000
 

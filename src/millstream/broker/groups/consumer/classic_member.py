@@ -19,8 +19,8 @@ from millstream.broker.groups.consumer.member import ClassicSide, ConsumerMember
 from millstream.broker.groups.consumer.migration import named_partitions, partitions_by_id
 from millstream.broker.groups.consumer.surroundings import Surroundings
 from millstream.broker.groups.consumer.turn import Turn
+from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE
 from millstream.broker.groups.requests import Joined, JoinRequest, Leaver, Left, MemberRef, Synced, SyncRequest
-from millstream.broker.groups.subscription import CONSUMER_PROTOCOL_TYPE
 from millstream.core.errors import (
     IllegalGeneration,
     InconsistentProtocol,

@@ -15,8 +15,8 @@ from uuid import UUID
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, partitions_in
 from millstream.broker.groups.consumer.member import ConsumerMember, MemberState, Position
 from millstream.broker.groups.consumer.records import ConsumerKey, Kind, Resolved
+from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE
 from millstream.broker.groups.records import CommittedOffset
-from millstream.broker.groups.subscription import CONSUMER_PROTOCOL_TYPE
 from millstream.core.errors import FencedInstance, UnknownMember
 
 K = TypeVar("K")

@@ -34,10 +34,9 @@ from millstream.broker.groups.consumer.records import (
     tombstone,
 )
 from millstream.broker.groups.consumer.topic_view import TopicView, metadata_hash
-from millstream.broker.groups.group import Group
+from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE, Group
 from millstream.broker.groups.member import Member
 from millstream.broker.groups.records import group_record, group_tombstone
-from millstream.broker.groups.subscription import CONSUMER_PROTOCOL_TYPE
 from millstream.core.errors import ProtocolViolation, UnknownGroup
 
 _logger = logging.getLogger(__name__)

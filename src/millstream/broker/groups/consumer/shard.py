@@ -1,8 +1,8 @@
 """The consumer groups of one partition of `__consumer_offsets`: groups whose partitions the coordinator shares out.
 
 `broker/groups/shard.py` owns the partition, the offsets and the classic groups, and hands over here what concerns a
-consumer group. Operations only work out records; the groups change when these are replayed, so a refused append takes nothing
-back. What an operation changes itself is soft: timers, and which version of the topics was looked at.
+consumer group. Operations only produce records; groups change when these are replayed, so a refused append has nothing
+to undo. What an operation changes directly is soft: timers, and which version of the topics it has seen.
 """
 
 from __future__ import annotations

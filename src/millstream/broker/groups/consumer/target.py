@@ -8,13 +8,11 @@ from typing import Final
 from uuid import UUID
 
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment
-from millstream.broker.groups.consumer.assignor import Assignor, Wish
+from millstream.broker.groups.consumer.assignor import Assignor, Wish, assign_ranges, assign_uniformly
 from millstream.broker.groups.consumer.group import Choice
 from millstream.broker.groups.consumer.member import ConsumerMember
-from millstream.broker.groups.consumer.range_assignor import assign_ranges
 from millstream.broker.groups.consumer.records import Resolved
 from millstream.broker.groups.consumer.topic_view import TopicView, existing, partitions_of
-from millstream.broker.groups.consumer.uniform_assignor import assign_uniformly
 
 DEFAULT_ASSIGNOR: Final = "uniform"
 ASSIGNORS: Final[Mapping[str, Assignor]] = {DEFAULT_ASSIGNOR: assign_uniformly, "range": assign_ranges}

@@ -16,11 +16,9 @@ from kio.schema.add_offsets_to_txn.v4.response import AddOffsetsToTxnResponse
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.fenced import fenced_code
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.versioned import Versioned
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import ProducerRef
 from millstream.broker.transactions.transaction import FIRST_VERSION

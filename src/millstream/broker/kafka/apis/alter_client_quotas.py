@@ -17,9 +17,8 @@ from kio.schema.alter_client_quotas.v1.response import AlterClientQuotasResponse
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.quotas import ClientQuotas
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.quota import QuotaEntity
 

@@ -23,11 +23,9 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.assignment import check_replicas
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.broker.kafka.topic_lookup import check_replicas, topic_named
 from millstream.core.errors import InvalidReplication, MillstreamError
 from millstream.core.ids import NodeId
 

@@ -18,8 +18,7 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import TopicName
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 
 
 class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsResponse]):

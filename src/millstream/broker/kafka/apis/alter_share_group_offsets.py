@@ -20,10 +20,9 @@ from kio.static.primitive import i32
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.share_offsets import ShareOffsets
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.topic import Topic
 

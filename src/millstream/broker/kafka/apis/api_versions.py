@@ -28,9 +28,8 @@ from kio.schema.api_versions.v4.response import (
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i16, i64
 
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.feature import epoch_of, features_of
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_response_class
 from millstream.protocol.messages.shape import reshape
 

@@ -28,10 +28,8 @@ from millstream.broker.groups.consumer.requests import (
     NamedPartitions,
 )
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo
 from millstream.broker.kafka.group_answer import named_partitions, not_described
-from millstream.broker.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.core.errors import MillstreamError
 
 _CLASSIC_MEMBER: Final = i8(0)

@@ -34,11 +34,9 @@ from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
 from millstream.broker.groups.consumer.target import ASSIGNORS
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.group_answer import check_text, milliseconds, partitions_by_topic
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.versioned import Versioned
 from millstream.core.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
 
 _MILLISECOND: Final = timedelta(milliseconds=1)

@@ -9,9 +9,7 @@ from kio.schema.create_acls.v3.request import CreateAclsRequest
 from kio.schema.create_acls.v3.response import AclCreationResult, CreateAclsResponse
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.permission import SECURITY_DISABLED
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
 
 
 class CreateAcls(Api[CreateAclsRequest, CreateAclsResponse]):

@@ -16,12 +16,9 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.told import Placement
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.agreement import agreement_s
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.assignment import check_replicas
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.topic_lookup import topic_named
+from millstream.broker.kafka.topic_lookup import agreement_s, check_replicas, topic_named
 from millstream.core.errors import (
     InvalidAssignment,
     InvalidPartitions,

@@ -22,12 +22,10 @@ from kio.static.primitive import i8, i16, i32
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.told import Placement
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.agreement import agreement_s
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.assignment import check_assignments
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import topic_settings
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.topic_lookup import agreement_s, check_assignments
 from millstream.core.errors import (
     InvalidAssignment,
     InvalidPartitions,

@@ -9,9 +9,7 @@ from kio.schema.delete_acls.v3.request import DeleteAclsRequest
 from kio.schema.delete_acls.v3.response import DeleteAclsFilterResult, DeleteAclsResponse
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.permission import SECURITY_DISABLED
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
 
 
 class DeleteAcls(Api[DeleteAclsRequest, DeleteAclsResponse]):

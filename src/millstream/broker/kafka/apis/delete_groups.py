@@ -16,10 +16,9 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import GroupId
 
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownSubscription
 
 _logger = logging.getLogger(__name__)

@@ -20,9 +20,8 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i64
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.core.errors import InvalidTopicName, MillstreamError, OffsetOutOfRange, PolicyViolation
 from millstream.core.ids import NO_EPOCH, Offset
 

@@ -16,10 +16,9 @@ from kio.schema.types import TopicName
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.share_offsets import ShareOffsets
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 
 

@@ -18,12 +18,10 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import TopicName
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.agreement import agreement_s
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.topic_lookup import topic_named, topic_with_id
+from millstream.broker.kafka.topic_lookup import agreement_s, topic_named, topic_with_id
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.topic import Topic
 

@@ -11,9 +11,7 @@ from kio.schema.describe_acls.v3.request import DescribeAclsRequest
 from kio.schema.describe_acls.v3.response import DescribeAclsResponse
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.permission import SECURITY_DISABLED
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, ClientInfo
 
 
 class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):

@@ -21,8 +21,7 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import f64
 
 from millstream.broker.cluster.quotas import ClientQuotas
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.core.quota import CLIENT_ID, DEFAULT, ENTITY_TYPES, IP, USER, QuotaFilter
 
 EXACT: Final = 0

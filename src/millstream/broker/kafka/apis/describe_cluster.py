@@ -15,9 +15,7 @@ from kio.schema.types import BrokerId
 from kio.static.primitive import i8, i32
 
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo
 
 _BROKERS: Final = i8(1)
 _CONTROLLERS: Final = 2

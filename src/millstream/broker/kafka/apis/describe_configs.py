@@ -28,7 +28,7 @@ from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import (
     SettingView,
@@ -37,7 +37,6 @@ from millstream.broker.kafka.setting_view import (
     share_group_settings,
     topic_settings,
 )
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.core.config import Config
 from millstream.core.errors import InvalidRequest, MillstreamError

@@ -19,11 +19,8 @@ from kio.static.primitive import i32
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import GroupDescription
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.permission import GROUP_OPERATIONS, NOT_ASKED
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.versioned import Versioned
 from millstream.core.errors import MillstreamError, UnknownGroup
 
 _FIRST_WITH_UNKNOWN_GROUP: Final = 6

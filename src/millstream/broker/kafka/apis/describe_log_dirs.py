@@ -24,8 +24,7 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.replication.partition import Partition
 
 

@@ -26,9 +26,8 @@ from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.pending_offsets import PendingProducer
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.broker.log.producer import Producer
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NO_EPOCH

@@ -20,9 +20,8 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import ProducerId, TopicName, TransactionalId
 from kio.static.primitive import TZAware, i16, i32, i32Timedelta
 
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import TransactionDescription
 from millstream.core.errors import MillstreamError

@@ -22,9 +22,8 @@ from kio.schema.types import TopicName
 from kio.static.primitive import i32
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.core.errors import MillstreamError
 

@@ -20,11 +20,9 @@ from kio.schema.errors import ErrorCode
 from kio.schema.types import ProducerId as WireProducerId
 from kio.static.primitive import i16
 
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.fenced import fenced_code
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.versioned import Versioned
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import ProducerRef
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION

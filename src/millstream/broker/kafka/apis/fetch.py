@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import struct
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple, cast
@@ -26,14 +27,6 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.fetch_session import (
-    FIRST_EPOCH,
-    SESSIONLESS_EPOCH,
-    FetchSession,
-    FetchSessions,
-    PartitionKey,
-    Position,
-)
 from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.stretch import Stretch
@@ -49,31 +42,157 @@ from millstream.protocol.messages.codec import RequestHeader, response_head
 from millstream.protocol.messages.primitives import Reader, Writer
 from millstream.protocol.wire.replica_fetching import is_replica_fetch
 
+SESSIONLESS_EPOCH = -1
+
+FIRST_EPOCH = 0
+
+_EPOCH_MAX = 2**31 - 1
+
+SESSIONS_MAX = 2000
+
+PARTITIONS_MAX = 200_000
+
+"""Partitions remembered in all sessions together."""
+
+
+PartitionKey = tuple[str | UUID, int]
+
+
+class Position:
+    """What a client wants of one partition, and what it was last told about it."""
+
+    __slots__ = ("leader_epoch", "log_start_told", "max_bytes", "offset", "watermark_told")
+
+    def __init__(self, offset: Offset, max_bytes: int, leader_epoch: int) -> None:
+        self.offset = offset
+        self.max_bytes = max_bytes
+        self.leader_epoch = leader_epoch
+        self.watermark_told: Offset | None = None
+        self.log_start_told: Offset | None = None
+
+
+class FetchSession:
+    """The partitions of one client, in the order in which they are looked at next."""
+
+    __slots__ = ("by_id", "epoch", "positions", "session_id")
+
+    def __init__(self, session_id: int, *, by_id: bool) -> None:
+        self.session_id = session_id
+        self.epoch = 1
+        self.by_id = by_id
+        self.positions: dict[PartitionKey, Position] = {}
+
+    def update(self, wanted: dict[PartitionKey, Position], forgotten: list[PartitionKey]) -> None:
+        """Take in the changes of a request."""
+        for key in forgotten:
+            self.positions.pop(key, None)
+        for key, position in wanted.items():
+            known = self.positions.get(key)
+            if known is None:
+                self.positions[key] = position
+            else:
+                known.offset = position.offset
+                known.max_bytes = position.max_bytes
+                known.leader_epoch = position.leader_epoch
+
+    def served(self, key: PartitionKey) -> None:
+        """Put a partition that had its turn behind the others, so that none starves."""
+        self.positions[key] = self.positions.pop(key)
+
+
+class FetchSessions:
+    """Every session; the one that was used longest ago goes first when there are too many."""
+
+    def __init__(self) -> None:
+        self._by_id: OrderedDict[int, FetchSession] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def open(self, wanted: dict[PartitionKey, Position], *, by_id: bool) -> FetchSession | None:
+        """A new session, or None when the request has nothing or too much to remember."""
+        if not wanted or len(wanted) > PARTITIONS_MAX // 10:
+            return None
+        self._make_room(len(wanted))
+        session_id = secrets.randbelow(2**31 - 1) + 1
+        while session_id in self._by_id:
+            session_id = secrets.randbelow(2**31 - 1) + 1
+        session = FetchSession(session_id, by_id=by_id)
+        session.update(wanted, [])
+        self._by_id[session_id] = session
+        return session
+
+    def resume(self, session_id: int, epoch: int, *, by_id: bool) -> FetchSession | ErrorCode:
+        """The session that a request goes on with, or the error code that makes the client begin a new one."""
+        session = self._by_id.get(session_id)
+        if session is None:
+            return ErrorCode.fetch_session_id_not_found
+        if session.epoch != epoch:
+            return ErrorCode.invalid_fetch_session_epoch
+        if session.by_id != by_id:
+            return ErrorCode.fetch_session_topic_id_error
+        session.epoch = 1 if epoch == _EPOCH_MAX else epoch + 1
+        self._by_id.move_to_end(session_id)
+        return session
+
+    def close(self, session_id: int) -> None:
+        """Forget a session; an unknown one is no error."""
+        self._by_id.pop(session_id, None)
+
+    def _make_room(self, partitions: int) -> None:
+        held = sum(len(session.positions) for session in self._by_id.values())
+        while self._by_id and (len(self._by_id) >= SESSIONS_MAX or held + partitions > PARTITIONS_MAX):
+            _, evicted = self._by_id.popitem(last=False)
+            held -= len(evicted.positions)
+
+
 FIRST_WITH_LOG_START = 5
+
 FIRST_WITH_SESSIONS = 7
+
 FIRST_WITH_LEADER_EPOCH = 9
+
 FIRST_WITH_RACK = 11
+
 FIRST_WITH_LAST_EPOCH = 12
+
 FIRST_FLEXIBLE = 12
+
 FIRST_WITH_TOPIC_IDS = 13
+
 FIRST_WITHOUT_REPLICA_ID = 15
+
 MAX_WAIT_S_MAX = 300.0
+
 READ_BYTES_MAX = 64 * 1024
+
 """Records of a partition up to this size are read at once; more are read while the answer is being sent."""
 
+
 READ_ALL_BYTES_MAX = 1024 * 1024
+
 """In an answer of this size, everything else is."""
 
+
 READ_COMMITTED = 1
+
 _NO_PREFERRED_REPLICA = -1
+
 _WANTED = struct.Struct(">iqi")
+
 _WANTED_WITH_START = struct.Struct(">iq8xi")
+
 _WANTED_WITH_EPOCH = struct.Struct(">iiq8xi")
+
 _WANTED_WITH_LAST_EPOCH = struct.Struct(">iiq4x8xi")
+
 # A partition up to its records, with no aborted transactions and no preferred replica; the latter with compact lengths.
 _PLAIN = struct.Struct(">ihqqqii")
+
 _PLAIN_COMPACT = struct.Struct(">ihqqqBi")
+
 _FOUND = struct.Struct(">ihqq")
+
 _FOUND_WITH_START = struct.Struct(">ihqqq")
 
 

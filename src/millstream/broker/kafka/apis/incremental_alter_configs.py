@@ -28,16 +28,14 @@ from kio.schema.incremental_alter_configs.v1.response import (
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.apis.describe_configs import GROUP_RESOURCE, NODE_RESOURCE, TOPIC_RESOURCE
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import is_list
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.core.group import DECLARED
-from millstream.core.missing_setting import unknown_setting
-from millstream.core.topic import Topic, TopicSettings, check_topic_name
+from millstream.core.topic import Topic, TopicSettings, check_topic_name, unknown_setting
 
 SET: Final = 0
 DELETE: Final = 1

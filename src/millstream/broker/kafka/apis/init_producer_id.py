@@ -24,14 +24,11 @@ from kio.schema.init_producer_id.v5.response import InitProducerIdResponse
 from kio.schema.types import ProducerId as WireProducerId
 from kio.static.primitive import i16
 
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.fenced import fenced_code
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.versioned import Versioned
-from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
 from millstream.broker.transactions.requests import InitRequest
-from millstream.broker.transactions.spare_ids import ProducerIds
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NO_PRODUCER_ID, ProducerId
 

@@ -18,10 +18,8 @@ from kio.static.primitive import i32
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import Joined, JoinRequest
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.versioned import Versioned
 from millstream.core.errors import GroupFull, InvalidRequest, MemberIdRequired, MillstreamError
 
 _MILLISECOND: Final = timedelta(milliseconds=1)

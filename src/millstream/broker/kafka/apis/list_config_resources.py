@@ -20,9 +20,8 @@ from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE, TOPIC_RESOURCE
-from millstream.broker.kafka.throttle import NO_THROTTLE
 
 _LOGGER_RESOURCE: Final = 8
 _CLIENT_METRICS_RESOURCE: Final = 16

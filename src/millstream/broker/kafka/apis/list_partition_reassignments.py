@@ -20,8 +20,7 @@ from kio.schema.types import BrokerId, TopicName
 from kio.static.primitive import i32
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
-from millstream.broker.kafka.throttle import NO_THROTTLE
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 
 
 class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPartitionReassignmentsResponse]):

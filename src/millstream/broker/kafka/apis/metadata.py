@@ -29,10 +29,8 @@ from kio.static.primitive import i32
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import CLUSTER_OPERATIONS, NO_THROTTLE, NOT_ASKED, TOPIC_OPERATIONS, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.permission import CLUSTER_OPERATIONS, NOT_ASKED, TOPIC_OPERATIONS
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.broker.kafka.topic_lookup import topic_named, topic_with_id
 from millstream.core.errors import (
     CatalogUnavailable,

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from millstream.broker.cluster.pipelines import Pipelines
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.protocol.private.pipeline_messages import DELETE_KEY
 
 

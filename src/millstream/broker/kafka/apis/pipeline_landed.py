@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.landed_board import LandedBoard
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed
 

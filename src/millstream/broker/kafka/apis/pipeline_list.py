@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from millstream.broker.cluster.pipelines import Pipelines
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.pipeline_board import PipelineBoard
 from millstream.core.pipeline import Pipeline, Rule
 from millstream.protocol.private.pipeline_messages import LIST_KEY, PipelineNames, ToldRule

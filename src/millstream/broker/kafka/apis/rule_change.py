@@ -19,7 +19,7 @@ from typing import Any
 
 from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.subscriptions import Subscriptions
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.pipeline_notes import PipelineNotes
 from millstream.core.errors import FilterError, InvalidPipeline
 from millstream.core.pipeline import DECODE, NO_DECODING, Rule

@@ -28,11 +28,10 @@ from kio.schema.share_acknowledge.v2.response import (
 from kio.schema.types import BrokerId
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.share_door import Acknowledgements, ShareDoor, check_member_id
 from millstream.broker.kafka.share_session import CLOSES, OPENS, SharePartition
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.core.errors import MillstreamError
 
 

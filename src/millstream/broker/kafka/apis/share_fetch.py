@@ -38,12 +38,11 @@ from kio.schema.share_fetch.v2.response import (
 from kio.schema.types import BrokerId
 from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
 
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.share_door import Acknowledgements, ShareDoor, check_member_id
 from millstream.broker.kafka.share_session import CLOSES, OPENS, SharePartition, ShareSession
-from millstream.broker.kafka.throttle import NO_THROTTLE
 from millstream.broker.subscriptions.lease import Lease
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import Subscription

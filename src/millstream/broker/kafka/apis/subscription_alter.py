@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.protocol.private.subscription_messages import ALTER_KEY
 

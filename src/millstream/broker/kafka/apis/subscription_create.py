@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from millstream.broker.cluster.pipelines import Pipelines
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import InvalidSubscription
 from millstream.core.subscription import check_subscription

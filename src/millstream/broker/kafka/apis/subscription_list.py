@@ -22,7 +22,7 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.core.subscription import Subscription, shown

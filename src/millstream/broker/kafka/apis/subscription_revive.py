@@ -21,7 +21,7 @@ from uuid import UUID
 import msgspec
 from msgspec import Meta
 
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import InvalidSubscription
 from millstream.core.ids import Offset

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from millstream.broker.kafka.private import PrivateApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import InvalidRequest

@@ -14,10 +14,8 @@ from kio.schema.sync_group.v5.response import SyncGroupResponse
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import MemberRef, SyncRequest
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.versioned import Versioned
 from millstream.core.errors import InconsistentProtocol, MillstreamError
 
 _FIRST_WITH_PROTOCOL: Final = 5

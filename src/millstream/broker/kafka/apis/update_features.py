@@ -17,11 +17,9 @@ from kio.schema.errors import ErrorCode
 from kio.schema.update_features.v2.request import FeatureUpdateKey, UpdateFeaturesRequest
 from kio.schema.update_features.v2.response import UpdateFeaturesResponse
 
-from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.apis.api_versions import ServedApi
 from millstream.broker.kafka.feature import Feature, features_of
-from millstream.broker.kafka.throttle import NO_THROTTLE
-from millstream.broker.kafka.versioned import Versioned
 from millstream.protocol.messages.codec import load_response_class
 from millstream.protocol.messages.shape import reshape
 

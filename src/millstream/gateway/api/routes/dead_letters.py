@@ -155,7 +155,7 @@ async def _desk(parts: Parts, name: str, condition: str | None) -> tuple[DeadLet
 
 def _matcher(condition: str) -> Wanted:
     # Imported here, in a thread: what reads conditions takes a while to load.
-    from millstream.protocol.filter.matcher import matcher
+    from millstream.protocol.filter.evaluation import matcher
 
     return matcher(condition)
 

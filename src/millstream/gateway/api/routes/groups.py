@@ -9,9 +9,16 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.group_document import group_document, group_summary
-from millstream.client.admin.group_reset import plan_reset
-from millstream.client.admin.groups import commit_offsets, delete_group, describe_group, list_groups, progress_of
+from millstream.client.admin.groups import (
+    commit_offsets,
+    delete_group,
+    describe_group,
+    group_document,
+    group_summary,
+    list_groups,
+    plan_reset,
+    progress_of,
+)
 from millstream.client.admin.position import parse_position
 from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.route import Asked, Nothing, Route

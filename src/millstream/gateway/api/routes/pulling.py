@@ -13,12 +13,11 @@ from msgspec import Meta
 from millstream.client.admin.message_document import utc
 from millstream.core.errors import MillstreamError
 from millstream.core.verb import Verb
-from millstream.gateway.api.lease_token import read_token, token_of
 from millstream.gateway.api.message import LeasedDocument, held_bytes, members_of
 from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import invalid, status_of
 from millstream.gateway.api.route import Asked, Lane, Nothing, Route
-from millstream.gateway.api.settling import Verdict, settle
+from millstream.gateway.api.settling import Verdict, read_token, settle, token_of
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.private.subscriptions import LeasedMessage
 

@@ -10,15 +10,17 @@ from msgspec import UNSET, Meta, UnsetType
 
 from millstream.client.admin.dead_letter import check_no_open_letters, close_letters_of
 from millstream.client.admin.pipelines import land_topic
-from millstream.client.admin.topic_document import CARD, describe_topic, replication_of
 from millstream.client.admin.topic_notes import notes_on_change, notes_on_deletion, notes_on_new
 from millstream.client.admin.topics import (
+    CARD,
     alter_topic,
     check_settings_exist,
     create_topic,
     delete_topic,
+    describe_topic,
     find_topic,
     grow_topic,
+    replication_of,
 )
 from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import invalid

@@ -8,29 +8,32 @@ refused by the table.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Final
-from uuid import uuid4
+from uuid import UUID, uuid4
 
+import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake.exceptions import DeltaError
 
 from millstream.core.errors import InvalidSetting, LostData, MillstreamError, StalePlan, UnknownTopic
+from millstream.core.ids import NodeId
 from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.core.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
 from millstream.core.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.jobs.group_offsets import commit_plainly, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks, manifest
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
-from millstream.pipelines.jobs.land.given_fields import given_fields, laid_over
 from millstream.pipelines.jobs.land.layout import payload_fields
 from millstream.pipelines.jobs.land.leftovers import leftovers_of
 from millstream.pipelines.jobs.land.manifest import Report
@@ -38,28 +41,118 @@ from millstream.pipelines.jobs.land.plan import Stretch, spans, tasks
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
 from millstream.pipelines.jobs.land.task import LandTasks
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.jobs.landed import tell_landed
 from millstream.pipelines.jobs.reason import reason_of
 from millstream.pipelines.lake.active_files import ActiveFile
-from millstream.pipelines.lake.columns import TOPIC_ID
+from millstream.pipelines.lake.columns import TOPIC_ID, widest
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.places import Place
 from millstream.pipelines.lake.rewriting import FileWork, Rewrite
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.runtime.fault import Marked, kind_in
 from millstream.pipelines.source.ranges import admitted
+from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed, LandedTopic
+from millstream.protocol.wire.client import Client
+
+_SIMPLE: Final[Mapping[str, pa.DataType]] = {
+    "boolean": pa.bool_(),
+    "tinyint": pa.int8(),
+    "smallint": pa.int16(),
+    "int": pa.int32(),
+    "bigint": pa.int64(),
+    "float": pa.float32(),
+    "double": pa.float64(),
+    "string": pa.string(),
+    "date": pa.date32(),
+    "timestamp": pa.timestamp("us", tz="UTC"),
+    "timestamp_ntz": pa.timestamp("us"),
+}
+
+
+def given_fields(text: str) -> pa.Schema:
+    """The fields that a text names; raise `InvalidSetting` for what is no schema, or none that tables can have.
+
+    Whole numbers become long and others double, as where fields are found.
+    """
+    columns = parse_columns(text)
+    check_landed(columns)
+    return pa.schema([_field(column) for column in columns])
+
+
+def laid_over(known: pa.Schema, given: pa.Schema) -> pa.Schema:
+    """The fields that are given, under the names and types that a table has them with.
+
+    Where the table has whole numbers and double is given they are double, and fields of structs are added; it is for
+    the table to become so.
+    """
+    return pa.schema(_over(list(known), list(given), besides=False))
+
+
+def _over(known: list[pa.Field], given: list[pa.Field], *, besides: bool) -> list[pa.Field]:
+    """Given fields over known ones, with those `besides` that only the table has."""
+    wanted = {field.name.lower(): field for field in given}
+    there = {field.name.lower(): field for field in known}
+    fields = [*known, *(field for field in given if field.name.lower() not in there)] if besides else given
+    return [_one_over(there.get(field.name.lower()), wanted.get(field.name.lower()) or field) for field in fields]
+
+
+def _one_over(known: pa.Field | None, given: pa.Field) -> pa.Field:
+    return given if known is None else known.with_type(_type_over(known.type, given.type))
+
+
+def _type_over(known: pa.DataType, given: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(known) and pa.types.is_struct(given):
+        return pa.struct(_over(list(known), list(given), besides=True))
+    if pa.types.is_list(known) and pa.types.is_list(given):
+        return pa.list_(known.value_field.with_type(_type_over(known.value_type, given.value_type)))
+    return given if pa.types.is_int64(known) and pa.types.is_float64(given) else known
+
+
+def _field(column: PayloadColumn) -> pa.Field:
+    return pa.field(column.name, widest(_arrow_type(column.type)))
+
+
+def _arrow_type(kind: ColumnType) -> pa.DataType:
+    if kind.name == "decimal":
+        return pa.decimal128(*kind.numbers)
+    if kind.name == "struct":
+        return pa.struct([_field(part) for part in kind.parts])
+    if kind.name == "array":
+        return pa.list_(_field(kind.parts[0]))
+    return _SIMPLE[kind.name]
+
+
+async def tell_landed(client: Client, pipeline: Pipeline, landed: Mapping[str, Mapping[int, int]]) -> None:
+    """Tell every node, by the id of the topic and the partition, the next offset that is not landed."""
+    settings = LandSettings.from_strings(pipeline.overrides)
+    topics = [LandedTopic(topic_id=UUID(topic_id), offsets=dict(offsets)) for topic_id, offsets in landed.items()]
+    if not topics:
+        return
+    told = Landed(pipeline_id=pipeline.pipeline_id, lake=settings.lake, format=settings.format, topics=topics)
+    body = msgspec.json.encode(told)
+    nodes = (await client.metadata(())).nodes
+    # Who does not hear it keeps more than it must, until the next batch tells it again.
+    await asyncio.gather(*(client.private(NodeId(node), LANDED_KEY, body) for node in nodes), return_exceptions=True)
+
 
 _logger = logging.getLogger(__name__)
 
+
 _DAMAGED: Final = (FileNotFoundError, ValueError)
+
 """What tasks find of files that are gone, or are no Parquet."""
 
+
 ROUNDS_MAX: Final = 4
+
 """How often a batch is begun anew because of new fields; what is new then stays in `value`."""
 
+
 REPLANS_MAX: Final = 10
+
 REPLAN_S: Final = 1.0
+
 """How often in a row a batch is planned anew because its tasks did not find what was planned, and after which pause."""
+
 
 _TABLES_AT_ONCE: Final = 8
 

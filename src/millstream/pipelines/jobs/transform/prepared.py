@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
 
@@ -17,16 +19,294 @@ from millstream.core.pipeline import Pipeline, TransformSettings, named_texts
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.findings import Notebook
 from millstream.pipelines.jobs.job import JobContext
-from millstream.pipelines.jobs.transform.lake_view import LakeView
 from millstream.pipelines.jobs.transform.output_rows import as_messages
 from millstream.pipelines.jobs.transform.payload_schema import KeptSchemas, PayloadSchemas, find_fields, parse_schemas
-from millstream.pipelines.jobs.transform.query_plan import QueryPlan
-from millstream.pipelines.jobs.transform.statement import Statement, read_statement, told_plainly
+from millstream.pipelines.jobs.transform.statement import Statement, elements, read_statement, told_plainly
 from millstream.pipelines.jobs.transform.topic_view import TopicView, view_of
 from millstream.pipelines.source.options import WriteOptions
 
 if TYPE_CHECKING:
+    from deltalake import DeltaTable
     from pyspark.sql import DataFrame, SparkSession
+
+    from millstream.pipelines.lake.storage import Storage
+
+
+LOOK_S: Final = 5.0
+
+"""How often a new version is looked for."""
+
+
+_NOT_THERE: Final = ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA")
+
+"""What Spark says of a folder that is missing, or empty."""
+
+
+BROUGHT_BYTES_MAX: Final = 64 * 1024 * 1024
+
+"""A table up to this size is brought to the messages, which stay in their order; a larger one is shuffled with them."""
+
+
+class LakeView:
+    """One table, as a view of a session."""
+
+    def __init__(self, spark: SparkSession, name: str, url: str) -> None:
+        self._spark = spark
+        self._name = name
+        self._url = url
+        self._storage: Storage | None = None
+        self._table: DeltaTable | None = None
+        self._version: int | None = None
+        self._looked = 0.0
+        self._size_bytes = 0
+        self._frame: DataFrame | None = None
+
+    def refresh(self) -> None:
+        """Have the view show the table as it is now, or was a few seconds ago."""
+        now = time.monotonic()
+        if self._frame is not None and now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        frame = self._delta() if self._is_delta() else self._parquet()
+        if frame is not None:
+            self.close()
+            self._frame = frame
+            shown = frame.hint("broadcast") if self._size_bytes <= BROUGHT_BYTES_MAX else frame
+            shown.createOrReplaceTempView(f"`{self._name}`")
+
+    def has_changed(self) -> bool:
+        """Whether there is something newer than what the view shows."""
+        if self._is_delta():
+            return self._newest().version() != self._version
+        return self._frame is None or sorted(self._parquet().inputFiles()) != sorted(self._frame.inputFiles())
+
+    def close(self) -> None:
+        """Let go of what was read."""
+        if self._frame is not None:
+            self._frame.unpersist()
+            self._frame = None
+
+    def _is_delta(self) -> bool:
+        from deltalake import DeltaTable
+
+        if self._table is not None:
+            return True
+        storage = self._reached()
+        return DeltaTable.is_deltatable(storage.url, dict(storage.options))
+
+    def _reached(self) -> Storage:
+        from millstream.pipelines.lake.storage import Storage
+
+        if self._storage is None:
+            self._storage = Storage.reached_from_here(self._url)
+        return self._storage
+
+    def _delta(self) -> DataFrame | None:
+        from millstream.pipelines.jobs.lake_rows import rows_of
+
+        table = self._newest()
+        if table.version() == self._version and self._frame is not None:
+            return None
+        self._version = table.version()
+        # Spark holds it, in memory or on disk, so it is read once for each version.
+        frame, self._size_bytes = rows_of(self._spark, self._reached(), table)
+        return frame.persist()
+
+    def _newest(self) -> DeltaTable:
+        if self._table is None:
+            self._table = self._reached().table()
+        else:
+            self._table.update_incremental()
+        return self._table
+
+    def _parquet(self) -> DataFrame:
+        from pyspark.errors import AnalysisException
+
+        if self._reached().folder is None:
+            # Spark itself has nothing that reads object stores.
+            raise self._missing("no Delta table")
+        try:
+            # Files that were written later may have more columns.
+            frame = self._spark.read.option("mergeSchema", "true").parquet(self._url)
+        except AnalysisException as error:
+            if error.getCondition() in _NOT_THERE:
+                # It may be landed only now. Whoever waits for a topic waits for a table, too.
+                raise self._missing("neither a Delta table nor Parquet files") from None
+            reason = str(error).partition("\n")[0]
+            raise InvalidSetting(f"the table {self._name!r} cannot be read at {self._url}: {reason}") from None
+        execution: Any = frame._jdf.queryExecution()
+        # A number of Python or one of Scala, as versions of py4j have it.
+        self._size_bytes = int(str(execution.optimizedPlan().stats().sizeInBytes()))
+        return frame
+
+    def _missing(self, what: str) -> FileNotFoundError:
+        return FileNotFoundError(f"there is no table {self._name!r} at {self._url} yet: {what}")
+
+
+_REMEMBERS: Final = frozenset(
+    {
+        "Aggregate",
+        "Deduplicate",
+        "DeduplicateWithinWatermark",
+        "Distinct",
+        "Except",
+        "GlobalLimit",
+        "Intersect",
+        "LocalLimit",
+        "Offset",
+        "Sample",
+        "Sort",
+        "Tail",
+        "Window",
+    }
+)
+
+"""What means something else for the messages of one batch than for all of them."""
+
+_AGGREGATE: Final = "Aggregate"
+
+_DISTINCT: Final = "Distinct"
+
+_SETS: Final = frozenset({"Except", "Intersect"})
+
+_OF_TOPIC: Final = "MapInArrow"
+
+"""What a view of a topic has in its plan, and nothing else that a statement can say."""
+
+_ATTRIBUTE: Final = "AttributeReference"
+
+_WITH: Final = "WithCTE"
+
+_INLINE: Final = "org.apache.spark.sql.catalyst.optimizer.InlineCTE"
+
+_PARTS: Final = frozenset({"GetStructField", "GetArrayStructFields"})
+
+"""What takes one field of something."""
+
+
+class QueryPlan:
+    """An analysed statement."""
+
+    def __init__(self, frame: DataFrame) -> None:
+        self._frame = frame
+        self._jvm: Any = frame.sparkSession.sparkContext._jvm
+        self._plan: Any = self._inlined(frame._jdf.queryExecution().analyzed())
+
+    @cached_property
+    def _nodes(self) -> list[tuple[Any, bool]]:
+        return list(_nodes(self._plan))
+
+    @property
+    def reads_topics(self) -> bool:
+        """Whether messages are what its rows are made of."""
+        return any(of_topic for _, of_topic in self._nodes)
+
+    @property
+    def remembers(self) -> bool:
+        """Whether it needs to know messages of earlier batches."""
+        return any(
+            of_topic and (node.nodeName() in _REMEMBERS or _joins_topics(node)) for node, of_topic in self._nodes
+        )
+
+    @property
+    def aggregates(self) -> bool:
+        """Whether rows may change while messages come, unless a watermark says when they are done."""
+        return any(of_topic and node.nodeName() == _AGGREGATE for node, of_topic in self._nodes)
+
+    def rows(self) -> DataFrame:
+        """The rows of the statement, in which DISTINCT means: of all messages that ever came.
+
+        Spark takes it for an aggregate, whose rows would be given again whenever a message repeats them.
+        """
+        if self._plan.nodeName() != _DISTINCT:
+            return self._frame
+        from pyspark.sql import DataFrame
+
+        spark: Any = self._frame.sparkSession
+        child = self._plan.children().apply(0)
+        datasets = self._jvm.org.apache.spark.sql.classic.Dataset
+        return DataFrame(datasets.ofRows(spark._jsparkSession, child), spark).dropDuplicates()
+
+    def check_sets(self) -> None:
+        """Raise `InvalidSetting` for what Spark would make aggregates of whose rows are not final."""
+        kinds = {node.nodeName() for node, of_topic in self._nodes if of_topic}
+        if _DISTINCT in kinds:
+            raise InvalidSetting("DISTINCT, or UNION without ALL, has to be the outermost SELECT of the statement")
+        if kinds & _SETS:
+            raise InvalidSetting("EXCEPT and INTERSECT are not for topics; use NOT IN or IN, or a join")
+
+    @cached_property
+    def used(self) -> frozenset[str]:
+        """The columns of topics that it names, also where they turn out to make no difference."""
+        names: dict[int, str] = {one.exprId().id(): one.name() for one in elements(self._plan.output())}
+        for node, _ in self._nodes:
+            if node.nodeName() != _OF_TOPIC:
+                names |= {one.exprId().id(): one.name() for one in elements(node.references().toSeq())}
+        return frozenset(name for number, name in names.items() if number in self._columns)
+
+    @cached_property
+    def used_whole(self) -> frozenset[str]:
+        """The columns of topics that it takes with all that is in them."""
+        return frozenset(
+            one.name()
+            for node, _ in self._nodes
+            if node.nodeName() != _OF_TOPIC
+            for expression in elements(node.expressions())
+            for one in _taken_whole(expression)
+            if one.exprId().id() in self._columns
+        )
+
+    def check_stream(self, output_mode: str) -> None:
+        """Have Spark refuse what it cannot do with a stream; the frame has to be of one."""
+        modes = self._jvm.org.apache.spark.sql.streaming.OutputMode
+        mode = modes.Update() if output_mode == "update" else modes.Append()
+        checker = self._jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
+        checker.checkForStreaming(self._plan, mode)
+
+    def _inlined(self, plan: Any) -> Any:
+        """The plan with what stands in WITH put where it is used, so that it is seen what passes through what."""
+        if plan.nodeName() != _WITH:
+            return plan
+        loader = self._jvm.java.lang.Thread.currentThread().getContextClassLoader()
+        made = self._jvm.java.lang.Class.forName(_INLINE, True, loader).getConstructors()[0]
+        # What more it may be asked differs between versions of Spark, and is not wanted.
+        others = [False] * (made.getParameterCount() - 1)
+        return self._jvm.org.apache.spark.sql.catalyst.optimizer.InlineCTE(True, *others).apply(plan)
+
+    @cached_property
+    def _columns(self) -> frozenset[int]:
+        """The columns of topics, by Spark's numbers."""
+        return frozenset(
+            one.exprId().id()
+            for node, _ in self._nodes
+            if node.nodeName() == _OF_TOPIC
+            for one in elements(node.output())
+        )
+
+
+def _taken_whole(expression: Any) -> Iterator[Any]:
+    kind = expression.nodeName()
+    if kind == _ATTRIBUTE:
+        yield expression
+    for child in elements(expression.children()):
+        if not (kind in _PARTS and child.nodeName() == _ATTRIBUTE):
+            yield from _taken_whole(child)
+
+
+def _joins_topics(node: Any) -> bool:
+    return node.nodeName() == "Join" and all(map(_is_of_topic, elements(node.children())))
+
+
+def _nodes(plan: Any) -> Iterator[tuple[Any, bool]]:
+    """Every node of a plan, and whether messages pass through it."""
+    yield plan, _is_of_topic(plan)
+    for child in elements(plan.children()):
+        yield from _nodes(child)
+
+
+def _is_of_topic(plan: Any) -> bool:
+    return plan.nodeName() == _OF_TOPIC or any(_is_of_topic(child) for child in elements(plan.children()))
+
 
 _SETTINGS: Final = {
     "spark.sql.session.timeZone": "UTC",
@@ -36,10 +316,15 @@ _SETTINGS: Final = {
     # Lake tables say themselves whether they go to the messages, which keeps those in order; never the other way.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
 }
+
 _WHOLE: Final = ("key", "value", "headers", "timestamp")
+
 """What is written of a message when all columns of its topic are asked for; where it goes is decided anew."""
+
 _SCHEMAS: Final = "schemas.json"
+
 APPEND: Final = "append"
+
 UPDATE: Final = "update"
 
 
