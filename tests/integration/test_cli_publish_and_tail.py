@@ -136,8 +136,8 @@ def test_a_line_without_its_key_stops_and_says_what_is_stored(millstream: Comman
 
 
 def test_a_line_that_is_too_large_is_named(millstream: CommandLine) -> None:
-    millstream("topic", "create", "narrow", "--set", "max.message.bytes=1000")
-    refused = millstream.process("publish", "narrow", "--no-ids", stdin=b"one\ntwo\n" + b"x" * 2000 + b"\nfour\n")
+    millstream("topic", "create", "narrower", "--set", "max.message.bytes=1000")
+    refused = millstream.process("publish", "narrower", "--no-ids", stdin=b"one\ntwo\n" + b"x" * 2000 + b"\nfour\n")
     assert refused.code != 0
     assert refused.err.startswith("millstream: line 3 of the input: ")
 

@@ -307,7 +307,7 @@ async def metrics(server: Server) -> str:
 
 async def test_the_page_lists_every_metric(server: Server) -> None:
     page = Path(__file__).parents[2] / "docs" / "subscriptions.md"
-    documented = set(re.findall(r"`(millstream_\w+)`", page.read_text(encoding="utf-8")))
+    documented = set(re.findall(r"`(millstream_subscription_\w+)`", page.read_text(encoding="utf-8")))
     async with desk(server, "metered", {}) as work:
         await work.publish("a")
         await work.settle(await work.receive(1), Verb.ACCEPT)

@@ -64,7 +64,7 @@ CONDITIONS = [
     "payload.total BETWEEN 0 AND 5",
     "payload.total >= 0 AND payload.total < 7",
     "payload.total > 3 AND payload.region LIKE 'e%'",
-    "payload.total > 3 AND payload.region < 'v' AND payload.region > 2",
+    "payload.total > 3 AND CAST(payload.region AS STRING) < 'v' AND payload.region > 2",
     "payload.total > 9007199254740993",
     "payload.total <= 9007199254740992.0",
     "payload.total < 5 AND payload.total > 6",
