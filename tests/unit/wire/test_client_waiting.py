@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.core.errors import RequestTimedOut
+from millstream.core.errors import BrokerUnreachable, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.protocol.messages import codec
 from millstream.protocol.records.record import NewRecord, encode_batch
@@ -70,6 +70,17 @@ async def test_a_member_that_waits_holds_nothing_else_up(broker: ScriptedBroker)
         assert not joining.done()
         release.set()
         assert (await joining).generation_id == 1
+
+
+async def test_a_connection_whose_request_was_withdrawn_is_not_used_again(broker: ScriptedBroker) -> None:
+    async with connect(broker) as client:
+        pool = await client.pool_of(NODE)
+        async with pool.borrowed() as withdrawn:
+            withdrawn.end_writing()
+            with pytest.raises(BrokerUnreachable):
+                await withdrawn.send(METADATA, 13, [b""])
+        async with pool.borrowed() as another:
+            assert another is not withdrawn
 
 
 async def test_a_pause_that_the_broker_asks_for_is_kept_whoever_asked(

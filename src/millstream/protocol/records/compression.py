@@ -62,12 +62,13 @@ _ZSTD_RAW, _ZSTD_REPEATED, _ZSTD_COMPRESSED, _ZSTD_RESERVED = range(4)
 _UINT32 = struct.Struct("<I")
 
 
-def set_limits(decompressed_bytes_max: int, ratio_max: int) -> None:
-    """Have batches that exceed these refused from now on, in this process and in those that it starts."""
+def set_limits(decompressed_bytes_max: int, ratio_max: int) -> tuple[int, int]:
+    """Refuse batches that exceed these from now on, here and in processes started from here; return the limits before."""
     global _limits
-    _limits = (decompressed_bytes_max, ratio_max)
+    before, _limits = _limits, (decompressed_bytes_max, ratio_max)
     os.environ[DECOMPRESSED_BYTES_VARIABLE] = str(decompressed_bytes_max)
     os.environ[RATIO_VARIABLE] = str(ratio_max)
+    return before
 
 
 def _limits_of_environment() -> tuple[int, int]:

@@ -53,6 +53,7 @@ class Channel(asyncio.BufferedProtocol):
         self._frame: memoryview | None = None
         self._filled = 0
         self._cause = "closed"
+        self._has_ended_writing = False
         self.room_for = _new_room
         """Where an answer of so many bytes is received that is too large for the scratch buffer."""
 
@@ -78,7 +79,7 @@ class Channel(asyncio.BufferedProtocol):
     @property
     def is_open(self) -> bool:
         """Whether requests can be sent."""
-        return self._transport is not None and not self._transport.is_closing()
+        return self._transport is not None and not self._transport.is_closing() and not self._has_ended_writing
 
     @property
     def is_idle(self) -> bool:
@@ -143,7 +144,7 @@ class Channel(asyncio.BufferedProtocol):
         return await answer
 
     def _write(self, api_key: int, version: int, body: list[Buffer]) -> int:
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None or not self.is_open:
             raise self._gone()
         self._last_id = (self._last_id + 1) & 0x7FFFFFFF
         head = codec.request_head(api_key, version, self._last_id, self._client_id)
@@ -176,7 +177,8 @@ class Channel(asyncio.BufferedProtocol):
 
     def end_writing(self) -> None:
         """Send nothing more: the broker answers what it can answer at once, and hangs up."""
-        if self._transport is not None and not self._transport.is_closing():
+        if self._transport is not None and self.is_open:
+            self._has_ended_writing = True
             self._transport.write_eof()
 
     def _gone(self) -> MillstreamError:
