@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.client import accepted_ranges
-from millstream.client import polls as module
+from millstream.client import receiver as module
 from millstream.client.accepted_ranges import AcceptedRanges
 from millstream.client.held import Held
 from millstream.client.message_stream import MessageStream

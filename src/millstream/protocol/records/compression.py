@@ -63,7 +63,7 @@ _UINT32 = struct.Struct("<I")
 
 
 def set_limits(decompressed_bytes_max: int, ratio_max: int) -> tuple[int, int]:
-    """Refuse batches that exceed these from now on, here and in processes started from here; return the limits before."""
+    """Set the limits for this process and those that it starts; return the limits before."""
     global _limits
     before, _limits = _limits, (decompressed_bytes_max, ratio_max)
     os.environ[DECOMPRESSED_BYTES_VARIABLE] = str(decompressed_bytes_max)
