@@ -47,13 +47,11 @@ _IGNORED = frozenset(
 )
 _IDENTITY = ("name", "topic", "group_id", "partition_index", "partition")
 _OPAQUE = "the broker stores batches as they come and does not look into them"
-_TIMES = "a batch is refused as a whole by the times in its header; which of its records it was is not looked up"
 _CLEARER = "Kafka fails on its own; ours says what is wrong"
 ACCEPTED: Mapping[str, str] = {
     "produce v9: null records": "Kafka never answers",
     "produce v9: says gzip, is not": _OPAQUE,
     "produce v9: unknown codec": _CLEARER,
-    "produce v9: time far ahead": _TIMES,
     "incremental alter configs v1: unknown operation": _CLEARER,
     "metadata v12: neither name nor id": "Kafka fails on its own; ours passes over such a topic",
     "metadata v12: name and unknown id": "Kafka leaves out the name that it was given",
