@@ -527,6 +527,19 @@ INVALID_RECORDS: list[tuple[dict[str, str], list[tuple[bytes | None, int]], Erro
         ErrorCode.invalid_timestamp,
         [0, 2],
     ),
+    # The header of a batch tells the time of its first record and the latest, not the earliest.
+    (
+        {"message.timestamp.before.max.ms": str(HOUR_MS // 2)},
+        [(None, 0), (None, -HOUR_MS)],
+        ErrorCode.invalid_timestamp,
+        [1],
+    ),
+    (
+        {"cleanup.policy": "compact", "message.timestamp.before.max.ms": str(HOUR_MS // 2)},
+        [(b"k", 0), (None, 0), (b"k", -HOUR_MS)],
+        ErrorCode.invalid_timestamp,
+        [1, 2],
+    ),
     # A record is named once, and a wrong timestamp weighs more, as in Kafka.
     (
         {"cleanup.policy": "compact", "message.timestamp.after.max.ms": "1000"},
