@@ -189,13 +189,35 @@ def deletion(broker: Broker) -> Any:
     ]
 
 
-def fetch_limits(broker: Broker) -> Any:
-    """Fetch: which partitions may exceed the limits on bytes."""
+def _filled_topic(broker: Broker) -> str:
+    """A topic of four partitions, all but the first with a large and a small batch."""
     name = f"dialogue-{next(_names)}"
     broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": [new_topic(name, 4)]})
     for partition in (1, 2, 3):
         for size in _SIZES:
             _write_until_taken(broker, produced(batch(size=size), topic=name, partition=partition))
+    return name
+
+
+def fetch_turns(broker: Broker) -> Any:
+    """Fetch: partitions of a session take turns under a limit on bytes."""
+    name = _filled_topic(broker)
+    steps: list[str] = []
+    partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": 1 << 20} for index in range(4)]
+    asked: dict[str, Any] = {"max_wait": 100, "min_bytes": 0, "max_bytes": 1, "session_epoch": 0}
+    asked["topics"] = [{"topic": name, "partitions": partitions}]
+    for epoch in range(1, 8):
+        answer = broker.ask(Key.FETCH, 11, asked)
+        filled = [one for topic in answer["responses"] for one in topic["partitions"] if one["records"]]
+        steps.append(f"{answer['error_code']} {[one['partition_index'] for one in filled]}")
+        asked.update(session_id=answer["session_id"], session_epoch=epoch, topics=[])
+    # Turns begin with the first answer of a session here and with the second in Kafka, so each round is sorted.
+    return [steps[0], sorted(steps[1:4]), sorted(steps[4:])]
+
+
+def fetch_limits(broker: Broker) -> Any:
+    """Fetch: which partitions may exceed the limits on bytes."""
+    name = _filled_topic(broker)
     whole, first = 1 << 20, len(batch(size=_SIZES[0]))
     limits = [(whole, whole), (0, whole), (1, whole), (whole, 0), (whole, 1), (first, whole), (first + 1, whole)]
     limits += [(2 * first, whole), (whole, first), (2 * first + 100, first), (0, 0), (whole, first - 1), (4000, 1700)]
@@ -279,5 +301,5 @@ def log_dirs(broker: Broker) -> Any:
 DIALOGUES: Final[tuple[Callable[[Broker], Any], ...]] = (
     *(sequences, lengths, epochs),
     *(life, wrong_generation, before_sync, other_protocol, static, rejoin, deletion),
-    *(fetch_limits, group_settings, node_names, log_dirs),
+    *(fetch_limits, fetch_turns, group_settings, node_names, log_dirs),
 )
