@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from itertools import count
 from typing import Any, Final
@@ -11,6 +12,15 @@ from conformance.questions.asking import TOPIC, Key, batch, new_topic, produced
 
 _SUBSCRIPTION: Final = b"\x00\x01\x00\x00\x00\x01\x00\x07fixture\xff\xff\xff\xff"
 _ASSIGNMENT: Final = b"\x00\x00\x00\x00\x00\x00\xff\xff\xff\xff"
+_SIZES: Final = (1000, 500)
+_NODE_KIND, _GROUP_KIND = 4, 32
+_NODE_SETTINGS: Final = (
+    *("auto.create.topics.enable", "broker.rack", "compression.type", "default.replication.factor"),
+    *("group.consumer.heartbeat.interval.ms", "group.consumer.session.timeout.ms", "group.max.size"),
+    *("log.cleanup.policy", "log.dirs", "log.message.timestamp.type", "log.retention.bytes", "log.retention.ms"),
+    *("log.roll.ms", "log.segment.bytes", "message.max.bytes", "min.insync.replicas", "node.id", "num.partitions"),
+    *("socket.request.max.bytes", "transaction.max.timeout.ms", "unclean.leader.election.enable"),
+)
 _names = count()
 
 
@@ -179,7 +189,117 @@ def deletion(broker: Broker) -> Any:
     ]
 
 
+def _filled_topic(broker: Broker) -> str:
+    """A topic of four partitions, all but the first with a large and a small batch."""
+    name = f"dialogue-{next(_names)}"
+    broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": [new_topic(name, 4)]})
+    for partition in (1, 2, 3):
+        for size in _SIZES:
+            _write_until_taken(broker, produced(batch(size=size), topic=name, partition=partition))
+    return name
+
+
+def fetch_turns(broker: Broker) -> Any:
+    """Fetch: partitions of a session take turns under a limit on bytes."""
+    name = _filled_topic(broker)
+    steps: list[str] = []
+    partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": 1 << 20} for index in range(4)]
+    asked: dict[str, Any] = {"max_wait": 100, "min_bytes": 0, "max_bytes": 1, "session_epoch": 0}
+    asked["topics"] = [{"topic": name, "partitions": partitions}]
+    for epoch in range(1, 8):
+        answer = broker.ask(Key.FETCH, 11, asked)
+        filled = [one for topic in answer["responses"] for one in topic["partitions"] if one["records"]]
+        steps.append(f"{answer['error_code']} {[one['partition_index'] for one in filled]}")
+        asked.update(session_id=answer["session_id"], session_epoch=epoch, topics=[])
+    # Turns begin with the first answer of a session here and with the second in Kafka, so each round is sorted.
+    return [steps[0], sorted(steps[1:4]), sorted(steps[4:])]
+
+
+def fetch_limits(broker: Broker) -> Any:
+    """Fetch: which partitions may exceed the limits on bytes."""
+    name = _filled_topic(broker)
+    whole, first = 1 << 20, len(batch(size=_SIZES[0]))
+    limits = [(whole, whole), (0, whole), (1, whole), (whole, 0), (whole, 1), (first, whole), (first + 1, whole)]
+    limits += [(2 * first, whole), (whole, first), (2 * first + 100, first), (0, 0), (whole, first - 1), (4000, 1700)]
+    orders = ([0, 1, 2, 3], [3, 2, 0, 1])
+    return [_fetched_bytes(broker, name, order, *limit) for limit in limits for order in orders]
+
+
+def _fetched_bytes(broker: Broker, topic: str, order: list[int], max_bytes: int, of_each: int) -> Any:
+    partitions = [{"partition": index, "fetch_offset": 0, "partition_max_bytes": of_each} for index in order]
+    asked = {"max_wait": 100, "min_bytes": 0, "max_bytes": max_bytes, "session_epoch": -1}
+    answer = broker.ask(Key.FETCH, 11, {**asked, "topics": [{"topic": topic, "partitions": partitions}]})
+    found = {one["partition_index"]: len(one["records"] or b"") for one in answer["responses"][0]["partitions"]}
+    # Kafka also sends the beginning of a batch that does not fit; what counts is how many are whole.
+    ends = [sum(len(batch(size=size)) for size in _SIZES[:count]) for count in (1, 2)]
+    return [str(max_bytes), str(of_each), *(sum(found[index] >= end for end in ends) for index in order)]
+
+
+def _write_until_taken(broker: Broker, asked: dict[str, Any]) -> None:
+    """Write to a topic that is new, of which Kafka's broker hears a little later."""
+    for _ in range(50):
+        answer = broker.ask(Key.PRODUCE, 9, asked)
+        if answer["responses"][0]["partition_responses"][0]["error_code"] == "none":
+            return
+        time.sleep(0.1)
+    raise TimeoutError("a new topic took no records within 5 s")
+
+
+def _settings(broker: Broker, kind: int, name: str, keys: list[str]) -> Any:
+    """The settings of these names: their values and where these come from."""
+    resources = [{"resource_type": kind, "resource_name": name, "configuration_keys": keys}]
+    result = broker.ask(Key.DESCRIBE_CONFIGS, 4, {"resources": resources, "include_synonyms": True})["results"][0]
+    found = {one["name"]: one for one in result["configs"]}
+    shown = ("value", "read_only", "config_source", "is_sensitive")
+    return [result["error_code"], {key: {name: one[name] for name in shown} for key, one in sorted(found.items())}]
+
+
+def _alter(broker: Broker, kind: int, name: str, changes: dict[str, str | None]) -> Any:
+    configs = [{"name": key, "value": to, "config_operation": int(to is None)} for key, to in changes.items()]
+    resources = [{"resource_type": kind, "resource_name": name, "configs": configs}]
+    answer = broker.ask(Key.INCREMENTAL_ALTER_CONFIGS, 1, {"resources": resources, "validate_only": False})
+    return answer["responses"][0]["error_code"]
+
+
+def group_settings(broker: Broker) -> Any:
+    """Settings of a group: defaults, set, and back to the default."""
+    group, keys = "dialogue-settings", ["consumer.session.timeout.ms", "consumer.heartbeat.interval.ms"]
+    steps = [_settings(broker, _GROUP_KIND, group, keys)]
+    for value in ("50000", None):
+        steps.append(_alter(broker, _GROUP_KIND, group, {keys[0]: value}))
+        steps.append(_eventually(lambda: _settings(broker, _GROUP_KIND, group, keys), value or "45000"))
+        listed = broker.ask(Key.LIST_CONFIG_RESOURCES, 1, {"resource_types": [_GROUP_KIND]})["config_resources"]
+        steps.append(group in [one["resource_name"] for one in listed])
+    return steps
+
+
+def _eventually(ask: Callable[[], Any], value: str) -> Any:
+    """Ask until the first setting has this value: Kafka applies changes a little later."""
+    for _ in range(50):
+        answer = ask()
+        if any(one["value"] == value for one in answer[1].values()):
+            break
+        time.sleep(0.1)
+    return answer
+
+
+def node_names(broker: Broker) -> Any:
+    """Settings of a node that go by Kafka's names."""
+    resources = [{"resource_type": _NODE_KIND, "resource_name": "1", "configuration_keys": list(_NODE_SETTINGS)}]
+    result = broker.ask(Key.DESCRIBE_CONFIGS, 4, {"resources": resources})["results"][0]
+    return [result["error_code"], sorted((one["name"], one["is_sensitive"]) for one in result["configs"])]
+
+
+def log_dirs(broker: Broker) -> Any:
+    """Replicas moved to the folder that they are in, and partitions that are not there."""
+    described = broker.ask(Key.DESCRIBE_LOG_DIRS, 4, {"topics": None})["results"]
+    topics = [{"name": TOPIC, "partitions": [0, 9]}, {"name": "nowhere", "partitions": [0]}]
+    dirs = [{"path": described[0]["log_dir"], "topics": topics}]
+    return [broker.ask(Key.ALTER_REPLICA_LOG_DIRS, version, {"dirs": dirs}) for version in (1, 2)]
+
+
 DIALOGUES: Final[tuple[Callable[[Broker], Any], ...]] = (
     *(sequences, lengths, epochs),
     *(life, wrong_generation, before_sync, other_protocol, static, rejoin, deletion),
+    *(fetch_limits, fetch_turns, group_settings, node_names, log_dirs),
 )

@@ -46,6 +46,15 @@ def _rule(**more: Any) -> dict[str, Any]:
 _RATE = ("producer_byte_rate", 1000.0, False)
 
 QUESTIONS = (
+    question(
+        "unknown folder",
+        Key.ALTER_REPLICA_LOG_DIRS,
+        2,
+        dirs=[
+            {"path": "/no/such", "topics": [{"name": TOPIC, "partitions": [0]}, {"name": NOWHERE, "partitions": [0]}]}
+        ],
+    ),
+    question("no folders", Key.ALTER_REPLICA_LOG_DIRS, 2, dirs=[]),
     _move("cancel what is not under way", TOPIC, 0, None),
     _move("unknown topic", NOWHERE, 0, None),
     _move("unknown partition", TOPIC, 9, None),

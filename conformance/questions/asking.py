@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Final
@@ -14,6 +15,12 @@ from millstream.protocol.records.record import NewRecord, encode_batch
 
 TOPIC: Final = "fixture"
 """Two partitions, ten records in the first of them, none in the second; no question changes it."""
+COMPACTED: Final = "compacted"
+"""One partition of a compacted topic."""
+RECENT: Final = "recent"
+"""One partition that takes only records of the last hour."""
+COMPACTED_RECENT: Final = "compacted-recent"
+"""Both."""
 WRITTEN: Final = "written"
 """One partition, to which questions append."""
 NOWHERE: Final = "nowhere"
@@ -57,6 +64,7 @@ class Key(IntEnum):
     DELETE_ACLS = 31
     DESCRIBE_CONFIGS = 32
     ALTER_CONFIGS = 33
+    ALTER_REPLICA_LOG_DIRS = 34
     DESCRIBE_LOG_DIRS = 35
     CREATE_PARTITIONS = 37
     DELETE_GROUPS = 42
@@ -104,6 +112,13 @@ def question(about: str, key: Key, version: int, /, **values: Any) -> Question:
     return Question(f"{key.name.lower().replace('_', ' ')} v{version}: {about}", key, version, values)
 
 
+def keyed_batch(*keys: bytes | None, times_ms: Sequence[int] = (), **settings: Any) -> bytes:
+    """A batch of records with these keys and, if given, these times."""
+    times = times_ms or [FIXTURE_MS] * len(keys)
+    records = [NewRecord(key=key, value=b"v", timestamp_ms=at) for key, at in zip(keys, times, strict=True)]
+    return bytes(encode_batch(records, **settings))
+
+
 def batch(count: int = 1, *, size: int = 10, time_ms: int = FIXTURE_MS, **settings: Any) -> bytes:
     """A batch of so many records."""
     records = [NewRecord(key=None, value=b"v" * size, timestamp_ms=time_ms)] * count
@@ -124,7 +139,13 @@ def new_topic(name: str, partitions: int = 1, replication: int = 1, **more: Any)
 
 def lay_fixtures(broker: Broker) -> None:
     """Make what the questions are about, and wait until the broker answers all of them."""
-    topics = [new_topic(TOPIC, 2), new_topic(WRITTEN), new_topic("with.dot")]
+    compacted = {"name": "cleanup.policy", "value": "compact"}
+    recent = {"name": "message.timestamp.before.max.ms", "value": "3600000"}
+    topics = [
+        *(new_topic(TOPIC, 2), new_topic(WRITTEN), new_topic("with.dot")),
+        *(new_topic(COMPACTED, configs=[compacted]), new_topic(RECENT, configs=[recent])),
+        new_topic(COMPACTED_RECENT, configs=[compacted, recent]),
+    ]
     broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": topics})
     deadline = time.monotonic() + _READY_S_MAX
     while not _is_written(broker.ask(Key.PRODUCE, 9, produced(batch(10), topic=TOPIC))):

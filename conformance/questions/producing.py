@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import struct
+import time
 from typing import Any
 
-from conformance.questions.asking import BAD_NAME, NOBODY, NOWHERE, Key, Question, batch, produced, question
+from conformance.questions.asking import (
+    BAD_NAME,
+    COMPACTED,
+    COMPACTED_RECENT,
+    NOBODY,
+    NOWHERE,
+    RECENT,
+    Key,
+    Question,
+    batch,
+    keyed_batch,
+    produced,
+    question,
+)
 from crc32c import crc32c
 
 _MAGIC_AT, _CRC_AT, _ATTRIBUTES_AT, _LAST_DELTA_AT, _COUNT_AT = 16, 17, 21, 23, 57
 _FAR_AHEAD_MS = 4_000_000_000_000
+_NOW_MS = int(time.time() * 1000)
 
 
 def _patched(position: int, layout: str, value: int) -> bytes:
@@ -68,6 +83,20 @@ QUESTIONS = (
     _produce("time far ahead", batch(time_ms=_FAR_AHEAD_MS), topic="with.dot"),
     _produce("time long ago", batch(time_ms=1)),
     _produce("no time", batch(time_ms=-1)),
+    *(
+        _produce("records without a key", keyed_batch(b"a", None, b"b", None), version, topic=COMPACTED)
+        for version in (7, 8, 9, 12)
+    ),
+    _produce("records without a key, gzip", keyed_batch(None, b"a", compression=1), topic=COMPACTED),
+    _produce("a time ago among others", keyed_batch(b"a", b"b", times_ms=(_NOW_MS, 1000)), topic=RECENT),
+    _produce("the first a time ago", keyed_batch(b"a", b"b", times_ms=(1000, _NOW_MS)), topic=RECENT),
+    _produce("all a time ago, lz4", keyed_batch(b"a", b"b", times_ms=(1000, 2000), compression=3), topic=RECENT),
+    _produce("times ahead", keyed_batch(b"a", b"b", b"c", times_ms=(_NOW_MS, _FAR_AHEAD_MS, _NOW_MS)), topic=RECENT),
+    _produce(
+        "no key, a time ago, both",
+        keyed_batch(None, b"b", None, b"c", times_ms=(_NOW_MS, 1000, 1000, _NOW_MS)),
+        topic=COMPACTED_RECENT,
+    ),
     _produce("producer id without sequence", _from_producer(4002, -1)),
     _produce("sequence that does not begin with 0", _from_producer(4001, 7)),
     question(

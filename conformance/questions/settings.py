@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.questions.asking import BAD_NAME, NOWHERE, TOPIC, Key, Question, question
 
-_TOPIC_KIND, _NODE_KIND, _UNKNOWN_KIND = 2, 4, 99
+_TOPIC_KIND, _NODE_KIND, _GROUP_KIND, _UNKNOWN_KIND = 2, 4, 32, 99
 _SET, _DELETE, _APPEND, _SUBTRACT, _UNKNOWN_VERB = 0, 1, 2, 3, 9
 _RATE = "producer_byte_rate"
 
@@ -23,6 +23,13 @@ def _change(key: str, value: str | None, verb: int = _SET, *, name: str = TOPIC,
 
 def _alter(about: str, *resources: Any, check_only: bool = False) -> Question:
     return question(about, Key.INCREMENTAL_ALTER_CONFIGS, 1, resources=resources, validate_only=check_only)
+
+
+def _group(about: str, *changes: tuple[str, str | None], name: str = "settings") -> Question:
+    """Settings of a group; None deletes one."""
+    configs = [{"name": key, "value": to, "config_operation": _DELETE if to is None else _SET} for key, to in changes]
+    resource = {"resource_type": _GROUP_KIND, "resource_name": name, "configs": configs}
+    return _alter(f"{about}, of a group", resource, check_only=True)
 
 
 def _replace(about: str, name: str, *configs: tuple[str, str | None]) -> Question:
@@ -67,6 +74,23 @@ QUESTIONS = (
     _alter("unknown kind", _change("retention.ms", "1", name="x", kind=_UNKNOWN_KIND)),
     _alter("unknown node", _change("log.retention.ms", "1", name="77", kind=_NODE_KIND)),
     _alter("only checked", _change("retention.ms", "5000"), check_only=True),
+    _group("unknown setting", ("no.such", "1")),
+    _group("delete an unknown setting", ("no.such", None)),
+    _group("bad value", ("consumer.session.timeout.ms", "soon")),
+    _group("session too short", ("consumer.session.timeout.ms", "1")),
+    _group("session too long", ("consumer.session.timeout.ms", "1000000")),
+    _group("heartbeats too often", ("consumer.heartbeat.interval.ms", "1")),
+    _group("heartbeats too rare", ("consumer.heartbeat.interval.ms", "100000")),
+    _group("in bounds", ("consumer.session.timeout.ms", "50000"), ("consumer.heartbeat.interval.ms", "6000")),
+    _group("delete what is not set", ("consumer.session.timeout.ms", None)),
+    _group("empty group", ("consumer.session.timeout.ms", "50000"), name=""),
+    _alter("append to a group's", _change("consumer.session.timeout.ms", "1", _APPEND, name="g", kind=_GROUP_KIND)),
+    _describe("empty group", "", _GROUP_KIND),
+    _alter("read-only setting of a node", _change("node.id", "7", name="1", kind=_NODE_KIND)),
+    _alter("unknown setting of a node", _change("no.such", "7", name="1", kind=_NODE_KIND), check_only=True),
+    _alter("bad value for a node", _change("log.retention.ms", "soon", name="1", kind=_NODE_KIND)),
+    _alter("read-only setting of all nodes", _change("node.id", "7", name="", kind=_NODE_KIND)),
+    _alter("node that is no number", _change("log.retention.ms", "1", name="abc", kind=_NODE_KIND)),
     _replace("unknown topic", NOWHERE),
     _replace("bad topic name", BAD_NAME),
     _replace("bad value", TOPIC, ("retention.ms", "soon")),

@@ -201,14 +201,15 @@ class TopicSettings:
     message_timestamp_before_max_ms: int = setting(
         "message.timestamp.before.max.ms",
         INT64_MAX,
-        "With `CreateTime`: how far a batch's time may lie before the broker's; a batch that is older is refused.",
+        "With `CreateTime`: how far a record's time may lie before the broker's; a batch with an older one is refused. "
+        "A topic that sets it has the times of all records read, which costs throughput.",
         minimum=0,
         needs_restart=False,
     )
     message_timestamp_after_max_ms: int = setting(
         "message.timestamp.after.max.ms",
         3600 * 1000,
-        "With `CreateTime`: how far a batch's time may lie after the broker's; a batch beyond it is refused.",
+        "With `CreateTime`: how far a record's time may lie after the broker's; a batch with a later one is refused.",
         minimum=0,
         needs_restart=False,
     )
@@ -366,6 +367,16 @@ class TopicSettings:
     def compacts(self) -> bool:
         """Whether only the last record of each key is kept."""
         return "compact" in self.cleanup_policy
+
+    @property
+    def bounds_past(self) -> bool:
+        """Whether records with old timestamps are refused."""
+        return self.message_timestamp_before_max_ms < INT64_MAX and self.message_timestamp_type == "CreateTime"
+
+    @property
+    def reads_records(self) -> bool:
+        """Whether every record has to be looked at before it is stored: for its key, or for its timestamp."""
+        return self.compacts or self.bounds_past
 
     def _check_together(self) -> None:
         if self.min_compaction_lag_ms > self.max_compaction_lag_ms:

@@ -455,6 +455,16 @@ async def test_offset_fetch_of_everything(broker: Broker, version: int) -> None:
     assert answer.error_code is ErrorCode.none
 
 
+@pytest.mark.parametrize("version", versions_of(OffsetFetch, since=2))
+async def test_everything_includes_an_offset_committed_as_minus_one(broker: Broker, version: int) -> None:
+    await broker.committed("g", -1)
+
+    response = await ask(broker.fetch, version, group_id="g", topics=None, groups=[{"group_id": "g", "topics": None}])
+
+    answer = response.groups[0] if version >= 8 else response
+    assert [[one.committed_offset for one in topic.partitions] for topic in answer.topics] == [[-1]]
+
+
 @pytest.mark.parametrize("version", versions_of(OffsetFetch))
 async def test_offset_fetch_refused(broker: Broker, version: int) -> None:
     await broker.committed("g", 42)

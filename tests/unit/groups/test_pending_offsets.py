@@ -92,6 +92,7 @@ async def test_the_first_offset_of_a_partition_is_told_to_be_on_its_way_to_who_a
     await commit(groups, 5)
     assert await groups.fetch(GROUP, None) == {TOPIC: {0: FetchedOffset(is_stable=False)}}
     assert await groups.fetch("another", None) == {}
+    assert await groups.fetch(GROUP, None, require_stable=False) == {}
     await groups.end_transaction(0, marker(7, 0, commit=True))
     assert await groups.fetch(GROUP, None) == {TOPIC: {0: FetchedOffset(5)}}
 

@@ -194,13 +194,27 @@ class TestIncrementalAlterConfigs:
         assert {answer.error_code for answer in (await ask(api, both)).responses} == {ErrorCode.invalid_request}
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
+    @pytest.mark.parametrize("name", ["5", ""])
+    async def test_a_node_says_where_its_settings_are_changed(self, api: IncrementalAlterConfigs, name: str) -> None:
+        names = ("log.retention.ms", "log.segment.bytes", "no.such")
+        asked = self.alter(*((one, SET, "1") for one in names), kind=NODE_RESOURCE, name=name)
+        (node,) = (await ask(api, asked)).responses
+        assert node.error_code is ErrorCode.invalid_request
+        for way in (
+            "log.retention.ms: set default-retention-ms",
+            "log.segment.bytes: set segment.bytes on the topics",
+            "no.such: a node has no such setting",
+        ):
+            assert way in node.error_message
+
     async def test_nodes_and_other_things_are_not_changed_here(self, api: IncrementalAlterConfigs) -> None:
         change = ("connections-max", SET, "5")
         (node,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name="5"))).responses
         (logger,) = (await ask(api, self.alter(change, kind=8, name="5"))).responses
         (nobody,) = (await ask(api, self.alter(("flush", SET, "os"), name="nope"))).responses
         assert node.error_code is logger.error_code is ErrorCode.invalid_request
-        assert "restart" in node.error_message
+        assert "read-only" in node.error_message
+        assert "connections-max: set connections-max in the node's flags" in node.error_message
         assert nobody.error_code is ErrorCode.unknown_topic_or_partition
         (misnamed,) = (await ask(api, self.alter(("flush", SET, "os"), name="no/slash"))).responses
         assert misnamed.error_code is ErrorCode.invalid_topic_exception

@@ -181,18 +181,37 @@ async def test_only_read_committed_is_told_of_aborted_transactions(
         assert response.responses[0].partitions[0].aborted_transactions == expected
 
 
-async def test_keys_of_heavy_batches_are_looked_for_beside_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    threads: list[int] = []
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The threads in which records are checked, in order."""
+    seen: list[int] = []
 
     def check(*given: Any) -> None:
-        threads.append(threading.get_ident())
+        seen.append(threading.get_ident())
         check_records(*given)
 
     monkeypatch.setattr(admission, "check_records", check)
     monkeypatch.setattr(produce_api, "check_records", check)
     monkeypatch.setattr(checked_append, "check_records", check)
+    return seen
+
+
+async def test_timestamps_of_heavy_batches_are_read_beside_the_loop(tmp_path: Path, threads: list[int]) -> None:
+    async with topics_in(tmp_path) as topics:
+        topic = await topics.create("t", overrides={"message.timestamp.before.max.ms": str(HOUR_MS // 2)})
+        produce, now_ms = Produce(topics, no_quota()), SystemClock().now_ms()
+        for last_ms, code in ((now_ms, ErrorCode.none), (now_ms - HOUR_MS, ErrorCode.invalid_timestamp)):
+            times = [*[now_ms] * 2999, last_ms]
+            sent = bytes(encode_batch([NewRecord(None, b"v", (), time_ms) for time_ms in times]))
+            response = await ask(produce, produce_request(9, "t", topic.topic_id, sent))
+            (partition,) = response.responses[0].partition_responses
+            assert partition.error_code is code
+        assert [one.batch_index for one in partition.record_errors] == [2999]
+        assert len(threads) == 2
+        assert threading.get_ident() not in threads
+
+
+async def test_keys_of_heavy_batches_are_looked_for_beside_the_loop(tmp_path: Path, threads: list[int]) -> None:
     async with topics_in(tmp_path) as topics:
         topic = await topics.create("t", overrides={"cleanup.policy": "compact"})
         produce = Produce(topics, no_quota())
@@ -526,6 +545,19 @@ INVALID_RECORDS: list[tuple[dict[str, str], list[tuple[bytes | None, int]], Erro
         [(None, -HOUR_MS), (None, 0), (None, -HOUR_MS)],
         ErrorCode.invalid_timestamp,
         [0, 2],
+    ),
+    # The header of a batch tells the time of its first record and the latest, not the earliest.
+    (
+        {"message.timestamp.before.max.ms": str(HOUR_MS // 2)},
+        [(None, 0), (None, -HOUR_MS)],
+        ErrorCode.invalid_timestamp,
+        [1],
+    ),
+    (
+        {"cleanup.policy": "compact", "message.timestamp.before.max.ms": str(HOUR_MS // 2)},
+        [(b"k", 0), (None, 0), (b"k", -HOUR_MS)],
+        ErrorCode.invalid_timestamp,
+        [1, 2],
     ),
     # A record is named once, and a wrong timestamp weighs more, as in Kafka.
     (

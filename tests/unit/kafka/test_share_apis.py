@@ -659,6 +659,13 @@ async def test_a_consumer_group_has_settings_of_its_own_and_is_no_subscription(d
     assert (await described(desk, "readers"))[session] == ("45000", 5)
 
 
+async def test_there_are_no_settings_of_all_groups(desk: Desk) -> None:
+    assert (await alter_group(desk, "", 0, consumer_session_timeout_ms="9000")).error_code is ErrorCode.invalid_request
+    resource = built(DESCRIBE_CONFIGS, 4, "DescribeConfigsResource", resource_type=32, resource_name="")
+    (answer,) = (await desk.ask(DESCRIBE_CONFIGS, 4, resources=(resource,))).results
+    assert (answer.error_code, answer.configs) == (ErrorCode.invalid_request, ())
+
+
 async def test_settings_that_no_group_has_declare_nothing(desk: Desk) -> None:
     assert (await alter_group(desk, "readers", 0, streams_session_timeout_ms="9000")).error_code is not ErrorCode.none
     await alter_group(desk, "readers", 1, share_session_timeout_ms=None)

@@ -244,11 +244,16 @@ class GroupCoordinator:
         *,
         member_id: str | None = None,
         epoch: int = -1,
+        require_stable: bool = True,
     ) -> FetchedOffsets:
-        """Committed offsets, of all partitions when `wanted` is None."""
+        """Committed offsets, of all partitions when `wanted` is None; see `GroupShard.fetch`."""
         _check_length(group_id)
         return await self._runtime.run(
-            group_id, lambda shard: shard.fetch(group_id, wanted, member_id=member_id, epoch=epoch), pure=True
+            group_id,
+            lambda shard: shard.fetch(
+                group_id, wanted, member_id=member_id, epoch=epoch, require_stable=require_stable
+            ),
+            pure=True,
         )
 
     async def delete_offsets(

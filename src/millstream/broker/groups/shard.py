@@ -263,19 +263,20 @@ class GroupShard:
         *,
         member_id: str | None = None,
         epoch: int = -1,
+        require_stable: bool = True,
     ) -> Outcome[FetchedOffsets]:
         """Committed offsets of some partitions, or of all when `wanted` is None.
 
-        All are also those of which the first is about to be committed by a transaction: -1, and not stable.
+        With `require_stable`, those that an open transaction is about to change are marked, and all includes those
+        whose first offset it is about to commit; without, pending offsets are ignored.
         """
         self._check_not_shared(group_id)
         self.consumers.check_fetch(group_id, member_id, epoch)
+        fetched = self._offsets.fetch_all(group_id) if wanted is None else self._offsets.fetch(group_id, wanted)
+        if not require_stable:
+            return [], fetched
         pending = self.transactional.pending
-        if wanted is None:
-            fetched = pending.with_first(group_id, self._offsets.fetch_all(group_id))
-        else:
-            fetched = self._offsets.fetch(group_id, wanted)
-        return [], pending.marked(group_id, fetched)
+        return [], pending.marked(group_id, pending.with_first(group_id, fetched) if wanted is None else fetched)
 
     def delete_offsets(
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]

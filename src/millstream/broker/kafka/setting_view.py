@@ -152,6 +152,17 @@ def node_settings(config: Config, topic_defaults: TopicSettings) -> Iterator[Set
             yield SettingView(dataclasses.replace(declared, name=kafka_name), (synonym,), read_only=True)
 
 
+def how_to_change(name: str) -> str:
+    """Say where a setting of a node, by our name or by Kafka's, is changed; a running node does not take it."""
+    own = next((own for own, kafka_name in _KAFKA_NAMES.items() if name == kafka_name), name)
+    if own in Config.declared():
+        return f"{name}: set {own} in the node's flags, environment or millstream.toml, and restart it"
+    for topic_name, kafka_name in _KAFKA_TOPIC_DEFAULTS.items():
+        if name == kafka_name:
+            return f"{name}: set {topic_name} on the topics; its default is built in"
+    return f"{name}: a node has no such setting"
+
+
 def consumer_group_settings(groups: DeclaredGroups, group_id: str) -> Iterator[SettingView]:
     """Every setting of a consumer group: what was set for it, else the node's, else the built-in default."""
     own = groups.overrides_of(group_id)

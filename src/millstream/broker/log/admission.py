@@ -1,7 +1,7 @@
 """What a batch must be before it enters the log.
 
-Records are looked at on compacted topics only, for their keys, and in a batch that is refused for some of them, to name
-these.
+Records are looked at on topics that need it only (`TopicSettings.reads_records`), and in a batch that is refused for
+some of them, to name these.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from millstream.protocol.records.batch import HEADER_BYTES, BatchHeader, Buffer,
 from millstream.protocol.records.compression import size_bound
 from millstream.protocol.records.raw_record import find_without_key, read_timestamp_deltas, records_section
 
-KEYED_RECORDS_MAX = 100_000
-"""Of more records keys are not looked for: a compacted topic refuses the batch."""
+READ_RECORDS_MAX = 100_000
+"""More records are not looked at: a topic that has to look at them refuses the batch."""
 NAMED_MAX = 10
 """So many records the message of an error names by their index."""
 
@@ -66,15 +66,14 @@ def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings,
 
     As in Kafka, one without a key is blamed for that alone, and a batch with any wrong timestamp is `InvalidTimestamp`.
     """
+    if settings.reads_records and header.record_count > READ_RECORDS_MAX:
+        raise BatchTooLarge(
+            f"the record batch has {header.record_count} records; {READ_RECORDS_MAX} are the most on a topic that is "
+            "compacted or sets message.timestamp.before.max.ms"
+        )
     without_key: list[int] = []
     if settings.compacts:
-        if header.record_count > KEYED_RECORDS_MAX:
-            raise BatchTooLarge(
-                f"the record batch has {header.record_count} records; on a compacted topic {KEYED_RECORDS_MAX} are "
-                "the most"
-            )
-        section = records_section(batches, header)
-        without_key = find_without_key(section, header.record_count)
+        without_key = find_without_key(records_section(batches, header), header.record_count)
     wrong_times = _find_wrong_times(batches, header, settings, now_ms, set(without_key))
     if wrong_times is None and not without_key:
         return
@@ -99,29 +98,35 @@ def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings,
 def _find_wrong_times(
     batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int, but: set[int]
 ) -> list[RecordError] | None:
-    """Find the records whose time is too far from the broker's; None if the batch has none, by its header.
+    """Find the records whose time is too far from the broker's; None if there are none.
 
-    A time of -1 means that there is none. The list is empty if the batch is too large to be searched here.
+    A time of -1 means that there is none. The header has the time of the first record and the latest, so that only
+    the records themselves tell of a later one that is too old. The list is empty if the header shows a wrong time but
+    the batch is too large to be searched here.
     """
+    if settings.message_timestamp_type == "LogAppendTime":
+        return None
     oldest = now_ms - settings.message_timestamp_before_max_ms
     newest = now_ms + settings.message_timestamp_after_max_ms
-    if settings.message_timestamp_type == "LogAppendTime" or not (
-        0 <= header.base_timestamp_ms < oldest or header.max_timestamp_ms > newest
-    ):
+    is_wrong = 0 <= header.base_timestamp_ms < oldest or header.max_timestamp_ms > newest
+    if not (is_wrong or settings.bounds_past):
         return None
-    if not (settings.compacts or _is_light(batches, header)):
+    if not (settings.reads_records or _is_light(batches, header)):
         return []
     try:
         section = records_section(batches, header)
         deltas = read_timestamp_deltas(section, header.record_count)
     except BatchRejected:
-        return []
+        if is_wrong:
+            return []
+        raise
     times = [(index, header.base_timestamp_ms + delta) for index, delta in enumerate(deltas)]
-    return [
+    wrong = [
         RecordError(index, f"timestamp {time_ms} is outside the range that the topic allows now, {oldest} to {newest}")
         for index, time_ms in times
         if (0 <= time_ms < oldest or time_ms > newest) and index not in but
     ]
+    return wrong if wrong or is_wrong else None
 
 
 def _name(records: Sequence[RecordError], header: BatchHeader, fault: str) -> str:

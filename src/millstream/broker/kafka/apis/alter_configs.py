@@ -55,7 +55,7 @@ class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
         return AlterConfigsResponse(throttle_time=NO_THROTTLE, responses=tuple(responses))
 
     async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
-        check_alterable(resource.resource_type)
+        check_alterable(resource.resource_type, (config.name for config in resource.configs))
         check_topic_name(resource.resource_name)
         topic = topic_named(self._topics, resource.resource_name)
         settings: dict[str, str | None] = {}

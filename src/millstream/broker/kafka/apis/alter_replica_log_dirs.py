@@ -1,7 +1,7 @@
 """AlterReplicaLogDirs (key 34), versions 1 and 2: moves replicas between the folders of a node, which has one.
 
-A replica that is asked to be where it is stays there. Any other folder is LOG_DIR_NOT_FOUND, and a partition of which
-this node has no replica is REPLICA_NOT_AVAILABLE, as in Kafka.
+A replica that is asked to be where it is stays there. As in Kafka, any other folder is LOG_DIR_NOT_FOUND, a partition
+that does not exist is UNKNOWN_TOPIC_OR_PARTITION, and one of which this node has no replica is REPLICA_NOT_AVAILABLE.
 
 Version notes: 2 is flexible.
 """
@@ -54,6 +54,7 @@ class AlterReplicaLogDirs(Api[AlterReplicaLogDirsRequest, AlterReplicaLogDirsRes
         if path.rstrip("/") != self._folder.rstrip("/"):
             return ErrorCode.log_dir_not_found
         topic = self._topics.get(name)
-        carried = () if topic is None else self._topics.partitions_of(topic)
-        is_here = any(partition.index == index for partition in carried)
+        if topic is None or not 0 <= index < topic.partitions:
+            return ErrorCode.unknown_topic_or_partition
+        is_here = any(partition.index == index for partition in self._topics.partitions_of(topic))
         return ErrorCode.none if is_here else ErrorCode.replica_not_available

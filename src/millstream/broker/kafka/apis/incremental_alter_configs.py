@@ -4,7 +4,7 @@ The operations are set, delete (back to the node's default), and, for settings t
 All changes of one topic are made together or not at all. Those of a consumer group are kept
 for its name alone (`consumer.session.timeout.ms`, `consumer.heartbeat.interval.ms`); those of a share group are the
 settings of the subscription of that name. A node's settings live in its configuration and need a
-restart, so a request to change them is refused with a sentence that says where they are.
+restart, so a request to change them is INVALID_REQUEST with a message that says where they are.
 
 Version notes: 1 is flexible.
 """
@@ -12,6 +12,8 @@ Version notes: 1 is flexible.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
+from itertools import islice
 from typing import Final
 
 from kio.schema.errors import ErrorCode
@@ -29,9 +31,14 @@ from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.apis.describe_configs import GROUP_RESOURCE, NODE_RESOURCE, TOPIC_RESOURCE
+from millstream.broker.kafka.apis.describe_configs import (
+    GROUP_RESOURCE,
+    NODE_RESOURCE,
+    TOPIC_RESOURCE,
+    check_group_named,
+)
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.setting_view import is_list
+from millstream.broker.kafka.setting_view import how_to_change, is_list
 from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.core.group import DECLARED
@@ -41,6 +48,7 @@ SET: Final = 0
 DELETE: Final = 1
 APPEND: Final = 2
 SUBTRACT: Final = 3
+_NAMES_SHOWN_MAX: Final = 5
 
 
 class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlterConfigsResponse]):
@@ -74,7 +82,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
             await self._alter_group(self._subscriptions, resource, validate_only=validate_only)
             return
-        check_alterable(resource.resource_type)
+        check_alterable(resource.resource_type, (config.name for config in resource.configs))
         check_topic_name(resource.resource_name)
         topic = topic_named(self._topics, resource.resource_name)
         changes = self._changes(topic, resource.configs)
@@ -88,6 +96,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         A consumer group's are its own; all others are those of a share group, which is a subscription.
         """
         name = resource.resource_name
+        check_group_named(name)
         changes: dict[str, str | None] = {}
         for config in resource.configs:
             if config.name in changes:
@@ -147,12 +156,11 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         return ",".join(dict.fromkeys([*values, *given]))
 
 
-def check_alterable(resource_type: int) -> None:
-    """Raise `InvalidRequest` for everything but topics."""
+def check_alterable(resource_type: int, names: Iterable[str]) -> None:
+    """Raise `InvalidRequest` for everything but topics; for the settings of a node, say where they are changed."""
     if resource_type == NODE_RESOURCE:
-        raise InvalidRequest(
-            "the settings of a node are in its flags, environment and millstream.toml, and need a restart to change"
-        )
+        ways = [how_to_change(name) for name in islice(names, _NAMES_SHOWN_MAX)]
+        raise InvalidRequest("; ".join(["the settings of a node are read-only and need a restart to change", *ways]))
     if resource_type != TOPIC_RESOURCE:
         raise InvalidRequest(f"resource type {resource_type} has no settings here; topics have")
 

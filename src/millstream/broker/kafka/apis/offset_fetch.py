@@ -1,6 +1,7 @@
 """OffsetFetch (key 9), versions 1 to 10: how far groups have come.
 
-An offset of -1 means that none is committed. A list of topics that is null asks for all of them (from 2 on). Every
+An offset of -1 means that none is committed. A list of topics that is null asks for all of them (from 2 on), which
+includes a partition whose committed offset is -1. Every
 answer is durable: an offset whose append is not acknowledged yet is waited for. With `require_stable` (from 7 on), a
 partition whose offset an open transaction is about to change gets UNSTABLE_OFFSET_COMMIT. Version notes: up to 7 for
 one group, from 8 on for several; 1 has no error for the group, so that each partition carries it; 10 names topics by
@@ -11,7 +12,6 @@ unknown one gets UNKNOWN_MEMBER_ID, another epoch STALE_MEMBER_EPOCH.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, Final
 from uuid import UUID
@@ -142,16 +142,17 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
         )
 
     async def _offsets(self, query: GroupQuery, wanted: dict[str, list[int]] | None) -> FetchedOffsets:
-        fetched = await self._groups.fetch(query.group_id, wanted, member_id=query.member_id, epoch=query.member_epoch)
-        return fetched if query.require_stable else _all_stable(fetched)
+        return await self._groups.fetch(
+            query.group_id,
+            wanted,
+            member_id=query.member_id,
+            epoch=query.member_epoch,
+            require_stable=query.require_stable,
+        )
 
     def _all_topics(self, version: int, fetched: FetchedOffsets) -> tuple[TopicAnswer, ...]:
         answers = []
-        for name, listed in fetched.items():
-            # What only a transaction has, who does not ask for what is stable is not told of.
-            offsets = {index: one for index, one in listed.items() if one.offset >= 0 or not one.is_stable}
-            if not offsets:
-                continue
+        for name, offsets in fetched.items():
             topic = self._topics.get(name)
             topic_id = None if topic is None else topic.topic_id
             if topic_id is None and version >= _FIRST_BY_ID:
@@ -188,16 +189,6 @@ def _checked(index: int, offset: FetchedOffset) -> tuple[int, FetchedOffset, Err
     if offset.is_stable:
         return index, offset, ErrorCode.none
     return index, _NO_OFFSET, ErrorCode.unstable_offset_commit
-
-
-def _all_stable(fetched: FetchedOffsets) -> FetchedOffsets:
-    """For clients that take what is committed, whatever a transaction is about to do."""
-    if all(offset.is_stable for offsets in fetched.values() for offset in offsets.values()):
-        return fetched
-    return {
-        topic: {index: dataclasses.replace(offset, is_stable=True) for index, offset in offsets.items()}
-        for topic, offsets in fetched.items()
-    }
 
 
 def _refused(topic: TopicQuery, code: ErrorCode) -> TopicAnswer:

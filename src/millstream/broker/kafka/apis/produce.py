@@ -188,12 +188,12 @@ class Produce:
         return await answer if isinstance(answer, Promise) else answer
 
     def _is_heavy(self, portion: Portion) -> bool:
-        """Whether looking for the keys of a compacted topic's records would hold up the loop."""
+        """Whether looking at the records, where the topic needs it, would hold up the loop."""
         records = portion.records
         if records is None or not (len(records) >= _MANY_RECORDS_BYTES or _flags(records) & COMPRESSION_MASK):
             return False
         try:
-            return self._partition(portion).log.settings.compacts and needs_time(records)
+            return self._partition(portion).log.settings.reads_records and needs_time(records)
         except MillstreamError:
             # It is refused when it is appended.
             return False
