@@ -19,9 +19,11 @@ import httpx
 import pytest
 
 from millstream.core.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
+from millstream.gateway.api.unpacking import MESSAGE_BYTES_MAX
 from millstream.protocol.private.delivery_state import delivery_state
 from millstream.protocol.private.publish_once import publish_once
 from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.records.batch import COMPRESSION_ZSTD
 from millstream.protocol.records.record import Headers, NewRecord, decode_records, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
@@ -155,6 +157,18 @@ async def test_failures_are_tried_again_and_then_dead_lettered(server: Server) -
         assert "422: no such order" in dict(letter.headers)["dlq-reason"].decode()  # type: ignore[union-attr]
         told = await work.pushed(refused=3, failed=1)
         assert told["state"] == "up"
+
+
+async def test_a_message_too_large_to_be_pushed_is_given_up_and_others_go_on(server: Server) -> None:
+    async with desk(server, "large", {ATTEMPTS: "2", BACKOFF_MIN: "10", DEAD_LETTER_TOPIC: "none"}) as work:
+        value = os.urandom(MESSAGE_BYTES_MAX // 64) + bytes(MESSAGE_BYTES_MAX)
+        large = encode_batch([NewRecord(None, value)], compression=COMPRESSION_ZSTD)
+        assert len(large) < 1024 * 1024
+        await work.client.produce("large", 0, large)
+        await work.publish("small")
+        assert await work.ended(2) == ["dropped", "accepted"]
+        assert [request.body for request in work.hook.requests] == [b"small"]
+        assert "a message cannot be pushed: the message takes " in server.log.read_text()
 
 
 async def test_an_endpoint_that_is_away_is_waited_for_and_told(server: Server) -> None:

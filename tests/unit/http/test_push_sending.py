@@ -18,19 +18,27 @@ from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_MOST_ONCE, Subscription, SubscriptionSettings
 from millstream.core.verb import Verb
+from millstream.gateway.api.unpacking import Unpacked
 from millstream.gateway.push import endpoint as pace
 from millstream.gateway.push import pusher as pushing
 from millstream.gateway.push.address import Addresses
 from millstream.gateway.push.endpoint import Answer
 from millstream.gateway.push.event import Content
+from millstream.gateway.push.process import Line
 from millstream.gateway.push.push_subscription import PushSubscription, push_subscription
-from millstream.gateway.push.pusher import Pusher
+from millstream.gateway.push.pusher import RECEIVE_BYTES, Pusher
 from millstream.gateway.push.sender import Sender, Target, trusted
 from millstream.gateway.push.settler import Settler
-from millstream.protocol.private.leasing import fresh_until
-from millstream.protocol.private.subscription_messages import Receive
+from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
+from millstream.protocol.private.subscription_messages import (
+    LeasedRange,
+    PartitionMessages,
+    Receive,
+    ReceiveAnswer,
+)
 from millstream.protocol.private.subscriptions import LeasedMessage
-from millstream.protocol.records.record import Record
+from millstream.protocol.records.batch import COMPRESSION_ZSTD
+from millstream.protocol.records.record import NewRecord, Record, encode_batch
 from millstream_testing.webhook import Reply, Request, Webhook
 
 KEY = b"0123456789abcdef"
@@ -216,19 +224,23 @@ class Shelf:
     def __init__(self, count: int, lease_ms: int) -> None:
         self._left = [_message(offset, lease_ms) for offset in range(count)]
         self._added = asyncio.Event()
+        self.surplus: list[LeasedMessage] = []
+        self.unreadable: list[tuple[LeasedMessage, str]] = []
         self.asked: list[int] = []
 
     def add(self, message: LeasedMessage) -> None:
         self._left.append(message)
         self._added.set()
 
-    async def receive(self, wanted: Receive) -> list[LeasedMessage]:
+    async def receive(self, wanted: Receive) -> Unpacked:
         self.asked.append(wanted.max_records)
         while not self._left:
             self._added.clear()
             await self._added.wait()
         taken, self._left = self._left[: wanted.max_records], self._left[wanted.max_records :]
-        return taken
+        unpacked = Unpacked(taken, self.surplus, self.unreadable)
+        self.surplus, self.unreadable = [], []
+        return unpacked
 
 
 def _message(offset: int, lease_ms: int) -> LeasedMessage:
@@ -416,6 +428,36 @@ async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confir
     assert sorted(request.body for request in hook.requests) == [b"0", b"2"]
 
 
+async def test_what_is_too_much_is_returned_and_what_cannot_be_read_is_released_with_the_reason(hook: Webhook) -> None:
+    run = Run(hook, 1)
+    run.shelf.surplus = [_message(1, 60_000)]
+    run.shelf.unreadable = [(_message(2, 60_000), "the message takes too much")]
+    await run.ledger.until(lambda: bool(run.ledger.of(Verb.ACCEPT)))
+    await run.end()
+    assert run.ledger.said == [(1, Verb.RETURN, 0), (2, Verb.RELEASE, None), (0, Verb.ACCEPT, None)]
+    assert run.ledger.reasons == ["", "the message takes too much", ""]
+    assert [request.body for request in hook.requests] == [b"0"]
+
+
+async def test_no_more_is_read_of_a_batch_than_push_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [NewRecord(None, bytes(RECEIVE_BYTES // 2))] * 3
+    batches = bytes(encode_batch(values, compression=COMPRESSION_ZSTD))
+    part = PartitionMessages("t", bytes(16), 0, [LeasedRange(0, 2, 1, 1000)], batches, 60_000)
+    leased = Leased(ReceiveAnswer(0, None, [part]), monotonic())
+
+    async def answer(*_asked: object, **_limits: object) -> Leased:
+        return leased
+
+    monkeypatch.setattr(LeaseRequests, "ask", answer)
+    line = Line("127.0.0.1:1")
+    try:
+        unpacked = await line.receive(Receive("billing", "push/1", 3, RECEIVE_BYTES, 0))
+    finally:
+        await line.close()
+    assert [one.record.offset for one in unpacked.messages] == [0, 1]
+    assert [one.record.offset for one in unpacked.surplus] == [2]
+
+
 async def test_a_message_that_somebody_else_has_is_not_sent_again(
     hook: Webhook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -478,7 +520,7 @@ async def test_a_node_that_does_not_answer_is_asked_again(hook: Webhook) -> None
     run = Run(hook, 3)
     receive, failures = run.shelf.receive, [BrokerUnreachable("away")] * 2
 
-    async def fails(wanted: Receive) -> list[LeasedMessage]:
+    async def fails(wanted: Receive) -> Unpacked:
         if failures:
             raise failures.pop()
         return await receive(wanted)

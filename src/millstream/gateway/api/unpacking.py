@@ -8,7 +8,7 @@ messages are kept than were asked for. A message too large to be sent over HTTP 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 from uuid import UUID
@@ -28,6 +28,8 @@ INLINE_RECORDS_MAX: Final = 4000
 
 MESSAGE_BYTES_MAX: Final = 32 * 1024 * 1024
 """No larger message is sent over HTTP, as it is and as JSON, in which a control character takes six bytes."""
+
+Measure = Callable[[Record], int]
 
 
 class Span(NamedTuple):
@@ -56,9 +58,10 @@ class Unpacked(NamedTuple):
 
 
 class Unpacking:
-    """Reads batches; shared by all requests of a gateway."""
+    """Reads batches; shared by all requests of a process. `measure` tells what a message takes when it is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, measure: Measure = document_bytes) -> None:
+        self._measure = measure
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unpacking")
 
     def close(self) -> None:
@@ -74,13 +77,13 @@ class Unpacking:
         """
         if header.record_count <= INLINE_RECORDS_MAX:
             try:
-                return _read(batches, header, spans, bytes_max, INLINE_BYTES_MAX)
+                return _read(batches, header, spans, bytes_max, INLINE_BYTES_MAX, self._measure)
             except CorruptBatch:
                 # Perhaps only too large to be read here.
                 pass
         loop = asyncio.get_running_loop()
         slice_bytes = max(bytes_max, large_bytes_max)
-        return await loop.run_in_executor(self._thread, _read, batches, header, spans, slice_bytes, None)
+        return await loop.run_in_executor(self._thread, _read, batches, header, spans, slice_bytes, None, self._measure)
 
     async def read_one(self, batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
         """Read the record at an offset, or None if the batch has none there."""
@@ -175,14 +178,19 @@ def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) ->
 
 
 def _read(
-    batches: Buffer, header: BatchHeader, spans: Sequence[Span], bytes_max: int, decompressed_bytes_max: int | None
+    batches: Buffer,
+    header: BatchHeader,
+    spans: Sequence[Span],
+    bytes_max: int,
+    decompressed_bytes_max: int | None,
+    measure: Measure,
 ) -> Slice:
     records: list[Record] = []
     size = 0
     try:
         for record in _wanted(batches, header, spans, decompressed_bytes_max):
-            if document_bytes(record) > MESSAGE_BYTES_MAX:
-                raise OversizedRecord(record.offset, document_bytes(record))
+            if (sent_bytes := measure(record)) > MESSAGE_BYTES_MAX:
+                raise OversizedRecord(record.offset, sent_bytes)
             size += message_bytes(record)
             if records and size > bytes_max:
                 return Slice(records, record.offset)

@@ -20,6 +20,8 @@ from millstream.core.config import parse_address
 from millstream.core.log_line import set_up_logging
 from millstream.core.push import headers_of, keys_of
 from millstream.core.subscription import AT_MOST_ONCE
+from millstream.gateway.api.message import message_bytes
+from millstream.gateway.api.unpacking import Unpacked, Unpacking
 from millstream.gateway.push.push_subscription import PushSubscription
 from millstream.gateway.push.pusher import Pusher
 from millstream.gateway.push.sender import Sender, Target, spare_lookups, trusted
@@ -28,7 +30,6 @@ from millstream.protocol.messages.codec import response_body_at
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.private.leasing import LeaseRequests
 from millstream.protocol.private.subscription_messages import Receive
-from millstream.protocol.private.subscriptions import LeasedMessage, leased_messages
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.pool import Pool
 from millstream.protocol.wire.refusal import refusal
@@ -76,6 +77,7 @@ class Line:
         host, port = parse_address(address, name="kafka")
         self._pool = Pool(host, port, client_id="push", connect_s=ANSWER_S, borrowed_max=WAITING_MAX)
         self._requests = LeaseRequests()
+        self._unpacking = Unpacking(measure=message_bytes)
 
     async def ask(self, key: int, body: bytes) -> memoryview:
         """Send a request that is answered at once."""
@@ -83,13 +85,13 @@ class Line:
         frame = await channel.exchange(key, 0, [body], timeout_s=ANSWER_S)
         return frame[response_body_at(key, 0, frame) :]
 
-    async def receive(self, wanted: Receive) -> list[LeasedMessage]:
-        """Wait for messages of this node; one that is given up leaves nothing leased."""
+    async def receive(self, wanted: Receive) -> Unpacked:
+        """Wait for messages of this node and read them within bounds; a call that is given up leaves nothing leased."""
         leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
         if leased.answer.error:
             raise refusal(leased.answer.error, leased.answer.message)
         try:
-            return leased_messages(None, leased)
+            return await self._unpacking.read_leased(None, leased, wanted.max_bytes)
         except BaseException:
             self._requests.give_back(self._pool, wanted, leased.answer.partitions)
             raise
@@ -98,6 +100,7 @@ class Line:
         """Return what arrives late, and close all connections."""
         await self._requests.close()
         await self._pool.close()
+        self._unpacking.close()
 
 
 class PushProcess:

@@ -22,6 +22,7 @@ from millstream.core.errors import MillstreamError
 from millstream.core.metric import Histogram
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.core.verb import Verb
+from millstream.gateway.api.unpacking import Unpacked
 from millstream.gateway.push.endpoint import Answer, Endpoint, Verdict
 from millstream.gateway.push.event import content_of
 from millstream.gateway.push.push_subscription import PushSubscription
@@ -113,7 +114,7 @@ _OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
 """What is the endpoint's doing, and would be the same for any message."""
 
 
-ReceiveFrom = Callable[[Receive], Awaitable[list[LeasedMessage]]]
+ReceiveFrom = Callable[[Receive], Awaitable[Unpacked]]
 
 """Leases messages from this node, on a connection of its own."""
 
@@ -202,7 +203,7 @@ class Pusher:
                 await self._wait(self._endpoint.rest_left(self._now) or None)
                 continue
             try:
-                messages = await self._confirmed(await self._take(room))
+                messages = await self._confirmed(await self._readable(await self._take(room)))
             except MillstreamError as error:
                 # It moves to another node, or the broker is about to end; whoever declares it anew is heard of.
                 _logger.debug("no messages to push", extra={"subscription": self.declared.name, "error": str(error)})
@@ -220,7 +221,7 @@ class Pusher:
         # While most of what may be under way is, asking for one message at a time would cost more than it brings.
         return 0 if self._in_flight and 4 * room < self._endpoint.limit else room
 
-    async def _take(self, room: int) -> list[LeasedMessage]:
+    async def _take(self, room: int) -> Unpacked:
         """Lease some messages, unless `stop` comes first."""
         wanted = Receive(self.declared.name, self._worker, room, RECEIVE_BYTES, WAIT_MS)
         taking = asyncio.ensure_future(self._receive(wanted))
@@ -234,7 +235,27 @@ class Pusher:
                 taking.cancel()
         with suppress(asyncio.CancelledError):
             return await taking
-        return []
+        return Unpacked([], [], [])
+
+    async def _readable(self, taken: Unpacked) -> list[LeasedMessage]:
+        """Return what was leased beyond the bytes asked for, release what cannot be read, and keep the rest."""
+        name = self.declared.name
+        if taken.surplus and self.declared.delivery == AT_MOST_ONCE:
+            _logger.warning(
+                "messages are too large to be held; they were handed out at most once and are lost",
+                extra={"subscription": name, "messages": len(taken.surplus)},
+            )
+        for message, reason in taken.unreadable:
+            place = {"partition": f"{message.topic}-{message.partition}", "offset": message.record.offset}
+            _logger.warning("a message cannot be pushed: %s", reason, extra={"subscription": name, **place})
+        await asyncio.gather(
+            *(self._settler.settle(one, Verb.RETURN, delay_ms=0) for one in taken.surplus),
+            *(
+                self._settler.settle(one, Verb.RELEASE, reason=reason[:REASON_LENGTH_MAX])
+                for one, reason in taken.unreadable
+            ),
+        )
+        return taken.messages
 
     async def _confirmed(self, messages: list[LeasedMessage]) -> list[LeasedMessage]:
         """The messages that nobody else can have got, however long their answer was on its way."""
