@@ -506,7 +506,7 @@ class CatalogDenied(CatalogUnavailable):
 
 
 class FilterUnavailable(MillstreamError):
-    """The process that evaluates filters died more than once over the same messages, took too long, or is stopped."""
+    """The process that evaluates filters cannot run, took too long, or is stopped."""
 
 
 class CorruptState(MillstreamError):

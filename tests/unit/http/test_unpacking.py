@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 
 from millstream.core.errors import CorruptBatch
@@ -63,6 +64,13 @@ async def test_only_leased_messages_come_up_to_the_bytes_asked_for(unpacking: Un
     leased = await unpacking.read_leased(None, answer(batches, (2, 3), (5, 8), (11, 12)), 3 * size)
     assert offsets(leased) == ([2, 3, 5], [6, 7, 8, 11, 12], [])
     assert [one.record.value for one in leased.messages] == [bytes([at]) * size for at in (2, 3, 5)]
+
+
+async def test_messages_that_cannot_be_returned_are_all_read(unpacking: Unpacking) -> None:
+    at_most_once = answer(batch([b"x" * 1000] * 3), (0, 2))
+    parts = [msgspec.structs.replace(part, lease_ms=None) for part in at_most_once.answer.partitions]
+    leased = at_most_once._replace(answer=msgspec.structs.replace(at_most_once.answer, partitions=parts))
+    assert offsets(await unpacking.read_leased(None, leased, 1)) == ([0, 1, 2], [], [])
 
 
 async def test_the_first_message_comes_however_large(unpacking: Unpacking) -> None:

@@ -540,6 +540,7 @@ async def test_heavy_batches_are_opened_elsewhere_and_those_over_the_limit_passe
         given += await receive([delivery], wanted(5), PLENTY, wait_s=WAIT_S)
     assert given_offsets(given) == [0, 1, 3]
     assert opened == [1, 2]
+    assert delivery.damaged == 1
 
 
 async def test_records_of_large_batches_are_walked_elsewhere(bench: Workbench) -> None:

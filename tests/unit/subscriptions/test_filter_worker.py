@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -14,7 +16,10 @@ from millstream.broker.subscriptions import filter_worker as worker_module
 from millstream.broker.subscriptions import look as look_module
 from millstream.broker.subscriptions.filter_worker import INLINE_BYTES_MAX, INLINE_MESSAGES_MAX, FilterWorker
 from millstream.broker.subscriptions.look import LIGHT_RECORDS_MAX, Opened, TooHeavy, open_batch
+from millstream.broker.subscriptions.sieve import QueueSieve, Sieve
 from millstream.core.errors import CorruptBatch, FilterUnavailable
+from millstream.core.ids import Offset, PartitionIndex
+from millstream.core.topic import TopicPartition
 from millstream.protocol.filter.evaluation import OFFSET_MAX, Messages, evaluate
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.batch import COMPRESSION_ZSTD, read_header
@@ -26,6 +31,22 @@ FILTERS = [
     compile_filter("headers['region'] = 'eu' AND topic = 'orders'"),
     compile_filter("partition = 1 AND offset < 13"),
 ]
+
+
+DEADLY_CHILD = """
+import os
+from millstream.broker.subscriptions import filter_worker_child as child
+
+answer = child.answer
+
+def die_or_answer(request):
+    if b"deadly" in (request.batch if isinstance(request, child.BatchRequest) else request.batches):
+        os._exit(1)
+    return answer(request)
+
+child.answer = die_or_answer
+child.main()
+"""
 
 
 def batch(count: int, *, base_offset: int = 10, compression: int = 0) -> bytes:
@@ -135,6 +156,36 @@ async def test_a_child_that_cannot_run_makes_filters_unavailable(
         await worker.evaluate(messages(batch(100)), FILTERS)
     monkeypatch.undo()
     await check(worker, messages(batch(100)), range(10, 110))
+
+
+@pytest.fixture
+def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """A batch that the child does not survive."""
+    (tmp_path / "deadly_child.py").write_text(DEADLY_CHILD)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
+    monkeypatch.setattr(worker_module, "MODULE", "deadly_child")
+    return bytes(encode_batch([NewRecord(b"k", b"deadly" + bytes(INLINE_BYTES_MAX), (), 1)] * 2, base_offset=10))
+
+
+async def test_a_batch_that_the_child_keeps_dying_over_cannot_be_read(worker: FilterWorker, deadly: bytes) -> None:
+    for _ in range(2):
+        assert await worker.open_batch(deadly, 10, with_keys=True) == "the process that reads it died over it 2 times"
+        # It is not tried again for another queue.
+        assert worker.restarts == 2
+    with pytest.raises(CorruptBatch, match="died over it"):
+        await worker.evaluate(messages(deadly), FILTERS)
+    await check(worker, messages(batch(100)), range(10, 110))
+
+
+async def test_queues_go_on_behind_a_batch_that_the_child_keeps_dying_over(
+    worker: FilterWorker, deadly: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    sieve = Sieve(worker)
+    queue = QueueSieve(sieve, TopicPartition("orders", PartitionIndex(1)), FILTERS[0])
+    found = await queue.matches(deadly + batch(100, base_offset=12), Offset(10), Offset(112))
+    assert found.tolist() == [True, True, *(at % 5 > 2 for at in range(100))]
+    (said,) = [one for one in caplog.records if "no filter can be evaluated" in one.message]
+    assert (vars(said)["partition"], vars(said)["first"], vars(said)["last"]) == ("orders-1", 10, 11)
 
 
 async def test_an_answer_that_does_not_come_is_not_waited_for() -> None:

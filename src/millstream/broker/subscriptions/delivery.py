@@ -306,7 +306,7 @@ class Delivery:
         self.latency = Histogram(LATENCY_BOUNDS_S)
         """How long messages took from their batch's timestamp to their first delivery."""
         self.damaged = 0
-        """Offsets that were passed over since it was opened, as the disk has lost them."""
+        """Offsets that were passed over since it was opened, as the disk has lost them or they cannot be read."""
         self.when_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
         self.when_closed: Callable[[Delivery], None] = lambda _delivery: None
@@ -701,6 +701,7 @@ class Delivery:
         for first, last, reason in seen.unreadable:
             place = {"queue": f"{self.topic}-{self.index}", "first": first, "last": last, "reason": reason}
             _logger.warning("messages that cannot be read are passed over", extra=place)
+            self.damaged += last - first + 1
         self.queue.look(
             seen.first,
             seen.next_offset,

@@ -37,7 +37,7 @@ _COUNTED: Final[tuple[tuple[str, Kind, str, Count], ...]] = (
         lambda one: one.queue.counter(DeltaKind.DEAD_LETTERED),
     ),
     ("dropped_total", "counter", "Messages given up.", lambda one: one.queue.counter(DeltaKind.DROPPED)),
-    ("damaged_total", "counter", "Messages passed over, as the disk lost them.", lambda one: one.damaged),
+    ("damaged_total", "counter", "Messages passed over, as they are lost or cannot be read.", lambda one: one.damaged),
     (
         "filtered_total",
         "counter",

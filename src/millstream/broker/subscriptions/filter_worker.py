@@ -4,7 +4,8 @@ Batches that are too heavy for the loop are opened there as well.
 
 The child starts with the first batch that is worth it, ends when it has had nothing to do for a while, and is started
 again when it dies. It has one request at a time; others wait in the order of their coming, each with no more than the
-bytes that its caller holds anyway.
+bytes that its caller holds anyway. A request that it has died over twice, while it answers others, is taken for one
+that cannot be read, so that no queue stays behind it for ever.
 """
 
 from __future__ import annotations
@@ -48,8 +49,16 @@ ATTEMPTS = 2
 ANSWER_S_MAX = 60.0
 """A child that takes longer, its start included, is taken for dead."""
 
+FATAL_KEPT = 1024
+"""So many requests that the child died over are remembered, and not tried again for other queues."""
+
 IDLE_S = 300.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 10.0
+
+_DEATHS = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
+_FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.MsgspecError)
+_FATAL = Unreadable(f"the process that reads it died over it {ATTEMPTS} times")
+_PROBE = packed(Request("", 0, b"", 0, 0, [], []))
 
 
 class FilterWorker:
@@ -67,6 +76,8 @@ class FilterWorker:
         self._hung_up = False
         self._stopping = asyncio.Event()
         self._failures = 0
+        self._fatal: dict[int, None] = {}
+        """Hashes of the requests that the child died over, the oldest first."""
         self.evaluated_inline = 0
         self.evaluated_in_child = 0
         self.opened_in_child = 0
@@ -81,7 +92,7 @@ class FilterWorker:
     async def evaluate(self, messages: Messages, filters: Sequence[Filter]) -> Evaluation:
         """Tell which messages match which filter.
 
-        Raises `CorruptBatch` for what cannot be read and `FilterUnavailable` when the child keeps dying over it.
+        Raises `CorruptBatch` for what cannot be read or kills the child, and `FilterUnavailable` without an answer.
         """
         if is_light(messages, len(filters)):
             with suppress(CorruptBatch):
@@ -98,9 +109,9 @@ class FilterWorker:
         return answer.evaluation()
 
     async def open_batch(self, batch: Buffer, first: int, *, with_keys: bool) -> Opened | str:
-        """Open a batch that is too heavy for the loop; the reason if it cannot be read.
+        """Open a batch that is too heavy for the loop; the reason if it cannot be read or kills the child.
 
-        Raises `FilterUnavailable` when the child keeps dying over it.
+        Raises `FilterUnavailable` without an answer.
         """
         request = packed(BatchRequest(bytes(batch), first, with_keys))
         async with self._turn:
@@ -114,20 +125,43 @@ class FilterWorker:
         await self._end()
 
     async def _ask(self, request: bytes) -> Answer:
+        if hash(request) in self._fatal:
+            return _FATAL
+        deaths = 0
         for attempt in range(ATTEMPTS):
             await self._pause()
             if self._stopping.is_set():
                 raise FilterUnavailable("the broker is stopping")
             try:
                 answer = await self._ask_child(request)
-            except (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.MsgspecError) as error:
+            except _FAILURES as error:
                 self._failures += 1
+                deaths += isinstance(error, _DEATHS)
                 reason = str(error) or type(error).__name__
                 _logger.warning("evaluating filters failed", extra={"reason": reason, "attempt": attempt + 1})
             else:
                 self._failures = 0
                 return answer
+        # Not if it took too long, or answers nothing at all: then the messages are not to blame.
+        if deaths == ATTEMPTS and await self._answers():
+            self._fatal[hash(request)] = None
+            if len(self._fatal) > FATAL_KEPT:
+                del self._fatal[next(iter(self._fatal))]
+            return _FATAL
         raise FilterUnavailable(f"filters could not be evaluated: {reason}")
+
+    async def _answers(self) -> bool:
+        """Whether the child runs, and answers a request that holds nothing."""
+        await self._pause()
+        if self._stopping.is_set():
+            return False
+        try:
+            await self._ask_child(_PROBE)
+        except _FAILURES:
+            self._failures += 1
+            return False
+        self._failures = 0
+        return True
 
     async def _pause(self) -> None:
         """Wait before a child that died is started again, longer each time."""

@@ -8,6 +8,7 @@ them, as long as there is room for it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.filter.evaluation import Messages
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers
+
+_logger = logging.getLogger(__name__)
 
 KEPT_BYTES_MAX: Final = 16 * 1024 * 1024
 
@@ -215,7 +218,9 @@ class Sieve:
             try:
                 one = view[header.position : header.end_position]
                 await self._evaluate(partition, one, first, next_offset, by_filter)
-            except BatchRejected:
+            except BatchRejected as error:
+                place = {"partition": str(partition), "first": begin, "last": end - 1, "reason": str(error)}
+                _logger.warning("messages that no filter can be evaluated on are delivered", extra=place)
                 for dense in by_filter.values():
                     dense[begin - first : end - first] = True
 

@@ -8,6 +8,7 @@ messages are kept than were asked for. A message too large to be sent over HTTP 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
@@ -93,10 +94,15 @@ class Unpacking:
         return found.records[0] if found.records else None
 
     async def read_leased(self, node: NodeId | None, leased: Leased, bytes_max: int) -> Unpacked:
-        """Read the messages that an answer leases until they take `bytes_max`, at least one."""
+        """Read the messages that an answer leases until they take `bytes_max`, at least one.
+
+        What is delivered at most once is read whole, since it cannot be returned.
+        """
         unpacked = Unpacked([], [], [])
         left = bytes_max
         for part in leased.answer.partitions:
+            if part.lease_ms is None:
+                left = sys.maxsize
             place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
             lasts = (part.lease_ms, leased.fresh_until(part))
             at = 0
