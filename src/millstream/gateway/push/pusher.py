@@ -240,11 +240,6 @@ class Pusher:
     async def _readable(self, taken: Unpacked) -> list[LeasedMessage]:
         """Return what was leased beyond the bytes asked for, release what cannot be read, and keep the rest."""
         name = self.declared.name
-        if taken.surplus and self.declared.delivery == AT_MOST_ONCE:
-            _logger.warning(
-                "messages are too large to be held; they were handed out at most once and are lost",
-                extra={"subscription": name, "messages": len(taken.surplus)},
-            )
         for message, reason in taken.unreadable:
             place = {"partition": f"{message.topic}-{message.partition}", "offset": message.record.offset}
             _logger.warning("a message cannot be pushed: %s", reason, extra={"subscription": name, **place})
