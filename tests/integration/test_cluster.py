@@ -342,6 +342,25 @@ def test_no_letter_is_lost_or_doubled_when_a_node_is_killed_during_a_redrive(clu
     assert len(read_all(cluster, topic, 1)) == number, "nothing was published"
 
 
+def test_letters_that_cannot_be_counted_in_a_failover_are_not_deleted(cluster: ServerGroup, topic: str) -> None:
+    admin = create(cluster, topic, partitions=1)
+    millstream, dead = CommandLine(cluster.kafka), f"{topic}-d"
+    assert millstream("topic", "create", dead, "--partitions", 1, "--replication", 1).code == 0
+    options = ("--start", "start", "--dead-letter", dead)
+    assert millstream("subscription", "create", topic, "--topic", topic, *options).code == 0
+    assert millstream.process("publish", topic, stdin=b"bad\n").code == 0
+    pulled = millstream("subscription", "pull", topic, "--wait", WAIT_S, "--reject", "no", "--json")
+    assert len(pulled.documents) == 1
+    until(lambda: len(millstream("dlq", "show", topic, "--json").documents) == 1)
+    cluster[leader_of(cluster, dead)].kill()
+    until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 2 and leader_of(cluster, dead) < 0)
+    for command in (("subscription", "delete", topic), ("topic", "delete", dead)):
+        refused = millstream(*command, "--yes")
+        assert (refused.code != 0, "cannot be counted" in refused.err) == (True, True), refused
+    cluster.start()
+    until(lambda: "1 open dead letter " in millstream("topic", "delete", dead, "--yes").err)
+
+
 def test_a_topic_that_gets_fewer_copies_than_usual_is_told_so(cluster: ServerGroup, topic: str) -> None:
     millstream = CommandLine(cluster.kafka)
     assert millstream("topic", "create", topic).err == ""

@@ -28,6 +28,7 @@ from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served import Parts, Served
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import ACKS_ALL
+from millstream.broker.subscriptions.delivery import Delivery
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import CoordinatorUnavailable, NotLeader
@@ -314,6 +315,14 @@ async def test_a_group_is_declared_by_its_first_member_and_goes_with_it(desk: De
 
 
 # Sessions
+
+
+async def test_leases_are_told_as_long_as_they_were_granted(one: Sharer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def altered_meanwhile(_delivery: Delivery) -> None:
+        await one.desk.subscriptions.alter(GROUP, {LEASE: "900000"})
+
+    monkeypatch.setattr(Delivery, "handed_out", altered_meanwhile)
+    assert (await one.fetch()).acquisition_lock_timeout == timedelta(seconds=600)
 
 
 async def test_messages_are_given_once_and_acknowledged_with_the_next_request(one: Sharer) -> None:

@@ -12,6 +12,7 @@ from millstream.broker.subscriptions.dead_letters import DeadLetters, LetterBox
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.rejected import LETTER_BYTES
 from millstream.core.errors import (
     BatchTooLarge,
     MillstreamError,
@@ -25,7 +26,8 @@ from millstream.core.subscription import READ_UNCOMMITTED, SubscriptionSettings
 from millstream.core.verb import Verb
 from millstream.protocol.records.batch import COMPRESSION_GZIP, read_header
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
-from millstream_testing.queue_bench import Workbench, turns, wanted
+from millstream.protocol.wire.refusal import TRANSIENT
+from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0
 DEAD = "dead"
@@ -170,6 +172,27 @@ async def test_an_answer_that_is_lost_doubles_nothing(desk: Desk) -> None:
     desk.reject(0, 1, 2, 3)
     await desk.until(0)
     assert desk.box.values() == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+async def test_a_letter_that_is_redriven_before_its_queue_knows_of_it_is_delivered(desk: Desk, crashes: bool) -> None:
+    give(desk, "a")
+    desk.box.lost_answers = 1
+    desk.reject(0)
+    async with asyncio.timeout(WAIT_S):
+        while not desk.box.letters:
+            await asyncio.sleep(0)
+    desk.box.trouble = [NotLeader("moved")] * 100
+    letter = {Offset(0): bytes(LETTER_BYTES)}
+    if crashes:
+        await desk.crash()
+        await desk.open()
+    with pytest.raises(TRANSIENT, match="still writing message 0"):
+        await desk.delivery.revive(letter, {})
+    desk.box.trouble.clear()
+    await desk.until(0)
+    assert await desk.delivery.revive(letter, {}) == []
+    assert offsets(desk.delivery.try_receive(wanted(1))) == [0]
 
 
 async def test_after_a_crash_the_plans_are_carried_out_and_nothing_is_doubled(desk: Desk) -> None:

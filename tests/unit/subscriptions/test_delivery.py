@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from itertools import chain
+from uuid import UUID
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 
+from millstream.broker.kafka.apis.subscription_receive import answer_of
+from millstream.broker.kafka.errors import error_code
 from millstream.broker.net.budget import Budget
+from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import delivery as driver
 from millstream.broker.subscriptions.delivery import LEASES_S, Delivery
 from millstream.broker.subscriptions.lease import Settle
 from millstream.broker.subscriptions.look import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.look_ahead import Stretch, open_here
 from millstream.broker.subscriptions.receiving import Given, receive
+from millstream.broker.subscriptions.rejected import LETTER_BYTES
 from millstream.broker.subscriptions.sieve import QueueSieve
+from millstream.client.admin.dead_letter import DeadLetterDesk
 from millstream.core.errors import (
     CoordinatorUnavailable,
     DamagedRange,
@@ -24,12 +30,14 @@ from millstream.core.errors import (
     InvalidRecordState,
     NotLeader,
     PartitionClosed,
+    RepairPending,
     StorageFailure,
 )
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_MOST_ONCE, EXACTLY_ONCE, READ_UNCOMMITTED, SubscriptionSettings
 from millstream.core.verb import Verb
 from millstream.protocol.filter.filter import Filter, compile_filter
+from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records import compression
 from millstream.protocol.records.batch import (
     COMPRESSION_GZIP,
@@ -38,7 +46,9 @@ from millstream.protocol.records.batch import (
     COMPRESSION_ZSTD,
     Buffer,
 )
-from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.refusal import refusal
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0
@@ -282,6 +292,27 @@ async def test_leases_are_told_when_the_promise_says_so(bench: Workbench) -> Non
         assert given_offsets(await waiting) == [0]
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+async def test_a_lease_is_told_as_long_as_it_was_granted(bench: Workbench, is_there: bool) -> None:
+    delivery = await bench.open(delivery=EXACTLY_ONCE, lease_ms=1000)
+    if is_there:
+        bench.publish("a")
+    bench.store.holds = True
+    waiting = waits(delivery)
+    await turns()
+    if not is_there:
+        bench.publish("a")
+        await turns()
+    assert delivery.queue.counts.leased == 1
+    delivery.change(SubscriptionSettings(delivery=EXACTLY_ONCE, lease_ms=60_000), None)
+    bench.store.holds = False
+    bench.store.let_go()
+    given = await waiting
+    (lease,) = given[0].received.leases
+    (told,) = answer_of(given, 0.0).partitions
+    assert (lease.deadline_ms - bench.clock.now_ms(), told.lease_ms) == (1000, 1000)
+
+
 async def test_a_worker_that_leaves_before_it_is_told_gives_its_leases_back(bench: Workbench) -> None:
     delivery = await bench.open(delivery=EXACTLY_ONCE)
     bench.publish("a")
@@ -469,6 +500,41 @@ async def test_what_the_disk_has_lost_holds_up_nothing(bench: Workbench, monkeyp
     other = await bench.open(partition=bench.partition)
     other.seek(Offset(1))
     assert given_offsets(await waits(other, "two", 5)) == [3]
+
+
+async def test_a_message_that_is_being_repaired_is_revived_later_and_not_missing(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delivery = await bench.open(dead_letter_topic="dead")
+    bench.publish("a")
+    delivery.try_receive(wanted(1))
+    delivery.settle_now("one", settle(0, Verb.REJECT))
+    assert delivery.queue.dead_lettered(0, b"there", now_ms=bench.clock.now_ms())
+    repairing = [RepairPending("the disk lost the offsets 0 to 0; they are being fetched from another replica")]
+    read = Partition.read
+
+    def read_or_repair(partition: Partition, offset: Offset, *, max_bytes: int) -> Buffer:
+        if repairing:
+            raise repairing.pop()
+        return read(partition, offset, max_bytes=max_bytes)
+
+    async def revive(*_request: object) -> list[int]:
+        """As over the wire, where an error is a code."""
+        try:
+            return [*await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {})]
+        except StorageFailure as error:
+            raise refusal(error_code(error), str(error)) from error
+
+    monkeypatch.setattr(Partition, "read", read_or_repair)
+    monkeypatch.setattr(SubscriptionClient, "revive", revive)
+    headers = {"subscription": "billing", "topic": "orders", "topic-id": str(UUID(int=7)), "partition": 0, "offset": 0}
+    named = tuple((f"dlq-{name}", str(text).encode()) for name, text in headers.items())
+    record = Record(Offset(5), 0, None, None, named)
+    desk = DeadLetterDesk(Client.connect("127.0.0.1:1"), "dead", "cli", patience_s=WAIT_S)
+    assert await desk.revive([LeasedMessage(None, "dead", UUID(int=3), 0, 1, 0, record)]) == [None]
+    assert not repairing
+    monkeypatch.setattr(Partition, "read", read)
+    assert offsets(delivery.try_receive(wanted(1))) == [0]
 
 
 async def test_transactions_are_delivered_when_they_are_committed(bench: Workbench) -> None:

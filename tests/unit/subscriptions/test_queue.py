@@ -16,7 +16,7 @@ from millstream.broker.subscriptions.lease import Lease, Settle
 from millstream.broker.subscriptions.queue import CLOCK_STEP_MS, REASON_LENGTH_MAX, REASONS_MAX, Queue
 from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
 from millstream.broker.subscriptions.snapshot import write_snapshot
-from millstream.core.errors import CorruptState, InvalidRecordState
+from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.core.verb import Verb
@@ -239,6 +239,48 @@ def test_revived_messages_begin_again_in_their_order_once_per_letter(crashes: bo
     assert queue.revive(letters, now_ms=NOW_MS) == 0
     queue.letters_closed(letters, now_ms=NOW_MS)
     assert queue.fold.revived == {}
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_message_is_not_revived_while_its_letter_is_being_written(crashes: bool) -> None:
+    queue = make_queue(2, dead_letter_topic="dead")
+    queue.acquire("a", now_ms=NOW_MS, max_records=2)
+    queue.settle("a", [settle(0, 1, Verb.REJECT)], now_ms=NOW_MS)
+    first, second = (Revival(Offset(0), KEYS[0], letter.to_bytes(LETTER_BYTES)) for letter in (1, 2))
+    (other,) = dead_letters(queue, 1)
+    queue = again(queue) if crashes else queue
+    with pytest.raises(CoordinatorUnavailable, match="still writing message 0"):
+        queue.revive([other, first], now_ms=NOW_MS)
+    assert queue.counts.available == 0, "all of them are asked for again"
+    dead_letters(queue, 0)
+    assert queue.revive([other, first], now_ms=NOW_MS) == 2
+    # It dies again: the first letter has had its effect, the second has not.
+    queue.acquire("a", now_ms=NOW_MS, max_records=2)
+    queue.settle("a", [settle(0, 0, Verb.REJECT)], now_ms=NOW_MS)
+    queue = again(queue) if crashes else queue
+    assert queue.revive([first], now_ms=NOW_MS) == 0
+    with pytest.raises(CoordinatorUnavailable):
+        queue.revive([second], now_ms=NOW_MS)
+    dead_letters(queue, 0)
+    assert queue.revive([second], now_ms=NOW_MS) == 1
+
+
+def test_a_letter_of_a_message_that_is_still_to_be_delivered_changes_nothing() -> None:
+    queue = make_queue(1, dead_letter_topic="dead")
+    queue.acquire("a", now_ms=NOW_MS, max_records=1)
+    queue.settle("a", [settle(0, 0, Verb.REJECT)], now_ms=NOW_MS)
+    (letter,) = dead_letters(queue, 0)
+    older = letter._replace(letter=b"o" * LETTER_BYTES)
+    assert queue.revive([letter], now_ms=NOW_MS) == 1
+    assert queue.revive([older], now_ms=NOW_MS) == 0, "it is available"
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=1)) == [0]
+    assert queue.revive([older], now_ms=NOW_MS) == 0, "it is leased"
+    queue.settle("a", [settle(0, 0, Verb.RELEASE, delay_ms=1000)], now_ms=NOW_MS)
+    assert queue.revive([older], now_ms=NOW_MS) == 0, "it waits for a retry"
+    queue.seek(0, now_ms=NOW_MS)
+    assert queue.revive([letter], now_ms=NOW_MS) == 0, "it is looked at again"
+    queue.look(0, 1, now_ms=NOW_MS)
+    assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=1)) == [0]
 
 
 def test_a_revived_message_comes_before_later_ones_of_its_key_and_never_beside_them() -> None:

@@ -25,7 +25,7 @@ from millstream.broker.subscriptions.lease import Lease, Settle
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
 from millstream.broker.subscriptions.snapshot import write_snapshot
-from millstream.core.errors import InvalidRecordState, PolicyViolation
+from millstream.core.errors import CoordinatorUnavailable, InvalidRecordState, PolicyViolation
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import (
     AT_LEAST_ONCE,
@@ -466,6 +466,11 @@ class QueueHistory(RuleBasedStateMachine):
             Revival(Offset(offset), self.log[offset].key, model.letters[offset].to_bytes(LETTER_BYTES))
             for offset in offsets
         ]
+        dying = set(model.in_state(REJECTING))
+        if any(offset in dying and model.revived.get(offset) != model.letters[offset] for offset in offsets):
+            with pytest.raises(CoordinatorUnavailable):
+                self.queue.revive(revivals, now_ms=self.now_ms)
+            return
         wanted = [offset for offset in offsets if deepcopy(model).revive(offset, model.letters[offset])]
         aside = sum(offset < self.queue.fold.window.start for offset in wanted)
         if self.queue.counts.aside + aside > parked_max:

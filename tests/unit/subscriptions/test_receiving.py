@@ -41,7 +41,7 @@ async def test_what_is_given_counts_as_memory_of_clients_until_it_is_sent(bench:
     held_bytes = budget.used_bytes
     bench.store.holds = False
     bench.store.let_go()
-    ((_, received, _),) = await asking
+    ((_, received, *_),) = await asking
     assert (offsets(received), held_bytes, budget.used_bytes) == ([0], sum(map(len, received.batches)), 0)
 
 

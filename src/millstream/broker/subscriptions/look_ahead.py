@@ -157,12 +157,12 @@ def _lost(offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_key
 async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int], Offset]:
     """Find every message of the batch that holds an offset, with the number of its key, and the offset after the batch.
 
-    What cannot be read any more, or cannot be opened, has none.
+    What cannot be read any more, or cannot be opened, has none; what is being repaired raises `RepairPending`.
     """
     found: dict[int, int] = {}
     try:
         records = partition.read(offset, max_bytes=1)
-    except (OffsetOutOfRange, DamagedRange, RepairPending):
+    except (OffsetOutOfRange, DamagedRange):
         return found, Offset(offset + 1)
     header = next(iterate_whole_headers(records), None)
     if header is None:

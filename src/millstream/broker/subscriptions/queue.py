@@ -30,7 +30,7 @@ from millstream.broker.subscriptions.rejected import Rejected, Revival
 from millstream.broker.subscriptions.snapshot import read_snapshot
 from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex, Supply
 from millstream.broker.subscriptions.window import Window
-from millstream.core.errors import CorruptState, InvalidRecordState, PolicyViolation
+from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.core.verb import Verb
@@ -599,11 +599,17 @@ class Queue:
     def revive(self, revivals: Sequence[Revival], *, now_ms: int) -> int:
         """Have dead letters delivered again as new messages; says how many are.
 
-        Messages that the queue is not done with are left as they are, and so are those that it has revived by the same
-        letter before: whoever does not know whether it was answered can ask again.
+        Messages that are still to be delivered are left as they are, and so are those that it has revived by the same
+        letter before: whoever does not know whether it was answered can ask again. A message whose letter is not yet
+        known to be written would be done with once it is, so none is revived before.
         """
         fold = self._fold
-        wanted = sorted({one.offset: one for one in revivals if self._can_revive(one)}.values())
+        unwritten = [one.offset for one in revivals if self._is_new(one, REJECTING)]
+        if unwritten:
+            raise CoordinatorUnavailable(
+                f"the queue is still writing message {min(unwritten)} to the dead letter topic; try again in a moment"
+            )
+        wanted = sorted({one.offset: one for one in revivals if self._is_new(one, DONE)}.values())
         left = self._parked_max - fold.aside.unfinished
         if sum(one.offset < fold.window.start for one in wanted) > left:
             raise PolicyViolation(
@@ -620,10 +626,11 @@ class Queue:
                     self._supply.revive(self._order, one.offset, one.key)
         return len(wanted)
 
-    def _can_revive(self, revival: Revival) -> bool:
+    def _is_new(self, revival: Revival, state: int) -> bool:
+        """Whether a message is in a state, and was not revived by this letter before."""
         fold = self._fold
-        is_done = revival.offset < fold.window.end and fold.state_of(revival.offset) == DONE
-        return is_done and fold.revived.get(revival.offset) != revival.letter
+        is_in_state = revival.offset < fold.window.end and fold.state_of(revival.offset) == state
+        return is_in_state and fold.revived.get(revival.offset) != revival.letter
 
     def letters_closed(self, revivals: Iterable[Revival], *, now_ms: int) -> None:
         """Forget by which letters messages were revived, since these are closed."""

@@ -13,6 +13,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.subscriptions.delivery import Delivery, Received, Wanted
 from millstream.broker.subscriptions.lease import Settle
 from millstream.core.errors import MillstreamError
+from millstream.core.subscription import AT_MOST_ONCE
 from millstream.core.verb import Verb
 
 NOWHERE_S: Final = 1.0
@@ -28,6 +29,14 @@ class Given(NamedTuple):
     received: Received
     granted_at: float
     """By the monotonic clock, when the leases began, or a moment before."""
+    lease_ms: int | None
+    """How long they last from then on, whatever the subscription declares since; None if nothing is leased."""
+
+    @classmethod
+    def now(cls, delivery: Delivery, received: Received, granted_at: float) -> Given:
+        """With the length of leases that were granted just now."""
+        settings = delivery.settings
+        return cls(delivery, received, granted_at, None if settings.delivery == AT_MOST_ONCE else settings.lease_ms)
 
 
 class _Room:
@@ -77,7 +86,7 @@ class _Waiting:
 
     def give(self, delivery: Delivery, received: Received) -> None:
         self._room.take(received)
-        self.found.set_result(Given(delivery, received, self._asked_at))
+        self.found.set_result(Given.now(delivery, received, self._asked_at))
 
     def refuse(self, reason: MillstreamError) -> None:
         # Others may go on; whoever asks again is told.
@@ -148,7 +157,7 @@ def _look_round(deliveries: Sequence[Delivery], asked: Wanted, first: int, room:
             errors.append(error)
             continue
         if received.leases:
-            given.append(Given(delivery, received, granted_at))
+            given.append(Given.now(delivery, received, granted_at))
             records = wanted.max_records - sum(lease.last - lease.first + 1 for lease in received.leases)
             left_bytes = wanted.max_bytes - room.take(received)
             if records <= 0 or left_bytes <= 0:
@@ -206,7 +215,7 @@ async def _certain(given: list[Given], worker: str, beside: asyncio.Future[Any] 
 
 def give_back(given: Sequence[Given], worker: str) -> None:
     """Return leases whose worker never learns of them; that does not count as a delivery."""
-    for delivery, received, _ in given:
-        verbs = [Settle(lease.first, lease.last, Verb.RETURN, 0, "", lease.attempt) for lease in received.leases]
+    for one in given:
+        verbs = [Settle(lease.first, lease.last, Verb.RETURN, 0, "", lease.attempt) for lease in one.received.leases]
         with suppress(MillstreamError):
-            delivery.settle_now(worker, verbs)
+            one.delivery.settle_now(worker, verbs)

@@ -21,6 +21,7 @@ from millstream.core.errors import (
     InvalidRequest,
     MillstreamError,
     NotFound,
+    StorageFailure,
     SubscriptionExists,
     UnknownGroup,
     UnknownTopic,
@@ -289,6 +290,8 @@ class DeadLetterDesk:
             gone = await self._patiently(
                 lambda: self._subscriptions.revive(queue.subscription, place, self._letter_topic_id, letters, closed),
                 *TRANSIENT,
+                # A range that the disk lost is being fetched from another replica.
+                StorageFailure,
             )
         except (NotFound, InvalidRequest) as error:
             return dict.fromkeys((letter.offset for letter in letters), str(error))

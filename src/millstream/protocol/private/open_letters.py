@@ -4,18 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from millstream.core.errors import UnknownGroup
+from millstream.core.errors import CoordinatorUnavailable, UnknownGroup
 from millstream.core.subscription import LETTERS_PREFIX
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 
 
 async def open_letters(client: Client, topic: str) -> int:
-    """Count the open letters of a topic; 0 also for one that does not exist."""
+    """Count the open letters of a topic; 0 also for one that does not exist.
+
+    Raises `CoordinatorUnavailable` while some of its partitions have no leader, which alone knows their letters.
+    """
+    found = (await client.metadata([topic])).topics.get(topic)
+    partitions = set() if found is None else set(found.partitions)
     try:
-        (described,) = await SubscriptionClient(client).describe([LETTERS_PREFIX + topic])
+        (described,) = await SubscriptionClient(client).describe(
+            [LETTERS_PREFIX + topic], [(topic, index) for index in partitions]
+        )
     except UnknownGroup:
         return await stored_letters(client, topic)
+    unreached = sorted(partitions - {queue["partition"] for queue in described["queues"]})
+    if unreached:
+        raise CoordinatorUnavailable(
+            f"the open dead letters of topic {topic!r} cannot be counted, since nobody leads its partitions "
+            f"{', '.join(map(str, unreached))} now; try again when they have a leader"
+        )
     return sum(queue["backlog"] for queue in described["queues"])
 
 

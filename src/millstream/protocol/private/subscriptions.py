@@ -134,10 +134,15 @@ class SubscriptionClient:
 
         return await self._client.at_leader(topic, partition, attempt)
 
-    async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Subscriptions with all their queues, which the nodes that lead them tell."""
+    async def describe(
+        self, names: Sequence[str] | None = None, places: Iterable[tuple[str, int]] = ()
+    ) -> list[dict[str, Any]]:
+        """Subscriptions with all their queues, which the nodes that lead them tell.
+
+        Of a single one, queues that have begun are opened, and those on the partitions of `places`.
+        """
         found = await self._told({"names": None if names is None else list(names)})
-        closed = {tuple(place) for told in found.values() for place in told["kept"]} - {
+        closed = {*places, *(tuple(place) for told in found.values() for place in told["kept"])} - {
             (queue["topic"], queue["partition"]) for told in found.values() for queue in told["queues"]
         }
         if names is not None and len(found) == 1 and closed:

@@ -78,6 +78,8 @@ class _Told:
         self.failed: dict[SharePartition, MillstreamError] = {}
         self.leases: dict[SharePartition, list[Lease]] = {}
         self.records: dict[SharePartition, bytes] = {}
+        self.lease_ms: int | None = None
+        """How long the leases were granted for, the shortest of them."""
 
 
 class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
@@ -177,10 +179,11 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             first=session.turn % max(1, len(deliveries)),
             beside=confirming,
         )
-        for delivery, received, _ in given:
-            place = places[delivery.key]
-            told.leases[place] = received.leases
-            told.records[place] = b"".join(received.batches)
+        for one in given:
+            place = places[one.delivery.key]
+            told.leases[place] = one.received.leases
+            told.records[place] = b"".join(one.received.batches)
+        told.lease_ms = min((one.lease_ms for one in given if one.lease_ms is not None), default=None)
 
     async def _paid(self, client: ClientInfo, wait_ms: int) -> int | None:
         """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
@@ -195,11 +198,11 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         by_topic: dict[UUID, list[PartitionData]] = {}
         for topic_id, index in dict.fromkeys([*told.acknowledged, *told.failed, *told.leases]):
             by_topic.setdefault(topic_id, []).append(self._partition((topic_id, index), told))
-        settings = self._door.service.declared.settings_of(subscription)
+        lease_ms = told.lease_ms or self._door.service.declared.settings_of(subscription).lease_ms
         return ShareFetchResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.none,
-            acquisition_lock_timeout=i32Timedelta.parse(timedelta(milliseconds=settings.lease_ms)),
+            acquisition_lock_timeout=i32Timedelta.parse(timedelta(milliseconds=lease_ms)),
             responses=tuple(
                 ShareFetchableTopicResponse(topic_id=topic_id, partitions=tuple(partitions))
                 for topic_id, partitions in by_topic.items()

@@ -17,6 +17,7 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
@@ -25,6 +26,7 @@ import msgspec
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.core.errors import NotLeader
 from millstream.core.subscription import Subscription, shown
 from millstream.protocol.private.subscription_messages import LIST_KEY
 
@@ -76,11 +78,13 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
 
     async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
         for topic, index in places:
-            partition = self._service.topics.partition(topic, index)
-            if partition.is_leader:
-                engine = await self._service.engine()
-                for subscription in subscriptions:
-                    await engine.delivery(subscription, partition)
+            # A node without a replica has no such partition, and leadership may move meanwhile.
+            with suppress(NotLeader):
+                partition = self._service.topics.partition(topic, index)
+                if partition.is_leader:
+                    engine = await self._service.engine()
+                    for subscription in subscriptions:
+                        await engine.delivery(subscription, partition)
 
     def _pushed(self, subscription: Subscription) -> list[dict[str, Any]]:
         """How push goes here; a client puts those of all nodes together."""

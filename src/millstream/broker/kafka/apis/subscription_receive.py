@@ -30,7 +30,7 @@ from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import InvalidRequest
-from millstream.core.subscription import AT_MOST_ONCE, Subscription
+from millstream.core.subscription import Subscription
 from millstream.protocol.private.subscription_messages import (
     RECEIVE_KEY,
     LeasedRange,
@@ -83,7 +83,7 @@ class SubscriptionReceive(PackedApi[Receive]):
             given = await self._lease(msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max)))
         if given:
             client.presence.when_undelivered(partial(self._give_back, given, request.worker))
-        answer = _answer(given, arrived)
+        answer = answer_of(given, arrived)
         size = sum(len(one.batches) for one in answer.partitions)
         client.fetch_requests += 1
         client.fetched_bytes += size
@@ -95,7 +95,7 @@ class SubscriptionReceive(PackedApi[Receive]):
         """Lease what is there, or wait for it, whoever asks."""
         arrived = monotonic()
         _check(request)
-        return _answer(await self._lease(request), arrived)
+        return answer_of(await self._lease(request), arrived)
 
     async def _lease(self, request: Receive) -> list[Given]:
         subscription = await self._subscriptions.find(request.subscription)
@@ -154,18 +154,19 @@ def _check(request: Receive) -> None:
         raise InvalidRequest("at least one record and one byte are asked for, and no wait is negative")
 
 
-def _answer(given: list[Given], arrived: float) -> ReceiveAnswer:
+def answer_of(given: list[Given], arrived: float) -> ReceiveAnswer:
+    """Tell a worker, whose request arrived at this monotonic time, what it was given."""
     waited_s = min((one.granted_at for one in given), default=arrived) - arrived
     return ReceiveAnswer(0, None, [_told(one) for one in given], waited_ms=max(0, int(waited_s * 1000)))
 
 
 def _told(given: Given) -> PartitionMessages:
-    partition, settings = given.delivery.partition, given.delivery.settings
+    partition = given.delivery.partition
     return PartitionMessages(
         partition.topic.name,
         partition.topic.topic_id.bytes,
         partition.index,
         [LeasedRange(*lease) for lease in given.received.leases],
         b"".join(given.received.batches),
-        None if settings.delivery == AT_MOST_ONCE else settings.lease_ms,
+        given.lease_ms,
     )

@@ -7,7 +7,9 @@
 The messages at these offsets are available again in this one subscription, as if they had never been delivered, in
 the order of their offsets; in an ordered subscription before all later messages of their keys. Asking again with the
 same letters does nothing, until the letters are named in `closed`. `missing` are messages that the log no longer has;
-they are all that are asked for when the topic is another one by now. The leader of the partition answers.
+they are all that are asked for when the topic is another one by now. The leader of the partition answers. While the
+queue does not know yet that one of the letters is written, the answer is COORDINATOR_NOT_AVAILABLE, nothing is revived,
+and the client asks again.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
