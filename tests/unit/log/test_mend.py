@@ -13,7 +13,7 @@ import pytest
 from millstream.broker.log.log import Log
 from millstream.broker.log.mend import Mend, fit_batches
 from millstream.broker.log.store import LogStore
-from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, StorageFailure
+from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MisfitBatch, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.raw_record import empty_batch
@@ -184,8 +184,10 @@ def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore,
     wrong_crc = right[:-1] + b"?"
     wrong_offset = b"\0" * 7 + b"\x13" + right[8:]
     wrong_epoch = right[:12] + b"\0\0\0\x05" + right[16:]
-    for batches in (wrong_crc, wrong_offset, wrong_epoch):
-        with pytest.raises(CorruptBatch):
+    with pytest.raises(CorruptBatch):
+        fit_batches(log, lost, wrong_crc)
+    for batches in (wrong_offset, wrong_epoch):
+        with pytest.raises(MisfitBatch):
             fit_batches(log, lost, batches)
     assert fit_batches(log, lost, right) == (right, 18)
 
