@@ -51,6 +51,7 @@ MillstreamError
 │   └── SubscribedToTopic          offsets of a topic in use are not deleted
 ├── BatchRejected                  the batch was read and will never be accepted as it is
 │   ├── CorruptBatch               framing or CRC is wrong
+│   ├── MisfitBatch                valid, but it cannot take the place of what the disk lost
 │   ├── InvalidBatch               well framed, but not what a producer may send
 │   ├── BatchTooLarge
 │   └── UnsupportedCompression
@@ -331,6 +332,10 @@ class BatchRejected(MillstreamError):
 
 class CorruptBatch(BatchRejected):
     """The framing or the CRC of a batch is wrong."""
+
+
+class MisfitBatch(BatchRejected):
+    """A batch of another replica is valid, but cannot take the place of what the disk lost."""
 
 
 class InvalidBatch(BatchRejected):

@@ -7,6 +7,10 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from millstream.broker.cluster.damage_repair import DamageRepair
+from millstream.broker.log.damage import LostRange
+from millstream.broker.log.mend import Mend
+from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import DamagedRange, NotLeader, RepairPending
 from millstream.core.ids import Epoch, NodeId, Offset
@@ -186,3 +190,81 @@ async def test_a_leader_whose_disk_takes_nothing_hands_over(group: ReplicaGroup)
     await until(lambda: are_whole(group) and is_in_sync(group))
     assert not harmed.is_leader
     assert (await group.partition(2).append(a_batch(COUNT))).base_offset == COUNT
+
+
+NOT_YET = "lost offsets are not put back yet; it is tried again"
+
+
+def attempts(caplog: pytest.LogCaptureFixture) -> int:
+    """How many attempts to put something back have failed."""
+    return sum(record.message == NOT_YET for record in caplog.records)
+
+
+async def test_acknowledged_records_are_not_cut_where_no_answer_fits(
+    group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What lies behind the lost range may be the last copy."""
+    follower = group.partition(2)
+    too_long = encode_batch([NewRecord(None, b"%d" % number, (), 1000) for number in range(3)])
+    too_long[:8] = (16).to_bytes(8, "big")
+    too_long[12:16] = bytes(4)
+
+    async def fetch_misfit(*_: object) -> bytes:
+        return bytes(too_long)
+
+    generation = follower.log.generation
+    with monkeypatch.context() as patched:
+        patched.setattr(DamageRepair, "_fetch", fetch_misfit)
+        harm(group, 2, 17)
+        scrub(group, 2)
+        await until(lambda: attempts(caplog) >= 2 and not is_in_sync(group))
+        await group.partition(1).append(a_batch(COUNT))
+        await until(lambda: attempts(caplog) >= 3)
+        assert follower.log.damage == ((17, 18),)
+    await until(lambda: are_whole(group) and is_in_sync(group))
+    assert follower.log.generation == generation
+    assert len({content(group.partition(node)) for node in (1, 2, 3)}) == 1
+
+
+@pytest.mark.parametrize("reason", ["the answers are damaged", "the log changes meanwhile"])
+async def test_a_leader_keeps_leading_when_an_attempt_fails_for_another_reason_than_its_disk(
+    group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
+) -> None:
+    fetch, mend = DamageRepair._fetch, LogStore.mend
+
+    async def fetch_damaged(repair: DamageRepair, partition: Partition, node: NodeId, lost: LostRange) -> bytes:
+        batches = await fetch(repair, partition, node, lost)
+        return batches[:120] + b"?" + batches[121:]
+
+    async def mend_changed(store: LogStore, one: Mend) -> None:
+        one.log.generation += 1
+        await mend(store, one)
+
+    with monkeypatch.context() as patched:
+        if reason == "the answers are damaged":
+            patched.setattr(DamageRepair, "_fetch", fetch_damaged)
+        else:
+            patched.setattr(LogStore, "mend", mend_changed)
+        harm(group, 1, 17)
+        scrub(group, 1)
+        await until(lambda: attempts(caplog) >= 2)
+        assert group.partition(1).log.damage == ((17, 18),)
+    await check_repaired(group)
+    agreed = group.agreed()
+    assert agreed is not None
+    assert (agreed.state.leader, agreed.state.leader_epoch) == (ONE, 0)
+
+
+async def test_a_leader_that_is_whole_again_does_not_hand_over_any_more(group: ReplicaGroup) -> None:
+    leader, files = group.partition(1), group.nodes[ONE].files
+    path, position = place_of(leader, 17)
+    files.flip_bit(path, position + 120, 1)
+    scrub(group, 1)
+    leader.hand_over()
+    change = leader.in_sync_change(lag_s=60)
+    assert change is not None
+    assert change.state.leader == TWO
+    files.flip_bit(path, position + 120, 1)
+    scrub(group, 1)
+    assert not leader.log.lost
+    assert leader.in_sync_change(lag_s=60) is None

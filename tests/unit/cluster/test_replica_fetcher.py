@@ -109,11 +109,11 @@ async def test_what_an_earlier_fetcher_left_unsynced_is_not_called_stored(store:
 
 
 @pytest.mark.parametrize(
-    ("in_sync", "watermark", "must_refetch", "end"),
-    [((LEADER,), 1, False, 1), ((LEADER,), 2, False, 3), ((LEADER,), 2, True, 1), ((LEADER, ME), 1, True, 3)],
+    ("in_sync", "watermark", "end"),
+    [((LEADER,), 1, 1), ((LEADER,), 2, 3), ((LEADER, ME), 1, 3)],
 )
 async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_nobody_counts_on_the_rest(
-    in_sync: tuple[NodeId, ...], watermark: int, must_refetch: bool, end: int
+    in_sync: tuple[NodeId, ...], watermark: int, end: int
 ) -> None:
     files, where = MemoryFiles(), TopicPartition("t", PartitionIndex(0))
     for attempt in range(2):
@@ -131,7 +131,6 @@ async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_nobody_count
     partition.apply(Versioned(dataclasses.replace(STATE, in_sync=in_sync), 1), me=ME)
     assert log.damage == ((1, 2),)
     log.lost.has_replicas = True
-    partition.must_refetch = must_refetch
     cut = partition.cut_damage(Offset(watermark))
     if cut is not None:
         await cut

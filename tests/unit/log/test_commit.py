@@ -249,6 +249,36 @@ def test_what_the_kernel_threw_away_is_lost_but_not_acknowledged(store: LogStore
     assert [record.value for record in decode_records(log.read(2, max_bytes=1000, up_to=3))] == [b"b"]
 
 
+@pytest.mark.parametrize("is_under_way", [True, False])
+def test_what_is_lost_with_its_file_before_it_is_synced_is_not_acknowledged(
+    store: LogStore, files: MemoryFiles, is_under_way: bool
+) -> None:
+    (log,) = open_logs(store, 1)
+    put(store, log, b"first", sequence=0)
+    commit(store)
+    put(store, log, b"second", sequence=1)
+    told: list[object] = []
+    log.on_synced = lambda: told.append(log.synced_offset)
+    log.on_sync_failed = told.append
+    under_way = store._begin_commit() if is_under_way else None
+    files.remove(log.segments[0].path)
+    while store.scrub_once():
+        pass
+    assert log.damage == ((0, 2),)
+    assert [type(one) for one in told] == [StorageFailure]
+    if under_way is not None:
+        store._do(under_way)
+    # The retry is stored, and not taken for a duplicate of what is gone.
+    put(store, log, b"second", sequence=1)
+    commit(store)
+    assert (log.end_offset, told[-1]) == (3, 3)
+    (record,) = decode_records(log.read(2, max_bytes=1000, up_to=3))
+    assert record.value == b"second"
+    while store.scrub_once():
+        pass
+    assert sum(isinstance(one, StorageFailure) for one in told) == 1
+
+
 def test_what_the_journal_holds_survives_a_failed_sync_of_the_segment(store: LogStore, files: MemoryFiles) -> None:
     files.keep_cache_after_failed_sync = False
     logs = open_logs(store, MANY)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
@@ -11,7 +13,7 @@ import pytest
 from millstream.broker.log.log import Log
 from millstream.broker.log.mend import Mend, fit_batches
 from millstream.broker.log.store import LogStore
-from millstream.core.errors import CorruptBatch, MillstreamError
+from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MisfitBatch, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.raw_record import empty_batch
@@ -182,8 +184,10 @@ def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore,
     wrong_crc = right[:-1] + b"?"
     wrong_offset = b"\0" * 7 + b"\x13" + right[8:]
     wrong_epoch = right[:12] + b"\0\0\0\x05" + right[16:]
-    for batches in (wrong_crc, wrong_offset, wrong_epoch):
-        with pytest.raises(CorruptBatch):
+    with pytest.raises(CorruptBatch):
+        fit_batches(log, lost, wrong_crc)
+    for batches in (wrong_offset, wrong_epoch):
+        with pytest.raises(MisfitBatch):
             fit_batches(log, lost, batches)
     assert fit_batches(log, lost, right) == (right, 18)
 
@@ -200,6 +204,62 @@ def test_a_disk_that_refuses_leaves_the_range_lost(opened: tuple[LogStore, Log],
     assert log.damage == ((17, 18),)
     mend(store, log, given[17])
     assert values(log) == list(range(COUNT))
+
+
+@pytest.mark.parametrize("offset", [17, COUNT - 1])
+def test_what_was_written_after_a_cut_is_not_written_over(
+    opened: tuple[LogStore, Log], files: MemoryFiles, offset: int
+) -> None:
+    """The repair waits for its thread while a follower truncates the same file and takes over other records."""
+    store, log = opened
+    given = lose(files, store, log, offset)
+    (lost,) = log.lost
+    job = Mend(log, lost, given[offset], offset + 1)
+    log.truncate_to(offset)
+    for number in range(offset, COUNT):
+        log.append(a_batch(number + 100), leader_epoch=Epoch(9))
+    job.execute()
+    job.finish()
+    assert isinstance(job.error, LogUnavailable)
+    assert not isinstance(job.error, StorageFailure)
+    with pytest.raises(LogUnavailable):
+        Mend(log, lost, given[offset], offset + 1)
+    store.sync_soon(log)
+    store.commit_once()
+    files.kill()
+    again = open_log(files)[1]
+    assert values(again, lambda number: b"%0100d" % (number if number < offset else number + 100)) == list(range(COUNT))
+
+
+async def test_a_write_in_place_and_a_cut_have_one_thread() -> None:
+    files = ThreadFiles(3, open_files_max=64)
+    store, log = open_log(files)
+    fill(store, log)
+    given = lose(files, store, log, 17)
+    (lost,) = log.lost
+    files.threads.clear()
+    mending = asyncio.ensure_future(store.mend(Mend(log, lost, given[17], 18)))
+    await asyncio.sleep(0)
+    cut = log.begin_truncation(16)
+    assert cut is not None
+    await store.cut_soon(cut)
+    with pytest.raises(LogUnavailable):
+        await mending
+    assert files.threads
+    assert len(files.threads) == 1
+    await store.close()
+
+
+class ThreadFiles(MemoryFiles):
+    """Files that note which threads change segments."""
+
+    def __init__(self, seed: int, *, open_files_max: int) -> None:
+        super().__init__(seed, open_files_max=open_files_max)
+        self.threads: set[int] = set()
+
+    def sync(self, descriptor: int, /) -> None:
+        self.threads.add(threading.get_ident())
+        super().sync(descriptor)
 
 
 def test_what_recovery_could_not_read_of_producers_is_learned_when_it_is_back(files: MemoryFiles) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from errno import EIO
 from uuid import UUID
 
 import pytest
 
+from millstream.broker.log import scrub as scrub_module
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.ids import Epoch, PartitionIndex
@@ -87,6 +89,57 @@ def test_what_was_put_right_is_served_again(store: LogStore, logs: list[Log], fi
     scrub(store)
     assert not logs[0].lost
     assert b"%0100d" % 5 in bytes(logs[0].read(5, max_bytes=1, up_to=40))
+
+
+def test_a_restored_file_is_served_again_however_large_it_is(
+    store: LogStore, files: MemoryFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrub_module, "STEP_BYTES", 500)
+    log = open_log(store, 0)
+    removed = log.segments[1]
+    content = files.content(removed.path)
+    files.remove(removed.path)
+    scrub(store)
+    assert log.damage == ((removed.base_offset, removed.next_offset),)
+    descriptor = files.open(removed.path, create=True)
+    files.write_at(descriptor, content, 0)
+    scrub(store)
+    assert not log.lost
+    assert log.read(removed.base_offset, max_bytes=10_000, up_to=removed.next_offset) == content
+
+
+@pytest.mark.parametrize("has_replicas", [True, False])
+def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
+    store: LogStore,
+    logs: list[Log],
+    files: MemoryFiles,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    has_replicas: bool,
+) -> None:
+    """It is lost where another replica may have it; elsewhere it may be readable later, so that it is not given up."""
+    monkeypatch.setattr(scrub_module, "SECTOR_BYTES", 50)
+    log = logs[0]
+    log.lost.has_replicas = has_replicas
+    path, position = place_of(log, 17)
+    behind = place_of(log, 19)
+    assert behind[0] == path
+    unreadable = files._file(path)
+    read_at = files.read_at
+
+    def fail_to_read(descriptor: int, size: int, at: int, /) -> bytes:
+        if files._opened(descriptor) is unreadable and at <= position + PAYLOAD_AT < at + size:
+            raise OSError(EIO, "Input/output error")
+        return read_at(descriptor, size, at)
+
+    monkeypatch.setattr(files, "read_at", fail_to_read)
+    files.flip_bit(path, behind[1] + PAYLOAD_AT, 1)
+    scrub(store)
+    assert log.damage == (((17, 18), (19, 20)) if has_replicas else ((19, 20),))
+    (told,) = [record for record in caplog.records if record.message == "a segment cannot be read"]
+    assert (vars(told)["topic"], vars(told)["partition"]) == ("topic-0", 0)
+    (counted,) = [one for one in store.metrics() if one.name == "millstream_log_scrub_read_errors_total"]
+    assert [sample.value for sample in counted.samples] == [1]
 
 
 def test_a_restart_goes_on_where_the_pass_was(

@@ -22,6 +22,7 @@ from millstream.core.errors import (
     DamagedRange,
     LogUnavailable,
     MillstreamError,
+    MisfitBatch,
     OffsetOutOfRange,
     StorageFailure,
 )
@@ -114,7 +115,7 @@ class DamageRepair:
 
     async def _repair_range(self, partition: Partition, lost: LostRange) -> None:
         undecided: MillstreamError | None = None
-        cannot: CorruptBatch | StorageFailure | None = None
+        cannot: MisfitBatch | StorageFailure | None = None
         for node in self._others(partition):
             try:
                 batches = await self._fetch(partition, node, lost)
@@ -126,11 +127,13 @@ class DamageRepair:
                     await partition.put_back(lost, batches)
                     self._repaired += 1
                     return
-            except (CorruptBatch, StorageFailure) as error:
+            except (MisfitBatch, StorageFailure) as error:
                 cannot = error
+            except MillstreamError as error:
+                # The answer was damaged, or the log changed meanwhile.
+                undecided = error
         if cannot is not None:
-            # Others have it: one of them leads better, and a follower in which it does not fit fetches all again.
-            partition.must_refetch = isinstance(cannot, CorruptBatch)
+            # Others have it, so one of them leads better.
             partition.hand_over()
             raise cannot
         if undecided is not None:

@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from errno import ENOENT
 from typing import Protocol
 from uuid import UUID
 
@@ -45,7 +46,7 @@ from millstream.core.errors import (
     StorageFailure,
 )
 from millstream.core.ids import Epoch, Offset
-from millstream.core.topic import FLUSH_OS, TopicPartition, TopicSettings
+from millstream.core.topic import FLUSH_ALWAYS, FLUSH_OS, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import Buffer
 
 _logger = logging.getLogger(__name__)
@@ -467,12 +468,20 @@ class Log:
 
     def lose_file(self, segment: Segment) -> None:
         """Note that all of a segment is lost, as its file was removed."""
-        if self.lost.at(segment.base_offset) == _whole(segment):
+        known = self.lost.at(max(segment.base_offset, self.start_offset))
+        if known is not None and known.next_offset >= segment.next_offset:
             return
         self.open_files.close(segment)
         # There is nothing to sync any more; the checkpoint that follows says that it is lost.
         segment.mark_synced(segment.size, segment.next_offset)
-        self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset))
+        unsynced = max(self.synced_offset, segment.base_offset)
+        is_awaited = self.settings.flush == FLUSH_ALWAYS and unsynced < segment.next_offset
+        self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset), unread=is_awaited)
+        if is_awaited:
+            # A commit under way may still advance past it, and a retry must not count as a duplicate of what is gone.
+            self.producers.drop_range(unsynced, segment.next_offset)
+            self.fail_sync(FileNotFoundError(ENOENT, "the file was removed"), f"syncing {segment.path}")
+            self.failure = None
         if segment is self.segments[-1]:
             # A disk that takes no new file is told to whoever writes.
             with suppress(StorageFailure):
@@ -655,10 +664,6 @@ class Log:
         settle_swaps(self, list(self.swaps))
         for segment in self.segments:
             self.open_files.release(segment)
-
-
-def _whole(segment: Segment) -> LostRange:
-    return LostRange(segment.base_offset, segment.next_offset, segment.base_offset, 0, segment.size)
 
 
 def _takes_plain(settings: TopicSettings) -> bool:

@@ -20,7 +20,7 @@ from millstream.broker.log.log import Log
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment, cleaned_path
 from millstream.broker.log.swap import swap_in
-from millstream.core.errors import CorruptBatch, MillstreamError, StorageFailure
+from millstream.core.errors import LogUnavailable, MillstreamError, MisfitBatch, StorageFailure
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
 from millstream.protocol.records.raw_record import empty_batch
 
@@ -30,9 +30,9 @@ COPY_BYTES = 1024 * 1024
 def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]:
     """Those of another replica's batches that belong in a lost range, and the offset after them.
 
-    `CorruptBatch` if they are damaged themselves, or cannot have been there: they have to begin where the range does,
-    to follow each other, and to be of epochs that fit those around them. Batches without records, in which compaction
-    joins offsets, are cut to fit.
+    `CorruptBatch` if they are damaged themselves, `MisfitBatch` if they cannot have been there: they have to begin
+    where the range does, to follow each other, and to be of epochs that fit those around them. Batches without records,
+    in which compaction joins offsets, are cut to fit.
     """
     latest, last = log.epochs.epoch_at(lost.first - 1), log.epochs.epoch_at(lost.next_offset)
     fitted, expected = bytearray(), lost.first
@@ -43,11 +43,9 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
         check_crc(batches, header)
         is_first = not fitted and header.base_offset <= expected < header.next_offset
         if not is_first and header.base_offset != expected:
-            raise CorruptBatch(
-                f"{log.partition}: a replica gave offset {header.base_offset} in the place of {expected}"
-            )
+            raise MisfitBatch(f"{log.partition}: a replica gave offset {header.base_offset} in the place of {expected}")
         if not latest <= header.leader_epoch <= last:
-            raise CorruptBatch(
+            raise MisfitBatch(
                 f"{log.partition}: a replica gave a batch of epoch {header.leader_epoch} at offset {expected}, "
                 f"between epochs {latest} and {last}"
             )
@@ -62,7 +60,7 @@ def _fit(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buf
     if begins and header.next_offset <= lost.next_offset:
         return memoryview(batches)[header.position : header.end_position]
     if header.record_count:
-        raise CorruptBatch(
+        raise MisfitBatch(
             f"{log.partition}: a replica has offsets {header.base_offset} to {header.last_offset} in one batch, "
             f"and {lost.first} to {lost.next_offset - 1} are lost here"
         )
@@ -74,6 +72,8 @@ class Mend:
     """Puts batches into the beginning of a lost range, or into all of it; `fit_batches` has checked them."""
 
     def __init__(self, log: Log, lost: LostRange, batches: bytes, next_offset: int) -> None:
+        if lost not in log.lost:
+            raise _changed(log, lost)
         self.log = log
         self.error: OSError | MillstreamError | None = None
         self._lost = lost
@@ -82,7 +82,7 @@ class Mend:
         self._generation = log.generation
         self._files = log.open_files.files
         self._old = next((one for one in log.segments if one.base_offset == lost.segment), None)
-        self._is_in_place = self._fits_in_place()
+        self.is_in_place = self._fits_in_place()
         self._token = secrets.token_hex(4)
         self._epochs = EpochHistory(log.epochs.entries())
         for header in iterate_headers(batches):
@@ -90,7 +90,7 @@ class Mend:
         self._interval_bytes = log.settings.index_interval_bytes
         self._new: Segment | None = None
         self._bad: list[Bad] = []
-        if not self._is_in_place and self._old is log.segments[-1]:
+        if not self.is_in_place and self._old is log.segments[-1]:
             log.roll()
         if self._old is not None:
             log.open_files.descriptor(self._old, create=True)
@@ -102,10 +102,18 @@ class Mend:
             return False
         return end == lost.end if self._next_offset == lost.next_offset else end < lost.end
 
+    @property
+    def _is_current(self) -> bool:
+        log = self.log
+        return not log.closed and log.generation == self._generation and self._lost in log.lost
+
     def execute(self) -> None:
-        """Write and sync; called in a thread."""
+        """Write and sync; called in a thread, in place only in the one that cuts logs."""
         try:
-            if self._is_in_place:
+            if not self._is_current:
+                # What lies at this place of the file may be newer records by now.
+                raise _changed(self.log, self._lost)
+            if self.is_in_place:
                 write_fully(self._files, self._descriptor, self._batches, self._lost.start)
                 self._files.sync(self._descriptor)
                 # A file that was removed has its name again.
@@ -168,8 +176,8 @@ class Mend:
         log, lost = self.log, self._lost
         if self._old is not None:
             log.open_files.unpin(self._old)
-        if self.error is None and (log.closed or log.generation != self._generation or lost not in log.lost):
-            self.error = StorageFailure(f"{log.partition} changed while offsets {lost.first} on were put back")
+        if self.error is None and not self._is_current:
+            self.error = _changed(log, lost)
         if self.error is None and self._new is not None:
             self._swap(self._new)
         if self.error is not None:
@@ -190,7 +198,7 @@ class Mend:
         new.mark_synced(new.size, new.next_offset)
         try:
             if not swap_in(log, [] if old is None else [old], new, self._token):
-                self.error = StorageFailure(f"{new.path} could not take the place of its segment")
+                self.error = _changed(log, self._lost)
         except OSError as error:
             self.error = error
 
@@ -214,6 +222,10 @@ class Mend:
     def _is_unread(self, offset: int) -> bool:
         known = self.log.lost.at(offset)
         return known is not None and known.unread
+
+
+def _changed(log: Log, lost: LostRange) -> LogUnavailable:
+    return LogUnavailable(f"{log.partition} changed while offsets {lost.first} to {lost.next_offset - 1} were put back")
 
 
 def _read(files: Files, descriptor: int, start: int, end: int) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from errno import EIO
 from uuid import UUID
 
 import msgspec
@@ -22,10 +22,11 @@ from millstream.broker.log.files import Files
 from millstream.broker.log.frame import FRAME_BYTES, read_frame, valid_run
 from millstream.broker.log.ledger import LogKey
 from millstream.broker.log.log import Log
+from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment
 from millstream.broker.log.state import read_whole, replace_file
 from millstream.core.clock import Clock
-from millstream.core.errors import CorruptBatch, StorageFailure
+from millstream.core.errors import CorruptBatch
 from millstream.core.ids import PartitionIndex
 from millstream.core.metric import Metric, counter, gauge
 
@@ -35,8 +36,7 @@ SCRUB_NAME = "scrub"
 STEP_BYTES = 1024 * 1024
 STEP_COST_BYTES = 64 * 1024
 """Every step counts as so many bytes at least, so that many small segments are not read all at once."""
-HOLE_BYTES_MAX = 16 * 1024 * 1024
-"""A damaged range that is larger is not looked at again."""
+SECTOR_BYTES = 4096
 KEEP_S = 30.0
 """So often the position is written down."""
 
@@ -50,6 +50,29 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     finished_ms: int = 0
 
 
+class _SectorWindow(Window):
+    """A file in which the sectors that the disk cannot read are zeros."""
+
+    def _move(self, position: int, size: int) -> None:
+        try:
+            super()._move(position, size)
+        except OSError as error:
+            if error.errno != EIO:
+                raise
+            end = min(position + max(size, STEP_BYTES), self.end)
+            self._data = b"".join(self._read_sector(at, end) for at in range(position, end, SECTOR_BYTES))
+            self._start = position
+
+    def _read_sector(self, position: int, end: int) -> bytes:
+        size = min(SECTOR_BYTES, end - position)
+        try:
+            return self._files.read_at(self._descriptor, size, position).ljust(size, b"\0")
+        except OSError as error:
+            if error.errno != EIO:
+                raise
+            return bytes(size)
+
+
 class ScrubStep:
     """Verifies one piece of a segment, from a batch whose offset is known."""
 
@@ -61,47 +84,87 @@ class ScrubStep:
         self.end = position
         self.next_offset = offset
         self.is_broken = False
+        self.bad: Bad | None = None
+        """What is lost where it is broken."""
+        self.error: OSError | None = None
+        """Why the disk could not read some of it."""
         self._stop = stop
         self.hole = hole
         self._epochs = EpochHistory(log.epochs.entries())
-        self._cuts = segment.cuts
+        self._generation = log.generation
+        self._segment_size, self._limit = segment.size, segment.next_offset
         self._descriptor = log.open_files.pin(segment)
         self._files = log.open_files.files
         self.size = 0
 
     def execute(self) -> None:
         """Read and verify; called in a thread."""
-        position = self.end
-        wanted = min(STEP_BYTES if self.hole is None else HOLE_BYTES_MAX, self._stop - position)
         try:
-            data = self._files.read_at(self._descriptor, wanted, position)
-            run = valid_run(data, len(data), self.next_offset, self._epochs)
-            if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES and wanted < self._stop - position:
-                # The first batch is larger than a step.
-                size = min(read_frame(data, 0, position).end_position, self._stop) - position
-                data = self._files.read_at(self._descriptor, size, position)
-                run = valid_run(data, 1, self.next_offset, self._epochs)
-        except (OSError, CorruptBatch):
-            # Looking again from the loop tells what is the matter.
+            self._verify()
+            while self.hole is not None and not self.is_broken and self.end < self._stop:
+                self._verify()
+        except CorruptBatch:
             self.is_broken = True
-            return
-        self.size = len(data)
+        except OSError as error:
+            self.is_broken, self.error = True, error
+        if self.is_broken and self.hole is None:
+            try:
+                self._find_bad()
+            except OSError as error:
+                self.error = error
+
+    def _verify(self) -> None:
+        position = self.end
+        wanted = min(STEP_BYTES, self._stop - position)
+        data = self._files.read_at(self._descriptor, wanted, position)
+        run = valid_run(data, len(data), self.next_offset, self._epochs)
+        if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES and wanted < self._stop - position:
+            # The first batch is larger than a step.
+            size = min(read_frame(data, 0, position).end_position, self._stop) - position
+            data = self._files.read_at(self._descriptor, size, position)
+            run = valid_run(data, 1, self.next_offset, self._epochs)
+        self.size += len(data)
         self.is_broken = run.broken or run.end == 0
         self.end, self.next_offset = position + run.end, run.next_offset
 
+    def _find_bad(self) -> None:
+        """Look for the end of what is broken."""
+        end = min(self._segment_size, self._files.size(self._descriptor))
+        window = _SectorWindow(self._files, self._descriptor, end)
+        scan = Scan(window, self.end, self.next_offset, limit=self._limit, epochs=self._epochs)
+        bad = next((found for found in scan if isinstance(found, Bad)), None)
+        if bad is None and scan.expected < self._limit:
+            bad = Bad(scan.position, self._segment_size, scan.expected, self._limit)
+        elif bad is not None and bad.next_offset < 0:
+            bad = bad._replace(end=self._segment_size, next_offset=self._limit)
+        self.bad = bad
+
     def finish(self) -> None:
         """Tell the log what was found; called on the loop."""
-        log, segment = self.log, self.segment
+        log, segment, bad = self.log, self.segment, self.bad
         log.open_files.unpin(segment)
-        if log.closed or segment.cuts != self._cuts or not any(one is segment for one in log.segments):
+        # A segment that was cut off or compacted in the meantime is not damaged.
+        if log.closed or log.generation != self._generation or not any(one is segment for one in log.segments):
             return
+        if self.error is not None:
+            _logger.error(
+                "a segment cannot be read",
+                extra={
+                    "topic": log.partition.topic,
+                    "partition": log.partition.partition,
+                    "file": segment.path,
+                    "first_offset": self.next_offset,
+                    "error": str(self.error),
+                },
+            )
         if self.hole is not None:
             if (self.end, self.next_offset) == (self.hole.end, self.hole.next_offset):
                 log.find_again(self.hole)
-        elif self.is_broken:
-            # A segment that was cut off or compacted in the meantime is not damaged.
-            with suppress(StorageFailure):
-                log.inspect(segment, self.end)
+        elif bad is not None and (self.error is None or log.lost.has_replicas):
+            # Without another replica, what cannot be read now may be readable later, and is not passed over.
+            known = log.lost.at(bad.first)
+            if known is None or known.next_offset < bad.next_offset:
+                log.lose(segment, bad)
 
 
 class Scrubber:
@@ -118,8 +181,8 @@ class Scrubber:
         self._keys: list[LogKey] = []
         """The logs that this pass has still to come to, the next one last."""
         self._segment: Segment | None = None
-        self._position = self._offset = 0
-        self._bytes = 0
+        self._generation = self._position = self._offset = 0
+        self._bytes = self._read_errors = 0
         self._passes = 0
 
     def _read_progress(self) -> Progress:
@@ -164,7 +227,7 @@ class Scrubber:
         progress = self._progress
         first = progress.base_offset if (progress.topic_id, progress.partition) == log.key else 0
         for segment in log.segments[bisect_left(log.segments, first, key=_base_offset) :]:
-            if self._segment is not segment:
+            if self._segment is not segment or self._generation != log.generation:
                 self._begin(log, segment)
             try:
                 if self._position < segment.size and self._is_there(log, segment):
@@ -174,7 +237,8 @@ class Scrubber:
         return None
 
     def _begin(self, log: Log, segment: Segment) -> None:
-        self._segment, self._position, self._offset = segment, 0, segment.base_offset
+        self._segment, self._generation = segment, log.generation
+        self._position, self._offset = 0, segment.base_offset
         self._progress = Progress(
             topic_id=log.topic_id,
             partition=log.partition.partition,
@@ -203,9 +267,12 @@ class Scrubber:
     def ended(self, step: ScrubStep) -> float:
         """Account for a step; returns how many seconds to wait before the next one."""
         self._bytes += step.size
+        self._read_errors += step.error is not None
         if step.hole is not None:
             self._position, self._offset = step.hole.end, step.hole.next_offset
-        elif step.is_broken and not any(lost.start == step.end for lost in step.log.lost):
+        elif step.bad is not None:
+            self._position, self._offset = step.bad.end, step.bad.next_offset
+        elif step.is_broken:
             # Nothing is wrong with it any more; the next pass looks at the rest.
             self._position = step.segment.size
         else:
@@ -228,6 +295,9 @@ class Scrubber:
     def metrics(self) -> Iterable[Metric]:
         """The numbers of the scrub."""
         yield counter("millstream_log_scrubbed_bytes_total", "Bytes that the scrub has verified.", self._bytes)
+        yield counter(
+            "millstream_log_scrub_read_errors_total", "Steps of the scrub that the disk failed.", self._read_errors
+        )
         yield counter("millstream_log_scrub_passes_total", "Passes of the scrub over all logs.", self._passes)
         last_s = self._progress.finished_ms / 1000
         yield gauge("millstream_log_scrub_last_seconds", "When the last pass of the scrub ended, 0 for never.", last_s)

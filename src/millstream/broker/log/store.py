@@ -539,7 +539,8 @@ class LogStore:
 
     async def mend(self, mend: Mend) -> None:
         """Put what another replica gave into the place of what was lost, or raise why that is not done."""
-        await self._in_thread(self._compact_thread, mend)
+        # A cut of the same file comes wholly before or after a write into it.
+        await self._in_thread(self._upkeep_thread if mend.is_in_place else self._compact_thread, mend)
         if isinstance(mend.error, OSError):
             raise StorageFailure(f"{mend.log.partition}: lost offsets could not be put back: {mend.error}")
         if mend.error is not None:

@@ -490,6 +490,8 @@ class Partition(Replica):
 
     def damage_changed(self) -> None:
         """A range was lost, is whole again or given up: those who wait for records look again."""
+        if not self.log.lost.repairable:
+            self._hands_over = False
         self._tell_listeners()
 
     def _read_shared(

@@ -67,7 +67,6 @@ class Replica:
         "is_leader",
         "leader_epoch",
         "log",
-        "must_refetch",
         "state",
         "topic",
     )
@@ -82,8 +81,6 @@ class Replica:
         self.state: PartitionState | None = None
         self.high_watermark = log.end_offset if alone else log.start_offset
         self.bytes_in = 0
-        self.must_refetch = False
-        """Whether what other replicas have does not fit in the place of what the disk lost here."""
         self._revision = _NO_REVISION
         self._me: NodeId | None = None
         self._store = store
@@ -201,7 +198,7 @@ class Replica:
         return Offset(max(lost[0].first, log.start_offset)) if lost else log.end_offset
 
     async def put_back(self, lost: LostRange, batches: Buffer) -> None:
-        """Put what another replica has into the place of what the disk lost; `CorruptBatch` if it does not fit."""
+        """Put what another replica has into the place of what the disk lost; `MisfitBatch` if it does not fit."""
         fitted, next_offset = fit_batches(self.log, lost, batches)
         await self._store.mend(Mend(self.log, lost, fitted, next_offset))
 
@@ -214,16 +211,15 @@ class Replica:
         """Cut a log that has lost what was never acknowledged, to fetch it again; not while anybody counts on the rest.
 
         The leader, whose high watermark is given, hears of it by `has_until`, and then sees to it that nobody does.
-        What was acknowledged is put back in its place instead, from any replica, unless that cannot be done. The future
-        is that of `truncate`.
+        What was acknowledged is put back in its place instead, from any replica, and never cut: what lies behind it may
+        be the last copy. The future is that of `truncate`.
         """
         state, log = self.state, self.log
         first = self.has_until
         if first >= log.end_offset or self.follows is None or state is None:
             return None
-        if self._me in (*state.in_sync, *state.eligible) or (first < watermark and not self.must_refetch):
+        if self._me in (*state.in_sync, *state.eligible) or first < watermark:
             return None
-        self.must_refetch = False
         _logger.warning(
             "a log is cut off where it has lost something, and is fetched again from there",
             extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
