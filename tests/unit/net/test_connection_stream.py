@@ -103,7 +103,7 @@ def test_every_byte_is_taken_once_and_in_order(sizes: list[tuple[bool, int]], wa
         parts.append(Part(content) if stored else content)
         expected += content
     outgoing = Outgoing()
-    outgoing.add(parts)
+    outgoing.extend(parts)
     taken = b""
     while outgoing:
         piece = b"".join(outgoing.take(wanted))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections import Counter
+from socket import SO_LINGER, SOL_SOCKET
 
 import pytest
 
@@ -12,6 +13,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import SCRATCH_BYTES, Answer, Connection, ConnectionLimits
 from millstream.broker.net.half_frame import FRAME_COST_BYTES
 from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.promise import Promise
 from millstream.broker.net.turns import (
     LIGHT_BURST_S,
     PROMISE_COST_BYTES,
@@ -50,7 +52,7 @@ class Glutton:
         self._given[self._name] += 1
         cost_s = 2 * QUANTUM_S
         self._clock.now += cost_s
-        if not self._turns.spend(self.flow, cost_s):
+        if not self._turns.spend(self.flow, cost_s, self._clock.now):
             self._turns.wait(self.flow)
 
 
@@ -83,7 +85,7 @@ async def test_connections_of_one_address_share_it_evenly_and_a_new_one_is_not_l
     before = given.total()
     new = Glutton(turns, clock, "10.0.0.1", "new", given)
     # What it uses first is charged from where the others are, so it comes within one round of them.
-    turns.spend(new.flow, 2 * QUANTUM_S)
+    turns.spend(new.flow, 2 * QUANTUM_S, clock.now)
     while not given["new"]:
         await asyncio.sleep(0)
     assert given.total() - before <= 55
@@ -95,15 +97,15 @@ async def test_light_requests_pass_until_they_take_half_of_the_loop() -> None:
     for number in range(10):
         turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
     light = turns.join("10.0.0.1", lambda: None)
-    assert not any(turns.spend(light, LIGHT_BURST_S / 10, is_light=True) for _ in range(9))
+    assert not any(turns.spend(light, LIGHT_BURST_S / 10, clock.now, is_light=True) for _ in range(9))
     # One that took long is not to blame for it, but it uses up the share.
-    assert not turns.spend(light, LIGHT_BURST_S, is_light=True)
-    assert turns.spend(light, 2 * QUANTUM_S, is_light=True)
+    assert not turns.spend(light, LIGHT_BURST_S, clock.now, is_light=True)
+    assert turns.spend(light, 2 * QUANTUM_S, clock.now, is_light=True)
     other = turns.join("10.0.0.2", lambda: None)
-    assert not turns.spend(other, 2 * QUANTUM_S, is_light=True)
+    assert not turns.spend(other, 2 * QUANTUM_S, clock.now, is_light=True)
     clock.now += 2 * LIGHT_BURST_S
     again = turns.join("10.0.0.1", lambda: None)
-    assert not turns.spend(again, LIGHT_BURST_S / 2, is_light=True)
+    assert not turns.spend(again, LIGHT_BURST_S / 2, clock.now, is_light=True)
 
 
 async def test_a_connection_that_closes_while_it_waits_gets_no_turn() -> None:
@@ -124,12 +126,12 @@ def test_what_is_promised_at_once_is_divided_among_those_who_have_something_prom
     turns = Turns(Clock())
     flows = [turns.join("10.0.0.1", lambda: None) for _ in range(4)]
     size = UNDER_WAY_BYTES_MAX // 4 - PROMISE_COST_BYTES
-    turns.promise(flows[0], size)
+    cost_bytes = turns.promise(flows[0], size)
     assert turns.may_promise(flows[0])
     for flow in flows[1:]:
         turns.promise(flow, UNDER_WAY_BYTES_MIN)
     assert not turns.may_promise(flows[0])
-    turns.keep(flows[0], size)
+    turns.keep(flows[0], cost_bytes)
     assert turns.may_promise(flows[0])
 
 
@@ -177,3 +179,46 @@ async def test_who_waits_for_each_answer_comes_before_a_flood_that_stays_in_the_
             each.transport.abort()
         await listener.drain(0)
     assert budget.used_bytes == 0
+
+
+class Promises:
+    """Promises every answer."""
+
+    def __init__(self) -> None:
+        self.promises: list[Promise] = []
+
+    def handle(self, frame: memoryview, connection: Connection) -> Answer:
+        self.promises.append(Promise())
+        return self.promises[-1]
+
+
+@pytest.mark.parametrize("hangs_up", [False, True])
+async def test_a_promise_counts_until_it_is_kept_even_if_its_client_is_gone(hangs_up: bool) -> None:
+    turns, service = Turns(), Promises()
+    listener = Listener(service, limits=LIMITS, budget=Budget(1 << 30), connections_max=1, idle_s=600, turns=turns)
+    bound = bind("127.0.0.1", 0, flag="kafka")
+    port = bound.getsockname()[1]
+    await listener.start(bound)
+    other = turns.join("10.0.0.2", lambda: None)
+    turns.promise(other, UNDER_WAY_BYTES_MAX // 2)
+    assert turns.may_promise(other)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(2 * (struct.pack(">i", 1) + b"p"))
+        while len(service.promises) < 2:
+            await asyncio.sleep(0)
+        service.promises[1].keep([b"second"])
+        if hangs_up:
+            reset = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(SOL_SOCKET, SO_LINGER, reset)
+            writer.transport.abort()
+            while listener.connections:
+                await asyncio.sleep(0)
+        assert not turns.may_promise(other)
+        service.promises[0].keep([b"first, "])
+        if not hangs_up:
+            assert await reader.readexactly(13) == b"first, second"
+        assert turns.may_promise(other)
+    finally:
+        writer.transport.abort()
+        await listener.drain(0)

@@ -173,6 +173,12 @@ class Connection(asyncio.BufferedProtocol):
         if self._task is not None:
             self._task.cancel()
         self._transport = None
+        for reply in self._replies:
+            if reply.is_kept:
+                self._turns.keep(self._flow, reply.cost_bytes)
+            else:
+                # It becomes durable in the same commit as everyone else's, so it counts until then.
+                reply.when_kept = partial(self._turns.keep, self._flow, reply.cost_bytes)
         self._replies.clear()
         self._ready.clear()
         self._outgoing.clear()
@@ -202,9 +208,10 @@ class Connection(asyncio.BufferedProtocol):
             self._note_delivered()
         # A small request with none before it and none behind it is one that its client waits for.
         is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._replies) < LIGHT_REPLIES_MAX
+        turns = self._turns
         frames_before = self._traffic.frames_in
-        began = self._turns.clock()
-        self._serve_until = began + self._turns.allowance_s(is_light=is_light)
+        began = turns.clock()
+        self._serve_until = began + turns.allowance_s(is_light=is_light)
         # Replies to requests that arrived together leave together: a system call for each costs more than they do.
         self._gathering = True
         try:
@@ -222,9 +229,9 @@ class Connection(asyncio.BufferedProtocol):
             self._flush_replies()
         finally:
             self._gathering = False
-        cost_s = self._turns.clock() - began + nbytes * BYTE_S
+        now = turns.clock()
         is_light = is_light and not self._has_unserved and self._traffic.frames_in - frames_before < LIGHT_REPLIES_MAX
-        self._spend(cost_s, is_light=is_light)
+        self._spend(now - began + nbytes * BYTE_S, now, is_light=is_light)
 
     def eof_received(self) -> bool:
         """Let replies that are under way leave before the connection closes, and wait for nothing else."""
@@ -330,6 +337,8 @@ class Connection(asyncio.BufferedProtocol):
         position = 0
         available = len(data)
         bytes_max = self._limits.frame_bytes_max
+        clock = self._turns.clock
+        traffic = self._traffic
         while available - position >= 4:
             (size,) = _LENGTH.unpack_from(data, position)
             if not 0 < size <= bytes_max:
@@ -339,10 +348,10 @@ class Connection(asyncio.BufferedProtocol):
                 self._half = HalfFrame(self._budget, size, data[start:], self._loop.time())
                 self._expects_large = size >= LARGE_BYTES
                 return
-            if not self._may_serve():
+            if self._is_held_up or clock() >= self._serve_until:
                 self._keep_unserved(data[position:])
                 return
-            self._traffic.frames_in += 1
+            traffic.frames_in += 1
             self._serve(data[start:end], None)
             position = end
         self._length_bytes += data[position:]
@@ -353,11 +362,11 @@ class Connection(asyncio.BufferedProtocol):
             self._half = None
             self._traffic.frames_in += 1
             view = memoryview(half.buffer)[: half.size]
-            if self._may_serve():
-                self._serve(view, half.buffer)
-            else:
+            if self._is_held_up or self._turns.clock() >= self._serve_until:
                 self._whole = (view, half.buffer)
                 self._await_turn_if_free()
+            else:
+                self._serve(view, half.buffer)
 
     def _may_grow(self) -> bool:
         # Only a frame that is served as soon as it is complete may have the pass, which others wait for.
@@ -379,17 +388,13 @@ class Connection(asyncio.BufferedProtocol):
             self._awaits_turn
             or self._task is not None
             or self._write_paused
-            or bool(self._outgoing)
             or self._muted is not None
+            or bool(self._outgoing)
         )
 
     @property
     def _has_unserved(self) -> bool:
         return self._whole is not None or self._unserved is not None
-
-    def _may_serve(self) -> bool:
-        """Whether nothing holds up the next frame, and the turn is not over."""
-        return not self._is_held_up and self._turns.clock() < self._serve_until
 
     def _keep_unserved(self, data: memoryview) -> None:
         """Keep what cannot be served yet; the scratch buffer is used again at once, so it takes its bytes along."""
@@ -412,12 +417,16 @@ class Connection(asyncio.BufferedProtocol):
             if buffer is not None:
                 self._release(buffer)
             raise
-        if not isinstance(answer, list) and asyncio.iscoroutine(answer):
+        if not isinstance(answer, (Promise, list)) and asyncio.iscoroutine(answer):
             self._begin_task(answer, len(frame), buffer)
             return
         if buffer is not None:
             self._release(buffer)
-        if isinstance(answer, list):
+        if isinstance(answer, Promise):
+            answer.cost_bytes = self._turns.promise(self._flow, len(frame))
+            answer.when_kept = self._promise_kept
+            self._replies.append(answer)
+        elif isinstance(answer, list):
             self._answer(answer)
         elif isinstance(answer, Stream):
             reply = Promise()
@@ -425,15 +434,9 @@ class Connection(asyncio.BufferedProtocol):
             reply.keep(answer)
             self._flush_replies()
         elif answer is not None:
-            size = len(frame)
-            if isinstance(answer, Promise):
-                self._turns.promise(self._flow, size)
-                answer.when_kept = partial(self._keep_promise, size)
-                self._replies.append(answer)
-            else:
-                promise = promise_of(answer, self.fail)
-                promise.when_kept = self._promise_kept
-                self._replies.append(promise)
+            promise = promise_of(answer, self.fail)
+            promise.when_kept = self._promise_kept
+            self._replies.append(promise)
 
     def _begin_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
         """Have the connection wait for an answer; what was read from the frame counts until then."""
@@ -471,7 +474,7 @@ class Connection(asyncio.BufferedProtocol):
             self._budget.give_back(size + FRAME_COST_BYTES)
         else:
             self._release(buffer)
-        self._spend(REQUEST_S, is_light=not self._has_unserved)
+        self._spend(REQUEST_S, self._turns.clock(), is_light=not self._has_unserved)
         self._serve_next()
 
     def _serve_next(self) -> None:
@@ -499,7 +502,8 @@ class Connection(asyncio.BufferedProtocol):
         finally:
             if self._unserved is None and self._unserved_bytes:
                 self._release_unserved()
-        self._spend(self._turns.clock() - began)
+        now = self._turns.clock()
+        self._spend(now - began, now)
 
     def _forget_unserved(self) -> None:
         if self._whole is not None:
@@ -511,9 +515,9 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- turns ----------------------------------------------------------------------------------------------
 
-    def _spend(self, cost_s: float, *, is_light: bool = False) -> None:
+    def _spend(self, cost_s: float, now: float, *, is_light: bool = False) -> None:
         """Account for what was done for this client; it may have to wait for its turn now."""
-        if self._transport is not None and self._turns.spend(self._flow, cost_s, is_light=is_light):
+        if self._transport is not None and self._turns.spend(self._flow, cost_s, now, is_light=is_light):
             self._awaits_turn = True
             self._adjust_reading()
 
@@ -550,10 +554,6 @@ class Connection(asyncio.BufferedProtocol):
         elif not self._gathering:
             self._flush_soon()
 
-    def _keep_promise(self, size_bytes: int) -> None:
-        self._turns.keep(self._flow, size_bytes)
-        self._promise_kept()
-
     def _promise_kept(self) -> None:
         # One commit keeps many promises, so the others of this turn of the loop are waited for.
         if not self._flush_is_due and self._replies and self._replies[0].is_kept:
@@ -583,27 +583,34 @@ class Connection(asyncio.BufferedProtocol):
         self._unsent_bytes = 0
         replies = self._replies
         is_stored = False
+        kept_bytes = 0
         while replies and replies[0].is_kept:
-            buffers = replies.popleft().buffers
+            reply = replies.popleft()
+            kept_bytes += reply.cost_bytes
+            buffers = reply.buffers
             if isinstance(buffers, Stream):
                 is_stored = True
                 out += buffers.parts
             elif buffers is not None:
                 out += buffers
+        if kept_bytes:
+            self._turns.keep(self._flow, kept_bytes)
         if not out:
             return
         self._ready = []
         size = sum(map(len, out))
         if is_stored or size > WRITE_BUFFER_HIGH_BYTES:
-            self._outgoing.add(out)
+            self._outgoing.extend(out)
             self._send_pieces(transport)
         else:
             self._send(transport, cast("list[Piece]", out), size)
 
     def _send_pieces(self, transport: asyncio.Transport) -> None:
         """Send as much of a large answer as the client reads now, or as the others have time for."""
+        if not self._outgoing:
+            return
         turns = self._turns
-        began = turns.clock()
+        began = now = turns.clock()
         cost_s, sent_bytes = 0.0, 0
         while self._outgoing and not (self._write_paused or self._awaits_turn or transport.is_closing()):
             if cost_s > turns.quantum_s:
@@ -619,11 +626,11 @@ class Connection(asyncio.BufferedProtocol):
             size = sum(map(len, pieces))
             self._send(transport, pieces, size)
             sent_bytes += size
-            cost_s = turns.clock() - began + sent_bytes * BYTE_S
+            now = turns.clock()
+            cost_s = now - began + sent_bytes * BYTE_S
         if cost_s:
-            self._spend(
-                cost_s, is_light=sent_bytes <= LIGHT_ANSWER_BYTES and not (self._outgoing or self._has_unserved)
-            )
+            is_light = sent_bytes <= LIGHT_ANSWER_BYTES and not (self._outgoing or self._has_unserved)
+            self._spend(cost_s, now, is_light=is_light)
             if self._outgoing and not self._write_paused:
                 self._await_turn()
 

@@ -13,35 +13,23 @@ SLACK = 2
 """A piece may be larger by the half, so that no crumb is left of a part that is hardly larger than a piece."""
 
 
-class Outgoing:
+class Outgoing(deque[Piece | Stored]):
     """The parts of large answers that the transport does not have yet, in order."""
 
-    __slots__ = ("_begun", "_parts")
+    __slots__ = ("_begun",)
 
     def __init__(self) -> None:
-        self._parts: deque[Piece | Stored] = deque()
+        super().__init__()
         self._begun = 0
         """How much of the first part is sent."""
 
-    def __bool__(self) -> bool:
-        return bool(self._parts)
-
-    def add(self, parts: list[Piece | Stored]) -> None:
-        """Have these sent after all others."""
-        self._parts += parts
-
-    def clear(self) -> None:
-        """Nobody is there any more who would read it."""
-        self._parts.clear()
-
     def take(self, wanted: int) -> list[Piece]:
         """About so many of the next bytes, or all that are left; raises what reading them raises."""
-        parts = self._parts
         pieces: list[Piece] = []
         size = 0
         most = wanted + wanted // SLACK
-        while parts and size < wanted:
-            part = parts[0]
+        while self and size < wanted:
+            part = self[0]
             left = len(part) - self._begun
             if isinstance(part, Piece):
                 pieces.append(part)
@@ -55,5 +43,5 @@ class Outgoing:
                     break
             size += left
             self._begun = 0
-            parts.popleft()
+            self.popleft()
         return pieces

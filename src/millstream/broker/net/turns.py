@@ -105,6 +105,10 @@ class Turns:
         self._flows_under_way = 0
         self.waiting = 0
         """How many connections wait for their turn."""
+        self.quantum_s = QUANTUM_ALONE_S
+        """What a connection may use at once: less, the more of them wait."""
+        self.is_crowded = False
+        """Whether so many wait that each should read and send in small steps."""
         self.given = 0
 
     def join(self, host: str, resume: Callable[[], None]) -> Flow:
@@ -119,35 +123,32 @@ class Turns:
         """Close the account of a connection."""
         if flow.is_waiting:
             flow.is_waiting = False
-            self.waiting -= 1
+            self._count_waiting(-1)
         flow.address.connections -= 1
         if not flow.address.connections:
             self._addresses.pop(flow.host, None)
 
-    @property
-    def quantum_s(self) -> float:
-        """What a connection may use at once: less, the more of them wait."""
-        return max(QUANTUM_S, QUANTUM_ALONE_S / (1 + self.waiting))
-
-    @property
-    def is_crowded(self) -> bool:
-        """Whether so many wait that each should read and send in small steps."""
-        return self.waiting >= CROWD
+    def _count_waiting(self, change: int) -> None:
+        """Derive what every read looks at from how many wait, which changes far less often."""
+        self.waiting += change
+        self.quantum_s = max(QUANTUM_S, QUANTUM_ALONE_S / (1 + self.waiting))
+        self.is_crowded = self.waiting >= CROWD
 
     def allowance_s(self, *, is_light: bool) -> float:
         """How long a connection may be served now; none but light requests in a round that has taken too long."""
         return 0.0 if self._spent_s > ROUND_SPENT_MAX_S and not is_light else self.quantum_s
 
-    def spend(self, flow: Flow, cost_s: float, *, is_light: bool = False) -> bool:
+    def spend(self, flow: Flow, cost_s: float, now: float, *, is_light: bool = False) -> bool:
         """Charge a connection; True if it has to wait for its turn now."""
         if flow.is_waiting:
             return True
         address = flow.address
-        if is_light and address.take_light(cost_s, self.clock()):
+        if is_light and address.take_light(cost_s, now):
             return False
         self._spent_s += cost_s
         quantum_s = self.quantum_s
-        cost_s = min(cost_s, CHARGE_QUANTA_MAX * quantum_s)
+        if cost_s > CHARGE_QUANTA_MAX * quantum_s:
+            cost_s = CHARGE_QUANTA_MAX * quantum_s
         used_s = flow.used_s if flow.used_s > address.floor_s else address.floor_s
         flow.used_s = used_s + cost_s
         address.used_s += cost_s
@@ -159,7 +160,7 @@ class Turns:
     def wait(self, flow: Flow) -> None:
         """Have a connection wait for its turn."""
         flow.is_waiting = True
-        self.waiting += 1
+        self._count_waiting(1)
         address = flow.address
         if not address.waiting:
             address.used_s = max(address.used_s, self._floor_s)
@@ -205,7 +206,7 @@ class Turns:
             used_s, _, flow = heappop(address.waiting)
             if flow.is_waiting:
                 flow.is_waiting = False
-                self.waiting -= 1
+                self._count_waiting(-1)
                 address.floor_s = max(address.floor_s, used_s)
                 return flow
         return None
@@ -219,18 +220,22 @@ class Turns:
 
     # -- what is promised -----------------------------------------------------------------------------------
 
-    def promise(self, flow: Flow, size_bytes: int) -> None:
-        """Count a request whose answer is promised."""
-        self._flows_under_way += not flow.under_way_bytes
-        flow.under_way_bytes += size_bytes + PROMISE_COST_BYTES
+    def promise(self, flow: Flow, size_bytes: int) -> int:
+        """Count a request whose answer is promised; returns what to give to `keep` when it is answered."""
+        cost_bytes = size_bytes + PROMISE_COST_BYTES
+        if not flow.under_way_bytes:
+            self._flows_under_way += 1
+        flow.under_way_bytes += cost_bytes
+        return cost_bytes
 
-    def keep(self, flow: Flow, size_bytes: int) -> None:
-        """The answer is there."""
-        flow.under_way_bytes -= size_bytes + PROMISE_COST_BYTES
-        self._flows_under_way -= not flow.under_way_bytes
+    def keep(self, flow: Flow, cost_bytes: int) -> None:
+        """Count requests of a connection as answered."""
+        if cost_bytes:
+            flow.under_way_bytes -= cost_bytes
+            self._flows_under_way -= not flow.under_way_bytes
 
     def may_promise(self, flow: Flow) -> bool:
         """Whether a connection may have more requests under way."""
         if flow.under_way_bytes < UNDER_WAY_BYTES_MIN:
             return True
-        return flow.under_way_bytes < UNDER_WAY_BYTES_MAX // max(1, self._flows_under_way)
+        return flow.under_way_bytes < UNDER_WAY_BYTES_MAX // self._flows_under_way
