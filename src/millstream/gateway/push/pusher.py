@@ -391,14 +391,15 @@ class Pusher:
             if self.declared.delivery == AT_MOST_ONCE:
                 continue
             soon = monotonic() + self.declared.lease_ms / 2000
-            due = [task for task, message in self._in_flight.items() if message.fresh_until < soon]
-            for task, extended in zip(due, await asyncio.gather(*map(self._extend, due)), strict=True):
+            # Another length of leases may have been declared.
+            due = {
+                task: self._extended(message._replace(lease_ms=self.declared.lease_ms))
+                for task, message in self._in_flight.items()
+                if message.fresh_until < soon
+            }
+            for task, extended in zip(due, await asyncio.gather(*due.values()), strict=True):
                 if extended is not None and task in self._in_flight:
                     self._in_flight[task] = extended
-
-    async def _extend(self, task: asyncio.Task[None]) -> LeasedMessage | None:
-        # Another length of leases may have been declared.
-        return await self._extended(self._in_flight[task]._replace(lease_ms=self.declared.lease_ms))
 
     async def _is_held(self) -> bool:
         """Whether the message of this task may be sent again."""
