@@ -107,7 +107,9 @@ def look(
             break
         first = max(position, header.base_offset)
         gap = [(int(position), header.base_offset - 1)] if header.base_offset > position else []
-        if header.is_control or left_out.holds(header.last_offset, header.attributes, header.producer_id):
+        # Asked of markers too, which end what is aborted.
+        is_aborted = left_out.holds(header.last_offset, header.attributes, header.producer_id)
+        if header.is_control or is_aborted:
             absent += [*gap, (first, header.last_offset)]
         else:
             try:
