@@ -667,4 +667,4 @@ class Log:
 
 
 def _takes_plain(settings: TopicSettings) -> bool:
-    return settings.message_timestamp_type == "CreateTime" and not settings.compacts
+    return settings.message_timestamp_type == "CreateTime" and not settings.reads_records

@@ -41,7 +41,7 @@ def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -
     if size < HEADER_BYTES or not log.segments:
         return None
     fields = BATCH_HEADER.unpack_from(batches)
-    base, length, _, magic, crc, attributes, delta, oldest_ms, newest_ms, producer_id, _, _, count = fields
+    base, length, _, magic, crc, attributes, delta, _, newest_ms, producer_id, _, _, count = fields
     settings = log.settings
     segment = log.segments[-1]
     position = segment.size
@@ -58,7 +58,6 @@ def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -
         or size > settings.max_message_bytes
         or not log.takes_plain
         or leader_epoch != log.epochs.latest
-        or 0 <= oldest_ms < now_ms - settings.message_timestamp_before_max_ms
         or newest_ms > now_ms + settings.message_timestamp_after_max_ms
         or not position
         or position + size > settings.segment_bytes
