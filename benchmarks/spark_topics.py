@@ -33,7 +33,7 @@ from rich.console import Console
 
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.jobs.job import Job, JobContext
-from millstream.pipelines.jobs.jobs import JOBS
+from millstream.pipelines.jobs.kinds import JOBS
 from millstream.spark.session import session
 from millstream_testing.server import Server
 

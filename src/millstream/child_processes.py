@@ -8,7 +8,7 @@ from millstream.broker.node import ChildProcesses, RunningNode
 from millstream.core.config import Config
 from millstream.gateway.child import HttpChild
 from millstream.gateway.push.child import PushChild
-from millstream.pipelines.runtime.child import PipelineChild, driver_options, why_it_runs_none
+from millstream.pipelines.runtime.child import PipelineChild, driver_options, idle_reason_of
 
 
 def _gateway(listening: socket.socket, kafka_address: str, config: Config) -> HttpChild:
@@ -41,8 +41,8 @@ def _pipelines(node: RunningNode) -> PipelineChild:
         driver_options(config, node.kafka_address),
         node.pipelines,
         node.pipeline_board,
-        node.pipeline_owner(not why_it_runs_none(config)),
-        missing=lambda: why_it_runs_none(config),
+        node.pipeline_owner(not idle_reason_of(config)),
+        missing=lambda: idle_reason_of(config),
     )
 
 

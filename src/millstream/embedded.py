@@ -52,7 +52,7 @@ class EmbeddedBroker:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
-        self._is_told = False
+        self._stop_requested = False
         self._ready: Future[None] = Future()
         self._ended: Future[None] = Future()
         self.kafka_address = ""
@@ -71,7 +71,7 @@ class EmbeddedBroker:
 
     async def stop(self) -> None:
         """Stop in order, as SIGTERM makes a server do; tells when a part of the broker had failed meanwhile."""
-        if self._tell_to_stop():
+        if self._request_stop():
             await _without_cancelling(self._ended)
 
     def start_and_wait(self) -> None:
@@ -81,7 +81,7 @@ class EmbeddedBroker:
 
     def stop_and_wait(self, timeout_s: float | None = None) -> None:
         """As `stop`, for a program without an event loop."""
-        if self._tell_to_stop():
+        if self._request_stop():
             self._ended.result(timeout_s)
 
     def _begin(self) -> None:
@@ -96,11 +96,11 @@ class EmbeddedBroker:
         """Stop in order if the program has forgotten to."""
         self.stop_and_wait(_STOP_S_MAX)
 
-    def _tell_to_stop(self) -> bool:
+    def _request_stop(self) -> bool:
         """Whether there is an end to wait for."""
         if self._thread is None:
             return False
-        self._is_told = True
+        self._stop_requested = True
         if self._loop is not None and self._stopping is not None:
             with suppress(RuntimeError):  # The loop has ended by itself.
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -124,7 +124,7 @@ class EmbeddedBroker:
 
         stopping = self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        if self._is_told:
+        if self._stop_requested:
             raise BrokerUnreachable("the broker was stopped before it was started")
         broker = Broker(self._config, children=CHILD_PROCESSES, is_guest=True)
         await broker.start()

@@ -16,8 +16,8 @@ import msgspec
 from millstream.core.errors import InvalidRequest
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, Step
-from millstream.pipelines.runtime.driver import Driver, Voice
-from millstream.pipelines.runtime.driver_messages import Options, Told
+from millstream.pipelines.runtime.driver import Driver, EventWriter
+from millstream.pipelines.runtime.driver_messages import DriverCommand, Options
 from millstream_testing.pipeline_script import FreeClaim
 
 PAUSE_S = 0.05
@@ -58,7 +58,7 @@ def main() -> None:
     driver = Driver(
         options,
         None,
-        Voice(sys.stdout.buffer).say,
+        EventWriter(sys.stdout.buffer).send,
         lambda _group, _when_lost: FreeClaim(),
         jobs={PipelineKind.LAND: make},
         report_s=PAUSE_S,
@@ -67,7 +67,7 @@ def main() -> None:
         cancel_s=2 * LOOK_S,
     )
     for line in sys.stdin.buffer:
-        driver.declare(msgspec.json.decode(line, type=Told).wanted)
+        driver.declare(msgspec.json.decode(line, type=DriverCommand).wanted)
     driver.end()
 
 

@@ -37,7 +37,7 @@ from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.file_tasks import FileTasks
 from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.manifest import Report
-from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.jobs.land.task import LandTasks
 from millstream.pipelines.lake import compaction
 from millstream.pipelines.lake.active_files import ActiveFile
@@ -70,8 +70,8 @@ def struck_tasks(folder: str, fault: str) -> type[LandTasks]:
     """Tasks of which one is struck, once, when its files are written."""
 
     class Struck(LandTasks):
-        def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
-            report = super()._land(topic, stretches)
+        def _land(self, topic: str, topic_ranges: Iterable[TopicRange]) -> Report:
+            report = super()._land(topic, topic_ranges)
             context = TaskContext.get()
             mark = Path(folder, f"struck-{fault}")
             if context is not None and context.partitionId() == 0 and not mark.exists():

@@ -29,10 +29,10 @@ from pyspark import TaskContext
 
 import millstream.pipelines.jobs.route.job as task
 import millstream.pipelines.jobs.transform.output_rows as output_rows
-import millstream.pipelines.source.attempt as attempt
+import millstream.pipelines.source.row_producer as attempt
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.jobs.job import JobContext
-from millstream.pipelines.jobs.jobs import JOBS
+from millstream.pipelines.jobs.kinds import JOBS
 from millstream.protocol.private.transactions import Transactions
 from millstream.spark.session import session
 

@@ -16,10 +16,10 @@ from confluent_kafka.cimpl import NewPartitions, NewTopic
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProducerFenced
 from millstream.core.pipeline import SKIP, Pipeline, PipelineKind, RouteSettings, TransformSettings
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan, stream_of
-from millstream.pipelines.jobs.group_offsets import commit_plainly, stable_offsets
+from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import GroupMember, JobContext
 from millstream.pipelines.jobs.transform.stream_loop import StreamLoop
-from millstream.pipelines.source.parts import Batch
+from millstream.pipelines.source.batch_commit import Batch
 from millstream_testing.server import Server
 
 WAIT_S = 60.0
@@ -172,7 +172,7 @@ def test_a_topic_that_is_shorter_than_what_was_read_is_told(trial: Trial) -> Non
     loop = trial.loop()
     group = trial.topic[:100]
     link = loop.link
-    link.call(commit_plainly(link.client, f"pipeline-{group}", {trial.topic: {0: 7}}, GroupMember()))
+    link.call(commit_offsets(link.client, f"pipeline-{group}", {trial.topic: {0: 7}}, GroupMember()))
     assert link.call(stable_offsets(link.client, f"pipeline-{group}")) == {trial.topic: {0: 7}}
     with pytest.raises(OffsetOutOfRange, match="read up to 7"):
         trial.plan(loop)

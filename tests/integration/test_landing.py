@@ -29,7 +29,7 @@ from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.manifest import Report
-from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.jobs.land.task import LandTasks
 from millstream_testing.page import samples_of
 from millstream_testing.server import Server
@@ -352,7 +352,7 @@ def test_files_of_a_batch_that_failed_are_deleted(shore: Shore, topic: str, monk
     class Failing(LandTasks):
         """Of two tasks the second fails when the first has a file."""
 
-        def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
+        def _land(self, topic: str, stretches: Iterable[TopicRange]) -> Report:
             given = list(stretches)
             deadline = time.monotonic() + WAIT_S
             while given[0].partition and not any(lake.rglob("*.parquet")) and time.monotonic() < deadline:

@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from millstream.core.subscription import ATTEMPTS, BACKOFF_MIN, DEAD_LETTER_TOPIC, LEASE
-from millstream.gateway.api.unpacking import MESSAGE_BYTES_MAX
+from millstream.gateway.api.record_reader import MESSAGE_BYTES_MAX
 from millstream.protocol.private.delivery_state import delivery_state
 from millstream.protocol.private.publish_once import publish_once
 from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -120,7 +120,7 @@ async def test_secrets_are_told_to_nobody(server: Server, tmp_path: Path) -> Non
     async with Webhook() as hook:
         create = ("subscription", "create", "hidden", "--topic", "hidden", "--push", hook.url)
         options = ("--push-secret", f"@{secret}", "--push-header", "Authorization=Bearer t0psecret")
-        said = [
+        output = [
             await asyncio.to_thread(command, *create, *options),
             await asyncio.to_thread(
                 command, "subscription", "update", "hidden", "--push-secret", f"{SECRET} {SECRET}2", "--json"
@@ -128,10 +128,10 @@ async def test_secrets_are_told_to_nobody(server: Server, tmp_path: Path) -> Non
             await asyncio.to_thread(command, "subscription", "describe", "hidden"),
             await asyncio.to_thread(command, "subscription", "describe", "hidden", "--json"),
         ]
-        told = said[-1].document
+        told = output[-1].document
         assert told["overrides"][SECRET_NAME] == "(hidden)"
         assert told["settings"][URL] == hook.url
-        seen = "".join(str(one) for one in said) + server.log.read_text()
+        seen = "".join(str(one) for one in output) + server.log.read_text()
         assert SECRET not in seen
         assert "t0psecret" not in seen
         await asyncio.to_thread(command, "subscription", "delete", "hidden", "--yes")

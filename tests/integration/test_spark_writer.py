@@ -19,11 +19,11 @@ from millstream.client.admin.transactions import ONGOING, PREPARED, list_transac
 from millstream.core.errors import BrokerUnreachable, ProducerFenced, UnknownTopic
 from millstream.core.ids import NodeId
 from millstream.pipelines.source import link as links
-from millstream.pipelines.source import target
-from millstream.pipelines.source.attempt import RowProducer
+from millstream.pipelines.source import target_topic
+from millstream.pipelines.source.batch_commit import Batch, Part
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions, write_options
-from millstream.pipelines.source.parts import Batch, Part
+from millstream.pipelines.source.row_producer import RowProducer
 from millstream.pipelines.source.source import MillstreamSource
 from millstream.pipelines.source.writer import TopicStreamWriter, TopicWriter
 from millstream.protocol.private.transactions import Transactions
@@ -50,10 +50,10 @@ def stranger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A broker that does not know Millstream's own requests: it tells nobody of them who does not say who it is."""
     monkeypatch.setattr(channel, "_API_VERSIONS_SENT", 2)
     monkeypatch.setattr(links, "_links", {})
-    target._check.cache_clear()
+    target_topic._check.cache_clear()
     yield
     links._close_all()
-    target._check.cache_clear()
+    target_topic._check.cache_clear()
 
 
 def of_task(monkeypatch: pytest.MonkeyPatch, query: str, batch: int, run: str) -> None:
@@ -176,5 +176,5 @@ def test_a_task_begins_when_the_broker_is_there_again(monkeypatch: pytest.Monkey
     found = Client._reach
     link = _link(options)
     monkeypatch.setattr(Client, "_reach", reach)
-    assert target.knows_batches(link)
+    assert target_topic.supports_batch_commit(link)
     assert not away

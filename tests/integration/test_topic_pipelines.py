@@ -102,7 +102,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     import pyarrow.parquet as pq
     from deltalake import DeltaTable, write_deltalake
 
-    monkeypatch.setattr("millstream.pipelines.jobs.transform.prepared.LOOK_S", 0.0)
+    monkeypatch.setattr("millstream.pipelines.jobs.transform.prepared_query.LOOK_S", 0.0)
     table = str(shop.folder / "customers")
     shop.publish(shop.orders, orders(0, 1))
     sql = "SELECT o.id, c.discount FROM orders o JOIN customers c ON o.customer.tier = c.tier"
@@ -335,8 +335,8 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
         ("SELECT value, id FROM orders", "not part of a message"),
     ],
 )
-def test_statements_that_cannot_be_run(shop: Shop, sql: str, said: str) -> None:
-    with pytest.raises(InvalidSetting, match=said):
+def test_statements_that_cannot_be_run(shop: Shop, sql: str, event: str) -> None:
+    with pytest.raises(InvalidSetting, match=event):
         shop.run(sql, schemas=json.dumps({shop.orders: "id long, total double"}))
 
 

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 
     from millstream.client.admin.places import Places
     from millstream.pipelines.jobs.dry_run import DryRun
-    from millstream.pipelines.runtime.by_hand import RunByHand
     from millstream.pipelines.runtime.claim import Claim
+    from millstream.pipelines.runtime.manual_run import ManualRun
     from millstream.pipelines.runtime.runner import Tally
     from millstream.protocol.wire.client import Client
 
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
     """Start Spark, try the pipeline on the youngest messages, and tell what came out."""
     from millstream.pipelines.jobs.dry_run import dry_run
+    from millstream.pipelines.jobs.error_reason import reason_of
     from millstream.pipelines.jobs.job import JobContext
-    from millstream.pipelines.jobs.reason import reason_of
     from millstream.pipelines.runtime.spark_session import open_session
 
     with ended_in_order(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
@@ -304,9 +304,9 @@ def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Ru
 
 
 def _refuse_without_spark() -> None:
-    from millstream.pipelines.jobs.installed import what_is_missing
+    from millstream.pipelines.jobs.installation import missing_packages
 
-    missing = what_is_missing()
+    missing = missing_packages()
     if missing:
         raise CommandFailed(missing)
 
@@ -367,8 +367,8 @@ class _ByHand:
 
     def run(self, master: str, memory: str, *, once: bool, as_json: bool) -> None:
         """Claim it, start Spark, and do steps; tell what was done, also when it was interrupted."""
-        from millstream.pipelines.runtime.by_hand import HandWatch
         from millstream.pipelines.runtime.claim import SESSION_S, Claim
+        from millstream.pipelines.runtime.manual_run import ManualRunWatch
         from millstream.pipelines.source.link import Link
 
         link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
@@ -379,7 +379,7 @@ class _ByHand:
                 with self._stages, tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
                     spark = self._start(master, memory, log=os.path.join(scratch, "spark.log"))
                     running = self._running(claim, spark)
-                    with HandWatch(running, spark, lambda reason: self._leave(claim, scratch, reason)):
+                    with ManualRunWatch(running, spark, lambda reason: self._leave(claim, scratch, reason)):
                         self._drive(running, once=once, as_json=as_json)
             finally:
                 with suppress(MillstreamError):
@@ -399,9 +399,9 @@ class _ByHand:
         self._stages.tell("running")
         return spark
 
-    def _running(self, claim: Claim, spark: SparkSession) -> RunByHand:
+    def _running(self, claim: Claim, spark: SparkSession) -> ManualRun:
         from millstream.pipelines.jobs.job import JobContext
-        from millstream.pipelines.runtime.by_hand import RunByHand
+        from millstream.pipelines.runtime.manual_run import ManualRun
 
         name = self._pipeline.name
         # Both belong to this thread; by the pool it is seen whether tasks get on.
@@ -415,7 +415,7 @@ class _ByHand:
             folder=self._folder,
             stopping=self._stopping,
         )
-        return RunByHand(
+        return ManualRun(
             self._pipeline,
             context,
             claim,
@@ -423,8 +423,8 @@ class _ByHand:
             cancel=lambda: spark.sparkContext.cancelJobGroup(name),
         )
 
-    def _drive(self, running: RunByHand, *, once: bool, as_json: bool) -> None:
-        from millstream.pipelines.jobs.reason import reason_of
+    def _drive(self, running: ManualRun, *, once: bool, as_json: bool) -> None:
+        from millstream.pipelines.jobs.error_reason import reason_of
         from millstream.pipelines.runtime.runner import Stalled
 
         try:

@@ -28,12 +28,12 @@ from millstream import __version__
 from millstream.core.errors import MillstreamError
 from millstream.gateway.api.dispatch import Api
 from millstream.gateway.api.openapi import DOCS_HEADERS, docs_page, openapi_document, render
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import JSONLine, Refused, failed, problem, refused, stopped
 from millstream.gateway.api.route import JSON, PREFIX
+from millstream.gateway.api.services import Services
 from millstream.gateway.api.table import ROUTES
+from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import Pressure
-from millstream.gateway.site import Site
 from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarts, Health
 
 Ask = Callable[[], Awaitable[dict[str, Any]]]
@@ -45,10 +45,12 @@ AskHealth = Callable[[], Awaitable[Health]]
 _NO_STORE = {"cache-control": "no-store"}
 
 
-def build_app(ask: Ask, health: AskHealth, parts: Parts | None = None, site: Site | None = None) -> ASGIApp:
+def build_app(
+    ask: Ask, health: AskHealth, services: Services | None = None, site: OriginCheck | None = None
+) -> ASGIApp:
     """Build the gateway's application over the ways to ask the broker, and the parts that the API works with."""
-    named = site or Site()
-    doors = _Doors(ask, health, parts.pressure if parts is not None else Pressure())
+    named = site or OriginCheck()
+    doors = _Pages(ask, health, services.pressure if services is not None else Pressure())
     pages = Starlette(
         routes=[
             Route("/", doors.index),
@@ -58,7 +60,7 @@ def build_app(ask: Ask, health: AskHealth, parts: Parts | None = None, site: Sit
             Route("/openapi.json", doors.openapi),
             Route("/docs", doors.docs),
         ],
-        exception_handlers={HTTPException: refused, MillstreamError: _unanswered, Exception: failed},
+        exception_handlers={HTTPException: refused, MillstreamError: _broker_unavailable, Exception: failed},
     )
 
     async def own_pages(scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,23 +72,23 @@ def build_app(ask: Ask, health: AskHealth, parts: Parts | None = None, site: Sit
         try:
             await answer(scope, receive, send)
         except asyncio.CancelledError:
-            if parts is None or not parts.stopping.done():
+            if services is None or not services.stopping.done():
                 raise
             await problem(Request(scope), HTTPStatus.SERVICE_UNAVAILABLE, stopped().detail)(scope, receive, send)
 
-    if parts is None:
+    if services is None:
         return own_pages
-    api = Api(ROUTES, parts, named)
+    api = Api(ROUTES, services, named)
     beginning = PREFIX + "/"
 
-    def front(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+    def serve_any(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         # Before any other routing, since most requests are for the API, and it answers for all that is below.
         return (api if scope["path"].startswith(beginning) else own_pages)(scope, receive, send)
 
-    return front
+    return serve_any
 
 
-class _Doors:
+class _Pages:
     """One method per route."""
 
     def __init__(self, ask: Ask, health: AskHealth, pressure: Pressure) -> None:
@@ -155,7 +157,7 @@ def _unavailable(request: Request, reasons: list[str]) -> JSONResponse:
     return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, detail, reasons=reasons)
 
 
-def _unanswered(request: Request, error: Exception) -> JSONResponse:
+def _broker_unavailable(request: Request, error: Exception) -> JSONResponse:
     starts = isinstance(error, BrokerStarts)
     reason = f"the broker starts: {error}" if starts else f"the broker does not answer: {error}"
     return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

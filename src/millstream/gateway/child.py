@@ -106,13 +106,13 @@ class HttpChild(SupervisedChild):
     def _write(self) -> None:
         if self._line is None:
             return
-        said = {
+        line = {
             "starting": None if self._starting is None else self._starting[:_REASON_MAX],
             "status": None if self._status is None else _clip(self._status()),
         }
         # A child that does not read is not waited for, and one that is gone is started again and told then.
         with suppress(OSError):
-            self._line.send((json.dumps(said, ensure_ascii=False) + "\n").encode())
+            self._line.send((json.dumps(line, ensure_ascii=False) + "\n").encode())
 
     def _hang_up(self) -> None:
         line, self._line = self._line, None

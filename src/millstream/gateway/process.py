@@ -19,10 +19,10 @@ import uvicorn
 import uvloop
 
 from millstream.core.log_line import set_up_logging
-from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.services import Services
 from millstream.gateway.app import build_app
+from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.protocol import CONNECTIONS_MAX, SURPLUS_MAX, Protocol
-from millstream.gateway.site import Site
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.wire.node_status import BrokerLine, BrokerStatus
 
@@ -52,19 +52,19 @@ class Server(uvicorn.Server):
             timeout_graceful_shutdown=DRAIN_S,
         )
         super().__init__(config)
-        self._told = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         self.when_stopped: Callable[[], None] = lambda: None
         """Called first when it is told to stop, so that nobody is kept waiting for what does not come any more."""
 
     async def main_loop(self) -> None:
         """Serve until told to stop."""
-        await self._told.wait()
+        await self._stop_requested.wait()
 
     def stop(self) -> None:
         """Finish the requests under way and end."""
         self.should_exit = True
         self.when_stopped()
-        self._told.set()
+        self._stop_requested.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop on a signal; the broker, if it lives, starts another gateway."""
@@ -76,19 +76,19 @@ async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[st
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
     status, broker = BrokerStatus(kafka_address), BrokerLine(line)
-    parts = Parts(kafka_address, starting=lambda: broker.starting)
-    server = Server(build_app(status.ask, broker.health, parts, Site(hosts)))
-    server.when_stopped = parts.stop
-    asyncio.get_running_loop().add_reader(line.fileno(), _hear, server, line, broker)
+    services = Services(kafka_address, starting=lambda: broker.starting)
+    server = Server(build_app(status.ask, broker.health, services, OriginCheck(hosts)))
+    server.when_stopped = services.stop
+    asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
     try:
         await server.serve(sockets=[listening])
     finally:
-        await parts.close()
+        await services.close()
         await status.close()
         line.close()
 
 
-def _hear(server: Server, line: socket.socket, broker: BrokerLine) -> None:
+def _handle_status(server: Server, line: socket.socket, broker: BrokerLine) -> None:
     piece = line.recv(65536)
     if piece:
         broker.feed(piece)

@@ -119,7 +119,7 @@ class Protocol(HttpToolsProtocol):
     """How much has come since the connection was refused; negative while it is not."""
     _stuck: asyncio.TimerHandle | None = None
     _joined: JoinedTransport
-    _heard_at = 0.0
+    _last_data_at = 0.0
     """When the client last sent something, or was answered."""
     surplus: ClassVar[dict[Protocol, None]] = {}
     """Connections beyond the maximum, the oldest first."""
@@ -129,25 +129,25 @@ class Protocol(HttpToolsProtocol):
         """Take on a connection, in the place of a stalled one if there are too many."""
         self._joined = JoinedTransport(transport)
         super().connection_made(cast("asyncio.Transport", self._joined))
-        self._heard_at = self.loop.time()
+        self._last_data_at = self.loop.time()
         if len(self.connections) - len(self.surplus) > CONNECTIONS_MAX and not self._replace_stalled():
             self.surplus[self] = None
             if len(self.surplus) > SURPLUS_MAX:
-                next(iter(self.surplus)).give_way()
-        self._expect_head()
+                next(iter(self.surplus)).close_stalled()
+        self._start_head_timeout()
 
     def _replace_stalled(self) -> bool:
         """Close the connections whose clients have been silent for the longest, if that is long enough."""
-        if self._heard_at < Protocol.none_stalled_until:
+        if self._last_data_at < Protocol.none_stalled_until:
             return False
         waiting = [one for one in cast("set[Protocol]", self.connections) if one is not self and one.waits_for_client]
-        silent = nsmallest(REPLACED_MAX, waiting, key=_heard)
-        stalled = [one for one in silent if self._heard_at - one._heard_at >= STALLED_S]
+        silent = nsmallest(REPLACED_MAX, waiting, key=_last_data_time)
+        stalled = [one for one in silent if self._last_data_at - one._last_data_at >= STALLED_S]
         if not stalled:
             # None can have been silent for long enough before the first of these has.
-            Protocol.none_stalled_until = min(map(_heard, silent), default=self._heard_at) + STALLED_S
+            Protocol.none_stalled_until = min(map(_last_data_time, silent), default=self._last_data_at) + STALLED_S
         for one in stalled:
-            one.give_way()
+            one.close_stalled()
         return bool(stalled)
 
     @property
@@ -156,7 +156,7 @@ class Protocol(HttpToolsProtocol):
         cycle = self.cycle
         return self not in self.surplus and (cycle is None or cycle.more_body or cycle.response_complete)
 
-    def give_way(self) -> None:
+    def close_stalled(self) -> None:
         """Close at once, and be counted no longer."""
         self.connections.discard(self)
         self.surplus.pop(self, None)
@@ -166,14 +166,14 @@ class Protocol(HttpToolsProtocol):
         """The connection is gone."""
         super().connection_lost(exc)
         self.surplus.pop(self, None)
-        self._head_came()
-        self._is_taken()
+        self._head_received()
+        self._is_client_reading()
 
     def data_received(self, data: bytes) -> None:
         """Take in what has arrived."""
-        self._heard_at = self.loop.time()
+        self._last_data_at = self.loop.time()
         if self._refused_bytes >= 0:
-            self._let_go_by(len(data))
+            self._discard(len(data))
             return
         self._head_bytes += len(data)
         super().data_received(data)
@@ -183,7 +183,7 @@ class Protocol(HttpToolsProtocol):
             self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
         elif self._is_begun and self._expected is None:
             # Only for a head that comes in pieces: most come whole, and then there is nothing to wait for.
-            self._expect_head()
+            self._start_head_timeout()
 
     def on_message_begin(self) -> None:
         """Another head begins."""
@@ -199,7 +199,7 @@ class Protocol(HttpToolsProtocol):
             self._check_surplus()
         self._is_begun = False
         self._is_in_head = False
-        self._head_came()
+        self._head_received()
         super().on_headers_complete()
 
     def _check_surplus(self) -> None:
@@ -218,7 +218,7 @@ class Protocol(HttpToolsProtocol):
         if self.cycle.response_complete:
             # The rest of a body whose request was answered before. uvicorn minds idle connections from an answer on,
             # and stopped doing so when more of the body came.
-            self._head_came()
+            self._head_received()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -226,13 +226,13 @@ class Protocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """The answer is whole; what is written next is the head of another one."""
-        self._heard_at = self.loop.time()
+        self._last_data_at = self.loop.time()
         self._joined.answered()
         if self in self.surplus:
             self.transport.close()
         elif self.cycle.response_complete and self.cycle.more_body:
             # Answered before the body was whole, for example since it took too long: the rest has to come soon.
-            self._head_came()
+            self._head_received()
             self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
         super().on_response_complete()
 
@@ -240,33 +240,33 @@ class Protocol(HttpToolsProtocol):
         """The client does not take its answer as fast as it comes."""
         super().pause_writing()
         if self._stuck is None:
-            self._watch_taking()
+            self._watch_client_reading()
 
     def resume_writing(self) -> None:
         """It has taken most of it."""
         super().resume_writing()
-        self._is_taken()
+        self._is_client_reading()
 
-    def _watch_taking(self) -> None:
+    def _watch_client_reading(self) -> None:
         waiting = self.transport.get_write_buffer_size()
-        self._stuck = self.loop.call_later(WRITE_S_MAX, self._check_taking, waiting)
+        self._stuck = self.loop.call_later(WRITE_S_MAX, self._check_client_reading, waiting)
 
-    def _check_taking(self, before: int) -> None:
+    def _check_client_reading(self, before: int) -> None:
         if before - self.transport.get_write_buffer_size() < WRITE_BYTES_MIN:
             # To close it would keep what it does not take.
             self.transport.abort()
         else:
-            self._watch_taking()
+            self._watch_client_reading()
 
-    def _is_taken(self) -> None:
+    def _is_client_reading(self) -> None:
         if self._stuck is not None:
             self._stuck.cancel()
             self._stuck = None
 
-    def _expect_head(self) -> None:
+    def _start_head_timeout(self) -> None:
         self._expected = self.loop.call_later(HEAD_S_MAX, self.transport.close)
 
-    def _head_came(self) -> None:
+    def _head_received(self) -> None:
         if self._expected is not None:
             self._expected.cancel()
             self._expected = None
@@ -282,7 +282,7 @@ class Protocol(HttpToolsProtocol):
     def _end(self, status: HTTPStatus, detail: str) -> None:
         """Refuse all that comes on this connection: to close it while the client sends would keep this from it."""
         self._refused_bytes = 0
-        self._head_came()
+        self._head_received()
         if self.cycle is not None and not self.cycle.response_complete:
             # An answer is under way, into which this one would be mixed.
             self.transport.close()
@@ -292,7 +292,7 @@ class Protocol(HttpToolsProtocol):
         self._joined.write_eof()
         self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
 
-    def _let_go_by(self, size: int) -> None:
+    def _discard(self, size: int) -> None:
         self._refused_bytes += size
         if self._refused_bytes > REFUSED_BYTES_MAX:
             self.transport.abort()
@@ -310,5 +310,5 @@ class Protocol(HttpToolsProtocol):
         self.transport.write(b"".join(head))
 
 
-def _heard(connection: Protocol) -> float:
-    return connection._heard_at
+def _last_data_time(connection: Protocol) -> float:
+    return connection._last_data_at

@@ -32,10 +32,10 @@ def since(seconds: float) -> int:
         (told("running", counts={"quarantined": 20}), "one-running put 20 of 1,000 messages into quarantine"),
     ],
 )
-def test_what_is_in_trouble_is_a_warning(pipeline: dict[str, Any], said: str) -> None:
+def test_what_is_in_trouble_is_a_warning(pipeline: dict[str, Any], event: str) -> None:
     (found,) = findings_of([pipeline, told("running")], now_ms=NOW_MS)
     assert found.severity is Severity.WARNING
-    assert said in found.detail
+    assert event in found.detail
 
 
 def test_what_passes_by_itself_is_none() -> None:

@@ -70,8 +70,8 @@ def test_flags_become_settings() -> None:
         (TRANSFORM, Flags(schema=["id long"]), "--schema takes NAME=VALUE"),
     ],
 )
-def test_flags_that_would_do_nothing_are_refused(kind: PipelineKind, flags: Flags, said: str) -> None:
-    with pytest.raises(typer.BadParameter, match=said):
+def test_flags_that_would_do_nothing_are_refused(kind: PipelineKind, flags: Flags, event: str) -> None:
+    with pytest.raises(typer.BadParameter, match=event):
         flags.settings_of(kind)
 
 

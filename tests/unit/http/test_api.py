@@ -13,14 +13,14 @@ import pytest
 from millstream.core.errors import MillstreamError, NotLeader, UnknownTopic
 from millstream.gateway.api.dispatch import Api, PathTree
 from millstream.gateway.api.event_stream import event
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import Refused
-from millstream.gateway.api.route import Asked, Lane, Nothing, Route, Streamed
+from millstream.gateway.api.route import Lane, NoFields, Request, Route, StreamResponse
+from millstream.gateway.api.services import Services
 from millstream.gateway.api.table import ROUTES
 from millstream.gateway.app import build_app
+from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import Pressure
-from millstream.gateway.room import Room
-from millstream.gateway.site import Site
+from millstream.gateway.request_memory import RequestMemory
 from millstream_testing.producer_ledger import ProducerLedger
 
 
@@ -42,18 +42,18 @@ class World:
         self.ended = False
         self.error: Exception | None = None
 
-    async def answer(self, parts: Parts, asked: Asked[Any, Any]) -> Said:
+    async def answer(self, services: Services, asked: Request[Any, Any]) -> Said:
         if self.error is not None:
             raise self.error
         return Said(asked.query.number)
 
-    async def take(self, parts: Parts, asked: Asked[Any, Any]) -> Said:
+    async def take(self, services: Services, asked: Request[Any, Any]) -> Said:
         self.begun.set()
         await self.go_on.wait()
         return asked.body if isinstance(asked.body, Said) else Said(len(asked.body))
 
-    async def stream(self, parts: Parts, asked: Asked[Any, Any]) -> Streamed:
-        return Streamed(self._pieces())
+    async def stream(self, services: Services, asked: Request[Any, Any]) -> StreamResponse:
+        return StreamResponse(self._pieces())
 
     async def _pieces(self) -> AsyncGenerator[bytes, None]:
         try:
@@ -66,15 +66,15 @@ class World:
     def routes(self) -> list[Route[Any, Any]]:
         shared: dict[str, Any] = {"summary": "", "tag": "", "answer": Said}
         return [
-            Route(method="GET", path="/things", handle=self.answer, query=Wanted, body=Nothing, **shared),
-            Route(method="POST", path="/things/{name}", handle=self.take, query=Nothing, body=Said, **shared),
-            Route(method="PUT", path="/raw", handle=self.take, query=Nothing, body=bytes, lane=Lane.PUBLISH, **shared),
+            Route(method="GET", path="/things", handle=self.answer, query=Wanted, body=NoFields, **shared),
+            Route(method="POST", path="/things/{name}", handle=self.take, query=NoFields, body=Said, **shared),
+            Route(method="PUT", path="/raw", handle=self.take, query=NoFields, body=bytes, lane=Lane.PUBLISH, **shared),
             Route(
                 method="GET",
                 path="/stream",
                 handle=self.stream,
-                query=Nothing,
-                body=Nothing,
+                query=NoFields,
+                body=NoFields,
                 lane=Lane.WAIT,
                 streams=True,
                 **shared,
@@ -88,15 +88,15 @@ async def world() -> World:
 
 
 @pytest.fixture
-async def parts() -> AsyncIterator[Parts]:
-    made = Parts("127.0.0.1:1", pressure=Pressure((1, 1, 2), bytes_max=(1000, 1000, 500)))
+async def services() -> AsyncIterator[Services]:
+    made = Services("127.0.0.1:1", pressure=Pressure((1, 1, 2), bytes_max=(1000, 1000, 500)))
     yield made
     await made.close()
 
 
 @pytest.fixture
-async def http(world: World, parts: Parts) -> AsyncIterator[httpx.AsyncClient]:
-    api: Any = Api(world.routes(), parts, Site())
+async def http(world: World, services: Services) -> AsyncIterator[httpx.AsyncClient]:
+    api: Any = Api(world.routes(), services, OriginCheck())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
         yield client
 
@@ -131,7 +131,7 @@ async def test_errors_are_problems(
 
 
 async def test_more_than_is_taken_on_at_once_is_told_to_come_later(
-    http: httpx.AsyncClient, world: World, parts: Parts
+    http: httpx.AsyncClient, world: World, services: Services
 ) -> None:
     first = asyncio.create_task(http.put("/raw", content=b"x" * 600))
     await world.begun.wait()
@@ -142,44 +142,48 @@ async def test_more_than_is_taken_on_at_once_is_told_to_come_later(
     world.go_on.set()
     assert (await first).json() == {"number": 600}
     assert (await http.put("/raw", content=b"x")).status_code == 200
-    assert (parts.pressure.bytes, parts.pressure.requests, parts.pressure.turned_away) == ([0, 0, 0], [0, 0, 0], 2)
-    told = {one["name"]: one["samples"] for one in parts.pressure.metrics()}
+    assert (services.pressure.bytes, services.pressure.requests, services.pressure.turned_away) == (
+        [0, 0, 0],
+        [0, 0, 0],
+        2,
+    )
+    told = {one["name"]: one["samples"] for one in services.pressure.metrics()}
     assert told["millstream_http_answers_total"] == [[2, {"status": "200"}], [2, {"status": "429"}]]
 
 
-async def test_those_who_wait_take_no_room_from_publishers(parts: Parts) -> None:
-    waiting, publishing = Room(parts.pressure, Lane.WAIT), Room(parts.pressure, Lane.PUBLISH)
+async def test_those_who_wait_take_no_room_from_publishers(services: Services) -> None:
+    waiting, publishing = RequestMemory(services.pressure, Lane.WAIT), RequestMemory(services.pressure, Lane.PUBLISH)
     waiting.reserve(1000)
     with pytest.raises(Refused):
-        Room(parts.pressure, Lane.WAIT).reserve(1)
+        RequestMemory(services.pressure, Lane.WAIT).reserve(1)
     publishing.reserve(1000)
     waiting.resize(10)
-    Room(parts.pressure, Lane.WAIT).reserve(990)
+    RequestMemory(services.pressure, Lane.WAIT).reserve(990)
     with pytest.raises(Refused):
         waiting.resize(11)
     publishing.release()
     waiting.release()
-    assert parts.pressure.bytes == [0, 990, 0]
+    assert services.pressure.bytes == [0, 990, 0]
 
 
-async def test_a_broker_that_asks_for_a_pause_is_left_alone(parts: Parts) -> None:
-    parts.pressure.check_pause(0.4)
+async def test_a_broker_that_asks_for_a_pause_is_left_alone(services: Services) -> None:
+    services.pressure.check_pause(0.4)
     with pytest.raises(Refused) as refused:
-        parts.pressure.check_pause(2.5)
+        services.pressure.check_pause(2.5)
     assert (refused.value.status, refused.value.headers) == (429, {"retry-after": "3"})
 
 
 async def test_while_the_broker_starts_nothing_is_tried(world: World) -> None:
-    parts = Parts("127.0.0.1:1", starting=lambda: "the logs are checked")
-    api: Any = Api(world.routes(), parts, Site())
+    services = Services("127.0.0.1:1", starting=lambda: "the logs are checked")
+    api: Any = Api(world.routes(), services, OriginCheck())
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
         answer = await client.get("/things")
     assert (answer.status_code, answer.json()["reasons"]) == (503, ["the logs are checked"])
-    await parts.close()
+    await services.close()
 
 
-async def test_a_stream_ends_with_its_reader(world: World, parts: Parts) -> None:
-    api = Api(world.routes(), parts, Site())
+async def test_a_stream_ends_with_its_reader(world: World, services: Services) -> None:
+    api = Api(world.routes(), services, OriginCheck())
     gone = asyncio.Event()
     sent: list[Any] = []
 
@@ -197,19 +201,19 @@ async def test_a_stream_ends_with_its_reader(world: World, parts: Parts) -> None
     await serving
     assert world.ended
     assert b"".join(one.get("body", b"") for one in sent) == b": listening\n\nevent: message\ndata: 1\n\n"
-    assert parts.pressure.requests == [0, 0, 0]
+    assert services.pressure.requests == [0, 0, 0]
 
 
-async def test_a_stream_ends_when_the_gateway_stops(http: httpx.AsyncClient, world: World, parts: Parts) -> None:
+async def test_a_stream_ends_when_the_gateway_stops(http: httpx.AsyncClient, world: World, services: Services) -> None:
     listening = asyncio.create_task(http.get("/stream"))
     await world.begun.wait()
-    parts.stop()
+    services.stop()
     assert (await listening).text.endswith("data: 1\n\n")
     assert world.ended
 
 
 @pytest.mark.parametrize("path", ["/v1/topics/t/messages", "/healthz"])
-async def test_what_is_not_answered_when_the_gateway_ends_passes_by_itself(parts: Parts, path: str) -> None:
+async def test_what_is_not_answered_when_the_gateway_ends_passes_by_itself(services: Services, path: str) -> None:
     asked = asyncio.Event()
     sent: list[Any] = []
 
@@ -223,8 +227,8 @@ async def test_what_is_not_answered_when_the_gateway_ends_passes_by_itself(parts
     async def send(message: Any) -> None:
         sent.append(message)
 
-    parts.publisher.send = wait  # type: ignore[method-assign]
-    app = build_app(wait, wait, parts=parts)
+    services.publisher.send = wait  # type: ignore[method-assign]
+    app = build_app(wait, wait, services=services)
     method = "GET" if path == "/healthz" else "POST"
     scope = {
         "type": "http",
@@ -238,7 +242,7 @@ async def test_what_is_not_answered_when_the_gateway_ends_passes_by_itself(parts
         serving = asyncio.ensure_future(app(scope, receive, send))
         await asked.wait()
         asked.clear()
-        parts.stop() if is_stopped else None
+        services.stop() if is_stopped else None
         serving.cancel()
         await asyncio.wait([serving])
         assert serving.cancelled() is not is_stopped
@@ -276,11 +280,11 @@ async def test_paths_are_read_as_they_were_sent(world: World, method: str, path:
 async def test_messages_that_too_few_replicas_can_store_are_told_to_come_again() -> None:
     async with ProducerLedger.started() as ledger:
         await ledger.warm_up()
-        parts = Parts(ledger.broker.address)
-        api: Any = Api(ROUTES, parts, Site())
+        services = Services(ledger.broker.address)
+        api: Any = Api(ROUTES, services, OriginCheck())
         async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://node/v1") as client:
             assert (await client.post("/topics/orders/messages", content=b"a")).status_code == 201
-            ledger.give_time(parts.publisher, 1)
+            ledger.give_time(services.publisher, 1)
             ledger.faults = ["too few replicas"] * 100
             refused = await client.post("/topics/orders/messages", content=b"b")
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -290,4 +294,4 @@ async def test_messages_that_too_few_replicas_can_store_are_told_to_come_again()
             unknown = await client.post("/topics/orders/messages", content=b"c")
             assert (unknown.status_code, unknown.headers.get("retry-after")) == (504, None)
         ledger.faults = []
-        await parts.close()
+        await services.close()

@@ -13,13 +13,13 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from millstream.gateway import protocol as bounds
-from millstream.gateway import room as bodies
+from millstream.gateway import request_memory as bodies
 from millstream.gateway.api.dispatch import PIECE_BYTES, _send
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
 from millstream.gateway.pressure import Pressure
 from millstream.gateway.protocol import Protocol
-from millstream.gateway.room import Room
+from millstream.gateway.request_memory import RequestMemory
 
 WAIT_S = 60.0
 LARGE = 32 * 1024 * 1024
@@ -46,7 +46,7 @@ class Door:
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == "/body":
-            room = Room(Pressure(), Lane.PUBLISH)
+            room = RequestMemory(Pressure(), Lane.PUBLISH)
             try:
                 await room.read(dict(scope["headers"]), receive)
             except Refused as error:
@@ -158,7 +158,7 @@ async def test_whoever_takes_it_slowly_gets_all_of_it(door: Door) -> None:
             await asyncio.sleep(0)
         assert not door.served.is_set()
         # In the place of the clock: much of it was taken since the last look.
-        door.made[0]._check_taking(2 * LARGE)
+        door.made[0]._check_client_reading(2 * LARGE)
         assert await reader.readexactly(LARGE) == b"x" * LARGE
         await door.served.wait()
     assert not door.made[0].flow.write_paused

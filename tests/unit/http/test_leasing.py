@@ -13,7 +13,7 @@ from millstream.core.errors import BrokerUnreachable, NotFound, QuotaExceeded, R
 from millstream.core.verb import Verb
 from millstream.gateway.api import leasing as module
 from millstream.gateway.api.leasing import Leasing
-from millstream.gateway.api.unpacking import Unpacking
+from millstream.gateway.api.record_reader import RecordReader
 from millstream.protocol.private.subscription_messages import (
     SETTLE_KEY,
     LeasedRange,
@@ -110,7 +110,7 @@ class Cluster:
 
 
 def leasing(cluster: Cluster) -> Leasing:
-    return Leasing(cast("Client", cluster), Unpacking())
+    return Leasing(cast("Client", cluster), RecordReader())
 
 
 def request(**changes: int) -> Receive:

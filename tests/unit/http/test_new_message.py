@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from millstream.core.ids import NodeId, Offset
 from millstream.gateway.api.cloud_event import from_headers, from_members, structured_decoder
-from millstream.gateway.api.message import one_line, received
+from millstream.gateway.api.message import in_one_line, received
 from millstream.gateway.api.new_message import NewMessage, from_batch, from_request
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.settling import read_token, token_of
@@ -156,7 +156,7 @@ def test_a_received_message_can_be_published_as_it_is(
 def test_json_is_shown_as_such_where_the_message_says_so() -> None:
     def shown(value: bytes, content_type: bytes) -> Any:
         record = Record(Offset(1), 0, None, value, (("content-type", content_type),))
-        return msgspec.json.decode(one_line(msgspec.json.encode(received("t", TOPIC_ID, 0, record))))
+        return msgspec.json.decode(in_one_line(msgspec.json.encode(received("t", TOPIC_ID, 0, record))))
 
     assert shown(b'{\n"a": 1}', b"application/json; charset=utf-8")["json"] == {"a": 1}
     assert shown(b"{broken", b"application/json")["value"] == "{broken"

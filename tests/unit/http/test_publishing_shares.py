@@ -11,13 +11,13 @@ import msgspec
 import pytest
 
 from millstream.core.errors import BatchTooLarge, NotLeader
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import Refused
-from millstream.gateway.api.route import Asked, Lane
+from millstream.gateway.api.route import Lane, Request
 from millstream.gateway.api.routes import publishing
 from millstream.gateway.api.routes.publishing import MESSAGES, PublishedBatch, PublishQuery, publish
+from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import Pressure
-from millstream.gateway.room import Room
+from millstream.gateway.request_memory import RequestMemory
 from millstream.protocol.private.publish_once import Placed
 from millstream.protocol.records.record import NewRecord
 
@@ -61,9 +61,9 @@ class Broker:
         messages = [{"value": value, "partition": place, "id": f"{at}"} for at, (place, value) in enumerate(values)]
         body = msgspec.json.encode({"messages": messages})
         headers = {b"content-type": MESSAGES.encode()}
-        room = Room(self.pressure, Lane.PUBLISH)
-        asked = Asked({"topic": "orders"}, PublishQuery(deduplicate=True), body, headers, room)
-        told = await publish(cast("Parts", self), asked)
+        room = RequestMemory(self.pressure, Lane.PUBLISH)
+        asked = Request({"topic": "orders"}, PublishQuery(deduplicate=True), body, headers, room)
+        told = await publish(cast("Services", self), asked)
         assert isinstance(told, PublishedBatch)
         return [*told.messages]
 

@@ -18,7 +18,7 @@ from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_MOST_ONCE, Subscription, SubscriptionSettings
 from millstream.core.verb import Verb
-from millstream.gateway.api.unpacking import Unpacked
+from millstream.gateway.api.record_reader import ReadRecords
 from millstream.gateway.push import endpoint as pace
 from millstream.gateway.push import pusher as pushing
 from millstream.gateway.push.address import Addresses
@@ -196,14 +196,14 @@ class Ledger(Settler):
     """Takes down what is said of messages."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[int, int, int | None]] = []
+        self.output: list[tuple[int, int, int | None]] = []
         self.reasons: list[str] = []
         self.lost: set[int] = set()
         """Messages that somebody else has."""
         self.changed = asyncio.Event()
 
     async def settle(self, message: LeasedMessage, verb: int, *, delay_ms: int | None = None, reason: str = "") -> bool:
-        self.said.append((message.record.offset, verb, delay_ms))
+        self.output.append((message.record.offset, verb, delay_ms))
         self.reasons.append(reason)
         self.changed.set()
         return message.record.offset not in self.lost
@@ -215,7 +215,7 @@ class Ledger(Settler):
                 await self.changed.wait()
 
     def of(self, verb: int) -> list[int]:
-        return [offset for offset, said, _ in self.said if said == verb]
+        return [offset for offset, output, _ in self.output if output == verb]
 
 
 class Shelf:
@@ -232,13 +232,13 @@ class Shelf:
         self._left.append(message)
         self._added.set()
 
-    async def receive(self, wanted: Receive) -> Unpacked:
+    async def receive(self, wanted: Receive) -> ReadRecords:
         self.asked.append(wanted.max_records)
         while not self._left:
             self._added.clear()
             await self._added.wait()
         taken, self._left = self._left[: wanted.max_records], self._left[wanted.max_records :]
-        unpacked = Unpacked(taken, self.surplus, self.unreadable)
+        unpacked = ReadRecords(taken, self.surplus, self.unreadable)
         self.surplus, self.unreadable = [], []
         return unpacked
 
@@ -283,7 +283,7 @@ class Run:
 
 async def test_messages_are_accepted_at_a_growing_pace(hook: Webhook) -> None:
     run = Run(hook, 50)
-    await run.ledger.until(lambda: len(run.ledger.said) == 50)
+    await run.ledger.until(lambda: len(run.ledger.output) == 50)
     await run.end()
     assert sorted(run.ledger.of(Verb.ACCEPT)) == list(range(50))
     assert run.shelf.asked[0] == 1
@@ -296,10 +296,10 @@ async def test_messages_are_accepted_at_a_growing_pace(hook: Webhook) -> None:
 async def test_a_message_that_is_refused_comes_back_later_and_others_go_on(hook: Webhook) -> None:
     hook.answer = lambda request: Reply(400, body=b"no such order") if request.body == b"3" else Reply()
     run = Run(hook, 20)
-    await run.ledger.until(lambda: len(run.ledger.said) == 20)
+    await run.ledger.until(lambda: len(run.ledger.output) == 20)
     await run.end()
     assert run.ledger.of(Verb.RELEASE) == [3]
-    assert (3, Verb.RELEASE, 1000) in run.ledger.said
+    assert (3, Verb.RELEASE, 1000) in run.ledger.output
     assert "the endpoint answered 400: no such order" in run.ledger.reasons
     assert run.pusher.report().state == "up"
 
@@ -313,11 +313,11 @@ async def test_an_endpoint_that_takes_no_connection_costs_no_attempts(
     run = Run(hook, 100)
     while run.pusher.report().unreachable < 4 * pushing.PROBES_MAX:
         await asyncio.sleep(0.01)
-    assert not run.ledger.said
+    assert not run.ledger.output
     assert run.pusher.report().state == "down"
     assert run.pusher.report().in_flight == 1
     await hook.start()
-    await run.ledger.until(lambda: len(run.ledger.said) == 100)
+    await run.ledger.until(lambda: len(run.ledger.output) == 100)
     await run.end()
     assert run.pusher.report().state == "up"
     assert sorted(run.ledger.of(Verb.ACCEPT)) == list(range(100))
@@ -348,7 +348,7 @@ async def test_a_message_that_brings_the_endpoint_down_is_not_tried_for_ever(
     monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
     hook.answer = lambda request: Reply(None) if request.body in (b"0", b"1", b"2") else Reply()
     run = Run(hook, 10)
-    await run.ledger.until(lambda: len(run.ledger.said) == 10)
+    await run.ledger.until(lambda: len(run.ledger.output) == 10)
     await run.end()
     assert sorted(run.ledger.of(Verb.RELEASE)) == [0, 1, 2]
 
@@ -361,16 +361,16 @@ async def test_an_endpoint_that_takes_nothing_uses_no_attempts_once_it_is_known_
     monkeypatch.setattr(pace, "REST_S_MAX", 0.001)
     hook.answer = lambda _request: reply
     run = Run(hook, 40)
-    await run.ledger.until(lambda: len(run.ledger.said) == 40)
+    await run.ledger.until(lambda: len(run.ledger.output) == 40)
     assert len(run.ledger.of(Verb.RELEASE)) < pace.BLAMED_AFTER
     assert len(run.ledger.of(Verb.RETURN)) > 40 - pace.BLAMED_AFTER
-    assert all(delay_ms for _, verb, delay_ms in run.ledger.said if verb == Verb.RETURN), "another one is tried first"
+    assert all(delay_ms for _, verb, delay_ms in run.ledger.output if verb == Verb.RETURN), "another one is tried first"
     # One that it takes ends that, and what fails then is the message's own doing.
     hook.answer = lambda request: Reply(500) if request.body == b"41" else Reply()
     run.shelf.add(_message(40, 60_000))
     await run.ledger.until(lambda: 40 in run.ledger.of(Verb.ACCEPT))
     run.shelf.add(_message(41, 60_000))
-    await run.ledger.until(lambda: len(run.ledger.said) == 42)
+    await run.ledger.until(lambda: len(run.ledger.output) == 42)
     await run.end()
     assert (40 in run.ledger.of(Verb.ACCEPT), 41 in run.ledger.of(Verb.RELEASE)) == (True, True)
 
@@ -382,7 +382,7 @@ async def test_the_lease_of_a_message_that_takes_long_is_extended(hook: Webhook)
     run.pusher.stop()
     run.pusher.hurry()
     await asyncio.wait_for(run.running, WAIT_S)
-    assert run.ledger.said[-1] == (0, Verb.RELEASE, 0)
+    assert run.ledger.output[-1] == (0, Verb.RELEASE, 0)
 
 
 async def test_a_message_that_waits_for_its_endpoint_when_push_ends_was_not_delivered(hook: Webhook) -> None:
@@ -391,7 +391,7 @@ async def test_a_message_that_waits_for_its_endpoint_when_push_ends_was_not_deli
     while run.pusher.report().state != "down":
         await asyncio.sleep(0.01)
     await run.end()
-    assert run.ledger.said == [(0, Verb.RETURN, 0)]
+    assert run.ledger.output == [(0, Verb.RETURN, 0)]
 
 
 async def test_what_is_under_way_ends_before_push_does(hook: Webhook) -> None:
@@ -409,12 +409,12 @@ async def test_the_lease_of_what_is_under_way_is_extended_until_push_has_ended(h
     run = Run(hook, 1, share_record_lock_duration_ms="100")
     await run.ledger.until(lambda: bool(run.ledger.of(Verb.EXTEND)))
     run.pusher.stop()
-    before = len(run.ledger.said)
-    await run.ledger.until(lambda: len(run.ledger.said) >= before + 2)
+    before = len(run.ledger.output)
+    await run.ledger.until(lambda: len(run.ledger.output) >= before + 2)
     run.pusher.hurry()
     await asyncio.wait_for(run.running, WAIT_S)
-    assert set(run.ledger.said[:-1]) == {(0, Verb.EXTEND, 100)}
-    assert run.ledger.said[-1] == (0, Verb.RELEASE, 0)
+    assert set(run.ledger.output[:-1]) == {(0, Verb.EXTEND, 100)}
+    assert run.ledger.output[-1] == (0, Verb.RELEASE, 0)
 
 
 async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first(hook: Webhook) -> None:
@@ -434,7 +434,7 @@ async def test_what_is_too_much_is_returned_and_what_cannot_be_read_is_released_
     run.shelf.unreadable = [(_message(2, 60_000), "the message takes too much")]
     await run.ledger.until(lambda: bool(run.ledger.of(Verb.ACCEPT)))
     await run.end()
-    assert run.ledger.said == [(1, Verb.RETURN, 0), (2, Verb.RELEASE, None), (0, Verb.ACCEPT, None)]
+    assert run.ledger.output == [(1, Verb.RETURN, 0), (2, Verb.RELEASE, None), (0, Verb.ACCEPT, None)]
     assert run.ledger.reasons == ["", "the message takes too much", ""]
     assert [request.body for request in hook.requests] == [b"0"]
 
@@ -477,8 +477,8 @@ async def test_a_message_that_somebody_else_has_is_not_sent_again(
 async def test_an_endpoint_that_asks_for_patience_gets_it(hook: Webhook) -> None:
     hook.answer = lambda _request: Reply(429, {"retry-after": "3600"})
     run = Run(hook, 5, millstream_backoff_min_ms="10")
-    await run.ledger.until(lambda: len(run.ledger.said) == 1)
-    assert run.ledger.said == [(0, Verb.RELEASE, 3_600_000)]
+    await run.ledger.until(lambda: len(run.ledger.output) == 1)
+    assert run.ledger.output == [(0, Verb.RELEASE, 3_600_000)]
     await run.end()
     assert len(hook.requests) == 1
 
@@ -488,7 +488,7 @@ async def test_at_most_once_is_not_tried_again(hook: Webhook) -> None:
     run = Run(hook, 3, millstream_delivery="at-most-once")
     await hook.until(lambda: len(hook.requests) == 3)
     await run.end()
-    assert run.ledger.said == []
+    assert run.ledger.output == []
 
 
 async def test_at_most_once_is_sent_once_to_an_endpoint_that_does_not_answer(
@@ -502,7 +502,7 @@ async def test_at_most_once_is_sent_once_to_an_endpoint_that_does_not_answer(
     await run.end()
     assert sorted(request.body for request in hook.requests) == [b"%d" % offset for offset in range(8)]
     assert run.pusher.report().state == "down"
-    assert run.ledger.said == []
+    assert run.ledger.output == []
 
 
 async def test_at_most_once_goes_to_the_next_address_when_one_takes_no_connection(
@@ -520,7 +520,7 @@ async def test_a_node_that_does_not_answer_is_asked_again(hook: Webhook) -> None
     run = Run(hook, 3)
     receive, failures = run.shelf.receive, [BrokerUnreachable("away")] * 2
 
-    async def fails(wanted: Receive) -> Unpacked:
+    async def fails(wanted: Receive) -> ReadRecords:
         if failures:
             raise failures.pop()
         return await receive(wanted)

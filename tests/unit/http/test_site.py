@@ -7,14 +7,14 @@ import pytest
 
 from millstream.gateway.api.problem import Refused
 from millstream.gateway.app import build_app
-from millstream.gateway.site import Site
+from millstream.gateway.origin_check import OriginCheck
 
 BROWSER = {b"accept-language": b"en", b"user-agent": b"Mozilla/5.0"}
 
 
 def is_taken(headers: dict[bytes, bytes], *names: str) -> bool:
     try:
-        Site(names).check(headers)
+        OriginCheck(names).check(headers)
     except Refused:
         return False
     return True

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from millstream.core.errors import CorruptBatch
-from millstream.gateway.api import unpacking as bounds
-from millstream.gateway.api.unpacking import Span, Unpacked, Unpacking
+from millstream.gateway.api import record_reader as bounds
+from millstream.gateway.api.record_reader import ReadRecords, RecordReader, Span
 from millstream.protocol.private.leasing import Leased
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
 from millstream.protocol.records import compression
@@ -29,8 +29,8 @@ MIB = 1024 * 1024
 
 
 @pytest.fixture
-def unpacking() -> Iterator[Unpacking]:
-    made = Unpacking()
+def unpacking() -> Iterator[RecordReader]:
+    made = RecordReader()
     yield made
     made.close()
 
@@ -48,7 +48,7 @@ def answer(batches: bytes, *leases: tuple[int, int]) -> Leased:
     return Leased(ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), 0, ranges, batches, 1000)]), 0.0)
 
 
-def offsets(leased: Unpacked) -> tuple[list[int], list[int], list[int]]:
+def offsets(leased: ReadRecords) -> tuple[list[int], list[int], list[int]]:
     return (
         [one.record.offset for one in leased.messages],
         [one.record.offset for one in leased.surplus],
@@ -58,7 +58,9 @@ def offsets(leased: Unpacked) -> tuple[list[int], list[int], list[int]]:
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("size", [10, 200_000])
-async def test_only_leased_messages_come_up_to_the_bytes_asked_for(unpacking: Unpacking, codec: int, size: int) -> None:
+async def test_only_leased_messages_come_up_to_the_bytes_asked_for(
+    unpacking: RecordReader, codec: int, size: int
+) -> None:
     # The larger ones decompress to more than is read on the loop.
     batches = batch([bytes([at]) * size for at in range(10)], codec) + batch([b"x" * size] * 3, codec, base_offset=10)
     leased = await unpacking.read_leased(None, answer(batches, (2, 3), (5, 8), (11, 12)), 3 * size)
@@ -66,14 +68,14 @@ async def test_only_leased_messages_come_up_to_the_bytes_asked_for(unpacking: Un
     assert [one.record.value for one in leased.messages] == [bytes([at]) * size for at in (2, 3, 5)]
 
 
-async def test_messages_that_cannot_be_returned_are_all_read(unpacking: Unpacking) -> None:
+async def test_messages_that_cannot_be_returned_are_all_read(unpacking: RecordReader) -> None:
     at_most_once = answer(batch([b"x" * 1000] * 3), (0, 2))
     parts = [msgspec.structs.replace(part, lease_ms=None) for part in at_most_once.answer.partitions]
     leased = at_most_once._replace(answer=msgspec.structs.replace(at_most_once.answer, partitions=parts))
     assert offsets(await unpacking.read_leased(None, leased, 1)) == ([0, 1, 2], [], [])
 
 
-async def test_the_first_message_comes_however_large(unpacking: Unpacking) -> None:
+async def test_the_first_message_comes_however_large(unpacking: RecordReader) -> None:
     leased = await unpacking.read_leased(None, answer(batch([b"x" * 1000] * 3), (0, 2)), 1)
     assert offsets(leased) == ([0], [1, 2], [])
 
@@ -81,7 +83,7 @@ async def test_the_first_message_comes_however_large(unpacking: Unpacking) -> No
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("large", [b"x" * 4 * MIB, b"\0" * MIB], ids=["as it is", "as JSON"])
 async def test_a_message_too_large_for_http_keeps_nobody_from_the_others(
-    unpacking: Unpacking, monkeypatch: pytest.MonkeyPatch, codec: int, large: bytes
+    unpacking: RecordReader, monkeypatch: pytest.MonkeyPatch, codec: int, large: bytes
 ) -> None:
     monkeypatch.setattr(bounds, "MESSAGE_BYTES_MAX", 2 * MIB)
     leased = await unpacking.read_leased(None, answer(batch([b"a", large, b"b"], codec), (0, 2)), MIB)
@@ -89,7 +91,7 @@ async def test_a_message_too_large_for_http_keeps_nobody_from_the_others(
     assert "more than the 2097152 that are sent over HTTP" in leased.unreadable[0][1]
 
 
-async def test_a_damaged_batch_keeps_nobody_from_the_others(unpacking: Unpacking) -> None:
+async def test_a_damaged_batch_keeps_nobody_from_the_others(unpacking: RecordReader) -> None:
     good, bad = batch([b"a"]), bytearray(batch([b"b", b"c"], base_offset=1))
     bad[-1] ^= 1
     leased = await unpacking.read_leased(None, answer(good + bytes(bad), (0, 2)), MIB)
@@ -97,7 +99,7 @@ async def test_a_damaged_batch_keeps_nobody_from_the_others(unpacking: Unpacking
 
 
 async def test_a_batch_that_decompresses_to_too_much_is_not_read(
-    unpacking: Unpacking, monkeypatch: pytest.MonkeyPatch
+    unpacking: RecordReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compression, "_limits", (4 * MIB, 1_000_000))
     batches = batch([bytes(MIB)] * 5, COMPRESSION_ZSTD)
@@ -107,7 +109,7 @@ async def test_a_batch_that_decompresses_to_too_much_is_not_read(
         await unpacking.read(batches, header_of(batches), [Span(0, 5)], MIB)
 
 
-async def test_a_large_batch_is_read_in_slices(unpacking: Unpacking) -> None:
+async def test_a_large_batch_is_read_in_slices(unpacking: RecordReader) -> None:
     values = [b"%d" % at * 20 for at in range(6000)]
     batches = batch(values, COMPRESSION_ZSTD)
     header, start, found = header_of(batches), 0, []

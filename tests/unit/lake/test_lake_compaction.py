@@ -21,7 +21,7 @@ from millstream.pipelines.lake.compaction import Compacted
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written import Written
+from millstream.pipelines.lake.written_file import Written
 from millstream_testing.lake_rows import LANDED, TOPIC, delta_rows, land, once, rows, write, write_quarantine
 
 HOUR_OVER = LANDED + timedelta(hours=1)

@@ -22,7 +22,7 @@ from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable
-from millstream.pipelines.lake.written import Written
+from millstream.pipelines.lake.written_file import Written
 from millstream_testing.lake_rows import (
     LANDED,
     TOPIC,

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from millstream.core.errors import InvalidSetting
-from millstream.pipelines.jobs.land.leftovers import Leftovers
+from millstream.pipelines.jobs.land.abandoned_files import AbandonedFiles
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.opening import open_table
@@ -88,7 +88,7 @@ def test_columns_are_widened_and_what_failed_is_deleted(place: Storage, format: 
     writer = table.writer(wide, TOPIC, attempt=attempt)
     writer.write(rows(0, [4], wide, total=[1.5]))
     (left,) = writer.close()
-    with pytest.raises(ValueError, match="failed"), Leftovers().watch(attempt, [(writer.storage, writer.folder)]):
+    with pytest.raises(ValueError, match="failed"), AbandonedFiles().watch(attempt, [(writer.storage, writer.folder)]):
         raise ValueError("failed")
     assert left.path not in set(writer.storage.data_files())
     assert count(place) == once(0, range(4))

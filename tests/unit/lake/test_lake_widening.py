@@ -16,11 +16,11 @@ import pytest
 
 from millstream.core.errors import Conflict, StalePlan
 from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.column_path import ELEMENT, Place
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.opening import open_table
-from millstream.pipelines.lake.places import ELEMENT, Place
 from millstream.pipelines.lake.rewriting import FileWork, Look, Rewrite, first_name, renamed
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import LakeTable

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.jobs.land.inference import grown, type_of
-from millstream.pipelines.jobs.land.job import given_fields, laid_over
+from millstream.pipelines.jobs.land.job import given_fields, merge_schema
 from millstream.pipelines.jobs.land.layout import column_of, field_of, payload_fields, table_schema
-from millstream.pipelines.lake.places import narrower
+from millstream.pipelines.lake.column_path import narrower
 
 FIELDS = pa.schema(
     [
@@ -348,7 +348,7 @@ def test_why_a_column_stays_is_told(evolves: bool) -> None:
 def test_a_given_schema_is_laid_over_that_of_a_table() -> None:
     known = pa.schema([pa.field("N", pa.int64()), *WHOLE.remove(0), pa.field("text", pa.string())])
     given_anew = given_fields("n double, o struct<y string, x double>, text long, more date")
-    assert laid_over(known, given_anew) == pa.schema(
+    assert merge_schema(known, given_anew) == pa.schema(
         [
             pa.field("N", pa.float64()),
             pa.field("o", pa.struct([("x", pa.float64()), WHOLE.field("o").type.field("l"), ("y", pa.string())])),
@@ -356,7 +356,7 @@ def test_a_given_schema_is_laid_over_that_of_a_table() -> None:
             pa.field("more", pa.date32()),
         ]
     )
-    assert laid_over(known, given_fields("text string")) == pa.schema([pa.field("text", pa.string())])
+    assert merge_schema(known, given_fields("text string")) == pa.schema([pa.field("text", pa.string())])
 
 
 def test_columns_are_bounded() -> None:

@@ -13,7 +13,7 @@ import pytest
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.land.job import LandJob
 from millstream.pipelines.jobs.land.manifest import Report
-from millstream.pipelines.jobs.land.plan import Span
+from millstream.pipelines.jobs.land.plan import PartitionPlan
 from millstream.pipelines.jobs.land.sources import Source
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.delta_table import DeltaTable
@@ -35,7 +35,7 @@ def job() -> Iterator[LandJob]:
 def batch_of(topic: str, lake: Path) -> TopicBatch:
     source = Source(topic=topic, topic_id=TOPIC, first={0: 0}, end={0: 5})
     table = DeltaTable(Storage.at(str(lake / topic)))
-    return TopicBatch(source=source, table=table, spans={0: Span(None, 0, 5)}, fields=pa.schema([]))
+    return TopicBatch(source=source, table=table, plans={0: PartitionPlan(None, 0, 5)}, fields=pa.schema([]))
 
 
 def report_of(batch: TopicBatch) -> Report:

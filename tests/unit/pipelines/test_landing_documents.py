@@ -21,7 +21,7 @@ from millstream.core.lake_place import QUARANTINE_ENDING
 from millstream.pipelines.jobs.land.decoding import Misfit, parsed, value_for
 from millstream.pipelines.jobs.land.job import ROUNDS_MAX
 from millstream.pipelines.jobs.land.layout import column_of, payload_fields
-from millstream.pipelines.jobs.land.plan import spans
+from millstream.pipelines.jobs.land.plan import plans
 from millstream.pipelines.jobs.land.sources import Source
 from millstream.pipelines.jobs.land.task import _Landing
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
@@ -142,7 +142,7 @@ def land(table: LakeTable, payloads: list[bytes | None], start: int) -> None:
     batch = TopicBatch(
         source=source,
         table=table,
-        spans=spans(source, landed, from_latest=False),
+        plans=plans(source, landed, from_latest=False),
         fields=payload_fields(schema),
         schema=schema,
         decodes=True,

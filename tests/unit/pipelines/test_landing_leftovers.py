@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from millstream.pipelines.jobs.land import leftovers as leftovers_module
-from millstream.pipelines.jobs.land.leftovers import KEPT_S, LOOKS, PAUSE_S, SWEEP_S, Leftovers
+from millstream.pipelines.jobs.land import abandoned_files as leftovers_module
+from millstream.pipelines.jobs.land.abandoned_files import KEPT_S, LOOKS, PAUSE_S, SWEEP_S, AbandonedFiles
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.delta_table import DeltaTable
 from millstream.pipelines.lake.storage import Storage
@@ -33,7 +33,7 @@ def write(storage: Storage, attempt: str, offsets: range = range(5)) -> TaskWrit
     return writer
 
 
-def fail(leftovers: Leftovers, writer: TaskWriter) -> None:
+def fail(leftovers: AbandonedFiles, writer: TaskWriter) -> None:
     with (
         pytest.raises(OSError, match="full"),
         leftovers.watch(FAILED, [(writer.storage, writer.folder), (writer.storage.beside("__quarantine"), "")]),
@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
 
 def test_files_of_a_failed_attempt_are_deleted_also_those_that_come_late(tmp_path: Path) -> None:
     storage, clock = Storage.at(str(tmp_path / "orders")), Clock()
-    leftovers = Leftovers(clock)
+    leftovers = AbandonedFiles(clock)
     other = "fedcba9876543210"
     write(storage, other)
     writer = write(storage, FAILED)
@@ -65,7 +65,7 @@ def test_files_of_a_failed_attempt_are_deleted_also_those_that_come_late(tmp_pat
 
 def test_what_goes_well_is_kept(tmp_path: Path) -> None:
     storage = Storage.at(str(tmp_path / "orders"))
-    leftovers = Leftovers()
+    leftovers = AbandonedFiles()
     with leftovers.watch(FAILED, [(storage, "")]):
         write(storage, FAILED)
     assert leftovers.sweep() == 0
@@ -78,7 +78,7 @@ def test_what_a_table_has_is_never_deleted(tmp_path: Path) -> None:
     writer = table.writer(RAW, TOPIC, landed=LANDED, attempt=FAILED)
     writer.write(rows(0, range(5)))
     assert table.commit(writer.close(), {(TOPIC, 0): (0, 5)}, schema=RAW)
-    fail(Leftovers(), write(storage, FAILED))
+    fail(AbandonedFiles(), write(storage, FAILED))
     assert delta_rows(storage) == once(0, range(5))
     assert names(tmp_path) == [FAILED]
 
@@ -95,7 +95,7 @@ def test_a_place_that_is_away_hides_no_failure_and_keeps_no_other_from_its_turn(
 
     monkeypatch.setattr(Storage, "data_files", away)
     clock = Clock()
-    leftovers = Leftovers(clock)
+    leftovers = AbandonedFiles(clock)
     orders = Storage.at(str(tmp_path / "orders"))
     fail(leftovers, TaskWriter(Storage.at(str(tmp_path / "away")), RAW, TOPIC, landed=LANDED))
     fail(leftovers, write(orders, FAILED))
@@ -127,7 +127,7 @@ def test_folders_are_looked_into_once_a_minute_until_nothing_comes_for_a_while(
     tmp_path: Path, looks: Counter[str]
 ) -> None:
     storage, clock, signs = Storage.at(str(tmp_path / "orders")), Clock(), Counter[str]()
-    leftovers = Leftovers(clock)
+    leftovers = AbandonedFiles(clock)
     fail(leftovers, write(storage, FAILED))
     assert looks["orders"] == 1
     for clock.now in range(int(KEPT_S)):
@@ -141,7 +141,7 @@ def test_a_sweep_that_takes_long_leaves_the_rest_to_the_next_one(
     tmp_path: Path, looks: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock()
-    leftovers = Leftovers(clock)
+    leftovers = AbandonedFiles(clock)
     places = [(Storage.at(str(tmp_path / f"{number:02}")), "") for number in range(16)]
 
     def slowly(storage: Storage, folder: str = "") -> Iterator[str]:
@@ -163,4 +163,4 @@ def test_a_sweep_that_cannot_be_made_hides_no_failure(tmp_path: Path, monkeypatc
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(leftovers_module, "ThreadPoolExecutor", refuse)
-    fail(Leftovers(), write(Storage.at(str(tmp_path / "orders")), FAILED))
+    fail(AbandonedFiles(), write(Storage.at(str(tmp_path / "orders")), FAILED))

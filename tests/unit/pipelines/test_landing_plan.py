@@ -7,7 +7,15 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.pipelines.jobs.land.plan import FILE_BYTES, TASK_BYTES_MIN, Span, Stretch, spans, stretches, tasks
+from millstream.pipelines.jobs.land.plan import (
+    FILE_BYTES,
+    TASK_BYTES_MIN,
+    PartitionPlan,
+    TopicRange,
+    plans,
+    tasks,
+    topic_ranges,
+)
 from millstream.pipelines.jobs.land.sources import Source
 
 
@@ -18,7 +26,7 @@ from millstream.pipelines.jobs.land.sources import Source
     st.integers(1, 16),
 )
 def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, parallelism: int) -> None:
-    wanted = [Stretch(f"t{at // 3}", at, start, start + length) for at, (start, length) in enumerate(parts)]
+    wanted = [TopicRange(f"t{at // 3}", at, start, start + length) for at, (start, length) in enumerate(parts)]
     sizes = {one.topic: size for one in wanted}
     shared = tasks(wanted, sizes, parallelism=parallelism)
     flat = [one for task in shared for one in task]
@@ -36,7 +44,7 @@ def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, 
 
 
 def test_many_small_topics_share_tasks() -> None:
-    wanted = [Stretch(f"t{number:03}", 0, 0, 10_000) for number in range(100)]
+    wanted = [TopicRange(f"t{number:03}", 0, 0, 10_000) for number in range(100)]
     shared = tasks(wanted, {one.topic: 100.0 for one in wanted}, parallelism=4)
     assert len(shared) == 4
     assert sum(len(task) for task in shared) <= 103
@@ -47,22 +55,31 @@ def source(first: dict[int, int], end: dict[int, int]) -> Source:
 
 
 def test_a_table_goes_on_where_it_is() -> None:
-    found = spans(source({0: 0, 1: 40}, {0: 100, 1: 50}), {0: 30, 1: 20}, from_latest=False)
-    assert found == {0: Span(30, 30, 100), 1: Span(20, 40, 50)}
+    found = plans(source({0: 0, 1: 40}, {0: 100, 1: 50}), {0: 30, 1: 20}, from_latest=False)
+    assert found == {0: PartitionPlan(30, 30, 100), 1: PartitionPlan(20, 40, 50)}
     assert found[0].lost == 0
     assert found[1].lost == 20
-    assert stretches("orders", found) == [Stretch("orders", 0, 30, 100), Stretch("orders", 1, 40, 50)]
+    assert topic_ranges("orders", found) == [TopicRange("orders", 0, 30, 100), TopicRange("orders", 1, 40, 50)]
 
 
 def test_a_new_table_begins_where_it_is_told() -> None:
     new = source({0: 5, 1: 0}, {0: 100, 1: 50})
-    assert spans(new, {}, from_latest=False) == {0: Span(None, 5, 100), 1: Span(None, 0, 50)}
-    assert spans(new, {}, from_latest=True) == {0: Span(None, 100, 100), 1: Span(None, 50, 50)}
-    assert spans(new, {0: 80}, from_latest=True) == {0: Span(80, 80, 100), 1: Span(None, 0, 50)}
+    assert plans(new, {}, from_latest=False) == {
+        0: PartitionPlan(None, 5, 100),
+        1: PartitionPlan(None, 0, 50),
+    }
+    assert plans(new, {}, from_latest=True) == {
+        0: PartitionPlan(None, 100, 100),
+        1: PartitionPlan(None, 50, 50),
+    }
+    assert plans(new, {0: 80}, from_latest=True) == {
+        0: PartitionPlan(80, 80, 100),
+        1: PartitionPlan(None, 0, 50),
+    }
 
 
 def test_everything_may_be_gone_by_retention() -> None:
-    found = spans(source({0: 100}, {0: 100}), {0: 30}, from_latest=False)
-    assert found == {0: Span(30, 100, 100)}
+    found = plans(source({0: 100}, {0: 100}), {0: 30}, from_latest=False)
+    assert found == {0: PartitionPlan(30, 100, 100)}
     assert found[0].lost == 70
-    assert stretches("orders", found) == []
+    assert topic_ranges("orders", found) == []

@@ -12,19 +12,19 @@ from millstream.client.admin.places import places_in
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidSetting
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.pipelines.jobs.job import JobContext, Step
-from millstream.pipelines.runtime import by_hand as by_hand_module
-from millstream.pipelines.runtime.by_hand import HandWatch, RunByHand
+from millstream.pipelines.runtime import manual_run as by_hand_module
+from millstream.pipelines.runtime.manual_run import ManualRun, ManualRunWatch
 from millstream.pipelines.runtime.runner import Stalled
 from millstream.pipelines.runtime.spark_activity import Activity
 from millstream_testing.pipeline_script import FreeClaim, Script, landing
 
 
-def by_hand(script: Script, claim: FreeClaim, stopping: threading.Event | None = None) -> RunByHand:
+def by_hand(script: Script, claim: FreeClaim, stopping: threading.Event | None = None) -> ManualRun:
     claim.take()
     context = JobContext(
         spark=cast("Any", None), brokers="", lake="", folder="", stopping=stopping or threading.Event()
     )
-    return RunByHand(landing(), context, claim, jobs={PipelineKind.LAND: script})
+    return ManualRun(landing(), context, claim, jobs={PipelineKind.LAND: script})
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, 
     claim.take()
     spark: Any = java
     context = JobContext(spark=spark, brokers="", lake="", folder="", stopping=stopping)
-    running = RunByHand(
+    running = ManualRun(
         landing(**{"stall.ms": "300"}),
         context,
         claim,
@@ -105,7 +105,7 @@ def run_watched(script: Script, java: Java, monkeypatch: pytest.MonkeyPatch, *, 
         left.append(reason)
         stopping.set()
 
-    with HandWatch(running, spark, leave, look_s=0.05, cancel_s=0.2), pytest.raises(Stalled) as stalled:
+    with ManualRunWatch(running, spark, leave, look_s=0.05, cancel_s=0.2), pytest.raises(Stalled) as stalled:
         running.run(once=False)
     assert script.closed == 1
     return [str(stalled.value), *left]

@@ -24,9 +24,9 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import CatalogUnavailable, InvalidSetting
 from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.runtime.child import PipelineChild, driver_options, why_it_runs_none
-from millstream.pipelines.runtime.driver_messages import Said
-from millstream.pipelines.runtime.roll import Roll
+from millstream.pipelines.runtime.child import PipelineChild, driver_options, idle_reason_of
+from millstream.pipelines.runtime.driver_messages import DriverEvent
+from millstream.pipelines.runtime.driver_reports import DriverReports
 from millstream.pipelines.runtime.spark_session import DIED
 from millstream_testing.pipeline_script import HANG_S, landing
 
@@ -246,19 +246,19 @@ async def test_a_catalog_that_is_away_keeps_nobody_running(tmp_path: Path, monke
 
 
 def test_deaths_are_counted_only_in_a_row() -> None:
-    roll = Roll(1)
+    roll = DriverReports(1)
     for _ in range(2):
-        roll.hear(Said(begun="a"))
+        roll.apply(DriverEvent(begun="a"))
         roll.driver_ended(-9, is_death=True)
     assert roll.is_suspect("a")
-    roll.hear(Said(begun="a"))
-    roll.hear(Said(ended="a", is_well=True))
+    roll.apply(DriverEvent(begun="a"))
+    roll.apply(DriverEvent(ended="a", is_well=True))
     assert not roll.is_suspect("a")
     for deaths in range(3):
         assert roll.blamed() == []
-        roll.hear(Said(begun="a"))
-        roll.hear(Said(begun="b"))
-        roll.hear(Said(ended="b", is_well=deaths == 0))
+        roll.apply(DriverEvent(begun="a"))
+        roll.apply(DriverEvent(begun="b"))
+        roll.apply(DriverEvent(ended="b", is_well=deaths == 0))
         roll.driver_ended(-9, is_death=True)
     assert roll.blamed() == [("a", "the driver ended with signal 9")]
     assert roll.blamed() == []
@@ -266,74 +266,74 @@ def test_deaths_are_counted_only_in_a_row() -> None:
 
 
 def test_only_the_one_because_of_which_a_driver_was_replaced_is_suspected() -> None:
-    roll = Roll(1)
+    roll = DriverReports(1)
     reports = [PipelineReport(name=name, state="running", still_s=9.0) for name in ("a", "b")]
     for _ in range(3):
-        roll.hear(Said(reports=reports))
-        roll.hear(Said(begun="a"))
-        roll.hear(Said(begun="b"))
-        roll.hear(Said(failed="replaced", stuck="b"))
+        roll.apply(DriverEvent(reports=reports))
+        roll.apply(DriverEvent(begun="a"))
+        roll.apply(DriverEvent(begun="b"))
+        roll.apply(DriverEvent(failed="replaced", stuck="b"))
         roll.driver_ended(71, is_death=True)
         assert (roll.is_suspect("a"), roll.is_suspect("b")) == (False, True)
-    told = {one.name: one for one in roll.reports([landing("a"), landing("b")], is_running=False, why_not="")}
+    told = {one.name: one for one in roll.reports([landing("a"), landing("b")], is_running=False, idle_reason="")}
     assert [(one.restarts, one.still_s) for one in told.values()] == [(3, 0.0), (3, 0.0)]
     assert roll.blamed() == [("b", "replaced")]
     # Whoever was under way when a driver dies otherwise is suspected as before.
-    roll.hear(Said(begun="a"))
+    roll.apply(DriverEvent(begun="a"))
     roll.driver_ended(-9, is_death=True)
     assert roll.is_suspect("a")
 
 
 def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:
-    roll = Roll(1)
+    roll = DriverReports(1)
     due = [landing("a")]
-    assert roll.reports(due, is_running=True, why_not="")[0].state == "starting"
-    roll.hear(Said(failed="no Java was found"))
+    assert roll.reports(due, is_running=True, idle_reason="")[0].state == "starting"
+    roll.apply(DriverEvent(failed="no Java was found"))
     roll.driver_ended(1, is_death=True)
-    report = roll.reports(due, is_running=False, why_not="")[0]
+    report = roll.reports(due, is_running=False, idle_reason="")[0]
     assert (report.state, report.last_error) == ("retrying", "no Java was found")
     roll.driver_ended(-9, is_death=True)
-    assert roll.reports(due, is_running=False, why_not="")[0].last_error == "the driver ended with signal 9"
+    assert roll.reports(due, is_running=False, idle_reason="")[0].last_error == "the driver ended with signal 9"
     roll.driver_ended(DIED, is_death=True)
-    assert "spark.log" in roll.reports(due, is_running=False, why_not="")[0].last_error
-    told = roll.reports(due, is_running=False, why_not="install it")[0]
+    assert "spark.log" in roll.reports(due, is_running=False, idle_reason="")[0].last_error
+    told = roll.reports(due, is_running=False, idle_reason="install it")[0]
     assert (told.state, told.last_error) == ("waiting", "install it")
-    roll.hear(Said(reports=[PipelineReport(name="a", state="running", rows=5, counts={"files": 1})]))
+    roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=5, counts={"files": 1})]))
     roll.driver_ended(0, is_death=False)
-    roll.hear(Said(reports=[PipelineReport(name="a", state="running", rows=2, counts={"files": 1})]))
-    report = roll.reports(due, is_running=True, why_not="")[0]
+    roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=2, counts={"files": 1})]))
+    report = roll.reports(due, is_running=True, idle_reason="")[0]
     assert (report.rows, report.restarts, report.counts) == (7, 0, {"files": 2})
     roll.forget([])
-    assert roll.reports(due, is_running=True, why_not="")[0].rows == 2
+    assert roll.reports(due, is_running=True, idle_reason="")[0].rows == 2
 
 
 def test_what_a_run_did_counts_on_after_it_was_parked_and_when_it_is_tried_again() -> None:
-    roll = Roll(1)
+    roll = DriverReports(1)
     roll.forget(["a"])
     one = landing("a")
     parked = dataclasses.replace(one, parked="no such column")
     failed = PipelineReport(name="a", state="parked", rows=5, restarts=4, last_error="no such column", last_error_ms=7)
-    roll.hear(Said(reports=[failed]))
-    roll.hear(Said(reports=[]))
+    roll.apply(DriverEvent(reports=[failed]))
+    roll.apply(DriverEvent(reports=[]))
     (told,) = roll.reports_of_rest([parked])
     assert (told.state, told.rows, told.restarts, told.last_error_ms) == ("parked", 5, 4, 7)
-    roll.hear(Said(reports=[PipelineReport(name="a", state="running", rows=1)]))
-    roll.hear(Said(reports=[PipelineReport(name="a", state="starting")]))
-    (told,) = roll.reports([one], is_running=True, why_not="")
+    roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=1)]))
+    roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="starting")]))
+    (told,) = roll.reports([one], is_running=True, idle_reason="")
     assert (told.state, told.rows, told.restarts) == ("starting", 6, 4)
     assert roll.reports_of_rest([landing("b")]) == []
     # Of one that is deleted nothing is kept, also when the driver still tells of it.
     roll.forget([])
-    roll.hear(Said(reports=[]))
+    roll.apply(DriverEvent(reports=[]))
     assert roll.reports_of_rest([parked]) == []
 
 
 def test_since_when_no_driver_could_be_started_is_told() -> None:
-    roll = Roll(1)
+    roll = DriverReports(1)
     roll.driver_ended(1, is_death=True)
-    (first,) = roll.reports([landing("a")], is_running=False, why_not="")
+    (first,) = roll.reports([landing("a")], is_running=False, idle_reason="")
     roll.driver_ended(1, is_death=True)
-    (then,) = roll.reports([landing("a")], is_running=False, why_not="")
+    (then,) = roll.reports([landing("a")], is_running=False, idle_reason="")
     assert then.failing_ms == first.failing_ms > 0
 
 
@@ -347,8 +347,8 @@ def test_a_node_says_where_its_driver_works() -> None:
     assert driver_options(config.replace(pipelines_master="spark://host:7077"), "x:1").kafka == "broker:9092"
     with pytest.raises(InvalidSetting, match=r"spark\.NAME=VALUE"):
         Config.of({"pipelines-spark": "memory=2g"})
-    assert "pipelines-enabled" in why_it_runs_none(Config(pipelines_enabled=False))
-    assert why_it_runs_none(Config()) == ""
+    assert "pipelines-enabled" in idle_reason_of(Config(pipelines_enabled=False))
+    assert idle_reason_of(Config()) == ""
 
 
 def test_a_broker_imports_nothing_of_spark() -> None:

@@ -17,8 +17,8 @@ from millstream.broker.pipeline_board import PipelineReport
 from millstream.core.errors import InvalidRequest
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.jobs.job import Job, JobContext, Step
-from millstream.pipelines.runtime.driver import Driver, Ears, Voice, run
-from millstream.pipelines.runtime.driver_messages import Options, Said, Told, Wanted
+from millstream.pipelines.runtime.driver import CommandReader, Driver, EventWriter, run
+from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.turns import Turns
 from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
 
@@ -41,12 +41,12 @@ class Scene:
 
     def __init__(self) -> None:
         self.scripts: dict[str, Script] = {}
-        self.said: list[Said] = []
+        self.event: list[DriverEvent] = []
         self._news = threading.Condition()
         self.driver = Driver(
             OPTIONS,
             None,
-            self._say,
+            self._send,
             lambda _group, _when_lost: FreeClaim(),
             jobs={PipelineKind.LAND: self._make},
             report_s=0.0,
@@ -57,20 +57,20 @@ class Scene:
         self.scripts[name] = Script(*lines)
         return self.scripts[name]
 
-    def until(self, condition: Callable[[list[Said]], bool]) -> None:
+    def until(self, condition: Callable[[list[DriverEvent]], bool]) -> None:
         with self._news:
-            assert self._news.wait_for(lambda: condition(self.said), HANG_S)
+            assert self._news.wait_for(lambda: condition(self.event), HANG_S)
 
     def reported(self, name: str) -> PipelineReport | None:
-        reports = [said.reports for said in self.said if said.reports is not None]
+        reports = [event.reports for event in self.event if event.reports is not None]
         return next((one for one in reports[-1] if one.name == name), None) if reports else None
 
     def _make(self, pipeline: Pipeline, context: JobContext) -> Job:
         return self.scripts[pipeline.name](pipeline, context)
 
-    def _say(self, said: Said) -> None:
+    def _send(self, event: DriverEvent) -> None:
         with self._news:
-            self.said.append(said)
+            self.event.append(event)
             self._news.notify_all()
 
 
@@ -89,8 +89,8 @@ def test_it_runs_what_it_is_told_and_reports(scene: Scene) -> None:
     scene.until(lambda _said: _rows(scene, "a") == 3 and _rows(scene, "b") == 4)
     assert first.contexts[0].lake == "/lake"
     assert first.contexts[0].brokers == "127.0.0.1:1"
-    steps = [said for said in scene.said if "a" in (said.begun, said.ended)]
-    assert [(said.begun, said.is_well) for said in steps] == [("a", False), ("", True), ("a", False)]
+    steps = [event for event in scene.event if "a" in (event.begun, event.ended)]
+    assert [(event.begun, event.is_well) for event in steps] == [("a", False), ("", True), ("a", False)]
 
     scene.driver.declare([Wanted(landing("b"))])
     scene.until(lambda _said: scene.reported("a") is None)
@@ -167,16 +167,18 @@ def test_suspects_take_turns_until_a_step_went_well() -> None:
 def test_what_is_told_and_said_survives_the_pipe() -> None:
     rules = (Rule(name="all", topic="orders", targets=("queue",)),)
     wanted = Wanted(dataclasses.replace(landing("a"), kind=PipelineKind.ROUTE, rules=rules), 2, True)
-    assert msgspec.json.decode(msgspec.json.encode(Told([wanted])), type=Told) == Told([wanted])
+    assert msgspec.json.decode(msgspec.json.encode(DriverCommand([wanted])), type=DriverCommand) == DriverCommand(
+        [wanted]
+    )
     stream = io.BytesIO()
-    voice = Voice(stream)
-    voice.say(Said(begun="a"))
-    voice.say(Said(reports=[PipelineReport(name="a", state="running", counts={"files": 1})]))
-    heard = [msgspec.json.decode(line, type=Said) for line in stream.getvalue().splitlines()]
-    assert heard[0] == Said(begun="a")
-    assert heard[1].reports == [PipelineReport(name="a", state="running", counts={"files": 1})]
+    events = EventWriter(stream)
+    events.send(DriverEvent(begun="a"))
+    events.send(DriverEvent(reports=[PipelineReport(name="a", state="running", counts={"files": 1})]))
+    commands = [msgspec.json.decode(line, type=DriverEvent) for line in stream.getvalue().splitlines()]
+    assert commands[0] == DriverEvent(begun="a")
+    assert commands[1].reports == [PipelineReport(name="a", state="running", counts={"files": 1})]
     stream.close()
-    voice.say(Said(ended="a"))
+    events.send(DriverEvent(ended="a"))
 
 
 def _rows(scene: Scene, name: str) -> int | None:
@@ -199,11 +201,11 @@ def test_a_broker_that_is_gone_while_spark_starts_ends_the_driver(monkeypatch: p
 
     monkeypatch.setattr("millstream.pipelines.runtime.spark_session.open_session", start)
     reader, writer = os.pipe()
-    with os.fdopen(reader, "rb") as heard, os.fdopen(writer, "wb") as broker:
-        driving = threading.Thread(target=_drive, args=(heard, is_gone.set))
+    with os.fdopen(reader, "rb") as commands, os.fdopen(writer, "wb") as broker:
+        driving = threading.Thread(target=_drive, args=(commands, is_gone.set))
         driving.start()
         assert is_starting.wait(HANG_S)
-        broker.write(msgspec.json.encode(Told([])) + b"\n")
+        broker.write(msgspec.json.encode(DriverCommand([])) + b"\n")
         broker.flush()
         assert not is_gone.is_set()
         broker.close()
@@ -211,18 +213,18 @@ def test_a_broker_that_is_gone_while_spark_starts_ends_the_driver(monkeypatch: p
     assert is_gone.is_set()
 
 
-def _drive(heard: IO[bytes], leave: Callable[[], None]) -> None:
+def _drive(commands: IO[bytes], leave: Callable[[], None]) -> None:
     with pytest.raises(InvalidRequest):
-        run(OPTIONS, heard, Voice(io.BytesIO()), leave=leave)
+        run(OPTIONS, commands, EventWriter(io.BytesIO()), leave=leave)
 
 
 def test_what_the_broker_says_early_is_heard_when_there_is_work() -> None:
     reader, writer = os.pipe()
     left: list[bool] = []
-    with os.fdopen(reader, "rb") as heard, os.fdopen(writer, "wb") as broker:
+    with os.fdopen(reader, "rb") as commands, os.fdopen(writer, "wb") as broker:
         broker.write(b"one\ntwo\n")
         broker.flush()
-        lines = Ears(heard, lambda: left.append(True)).lines()
+        lines = CommandReader(commands, lambda: left.append(True)).lines()
         assert [next(lines), next(lines)] == [b"one\n", b"two\n"]
         broker.close()
         assert list(lines) == []

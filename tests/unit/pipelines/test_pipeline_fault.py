@@ -18,7 +18,7 @@ from millstream.core.errors import (
     RequestTimedOut,
     StorageFailure,
 )
-from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.runtime.fault import Fault, Marked, fault_of, kind_in
 
 

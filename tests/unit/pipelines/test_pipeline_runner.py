@@ -11,8 +11,8 @@ from typing import Any, cast
 import pytest
 
 from millstream.core.errors import BrokerUnreachable, GroupNotEmpty, InvalidRequest, UnknownTopic
+from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import JobContext, Step
-from millstream.pipelines.jobs.reason import reason_of
 from millstream.pipelines.runtime.runner import FAILURES_MAX, WINDOW_S, Runner, Surroundings, Tally
 from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from millstream.pipelines.runtime.runner import Progress
 from millstream.pipelines.runtime.spark_activity import Activity
-from millstream.pipelines.runtime.watch import Watch
+from millstream.pipelines.runtime.stall_watch import Watch
 
 LOOK_S = 5.0
 
@@ -44,7 +44,7 @@ class Scene:
             lambda name, reason: self.replaced.append((name, reason)),
             look_s=LOOK_S,
             cancel_s=20.0,
-            remains_s=20.0,
+            orphan_s=20.0,
             java_s=30.0,
             clock=lambda: self.now_s,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.pipelines.jobs.reason import place_error, reason_of
+from millstream.pipelines.jobs.error_reason import place_error, reason_of
 
 _STEP = "\n   \x1b[31m↳\x1b[0m "
 _GET = "Error performing GET http://127.0.0.1:5000/nobucket?list-type=2&prefix=lake in 20.08ms - Server returned"

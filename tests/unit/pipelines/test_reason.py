@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millstream.core.errors import LostData
-from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.jobs.error_reason import reason_of
 
 
 def test_the_owner_of_a_pipeline_is_told_what_to_set_for_lost_messages() -> None:

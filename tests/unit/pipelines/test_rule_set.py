@@ -101,7 +101,7 @@ def batch_of(made: Sequence[tuple[Any, Any, str | None, bytes | None]]) -> Recor
     return RecordBatch(records, topic="orders", partition=0, uses=Uses())
 
 
-def plainly(ways: list[Way], batch: RecordBatch) -> dict[str, list[int]]:
+def without_traceback(ways: list[Way], batch: RecordBatch) -> dict[str, list[int]]:
     """Every rule asked about every message."""
     found: dict[str, set[int]] = {}
     for way in ways:
@@ -118,7 +118,7 @@ def test_grouped_rules_match_what_each_of_them_matches(
 ) -> None:
     batch = batch_of(made)
     found = {target: rows.tolist() for target, rows in RuleSet(ways).matches(batch).items() if rows.size}
-    assert found == plainly(ways, batch)
+    assert found == without_traceback(ways, batch)
 
 
 def counted(rules: RuleSet) -> list[int]:

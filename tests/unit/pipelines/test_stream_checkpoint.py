@@ -66,10 +66,10 @@ def test_a_stream_goes_on_only_where_the_pipeline_is(
     # What was set aside earlier makes room.
     begin(tmp_path / "checkpoint.before", 0, {"a": {0: 1}})
     checkpoint = StreamCheckpoint(folder)
-    assert checkpoint.set_aside_unless_at(committed) is not is_kept
+    assert checkpoint.archive_unless_at(committed) is not is_kept
     assert folder.exists() is is_kept
     assert StreamCheckpoint(tmp_path / "checkpoint.before").ends(2) == ({} if is_kept else {"a": {0: 20}})
-    assert not checkpoint.set_aside_unless_at(committed)
+    assert not checkpoint.archive_unless_at(committed)
 
 
 def test_a_stream_that_knows_less_batches_than_were_committed_begins_anew(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_a_stream_that_knows_less_batches_than_were_committed_begins_anew(tmp_pa
     checkpoint = StreamCheckpoint(folder)
     assert checkpoint.query_id() == "a2f1"
     # Batch 2 had no messages, so it ended where batch 1 did.
-    assert not checkpoint.set_aside_unless_at({"a": {0: 10}}, last_batch=1)
-    assert checkpoint.set_aside_unless_at({"a": {0: 10}}, last_batch=2)
+    assert not checkpoint.archive_unless_at({"a": {0: 10}}, last_batch=1)
+    assert checkpoint.archive_unless_at({"a": {0: 10}}, last_batch=2)
 
 
 def test_a_stream_of_which_half_a_file_was_left_begins_anew(tmp_path: Path) -> None:
@@ -90,10 +90,10 @@ def test_a_stream_of_which_half_a_file_was_left_begins_anew(tmp_path: Path) -> N
     for number, offset in enumerate((5, 10)):
         begin(folder, number, {"a": {0: offset}})
     folder.joinpath("offsets", "1").write_text("v1\n")
-    assert StreamCheckpoint(folder).set_aside_unless_at({"a": {0: 5}})
+    assert StreamCheckpoint(folder).archive_unless_at({"a": {0: 5}})
 
 
 def test_a_stream_that_did_not_begin_has_nothing_to_set_aside(tmp_path: Path) -> None:
-    assert not StreamCheckpoint(tmp_path / "missing").set_aside_unless_at({"a": {0: 1}})
+    assert not StreamCheckpoint(tmp_path / "missing").archive_unless_at({"a": {0: 1}})
     tmp_path.joinpath("offsets").mkdir()
-    assert not StreamCheckpoint(tmp_path).set_aside_unless_at({"a": {0: 1}})
+    assert not StreamCheckpoint(tmp_path).archive_unless_at({"a": {0: 1}})

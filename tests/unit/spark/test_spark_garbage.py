@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from millstream.pipelines.source import garbage
+from millstream.pipelines.source import worker_heap
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     told: list[str] = []
     monkeypatch.setattr(gc, "collect", lambda: told.append("collect"))
     monkeypatch.setattr(gc, "freeze", lambda: told.append("freeze"))
-    monkeypatch.setattr(garbage, "_spared", 0)
+    monkeypatch.setattr(worker_heap, "_spared", 0)
     return told
 
 
@@ -24,14 +24,14 @@ def test_a_worker_is_spared_what_it_has_loaded(monkeypatch: pytest.MonkeyPatch, 
     worker = ModuleType("__main__")
     worker.__spec__ = SimpleNamespace(name="pyspark.daemon")  # type: ignore[assignment]
     monkeypatch.setitem(sys.modules, "__main__", worker)
-    garbage.spare_what_is_loaded()
-    garbage.spare_what_is_loaded()
+    worker_heap.freeze_worker_heap()
+    worker_heap.freeze_worker_heap()
     assert frozen == ["collect", "freeze"]
     monkeypatch.setitem(sys.modules, "loaded-later", ModuleType("loaded-later"))
-    garbage.spare_what_is_loaded()
+    worker_heap.freeze_worker_heap()
     assert frozen == ["collect", "freeze"] * 2
 
 
 def test_other_programs_are_left_alone(frozen: list[str]) -> None:
-    garbage.spare_what_is_loaded()
+    worker_heap.freeze_worker_heap()
     assert frozen == []

@@ -140,10 +140,10 @@ def test_offsets_that_are_committed_with_the_rows() -> None:
     given = {"topic": "out", "sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": 7}}'}
     source = write_options(given).source
     assert source is not None
-    assert (source.group, source.offsets, source.who) == ("copy", {"orders": {0: 7}}, ("", -1, None))
+    assert (source.group, source.offsets, source.member) == ("copy", {"orders": {0: 7}}, ("", -1, None))
     member = write_options({**given, "sourceMember": "me", "sourceGeneration": "3"}).source
     assert member is not None
-    assert member.who == ("me", 3, None)
+    assert member.member == ("me", 3, None)
     assert write_options({"topic": "out"}).source is None
 
 

@@ -13,9 +13,9 @@ import pytest
 from millstream.core.errors import InvalidBatch, MillstreamError
 from millstream.core.ids import Offset, ProducerId
 from millstream.core.partitioner import murmur2
-from millstream.pipelines.source.attempt import RowProducer
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.options import WriteOptions
+from millstream.pipelines.source.row_producer import RowProducer
 from millstream.protocol.private.transactions import TransactionalProducer
 from millstream.protocol.records.batch import read_header
 from millstream.protocol.records.record import Record, decode_records

@@ -18,11 +18,11 @@ import msgspec
 
 from millstream.core.errors import MillstreamError
 from millstream.gateway.api.event_stream import send_events
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import CONTENT_TYPE, Refused, invalid, problem_document, refusal_of, stopped
-from millstream.gateway.api.route import JSON, PREFIX, Answered, Asked, Lane, Nothing, Route, Streamed
-from millstream.gateway.room import HungUp, Receive, Room
-from millstream.gateway.site import Site
+from millstream.gateway.api.route import JSON, PREFIX, Lane, NoFields, Request, Response, Route, StreamResponse
+from millstream.gateway.api.services import Services
+from millstream.gateway.origin_check import OriginCheck
+from millstream.gateway.request_memory import ClientDisconnected, Receive, RequestMemory
 
 S = TypeVar("S")
 
@@ -49,13 +49,13 @@ class PathTree(Generic[S]):
             if known is None:
                 known = node.named
                 if known is None or not segment:
-                    raise _nothing(raw_path)
+                    raise _not_found(raw_path)
                 names[node.name] = _text(segment)
             node = known
         route = node.routes.get(method)
         if route is None:
             if not node.routes:
-                raise _nothing(raw_path)
+                raise _not_found(raw_path)
             raise Refused(
                 HTTPStatus.METHOD_NOT_ALLOWED,
                 f"{method} is not understood at {_shown(raw_path)}",
@@ -89,7 +89,7 @@ def _text(segment: bytes) -> str:
         raise invalid("a name in the path is not UTF-8") from None
 
 
-def _nothing(raw_path: bytes) -> Refused:
+def _not_found(raw_path: bytes) -> Refused:
     return Refused(HTTPStatus.NOT_FOUND, f"nothing is served at {_shown(raw_path)}; GET /openapi.json lists what is")
 
 
@@ -121,19 +121,19 @@ def _encode(answer: Any) -> bytes:
 class Api:
     """Serves routes."""
 
-    def __init__(self, routes: Iterable[Route[Any, Any]], parts: Parts, site: Site) -> None:
+    def __init__(self, routes: Iterable[Route[Any, Any]], services: Services, site: OriginCheck) -> None:
         self._tree: PathTree[_Reader] = PathTree()
         for route in routes:
             self._tree.add(route, _Reader(route))
-        self._parts = parts
+        self._services = services
         self._site = site
-        self._pressure = parts.pressure
+        self._pressure = services.pressure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request; whatever goes wrong is a problem document."""
         try:
             await self._serve(scope, receive, send)
-        except HungUp:
+        except ClientDisconnected:
             return
         except Refused as error:
             await self._send_problem(scope, send, error)
@@ -143,47 +143,47 @@ class Api:
                 _logger.exception("a request failed", extra={"path": scope["path"]})
             await self._send_problem(scope, send, refused)
         except asyncio.CancelledError:
-            if not self._parts.stopping.done():
+            if not self._services.stopping.done():
                 raise
             await self._send_problem(scope, send, stopped())
         except Exception:
             _logger.exception("a request failed", extra={"path": scope["path"]})
-            said = "the gateway failed to answer; its log says why"
-            await self._send_problem(scope, send, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, said))
+            detail = "the gateway failed to answer; its log says why"
+            await self._send_problem(scope, send, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, detail))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         reader, path = self._tree.find(scope["method"], scope["raw_path"][len(PREFIX) :])
         route = reader.route
-        self._parts.check_started()
+        self._services.check_started()
         headers = dict(scope["headers"])
         self._site.check(headers)
         lane = route.lane
         self._pressure.enter(lane)
-        room = Room(self._pressure, lane)
+        memory = RequestMemory(self._pressure, lane)
         try:
-            asked = Asked(reader.path(path), reader.query(scope["query_string"]), None, headers, room)
-            if route.body is not Nothing:
+            request = Request(reader.path(path), reader.query(scope["query_string"]), None, headers, memory)
+            if route.body is not NoFields:
                 if b"content-encoding" in headers:
                     raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "bodies are taken as they are, not compressed")
-                asked.body = reader.body(headers, await room.read(headers, receive))
+                request.body = reader.body(headers, await memory.read(headers, receive))
             if lane is Lane.WAIT:
-                await self._wait(route, asked, receive, send)
+                await self._wait(route, request, receive, send)
             else:
-                await self._send_answer(send, route, await route.handle(self._parts, asked))
+                await self._send_answer(send, route, await route.handle(self._services, request))
         finally:
-            room.release()
+            memory.release()
             self._pressure.leave(lane)
 
-    async def _wait(self, route: Route[Any, Any], asked: Asked[Any, Any], receive: Receive, send: Send) -> None:
+    async def _wait(self, route: Route[Any, Any], request: Request[Any, Any], receive: Receive, send: Send) -> None:
         """Serve a route that may wait; it is told when the client hangs up."""
-        gone = asyncio.ensure_future(_hang_up(receive))
-        asked.gone = gone
+        gone = asyncio.ensure_future(_await_disconnect(receive))
+        request.gone = gone
         is_delivered = False
         try:
-            answer = await route.handle(self._parts, asked)
-            if isinstance(answer, Streamed):
+            answer = await route.handle(self._services, request)
+            if isinstance(answer, StreamResponse):
                 self._pressure.count(HTTPStatus.OK)
-                await send_events(send, answer.pieces, gone, self._parts.stopping)
+                await send_events(send, answer.pieces, gone, self._services.stopping)
                 return
             # A connection that was lost in this turn of the loop is heard of in the next.
             await asyncio.sleep(0)
@@ -191,15 +191,15 @@ class Api:
                 await self._send_answer(send, route, answer)
                 is_delivered = not gone.done()
         finally:
-            if asked.undelivered is not None and not is_delivered:
-                await asked.undelivered()
+            if request.undelivered is not None and not is_delivered:
+                await request.undelivered()
             gone.cancel()
             with suppress(asyncio.CancelledError):
                 await gone
 
     async def _send_answer(self, send: Send, route: Route[Any, Any], answer: Any) -> None:
         status = route.status
-        if isinstance(answer, Answered):
+        if isinstance(answer, Response):
             status, answer = answer.status, answer.content
         self._pressure.count(status)
         content = b"" if answer is None else _encode(answer)
@@ -229,7 +229,7 @@ class _Reader:
             if isinstance(msgspec.inspect.type_info(one.type), msgspec.inspect.ListType)
         )
         self._no_query: Any = None
-        self._body = None if route.body is bytes or route.body is Nothing else msgspec.json.Decoder(route.body)
+        self._body = None if route.body is bytes or route.body is NoFields else msgspec.json.Decoder(route.body)
 
     def path(self, names: dict[str, Any]) -> dict[str, Any]:
         """What stands in the path, numbers as such."""
@@ -288,7 +288,7 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
 
 
-async def _hang_up(receive: Receive) -> None:
+async def _await_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 

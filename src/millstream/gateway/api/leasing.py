@@ -18,7 +18,7 @@ import msgspec
 from millstream.core.errors import MillstreamError, NotFound, QuotaExceeded, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.core.verb import Verb
-from millstream.gateway.api.unpacking import Unpacked, Unpacking
+from millstream.gateway.api.record_reader import ReadRecords, RecordReader
 from millstream.protocol.private.leasing import LeaseRequests
 from millstream.protocol.private.subscription_messages import Receive, ReceiveAnswer
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient, remaining
@@ -41,9 +41,9 @@ _PASSING: Final = (*TRANSIENT, RequestTimedOut)
 class Leasing:
     """Asks the nodes of one cluster for messages."""
 
-    def __init__(self, client: Client, unpacking: Unpacking) -> None:
+    def __init__(self, client: Client, reader: RecordReader) -> None:
         self._client = client
-        self._unpacking = unpacking
+        self._reader = reader
         self._subscriptions = SubscriptionClient(client)
         self._requests = LeaseRequests()
         self._nodes: list[NodeId] = []
@@ -149,8 +149,8 @@ class Leasing:
             for task in asking:
                 task.cancel()
             await asyncio.wait(asking)
-            told = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
-            messages += chain.from_iterable(told)
+            received = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
+            messages += chain.from_iterable(received)
             wanted = _fitting(messages, request) if is_wanted else 0
             # More than was asked for, or all of it when nobody asks any more.
             await self.give_back(request.subscription, request.worker, messages[wanted:])
@@ -169,14 +169,14 @@ class Leasing:
         if (held_back := answer.held_back) is not None:
             raise held_back
         try:
-            unpacked = await self._unpacking.read_leased(node, leased, request.max_bytes)
+            unpacked = await self._reader.read_leased(node, leased, request.max_bytes)
         except BaseException:
             self._requests.give_back(pool, request, answer.partitions)
             raise
         await self._settle_rest(request, unpacked)
         return unpacked.messages
 
-    async def _settle_rest(self, request: Receive, unpacked: Unpacked) -> None:
+    async def _settle_rest(self, request: Receive, unpacked: ReadRecords) -> None:
         """Return what was leased beyond the bytes asked for, and release what cannot be read."""
         name, worker = request.subscription, request.worker
         try:

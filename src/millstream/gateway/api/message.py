@@ -86,7 +86,7 @@ def members_of(topic: str, topic_id: object, partition: int, record: Record) -> 
         _set(members, "key", "key_base64", record.key)
     if record.value is not None:
         _set(members, "value", "base64", record.value)
-        if "value" in members and _says_json(record.headers):
+        if "value" in members and _declares_json(record.headers):
             _as_json(members, record.value)
     texts: dict[str, str] = {}
     others: dict[str, str] = {}
@@ -107,7 +107,7 @@ def received(topic: str, topic_id: object, partition: int, record: Record) -> Re
     return ReceivedMessage(**members_of(topic, topic_id, partition, record))
 
 
-def one_line(document: bytes) -> bytes:
+def in_one_line(document: bytes) -> bytes:
     """JSON without line ends, which what was published may have had."""
     return msgspec.json.format(document, indent=-1) if b"\n" in document or b"\r" in document else document
 
@@ -119,7 +119,7 @@ def _set(members: dict[str, Any], text: str, encoded: str, value: bytes) -> None
         members[encoded] = base64.b64encode(value).decode()
 
 
-def _says_json(headers: Headers) -> bool:
+def _declares_json(headers: Headers) -> bool:
     for name, value in headers:
         if name == "content-type" and value is not None:
             media = value.partition(b";")[0].strip().lower()

@@ -24,7 +24,7 @@ ID_LENGTH_MAX: Final = 1024
 DELAY_S_MAX: Final = 366 * 24 * 3600
 
 
-_UNSAID: Final = frozenset({"application/x-www-form-urlencoded", "application/octet-stream"})
+_DEFAULT_CONTENT_TYPES: Final = frozenset({"application/x-www-form-urlencoded", "application/octet-stream"})
 """What programs say when they were not told what they send."""
 
 _PREFIX: Final = b"message-"
@@ -103,7 +103,7 @@ def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
     stored: list[tuple[str, bytes | None]] = []
     for name, value in headers.items():
         if name == b"content-type":
-            if value.decode("latin-1").partition(";")[0].strip().lower() not in _UNSAID:
+            if value.decode("latin-1").partition(";")[0].strip().lower() not in _DEFAULT_CONTENT_TYPES:
                 stored.append((CONTENT_TYPE, value))
         elif name.startswith(_PREFIX):
             if name == b"message-key":

@@ -21,7 +21,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from millstream import __version__
 from millstream.gateway.api.problem import CONTENT_TYPE as PROBLEM
-from millstream.gateway.api.route import EVENT_STREAM, JSON, PREFIX, Nothing, Route
+from millstream.gateway.api.route import EVENT_STREAM, JSON, PREFIX, NoFields, Route
 
 _COUNTER_SUFFIX = "_total"
 
@@ -159,7 +159,7 @@ class _Schemas:
 
 
 def _has_schema(kind: Any) -> bool:
-    return kind is not None and kind is not bytes and kind is not Nothing
+    return kind is not None and kind is not bytes and kind is not NoFields
 
 
 def _operation(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def _operation(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
     ]
     if parameters:
         operation["parameters"] = parameters
-    if route.body is not Nothing:
+    if route.body is not NoFields:
         forms: Mapping[str, Any] = route.forms or {JSON: route.body}
         content = {name: {"schema": schemas.of(kind)} if _has_schema(kind) else {} for name, kind in forms.items()}
         operation["requestBody"] = {"required": True, "content": content}
@@ -189,9 +189,9 @@ def _operation_id(route: Route[Any, Any]) -> str:
 
 
 def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
-    told: dict[HTTPStatus, str] = {route.status: "Done.", **route.more}
+    described: dict[HTTPStatus, str] = {route.status: "Done.", **route.more}
     responses: dict[str, Any] = {}
-    for status, description in told.items():
+    for status, description in described.items():
         response: dict[str, Any] = {"description": description}
         if route.streams:
             response["content"] = {EVENT_STREAM: {"schema": {"type": "string"}}}
@@ -199,7 +199,7 @@ def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
             found = [schemas.of(kind) for kind in route.answers]
             response["content"] = {JSON: {"schema": found[0] if len(found) == 1 else {"anyOf": found}}}
         responses[str(int(status))] = response
-    for status in sorted([*_REFUSALS, *([] if route.body is Nothing else _BODY_REFUSALS)]):
+    for status in sorted([*_REFUSALS, *([] if route.body is NoFields else _BODY_REFUSALS)]):
         responses[str(int(status))] = {"$ref": _REFUSAL_REF + _refusal_name(status)}
     return responses
 
@@ -207,8 +207,10 @@ def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
 def _refusals(schemas: _Schemas) -> dict[str, Any]:
     """What every route may answer instead."""
     content = {PROBLEM: {"schema": schemas.of(Problem)}}
-    told = sorted({**_REFUSALS, **_BODY_REFUSALS}.items())
-    return {_refusal_name(status): {"description": said, "content": content} for status, said in told}
+    described = sorted({**_REFUSALS, **_BODY_REFUSALS}.items())
+    return {
+        _refusal_name(status): {"description": description, "content": content} for status, description in described
+    }
 
 
 def _refusal_name(status: HTTPStatus) -> str:
@@ -242,7 +244,7 @@ def docs_page(document: Mapping[str, Any]) -> bytes:
     """The page of an OpenAPI document."""
     info = document["info"]
     title = f"{info['title']} {info['version']}"
-    parts = [
+    services = [
         f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>",
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1><p>{escape(info['description'])}</p>",
         '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>',
@@ -251,7 +253,7 @@ def docs_page(document: Mapping[str, Any]) -> bytes:
         *(_type_section(name, schema) for name, schema in sorted(document["components"]["schemas"].items())),
         "</body></html>\n",
     ]
-    return "".join(parts).encode()
+    return "".join(services).encode()
 
 
 def _operations(document: Mapping[str, Any]) -> Iterator[str]:
@@ -278,10 +280,10 @@ def _parameter_rows(parameters: Any) -> Iterator[str]:
         yield "<p>Parameters</p><table>"
         for one in parameters:
             needed = " (required)" if one["required"] else ""
-            said = escape(one.get("description", ""))
+            description = escape(one.get("description", ""))
             yield (
                 f"<tr><td><code>{escape(one['name'])}</code><td>{escape(one['in'])}{needed}"
-                f"<td>{_type(one['schema'])}<td>{said}"
+                f"<td>{_type(one['schema'])}<td>{description}"
             )
         yield "</table>"
 
@@ -289,8 +291,9 @@ def _parameter_rows(parameters: Any) -> Iterator[str]:
 def _answer_rows(responses: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[str]:
     yield "<p>Answers</p><table>"
     for status, response in responses.items():
-        told = shared[response["$ref"].rpartition("/")[2]] if "$ref" in response else response
-        yield f"<tr><td><code>{status}</code><td>{escape(told['description'])}<td>{_contents(told.get('content', {}))}"
+        described = shared[response["$ref"].rpartition("/")[2]] if "$ref" in response else response
+        contents = _contents(described.get("content", {}))
+        yield f"<tr><td><code>{status}</code><td>{escape(described['description'])}<td>{contents}"
     yield "</table>"
 
 
@@ -325,8 +328,8 @@ def _type_section(name: str, schema: Mapping[str, Any]) -> str:
         f"<td>{escape(one.get('description', ''))}"
         for key, one in schema.get("properties", {}).items()
     )
-    said = escape(schema.get("description", ""))
+    description = escape(schema.get("description", ""))
     return (
         f'<details id="type-{escape(name)}"><summary><code>{escape(name)}</code></summary>'
-        f"<div><p>{said}</p><table>{rows}</table></div></details>"
+        f"<div><p>{description}</p><table>{rows}</table></div></details>"
     )

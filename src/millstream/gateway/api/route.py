@@ -14,8 +14,8 @@ import msgspec
 from msgspec import Meta
 
 if TYPE_CHECKING:
-    from millstream.gateway.api.parts import Parts
-    from millstream.gateway.room import Room
+    from millstream.gateway.api.services import Services
+    from millstream.gateway.request_memory import RequestMemory
 
 _NAME: Final = re.compile(r"{(\w+)}")
 
@@ -34,7 +34,7 @@ _NAMES: Final[dict[str, Any]] = {"topic": TopicName, "partition": PartitionNumbe
 """What stands in a path under these names; everything else is a text."""
 
 
-class Nothing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """No parameters, or no body."""
 
 
@@ -48,14 +48,14 @@ class Lane(IntEnum):
 
 
 @dataclass(slots=True)
-class Asked(Generic[Q, B]):
+class Request(Generic[Q, B]):
     """One request, checked."""
 
     path: Mapping[str, Any]
     query: Q
     body: B
     headers: Mapping[bytes, bytes]
-    room: Room
+    memory: RequestMemory
     gone: Future[None] | None = None
     """Done when the client has hung up; only for those that wait."""
     undelivered: Callable[[], Awaitable[None]] | None = None
@@ -63,7 +63,7 @@ class Asked(Generic[Q, B]):
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Response:
     """An answer with another status than the route's usual one."""
 
     status: HTTPStatus
@@ -71,7 +71,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Streamed:
+class StreamResponse:
     """An answer that goes on: pieces of an event stream."""
 
     pieces: AsyncGenerator[bytes, None]
@@ -86,7 +86,7 @@ class Route(Generic[Q, B]):
     """As in OpenAPI, with names in braces; below `/v1`."""
     summary: str
     tag: str
-    handle: Callable[[Parts, Asked[Q, B]], Awaitable[Any]]
+    handle: Callable[[Services, Request[Q, B]], Awaitable[Any]]
     answer: type | None
     """What comes back; None for nothing."""
     other_answer: type | None = None

@@ -110,8 +110,8 @@ async def _find_out(
             for at in repeated:
                 lease, verb, *_ = verdicts[at]
                 if verb == Verb.ACCEPT and isinstance(outcomes[at], InvalidRecordState):
-                    told = await delivery_state(client, subscription, lease.topic, lease.partition, lease.offset)
-                    if told.state == ACCEPTED:
+                    results = await delivery_state(client, subscription, lease.topic, lease.partition, lease.offset)
+                    if results.state == ACCEPTED:
                         outcomes[at] = None
 
 
@@ -131,10 +131,10 @@ async def _settle_some(
         some.sort(key=lambda at: (verdicts[at].lease.topic, verdicts[at].lease.partition, verdicts[at].lease.offset))
         try:
             messages = [await _held(client, verdicts[at].lease) for at in some]
-            told = await subscriptions.settle(subscription, worker, messages, verb, delay_ms=delay_ms, reason=reason)
+            results = await subscriptions.settle(subscription, worker, messages, verb, delay_ms=delay_ms, reason=reason)
         except MillstreamError as error:
-            told = [error] * len(some)
-        for at, outcome in zip(some, told, strict=True):
+            results = [error] * len(some)
+        for at, outcome in zip(some, results, strict=True):
             if isinstance(outcome, UnknownGroup):
                 raise outcome
             outcomes[at] = outcome

@@ -91,8 +91,8 @@ class Addresses:
         allowed = [one for one in listed if self._private_allowed or is_public(one)]
         if not allowed:
             # Whoever reads the reason of a dead letter need not learn what names in this network stand for.
-            told = {"host": self._host, "addresses": list(listed)[:ADDRESSES_MAX]}
-            _logger.warning("an endpoint is where messages may not be pushed to", extra=told)
+            extra = {"host": self._host, "addresses": list(listed)[:ADDRESSES_MAX]}
+            _logger.warning("an endpoint is where messages may not be pushed to", extra=extra)
             raise PolicyViolation(
                 f"{self._host} is at an address to which messages may not be pushed; a node that may has the setting "
                 "push-private-addresses"

@@ -97,19 +97,21 @@ class PushChild(SupervisedChild):
             process.stdin.close()
 
     async def _ended(self, process: Process) -> int:
-        telling = asyncio.get_running_loop().create_task(self._tell(process), name="tell the push process")
+        sending = asyncio.get_running_loop().create_task(
+            self._send_subscriptions(process), name="tell the push process"
+        )
         try:
-            await self._hear(process)
+            await self._read_reports(process)
             return await process.wait()
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
             self._board.clear()
             self._board.restarts = self.restarts
             # What it has not given back goes to others at once.
             self._worker_gone(self._worker)
 
-    async def _tell(self, process: Process) -> None:
+    async def _send_subscriptions(self, process: Process) -> None:
         """Tell what is pushed, each time that changes; nothing more to push means that the process ends."""
         if process.stdin is None:
             return
@@ -123,7 +125,7 @@ class PushChild(SupervisedChild):
             self._is_dismissed = True
             process.stdin.close()
 
-    async def _hear(self, process: Process) -> None:
+    async def _read_reports(self, process: Process) -> None:
         if process.stdout is None:
             return
         while True:
@@ -141,13 +143,13 @@ class PushChild(SupervisedChild):
         found = []
         for declared in self._declared.all():
             try:
-                told = push_subscription(declared, self._declared.settings_of(declared))
+                pushed = push_subscription(declared, self._declared.settings_of(declared))
             except MillstreamError as error:
                 # A newer node may have declared what cannot be read here.
                 _logger.debug("a subscription cannot be read", extra={"error": str(error)})
                 continue
-            if told is not None:
-                found.append(told)
+            if pushed is not None:
+                found.append(pushed)
         if found != self._pushed:
             self._pushed = found
             self._news.set()

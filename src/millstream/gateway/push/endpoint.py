@@ -61,8 +61,8 @@ class Answer(NamedTuple):
     @property
     def reason(self) -> str:
         """Why the message was not accepted, in a line."""
-        said = f"the endpoint answered {self.status}" if self.status else "the endpoint did not answer"
-        return f"{said}: {self.text}" if self.text else said
+        outcome = f"the endpoint answered {self.status}" if self.status else "the endpoint did not answer"
+        return f"{outcome}: {self.text}" if self.text else outcome
 
     def delay_ms(self, attempt: int, *, backoff_min_ms: int, backoff_max_ms: int) -> int | None:
         """How long the message waits before it is sent again; None for what the subscription declares."""

@@ -132,9 +132,9 @@ def _data(kind: str, value: bytes | None) -> dict[str, Any]:
 
 def _content_type(headers: dict[str, bytes], value: bytes) -> str:
     """What the publisher has said of the value; what it shows, if nothing was said."""
-    said = headers.get(CONTENT_TYPE) or headers.get("ce_datacontenttype")
-    if said:
-        return _text(said)
+    declared = headers.get(CONTENT_TYPE) or headers.get("ce_datacontenttype")
+    if declared:
+        return _text(declared)
     return _JSON if _is_json(value) else _BYTES
 
 
@@ -149,8 +149,8 @@ def _is_json(value: bytes) -> bool:
 
 
 def _id_of(message: LeasedMessage, headers: dict[str, bytes]) -> bytes:
-    said = headers.get(MESSAGE_ID) or headers.get("ce_id")
-    return said or f"{message.topic_id}/{message.partition}/{message.record.offset}".encode()
+    message_id = headers.get(MESSAGE_ID) or headers.get("ce_id")
+    return message_id or f"{message.topic_id}/{message.partition}/{message.record.offset}".encode()
 
 
 def _trace(headers: dict[str, bytes]) -> Headers:
@@ -172,8 +172,8 @@ def _is_attribute(name: str) -> bool:
 def _time(timestamp_ms: int) -> str:
     if not 0 <= timestamp_ms <= _DATE_MS_MAX:
         return ""
-    said = datetime.fromtimestamp(timestamp_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")
-    return f"{said}.{timestamp_ms % 1000:03d}Z"
+    seconds = datetime.fromtimestamp(timestamp_ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S")
+    return f"{seconds}.{timestamp_ms % 1000:03d}Z"
 
 
 def _text(value: bytes) -> str:

@@ -21,7 +21,7 @@ from millstream.core.log_line import set_up_logging
 from millstream.core.push import headers_of, keys_of
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.gateway.api.message import message_bytes
-from millstream.gateway.api.unpacking import Unpacked, Unpacking
+from millstream.gateway.api.record_reader import ReadRecords, RecordReader
 from millstream.gateway.push.push_subscription import PushSubscription
 from millstream.gateway.push.pusher import Pusher
 from millstream.gateway.push.sender import Sender, Target, spare_lookups, trusted
@@ -58,7 +58,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str
 
 
-class Told(msgspec.Struct, frozen=True):
+class PushCommand(msgspec.Struct, frozen=True):
     """A line from the broker: everything that is pushed now."""
 
     subscriptions: list[PushSubscription]
@@ -77,7 +77,7 @@ class Line:
         host, port = parse_address(address, name="kafka")
         self._pool = Pool(host, port, client_id="push", connect_s=ANSWER_S, borrowed_max=WAITING_MAX)
         self._requests = LeaseRequests()
-        self._unpacking = Unpacking(measure=message_bytes)
+        self._unpacking = RecordReader(measure=message_bytes)
 
     async def ask(self, key: int, body: bytes) -> memoryview:
         """Send a request that is answered at once."""
@@ -85,7 +85,7 @@ class Line:
         frame = await channel.exchange(key, 0, [body], timeout_s=ANSWER_S)
         return frame[response_body_at(key, 0, frame) :]
 
-    async def receive(self, wanted: Receive) -> Unpacked:
+    async def receive(self, wanted: Receive) -> ReadRecords:
         """Wait for messages of this node and read them within bounds; a call that is given up leaves nothing leased."""
         leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
         if leased.answer.error:
@@ -193,12 +193,12 @@ async def push(options: Options) -> None:
     heard = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(heard), sys.stdin)
     transport, protocol = await loop.connect_write_pipe(asyncio.streams.FlowControlMixin, sys.stdout)
-    said = asyncio.StreamWriter(transport, protocol, None, loop)
+    output = asyncio.StreamWriter(transport, protocol, None, loop)
     process = PushProcess(options)
-    reporting = loop.create_task(_tell(process, said), name="reports")
+    reporting = loop.create_task(_report_changes(process, output), name="reports")
     try:
         while line := await heard.readline():
-            await process.declare(msgspec.json.decode(line, type=Told).subscriptions)
+            await process.declare(msgspec.json.decode(line, type=PushCommand).subscriptions)
         await process.end()
     finally:
         reporting.cancel()
@@ -207,11 +207,11 @@ async def push(options: Options) -> None:
             transport.abort()
 
 
-async def _tell(process: PushProcess, said: asyncio.StreamWriter) -> None:
+async def _report_changes(process: PushProcess, output: asyncio.StreamWriter) -> None:
     with suppress(ConnectionError):
         while True:
-            said.write(await process.report())
-            await said.drain()
+            output.write(await process.report())
+            await output.drain()
             await asyncio.sleep(REPORT_S)
 
 

@@ -22,7 +22,7 @@ from millstream.core.errors import MillstreamError
 from millstream.core.metric import Histogram
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.core.verb import Verb
-from millstream.gateway.api.unpacking import Unpacked
+from millstream.gateway.api.record_reader import ReadRecords
 from millstream.gateway.push.endpoint import Answer, Endpoint, Verdict
 from millstream.gateway.push.event import content_of
 from millstream.gateway.push.push_subscription import PushSubscription
@@ -114,7 +114,7 @@ _OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
 """What is the endpoint's doing, and would be the same for any message."""
 
 
-ReceiveFrom = Callable[[Receive], Awaitable[Unpacked]]
+ReceiveFrom = Callable[[Receive], Awaitable[ReadRecords]]
 
 """Leases messages from this node, on a connection of its own."""
 
@@ -221,7 +221,7 @@ class Pusher:
         # While most of what may be under way is, asking for one message at a time would cost more than it brings.
         return 0 if self._in_flight and 4 * room < self._endpoint.limit else room
 
-    async def _take(self, room: int) -> Unpacked:
+    async def _take(self, room: int) -> ReadRecords:
         """Lease some messages, unless `stop` comes first."""
         wanted = Receive(self.declared.name, self._worker, room, RECEIVE_BYTES, WAIT_MS)
         taking = asyncio.ensure_future(self._receive(wanted))
@@ -235,9 +235,9 @@ class Pusher:
                 taking.cancel()
         with suppress(asyncio.CancelledError):
             return await taking
-        return Unpacked([], [], [])
+        return ReadRecords([], [], [])
 
-    async def _readable(self, taken: Unpacked) -> list[LeasedMessage]:
+    async def _readable(self, taken: ReadRecords) -> list[LeasedMessage]:
         """Return what was leased beyond the bytes asked for, release what cannot be read, and keep the rest."""
         name = self.declared.name
         for message, reason in taken.unreadable:
@@ -337,8 +337,8 @@ class Pusher:
             if answer.retry_after_s is not None:
                 endpoint.rest(answer.retry_after_s, now)
         if (endpoint.state == "down") != (was == "down"):
-            told = {"subscription": self.declared.name, "host": self.declared.host, "reason": answer.reason}
-            _logger.warning("an endpoint is %s", "down" if endpoint.is_down else "up again", extra=told)
+            extra = {"subscription": self.declared.name, "host": self.declared.host, "reason": answer.reason}
+            _logger.warning("an endpoint is %s", "down" if endpoint.is_down else "up again", extra=extra)
         self._when_changed()
 
     def _is_kept(self, endpoint: Endpoint, answer: Answer) -> bool:

@@ -266,8 +266,8 @@ async def _read(response: httpx.Response) -> tuple[Answer, str | None]:
                 break
     finally:
         await response.aclose()
-    said = _line(text[:TEXT_BYTES_MAX].decode(errors="replace"))
-    answer = Answer(response.status_code, said, retry_after(response.headers.get("retry-after")))
+    excerpt = _line(text[:TEXT_BYTES_MAX].decode(errors="replace"))
+    answer = Answer(response.status_code, excerpt, retry_after(response.headers.get("retry-after")))
     return answer, response.headers.get("location")
 
 

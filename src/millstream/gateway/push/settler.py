@@ -33,7 +33,7 @@ Ask = Callable[[int, bytes], Awaitable[memoryview]]
 """Sends one of Millstream's own requests to this node."""
 
 
-class _Said(NamedTuple):
+class _Settlement(NamedTuple):
     message: LeasedMessage
     settled: SettledRange
     done: asyncio.Future[bool]
@@ -47,7 +47,7 @@ class Settler:
         self._worker = worker
         self._ask = ask
         self._client = client
-        self._said: list[_Said] = []
+        self._pending: list[_Settlement] = []
         self._sending: asyncio.Task[None] | None = None
         self._moving: set[asyncio.Task[None]] = set()
 
@@ -56,7 +56,7 @@ class Settler:
         offset = message.record.offset
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         settled = SettledRange(offset, offset, verb, delay_ms, reason, message.attempt)
-        self._said.append(_Said(message, settled, done))
+        self._pending.append(_Settlement(message, settled, done))
         if self._sending is None:
             self._sending = asyncio.get_running_loop().create_task(self._send(), name=f"settle {self._subscription}")
         return await done
@@ -65,16 +65,16 @@ class Settler:
         try:
             # What else is said in this turn of the loop goes along.
             await asyncio.sleep(0)
-            while self._said:
-                said, self._said = self._said[:SETTLES_MAX], self._said[SETTLES_MAX:]
-                with _answering(said):
-                    await self._send_some(said)
+            while self._pending:
+                settlements, self._pending = self._pending[:SETTLES_MAX], self._pending[SETTLES_MAX:]
+                with _answering(settlements):
+                    await self._send_some(settlements)
         finally:
             self._sending = None
 
-    async def _send_some(self, said: list[_Said]) -> None:
-        by_place: dict[tuple[str, int], list[_Said]] = {}
-        for one in said:
+    async def _send_some(self, settlements: list[_Settlement]) -> None:
+        by_place: dict[tuple[str, int], list[_Settlement]] = {}
+        for one in settlements:
             by_place.setdefault((one.message.topic, one.message.partition), []).append(one)
         parts = [
             PartitionSettles(topic, partition, [one.settled for one in ones])
@@ -86,13 +86,13 @@ class Settler:
         except MillstreamError as error:
             _logger.debug("leases could not be settled here", extra={"error": str(error)})
             results = [[(-1, str(error))] * len(part.verbs) for part in parts]
-        for place, told in zip(by_place, results, strict=True):
+        for place, outcomes in zip(by_place, results, strict=True):
             ones = by_place[place]
             moved = []
-            for one, (code, text) in zip(ones, told, strict=True):
+            for one, (code, text) in zip(ones, outcomes, strict=True):
                 refused = refusal(code, text) if code else None
                 if refused is None or isinstance(refused, InvalidRecordState):
-                    _tell(one, refused)
+                    _resolve(one, refused)
                 else:
                     moved.append(one)
             if moved:
@@ -101,13 +101,13 @@ class Settler:
                 self._moving.add(task)
                 task.add_done_callback(self._moving.discard)
 
-    async def _settle_elsewhere(self, topic: str, partition: int, said: list[_Said]) -> None:
-        with _answering(said):
-            await self._settle_at_leader(topic, partition, said)
+    async def _settle_elsewhere(self, topic: str, partition: int, settlements: list[_Settlement]) -> None:
+        with _answering(settlements):
+            await self._settle_at_leader(topic, partition, settlements)
 
-    async def _settle_at_leader(self, topic: str, partition: int, said: list[_Said]) -> None:
+    async def _settle_at_leader(self, topic: str, partition: int, settlements: list[_Settlement]) -> None:
         """The partition is led by another node now, which has the leases too."""
-        part = PartitionSettles(topic, partition, [one.settled for one in said])
+        part = PartitionSettles(topic, partition, [one.settled for one in settlements])
 
         async def attempt(leader: NodeId) -> SettleAnswer:
             async def ask(key: int, body: bytes) -> memoryview:
@@ -124,11 +124,11 @@ class Settler:
             async with asyncio.timeout(ELSEWHERE_S):
                 answer = await self._client.at_leader(topic, partition, attempt)
         except (MillstreamError, TimeoutError) as error:
-            for one in said:
-                _tell(one, error)
+            for one in settlements:
+                _resolve(one, error)
             return
-        for one, (code, text) in zip(said, answer.results[0], strict=True):
-            _tell(one, refusal(code, text) if code else None)
+        for one, (code, text) in zip(settlements, answer.results[0], strict=True):
+            _resolve(one, refusal(code, text) if code else None)
 
     async def _request(self, ask: Ask, parts: list[PartitionSettles]) -> SettleAnswer:
         body = msgspec.msgpack.encode(SettleRequest(self._subscription, self._worker, parts))
@@ -138,31 +138,31 @@ class Settler:
             raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
         if answer.error:
             raise refusal(answer.error, answer.message)
-        if [len(told) for told in answer.results] != [len(part.verbs) for part in parts]:
+        if [len(outcomes) for outcomes in answer.results] != [len(part.verbs) for part in parts]:
             raise ProtocolViolation("the broker's answer does not fit what was said")
         return answer
 
 
 @contextmanager
-def _answering(said: list[_Said]) -> Iterator[None]:
+def _answering(settlements: list[_Settlement]) -> Iterator[None]:
     """Whatever goes wrong meanwhile, everybody gets an answer, since each of them holds up a place for a request."""
     try:
         yield
     except Exception as error:
         _logger.exception("leases could not be settled")
-        for one in said:
-            _tell(one, error)
+        for one in settlements:
+            _resolve(one, error)
 
 
-def _tell(said: _Said, error: Exception | None) -> None:
+def _resolve(settlements: _Settlement, error: Exception | None) -> None:
     if error is not None:
         _logger.debug(
             "a lease could not be settled",
             extra={
-                "topic": said.message.topic,
-                "partition": said.message.partition,
+                "topic": settlements.message.topic,
+                "partition": settlements.message.partition,
                 "error": str(error) or type(error).__name__,
             },
         )
-    if not said.done.done():
-        said.done.set_result(error is None)
+    if not settlements.done.done():
+        settlements.done.set_result(error is None)

@@ -25,12 +25,12 @@ from millstream.core.pipeline import LATEST, SKIP, MovingSettings, Pipeline
 from millstream.pipelines.jobs.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.runtime.fault import kind_in
+from millstream.pipelines.source.batch_commit import Batch, Part, abort_batch, abort_undecided, writing_link
 from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
-from millstream.pipelines.source.parts import Batch, Part, abort_batch, abort_undecided, writing_link
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
 from millstream.pipelines.source.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
-from millstream.pipelines.source.survey import Partitions, Survey
 from millstream.protocol.private.transactions import OfGroup, TransactionalProducer, Transactions
 
 if TYPE_CHECKING:
@@ -114,10 +114,10 @@ class BatchLoop:
         """How rows are written to one topic."""
         return replace(self.options, topic=topic)
 
-    def survey(self, topics: Sequence[str]) -> Survey:
+    def survey(self, topics: Sequence[str]) -> OffsetResolver:
         """Asks about topics, as far as what is in them is committed."""
         given = {BROKERS: self._context.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
-        return Survey(read_options(given))
+        return OffsetResolver(read_options(given))
 
     def plan(self, topics: Sequence[str]) -> Plan:
         """The next batch of some topics; it has no rows if there are none."""
@@ -132,7 +132,9 @@ class BatchLoop:
         ranges = tuple(ranges_between(start, end))
         return Plan(batch, ranges, end, sum(map(len, ranges)), sum(map(len, ranges_between(end, latest))), lost)
 
-    def _start(self, survey: Survey, known: _Known, partitions: Partitions, latest: Offsets) -> tuple[Offsets, int]:
+    def _start(
+        self, survey: OffsetResolver, known: _Known, partitions: Partitions, latest: Offsets
+    ) -> tuple[Offsets, int]:
         """Where the batch begins, and how many offsets it leaves out."""
         has_all = all(n in known.offsets.get(topic, {}) for topic, numbers in partitions.items() for n in numbers)
         skips = self._settings.on_lost == SKIP
@@ -198,9 +200,8 @@ class BatchLoop:
 
     async def prepare_offsets(self, batch: Batch, end: Offsets) -> TransactionalProducer:
         """The member of a batch that commits where it ends, if this one still runs the pipeline."""
-        member = self._context.member()
-        who = OfGroup(member.member_id, member.generation, member.instance_id)
-        source = SourceOffsets(self._pipeline.group, end, who)
+        member = OfGroup(*self._context.member())
+        source = SourceOffsets(self._pipeline.group, end, member)
         transactions = Transactions(self.link.client)
         return await prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source)
 

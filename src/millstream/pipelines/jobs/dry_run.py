@@ -16,7 +16,7 @@ from millstream.pipelines.jobs.batch_loop import BatchLoop
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.output_rows import as_messages
 from millstream.pipelines.jobs.transform.payload_schema import sample_ranges
-from millstream.pipelines.jobs.transform.prepared import prepare
+from millstream.pipelines.jobs.transform.prepared_query import prepare
 
 SAMPLED: Final = 100
 """How many messages of each partition are looked at."""
@@ -63,7 +63,7 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
     try:
         ranges = {topic: sample_ranges(loop, topic, SAMPLED) for topic in prepared.views}
         for topic, view in prepared.views.items():
-            frame = view.frame(prepared.spark, context.brokers, ranges[topic], prepared.notebook)
+            frame = view.frame(prepared.spark, context.brokers, ranges[topic], prepared.accumulator)
             frame.createOrReplaceTempView(f"`{topic}`")
         result = prepared.frame()
         messages = as_messages(result, prepared.options)
@@ -78,7 +78,7 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
             rows=tuple(_shown(row.asDict(recursive=True)) for row in rows[:SHOWN]),
             sampled=sum(len(one) for listed in ranges.values() for one in listed),
             written=len(rows),
-            undecoded=sum(one.undecoded for one in prepared.notebook.read().values()),
+            undecoded=sum(one.undecoded for one in prepared.accumulator.read().values()),
         )
     finally:
         prepared.close()

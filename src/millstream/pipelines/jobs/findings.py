@@ -42,7 +42,7 @@ class _Together(AccumulatorParam[Findings]):
         return merged
 
 
-class Notebook:
+class FindingsAccumulator:
     """Where tasks write down what they find; it goes to them, and the driver reads it."""
 
     def __init__(self, spark: SparkSession) -> None:

@@ -48,7 +48,7 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
     return await client.at_coordinator(group, attempt, kind=GROUP_COORDINATOR)
 
 
-async def commit_plainly(client: Client, group: str, offsets: Offsets, member: GroupMember) -> None:
+async def commit_offsets(client: Client, group: str, offsets: Offsets, member: GroupMember) -> None:
     """Commit offsets of work that is durable already, so that the group shows it."""
     from kio.schema.offset_commit.v9 import request
 

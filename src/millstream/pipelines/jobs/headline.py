@@ -14,18 +14,18 @@ def headline(reason: str) -> str:
     lines = [line.strip() for line in reason.splitlines() if line.strip()]
     if not lines:
         return ""
-    said = lines[0]
+    text = lines[0]
     for line in lines[1:]:
         # `AnalysisException:` and `Job aborted due to stage failure:` say nothing without what follows.
-        if not said.endswith(":"):
+        if not text.endswith(":"):
             break
-        said = f"{said} {line}"
-    return said if len(said) <= LENGTH_MAX else _cut(said)
+        text = f"{text} {line}"
+    return text if len(text) <= LENGTH_MAX else _cut(text)
 
 
-def _cut(said: str) -> str:
+def _cut(text: str) -> str:
     for end in _ENDS:
-        at = said.rfind(end, LENGTH_MAX // 2, LENGTH_MAX)
+        at = text.rfind(end, LENGTH_MAX // 2, LENGTH_MAX)
         if at > 0:
-            return f"{said[:at]} …"
-    return f"{said[:LENGTH_MAX]} …"
+            return f"{text[:at]} …"
+    return f"{text[:LENGTH_MAX]} …"

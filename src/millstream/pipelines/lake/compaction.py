@@ -19,7 +19,7 @@ from millstream.pipelines.lake.active_files import ActiveFile, active_files
 from millstream.pipelines.lake.columns import file_schema
 from millstream.pipelines.lake.delta_log import DeltaLog, added
 from millstream.pipelines.lake.task_writer import FILE_BYTES, TaskWriter, ordered, row_groups
-from millstream.pipelines.lake.written import Written
+from millstream.pipelines.lake.written_file import Written
 
 SMALL_BYTES: Final = FILE_BYTES // 2
 ROUND_BYTES_MAX: Final = 8 * FILE_BYTES

@@ -24,7 +24,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from millstream.pipelines.lake.columns import PARTITION_COLUMNS, added_columns
 from millstream.pipelines.lake.stats import BOUNDED
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written import Written
+from millstream.pipelines.lake.written_file import Written
 
 _CONFIGURATION: Final = {
     # Checkpoints keep opening a table quick; old commits are deleted once a checkpoint has what they say.
@@ -44,7 +44,7 @@ class DeltaLog:
 
     def refresh(self) -> deltalake.DeltaTable | None:
         """Read what was committed since; the table, or None as long as there is none."""
-        if self._table is not None and self._is_there(self._table.version()):
+        if self._table is not None and self._exists(self._table.version()):
             self._table.update_incremental()
             return self._table
         try:
@@ -53,7 +53,7 @@ class DeltaLog:
             self._table = None
         return self._table
 
-    def _is_there(self, version: int) -> bool:
+    def _exists(self, version: int) -> bool:
         """Whether a commit still is: whoever deleted the table wants another one, and not the rest of the old."""
         return bool(self._files.get_file_info(_commit_path(version)).type == pyarrow.fs.FileType.File)
 
@@ -161,7 +161,7 @@ class DeltaLog:
         deleted = table.vacuum(retention_hours=hours, dry_run=False, enforce_retention_duration=False, full=True)
         return len(deleted)
 
-    def said_with(self, version: int) -> dict[str, Any]:
+    def commit_info(self, version: int) -> dict[str, Any]:
         """What was said with a commit, from its own file.
 
         The library tells the history from its end, which another commit may have moved since the table was read.

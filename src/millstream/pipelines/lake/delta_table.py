@@ -21,17 +21,17 @@ import pyarrow.parquet as pq
 from millstream.core.errors import Conflict, CorruptState, StalePlan
 from millstream.core.lake_place import QUARANTINE_ENDING
 from millstream.pipelines.lake.active_files import active_files, topic_of
+from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted, compact
 from millstream.pipelines.lake.delta_log import DeltaLog, added, schema_of
-from millstream.pipelines.lake.places import Place
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.scan import Rows, paths_of, scan
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
 from millstream.pipelines.lake.task_writer import TaskWriter
 from millstream.pipelines.lake.widening import Widening
-from millstream.pipelines.lake.written import Written, from_json, to_json
+from millstream.pipelines.lake.written_file import Written, from_json, to_json
 
 
 def landed_since(
@@ -215,7 +215,7 @@ class DeltaTable:
             return _manifest(self.log, version)
         # The quarantine never had anything of this table, unless somebody deleted it: then its files are gone as well.
         files = self.quarantine.storage.files()
-        return [file for file in _manifest(self.log, version, is_old=True) if _is_there(files, file.path)]
+        return [file for file in _manifest(self.log, version, is_old=True) if _exists(files, file.path)]
 
 
 def _source(table: deltalake.DeltaTable) -> str:
@@ -228,7 +228,7 @@ def _has(quarantine: deltalake.DeltaTable, table: deltalake.DeltaTable, version:
     return (quarantine.transaction_version(_source(table)) or 0) >= version
 
 
-def _is_there(files: Any, path: str) -> bool:
+def _exists(files: Any, path: str) -> bool:
     return bool(files.get_file_info(path).type == pyarrow.fs.FileType.File)
 
 
@@ -258,9 +258,9 @@ def _is_done(current: Mapping[TopicPartition, int], offsets: Mapping[TopicPartit
 
 def _manifest(log: DeltaLog, version: int, *, is_old: bool = False) -> list[Written]:
     """The quarantined files that a commit names; none if it is so old that it may have been cleared away."""
-    said = log.said_with(version)
-    if _MANIFEST not in said:
+    properties = log.commit_info(version)
+    if _MANIFEST not in properties:
         if is_old:
             return []
         raise CorruptState(f"version {version} of {log.storage.url} does not say which files it has in quarantine")
-    return from_json(str(said[_MANIFEST]))
+    return from_json(str(properties[_MANIFEST]))

@@ -15,20 +15,20 @@ from typing import Any
 import pyarrow as pa
 
 from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.delta_table import DeltaTable, landed_since
-from millstream.pipelines.lake.places import Place
 from millstream.pipelines.lake.rewriting import Run, first_name
 from millstream.pipelines.lake.scan import Rows
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.table import GRACE, TopicPartition
 from millstream.pipelines.lake.task_writer import TaskWriter
 from millstream.pipelines.lake.widening import Widening
-from millstream.pipelines.lake.written import Written
+from millstream.pipelines.lake.written_file import Written
 
 
-class EitherPlace:
+class FallbackFiles:
     """Opens files wherever they are now."""
 
     def __init__(self, one: Any, other: Any) -> None:
@@ -107,8 +107,8 @@ class ParquetTable:
         A file that is written anew takes the name of the first one when it is moved into place, as a whole: whoever
         lists files sees every row once all the time, in some files still under the old type.
         """
-        source = _BothPlaces(self.storage, self._staged.storage)
-        widening = Widening(self._staged.log, source, run=run, bytes_max=bytes_max, may_be_gone=True)
+        source = _PublishedAndStaged(self.storage, self._staged.storage)
+        widening = Widening(self._staged.log, source, run=run, bytes_max=bytes_max, may_be_deleted=True)
         refused = widening.widen(places)
         self._publish()
         return refused
@@ -136,8 +136,8 @@ class ParquetTable:
         """Rows that were landed in the hour of a moment or later, each with that hour."""
         return landed_since(self._staged.log, self._files(), moment, columns)
 
-    def _files(self, ending: str = "") -> EitherPlace:
-        return _BothPlaces(self.storage.beside(ending), self._staged.storage.beside(ending)).files()
+    def _files(self, ending: str = "") -> FallbackFiles:
+        return _PublishedAndStaged(self.storage.beside(ending), self._staged.storage.beside(ending)).files()
 
     def _publish(self) -> None:
         """Move what is committed to where it is read."""
@@ -146,14 +146,14 @@ class ParquetTable:
 
 
 @dataclass(frozen=True)
-class _BothPlaces:
+class _PublishedAndStaged:
     """Where the files of a table are read from: where they are seen, or where they wait to be moved there."""
 
     shown: Storage
     staged: Storage
 
-    def files(self) -> EitherPlace:
-        return EitherPlace(self.shown.files(), self.staged.files())
+    def files(self) -> FallbackFiles:
+        return FallbackFiles(self.shown.files(), self.staged.files())
 
 
 def _publish(log: DeltaLog, storage: Storage) -> None:

@@ -19,11 +19,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.column_path import Place, values_at
 from millstream.pipelines.lake.columns import file_schema
-from millstream.pipelines.lake.places import Place, values_at
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.task_writer import BATCH_ROWS, OpenFile, read_group, row_groups
-from millstream.pipelines.lake.written import Written, from_json, to_json
+from millstream.pipelines.lake.written_file import Written, from_json, to_json
 
 EXACT_MAX: Final = 2**53
 """Up to here a double holds every whole number."""
@@ -86,7 +86,7 @@ class Rewrite:
     storage: Storage
     """Where they are written to."""
     schema: pa.Schema
-    may_be_gone: bool = False
+    may_be_deleted: bool = False
     """Whether files that are not there were deleted by somebody who wants it so."""
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
@@ -96,7 +96,7 @@ class Rewrite:
         try:
             groups = row_groups(source, [file.path])
         except FileNotFoundError:
-            if self.may_be_gone:
+            if self.may_be_deleted:
                 return to_json([])
             raise
         opened = OpenFile(self.storage, renamed(file.path, self.attempt), schema)

@@ -43,13 +43,13 @@ def _bounds(metadata: Any, position: int) -> tuple[Any, Any] | None:
         return None
     try:
         low, high = min(group.min for group in groups), max(group.max for group in groups)
-        return _told(low, is_upper=False), _told(high, is_upper=True)
+        return _bound(low, is_upper=False), _bound(high, is_upper=True)
     except (OverflowError, ValueError):
         # Producers send times that no calendar has.
         return None
 
 
-def _told(value: Any, *, is_upper: bool) -> Any:
+def _bound(value: Any, *, is_upper: bool) -> Any:
     """A bound as JSON has it. Times have milliseconds, and those of an upper bound are rounded up."""
     if not isinstance(value, datetime):
         return value

@@ -13,11 +13,11 @@ from typing import Final, Protocol
 
 import pyarrow as pa
 
+from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted
-from millstream.pipelines.lake.places import Place
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.task_writer import TaskWriter
-from millstream.pipelines.lake.written import Written
+from millstream.pipelines.lake.written_file import Written
 
 GRACE: Final = timedelta(days=7)
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 from millstream.pipelines.lake.columns import APPEND_DAY, APPEND_HOUR, TOPIC_ID, file_schema
 from millstream.pipelines.lake.stats import has_group_bounds, stats_json
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written import Written
+from millstream.pipelines.lake.written_file import Written
 
 _LOWEST: Final = -(2**62)
 
@@ -179,8 +179,8 @@ class TaskWriter:
         if TOPIC_ID not in batch.schema.names:
             return batch.append_column(TOPIC_ID, pa.repeat(pa.scalar(self._topic_id, pa.string()), len(batch)))
         at = batch.schema.get_field_index(TOPIC_ID)
-        said = batch.column(at)
-        return batch.set_column(at, TOPIC_ID, said.fill_null(self._topic_id)) if said.null_count else batch
+        topic_ids = batch.column(at)
+        return batch.set_column(at, TOPIC_ID, topic_ids.fill_null(self._topic_id)) if topic_ids.null_count else batch
 
     def close(self) -> list[Written]:
         """Finish; the files are durable, and nobody sees them until they are committed. More may be written after."""

@@ -16,10 +16,10 @@ import pyarrow as pa
 
 from millstream.core.errors import Conflict
 from millstream.pipelines.lake.active_files import ActiveFile, active_files
+from millstream.pipelines.lake.column_path import Place, narrower, retyped
 from millstream.pipelines.lake.delta_log import DeltaLog, schema_of
-from millstream.pipelines.lake.places import Place, narrower, retyped
 from millstream.pipelines.lake.rewriting import Files, Look, Rewrite, Run, numbers_found
-from millstream.pipelines.lake.written import Written, from_json
+from millstream.pipelines.lake.written_file import Written, from_json
 
 ATTEMPTS_MAX: Final = 20
 _GIB: Final = 1024**3
@@ -28,12 +28,12 @@ _GIB: Final = 1024**3
 class Widening:
     """One change of a table."""
 
-    def __init__(self, log: DeltaLog, source: Files, *, run: Run, bytes_max: int, may_be_gone: bool = False) -> None:
+    def __init__(self, log: DeltaLog, source: Files, *, run: Run, bytes_max: int, may_be_deleted: bool = False) -> None:
         self._log = log
         self._source = source
         self._run = run
         self._bytes_max = bytes_max
-        self._may_be_gone = may_be_gone
+        self._may_be_deleted = may_be_deleted
         self._written: dict[str, list[Written]] = {}
         """By the path of each file that was written anew, what has its rows."""
 
@@ -91,7 +91,9 @@ class Widening:
         return any(narrower(schema, retyped(schema, places, pa.float64())))
 
     def _rewrite(self, files: Sequence[ActiveFile], schema: pa.Schema) -> None:
-        rewrite = Rewrite(source=self._source, storage=self._log.storage, schema=schema, may_be_gone=self._may_be_gone)
+        rewrite = Rewrite(
+            source=self._source, storage=self._log.storage, schema=schema, may_be_deleted=self._may_be_deleted
+        )
         try:
             done = self._run(rewrite, files) if files else {}
         except BaseException:

@@ -26,11 +26,11 @@ from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, UnknownPipeline
 from millstream.core.pipeline import Pipeline
-from millstream.pipelines.jobs.installed import what_is_missing
-from millstream.pipelines.runtime.driver_messages import Options, Said, Told, Wanted
+from millstream.pipelines.jobs.installation import missing_packages
+from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEvent, Options, Wanted
+from millstream.pipelines.runtime.driver_reports import DEATHS_MAX, DriverReports
 from millstream.pipelines.runtime.lag_watch import LagWatch
 from millstream.pipelines.runtime.leftover_groups import LeftoverGroups
-from millstream.pipelines.runtime.roll import DEATHS_MAX, Roll
 
 _logger = logging.getLogger(__name__)
 
@@ -68,9 +68,9 @@ def driver_options(config: Config, kafka: str) -> Options:
     )
 
 
-def why_it_runs_none(config: Config) -> str:
+def idle_reason_of(config: Config) -> str:
     """Why a node with these settings does not run pipelines, as a sentence; empty when it does."""
-    return what_is_missing() if config.pipelines_enabled else "this node runs no pipelines: pipelines-enabled is off"
+    return missing_packages() if config.pipelines_enabled else "this node runs no pipelines: pipelines-enabled is off"
 
 
 class PipelineChild(SupervisedChild):
@@ -99,9 +99,9 @@ class PipelineChild(SupervisedChild):
         self._missing = missing
         self._module = module
         self._silent_s = silent_s
-        self._roll = Roll(options.node)
+        self._driver_reports = DriverReports(options.node)
         self._due: list[Pipeline] = []
-        self._why_not = ""
+        self._idle_reason = ""
         self._warned_of = ""
         self._lags = LagWatch(options.kafka, self._measured, board.take_lags)
         self._groups = LeftoverGroups(options.kafka, lambda name: declared.get(name) is not None)
@@ -141,19 +141,19 @@ class PipelineChild(SupervisedChild):
 
     @property
     def _is_called_for(self) -> bool:
-        return bool(self._due) and self._owner.is_mine and not self._why_not and not self._stopping.is_set()
+        return bool(self._due) and self._owner.is_mine and not self._idle_reason and not self._stopping.is_set()
 
     async def _wanted(self) -> None:
         while not self._is_called_for and not self._stopping.is_set():
             self._news.clear()
             try:
-                async with asyncio.timeout(LOOK_S if self._why_not else None):
+                async with asyncio.timeout(LOOK_S if self._idle_reason else None):
                     await self._news.wait()
             except TimeoutError:
                 self._look()
 
     async def _spawn(self) -> Process:
-        self._tell_board(is_running=True)
+        self._update_board(is_running=True)
         command = [sys.executable, "-m", self._module, msgspec.json.encode(self._options).decode()]
         # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
         return await asyncio.create_subprocess_exec(
@@ -171,46 +171,50 @@ class PipelineChild(SupervisedChild):
             process.stdin.close()
 
     async def _ended(self, process: Process) -> int:
-        telling = asyncio.get_running_loop().create_task(self._tell(process), name="tell the driver of pipelines")
+        sending = asyncio.get_running_loop().create_task(
+            self._send_wanted(process), name="tell the driver of pipelines"
+        )
         code = -1
         try:
-            await self._hear(process)
+            await self._read_events(process)
             code = await process.wait()
             return code
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
             # A Java that hangs would stay behind; nobody else has the number as long as it is there.
             self._kill(process)
             self._driver_ended(code)
 
     def _driver_ended(self, code: int) -> None:
         is_death = not (self._is_dismissed or self._stopping.is_set())
-        self._roll.driver_ended(code, is_death=is_death)
+        self._driver_reports.driver_ended(code, is_death=is_death)
         if is_death:
             self._board.restarts = self.restarts + 1
-        for name, reason in self._roll.blamed():
+        for name, reason in self._driver_reports.blamed():
             self._park(name, f"the driver died {DEATHS_MAX} times in a row while it ran this pipeline: {reason}")
-        self._tell_board(is_running=False)
+        self._update_board(is_running=False)
 
-    async def _tell(self, process: Process) -> None:
+    async def _send_wanted(self, process: Process) -> None:
         """Tell what is due, each time that changes; nothing more to do means that the driver ends."""
         if process.stdin is None:
             return
         with suppress(ConnectionError):
             while self._is_called_for:
                 self._news.clear()
-                told = Told([self._wanted_of(one) for one in self._due])
-                process.stdin.write(msgspec.json.encode(told) + b"\n")
+                command = DriverCommand([self._wanted_of(one) for one in self._due])
+                process.stdin.write(msgspec.json.encode(command) + b"\n")
                 await process.stdin.drain()
                 await self._news.wait()
             self._is_dismissed = True
             process.stdin.close()
 
     def _wanted_of(self, pipeline: Pipeline) -> Wanted:
-        return Wanted(pipeline, attempt=self._attempts[pipeline.name], is_suspect=self._roll.is_suspect(pipeline.name))
+        return Wanted(
+            pipeline, attempt=self._attempts[pipeline.name], is_suspect=self._driver_reports.is_suspect(pipeline.name)
+        )
 
-    async def _hear(self, process: Process) -> None:
+    async def _read_events(self, process: Process) -> None:
         if process.stdout is None:
             return
         while True:
@@ -218,17 +222,17 @@ class PipelineChild(SupervisedChild):
                 line = await self._line(process, process.stdout)
                 if not line:
                     return
-                said = msgspec.json.decode(line, type=Said)
+                event = msgspec.json.decode(line, type=DriverEvent)
             except ValueError as error:
                 # Also a line that is too long; reading goes on behind it.
                 _logger.warning("a report of the driver cannot be read", extra={"error": str(error)})
                 continue
-            self._roll.hear(said)
-            for report in said.reports or ():
+            self._driver_reports.apply(event)
+            for report in event.reports or ():
                 if report.state == "parked":
                     self._park(report.name, report.last_error)
-            if said.reports is not None:
-                self._tell_board(is_running=True)
+            if event.reports is not None:
+                self._update_board(is_running=True)
                 self._lags.look()
 
     async def _line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
@@ -239,7 +243,9 @@ class PipelineChild(SupervisedChild):
                 async with asyncio.timeout(self._silent_s / SILENT_LOOKS):
                     return await stream.readline()
         _logger.error("the driver of pipelines hangs and is killed", extra={"pid": process.pid})
-        self._roll.hear(Said(failed=f"the driver was silent for {self._silent_s:.0f} s, and was killed"))
+        self._driver_reports.apply(
+            DriverEvent(failed=f"the driver was silent for {self._silent_s:.0f} s, and was killed")
+        )
         self._kill(process)
         return await stream.readline()
 
@@ -248,39 +254,39 @@ class PipelineChild(SupervisedChild):
     def _look(self) -> None:
         """Something about the pipelines may have changed, or who runs them."""
         declared = self._declared.all()
-        self._roll.forget(one.name for one in declared)
+        self._driver_reports.forget(one.name for one in declared)
         self._groups.take(one.name for one in declared)
         due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
         # What is missing may have been installed since; it is looked for only when there is something to run.
-        self._why_not = self._missing() if due else ""
+        self._idle_reason = self._missing() if due else ""
         self._due = due
         self._warn()
-        self._tell_board(is_running=self._process is not None)
+        self._update_board(is_running=self._process is not None)
         self._news.set()
         self._lags.look()
 
     @property
-    def _tells(self) -> bool:
+    def _reports_here(self) -> bool:
         """Whether it is for this node to say how pipelines do."""
-        return self._owner.is_mine or (bool(self._why_not) and not self._owner.is_elsewhere)
+        return self._owner.is_mine or (bool(self._idle_reason) and not self._owner.is_elsewhere)
 
     def _measured(self) -> list[Pipeline]:
         """The pipelines of which this node tells what waits for them: also those that are stopped or parked."""
-        return self._declared.all() if self._tells else []
+        return self._declared.all() if self._reports_here else []
 
     def _warn(self) -> None:
         """Say once in the log that pipelines wait, and what for."""
-        why_not = self._why_not if self._tells else ""
-        if why_not and why_not != self._warned_of:
-            _logger.warning("pipelines are declared and not run", extra={"reason": why_not})
-        self._warned_of = why_not
+        idle_reason = self._idle_reason if self._reports_here else ""
+        if idle_reason and idle_reason != self._warned_of:
+            _logger.warning("pipelines are declared and not run", extra={"reason": idle_reason})
+        self._warned_of = idle_reason
 
-    def _tell_board(self, *, is_running: bool) -> None:
-        if self._tells:
+    def _update_board(self, *, is_running: bool) -> None:
+        if self._reports_here:
             due = {one.name for one in self._due}
             rest = [one for one in self._declared.all() if one.name not in due]
-            told = self._roll.reports(self._due, is_running=is_running, why_not=self._why_not)
-            self._board.take([*told, *self._roll.reports_of_rest(rest)])
+            reports = self._driver_reports.reports(self._due, is_running=is_running, idle_reason=self._idle_reason)
+            self._board.take([*reports, *self._driver_reports.reports_of_rest(rest)])
         else:
             self._board.clear()
 

@@ -23,15 +23,15 @@ import msgspec
 
 from millstream.core.log_line import set_up_logging
 from millstream.core.pipeline import Pipeline, PipelineKind
+from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import JobContext, JobKind
-from millstream.pipelines.jobs.jobs import JOBS
-from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.jobs.kinds import JOBS
 from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
-from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, Options, Said, Told, Wanted
-from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, Held, Runner, Surroundings
+from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
+from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner, Surroundings
 from millstream.pipelines.runtime.spark_activity import Activity, activity_of
+from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch
 from millstream.pipelines.runtime.turns import Turns
-from millstream.pipelines.runtime.watch import CANCEL_S, LOOK_S, Watch
 from millstream.pipelines.source.link import Link
 from millstream.protocol.messages.lean_kio import import_lean_kio
 
@@ -51,22 +51,22 @@ STUCK: Final = 71
 """The exit code of a driver that has to be replaced."""
 
 
-class Voice:
+class EventWriter:
     """Writes lines to the broker, whole ones, from any thread."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self._lock = threading.Lock()
 
-    def say(self, said: Said) -> None:
+    def send(self, event: DriverEvent) -> None:
         """Write a line at once."""
         with self._lock, suppress(OSError, ValueError):
             # A broker that is gone has closed the other pipe as well, and that is what ends this process.
-            self._stream.write(msgspec.json.encode(said) + b"\n")
+            self._stream.write(msgspec.json.encode(event) + b"\n")
             self._stream.flush()
 
 
-class Ears:
+class CommandReader:
     """Hears the lines of the broker, from the beginning on, and that it has hung up."""
 
     def __init__(self, stream: IO[bytes], leave: Callable[[], None]) -> None:
@@ -76,7 +76,7 @@ class Ears:
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._lock = threading.Lock()
         self._is_up = False
-        threading.Thread(target=self._listen, name="hear the broker", daemon=True).start()
+        threading.Thread(target=self._read_lines, name="hear the broker", daemon=True).start()
 
     def lines(self) -> Iterator[bytes]:
         """What is said, from now on in order, until the broker hangs up."""
@@ -84,7 +84,7 @@ class Ears:
             self._is_up = True
         return iter(self._lines.get, b"")
 
-    def _listen(self) -> None:
+    def _read_lines(self) -> None:
         for line in self._stream:
             self._lines.put(line)
         self._lines.put(b"")
@@ -93,7 +93,7 @@ class Ears:
                 self._leave()
 
 
-def leave_at_once() -> None:
+def exit_now() -> None:
     """End this process, and the Java that it may just be starting."""
     from millstream.pipelines.runtime.scratch import remove_scratch
 
@@ -128,8 +128,8 @@ class Driver:
         self,
         options: Options,
         spark: SparkSession | None,
-        say: Callable[[Said], None],
-        claim: Callable[[str, Callable[[], None]], Held],
+        send: Callable[[DriverEvent], None],
+        claim: Callable[[str, Callable[[], None]], HeldClaim],
         *,
         jobs: Mapping[PipelineKind, JobKind] = JOBS,
         report_s: float = REPORT_S,
@@ -141,7 +141,7 @@ class Driver:
         """`leave` ends the process at once, with an exit code."""
         self._options = options
         self._spark: Any = spark
-        self._say = say
+        self._send = send
         self._claim = claim
         self._jobs = jobs
         self._report_s = report_s
@@ -154,7 +154,7 @@ class Driver:
         self._over = threading.Event()
         self._reporter = threading.Thread(target=self._keep_reporting, name="reports", daemon=True)
         self._reporter.start()
-        watch = Watch(self._runners, self._activity, self._be_replaced, look_s=look_s, cancel_s=cancel_s)
+        watch = Watch(self._runners, self._activity, self._request_replacement, look_s=look_s, cancel_s=cancel_s)
         threading.Thread(target=watch.run, args=(self._over,), name="watch", daemon=True).start()
 
     def declare(self, wanted: list[Wanted]) -> None:
@@ -222,10 +222,10 @@ class Driver:
             # Both belong to the thread, and a pool of its own is what makes the scheduler fair.
             self._spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
             self._spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
-        self._say(Said(begun=name))
+        self._send(DriverEvent(begun=name))
 
     def _ended(self, name: str, is_well: bool) -> None:
-        self._say(Said(ended=name, is_well=is_well))
+        self._send(DriverEvent(ended=name, is_well=is_well))
         self._turns.give_back(name, is_well=is_well)
 
     def _cancel(self, name: str) -> None:
@@ -247,17 +247,17 @@ class Driver:
     def _activity(self) -> Activity:
         return Activity() if self._spark is None else activity_of(self._spark)
 
-    def _be_replaced(self, name: str, reason: str) -> None:
+    def _request_replacement(self, name: str, reason: str) -> None:
         _logger.error("the driver has to be replaced", extra={"pipeline": name, "reason": reason})
         about = f"pipeline {name!r}: " if name else ""
-        self._say(Said(failed=f"the driver was replaced: {about}{reason}", stuck=name))
+        self._send(DriverEvent(failed=f"the driver was replaced: {about}{reason}", stuck=name))
         self._leave(STUCK)
 
     def _keep_reporting(self) -> None:
         while not self._over.is_set():
             self._news.wait(RATES_S)
             self._news.clear()
-            self._say(Said(reports=[running.runner.report() for running in list(self._running.values())]))
+            self._send(DriverEvent(reports=[running.runner.report() for running in list(self._running.values())]))
             self._over.wait(self._report_s)
 
 
@@ -266,19 +266,19 @@ def _is_another(running: _Running, one: Wanted) -> bool:
     return running.runner.declared.pipeline_id != one.pipeline.pipeline_id or running.attempt != one.attempt
 
 
-def _say_alive(voice: Voice) -> None:
+def _send_heartbeats(events: EventWriter) -> None:
     """Say something now and then, also before there is anything to tell: a driver that is silent is replaced."""
     while True:
-        voice.say(Said())
+        events.send(DriverEvent())
         time.sleep(RATES_S)
 
 
-def run(options: Options, heard: IO[bytes], voice: Voice, *, leave: Callable[[], None] = leave_at_once) -> None:
+def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Callable[[], None] = exit_now) -> None:
     """Drive until the broker hangs up."""
     from millstream.pipelines.runtime.spark_session import close_session, open_session
 
-    ears = Ears(heard, leave)
-    threading.Thread(target=_say_alive, args=(voice,), name="alive", daemon=True).start()
+    ears = CommandReader(commands, leave)
+    threading.Thread(target=_send_heartbeats, args=(events,), name="alive", daemon=True).start()
     try:
         spark = open_session(
             options.master,
@@ -289,15 +289,15 @@ def run(options: Options, heard: IO[bytes], voice: Voice, *, leave: Callable[[],
         )
         link = Link(options.kafka, f"{DRIVER_CLIENT}{options.node}", ANSWER_S)
     except Exception as error:
-        voice.say(Said(failed=reason_of(error)))
+        events.send(DriverEvent(failed=reason_of(error)))
         raise
 
-    def claim(group: str, when_lost: Callable[[], None]) -> Held:
+    def claim(group: str, when_lost: Callable[[], None]) -> HeldClaim:
         return Claim(link, group, instance_id=DRIVER_INSTANCE, when_lost=when_lost)
 
-    driver = Driver(options, spark, voice.say, claim)
+    driver = Driver(options, spark, events.send, claim)
     for line in ears.lines():
-        driver.declare(msgspec.json.decode(line, type=Told).wanted)
+        driver.declare(msgspec.json.decode(line, type=DriverCommand).wanted)
     driver.end()
     close_session(spark)
 
@@ -308,11 +308,11 @@ def main() -> None:
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
     # Whatever else writes to the standard output writes to the log: what is said to the broker goes past it.
-    voice = Voice(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
+    events = EventWriter(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     code = 0
     try:
-        run(options, sys.stdin.buffer, voice)
+        run(options, sys.stdin.buffer, events)
     except Exception as error:
         _logger.critical("the pipelines cannot be run", extra={"error": reason_of(error)})
         code = 1

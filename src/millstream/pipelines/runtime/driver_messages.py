@@ -39,13 +39,13 @@ class Wanted(msgspec.Struct, frozen=True):
     """It was under way when a driver died, so it runs beside no other that was."""
 
 
-class Told(msgspec.Struct, frozen=True):
+class DriverCommand(msgspec.Struct, frozen=True):
     """A line from the broker: everything that is to run now."""
 
     wanted: list[Wanted]
 
 
-class Said(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class DriverEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A line to the broker: how everything goes, or that a step of a pipeline has begun or ended."""
 
     reports: list[PipelineReport] | None = None

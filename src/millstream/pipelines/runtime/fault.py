@@ -86,15 +86,15 @@ def fault_of(error: BaseException) -> Fault:
         return Fault.OUTSIDE
     if isinstance(error, errors.MillstreamError):
         return _fault_of_kind(type(error))
-    said = str(error)
-    marks = MARK.findall(said)
+    text = str(error)
+    marks = MARK.findall(text)
     if marks:
         return Fault(marks[-1][0])
-    known = [fault for kind in (type(error), *_named_in(said)) if (fault := _fault_of_kind(kind)) != Fault.UNKNOWN]
+    known = [fault for kind in (type(error), *_named_in(text)) if (fault := _fault_of_kind(kind)) != Fault.UNKNOWN]
     if known:
         # Of errors that follow from each other the last is what was raised.
         return known[-1]
-    return Fault.OUTSIDE if _WORDS.search(said) else Fault.UNKNOWN
+    return Fault.OUTSIDE if _WORDS.search(text) else Fault.UNKNOWN
 
 
 def kind_in(error: BaseException) -> type[BaseException] | None:
@@ -146,8 +146,8 @@ def _fault_of_kind(kind: type[BaseException]) -> Fault:
     return Fault.DECLARED if issubclass(kind, _DECLARED) else Fault.UNKNOWN
 
 
-def _named_in(said: str) -> Iterator[type[BaseException]]:
-    yield from filter(None, map(_kind_named, _NAMED.findall(said)))
+def _named_in(text: str) -> Iterator[type[BaseException]]:
+    yield from filter(None, map(_kind_named, _NAMED.findall(text)))
 
 
 def _kind_named(name: str) -> type[BaseException] | None:

@@ -34,14 +34,14 @@ class LeftoverGroups:
         self._is_declared = is_declared
         self._pause_s = pause_s
         self._known: frozenset[str] = frozenset()
-        self._gone: set[str] = set()
+        self._undeclared: set[str] = set()
         self._news = asyncio.Event()
 
     def take(self, declared: Iterable[str]) -> None:
         """The pipelines that there are now; what is missing was deleted."""
         before, self._known = self._known, frozenset(declared)
-        self._gone |= before - self._known
-        if self._gone:
+        self._undeclared |= before - self._known
+        if self._undeclared:
             self._news.set()
 
     async def run(self) -> None:
@@ -52,17 +52,17 @@ class LeftoverGroups:
             self._news.clear()
             try:
                 async with Client.connect(self._brokers, client_id=CLIENT_ID, timeout_s=TIMEOUT_S) as client:
-                    for name in sorted(self._gone):
+                    for name in sorted(self._undeclared):
                         await self._settle(client, name)
             except (MillstreamError, OSError) as error:
                 _logger.debug("groups of deleted pipelines are looked at later", extra={"error": str(error)})
-            if self._gone:
+            if self._undeclared:
                 self._news.set()
 
     async def _settle(self, client: Client, name: str) -> None:
         try:
             if await self._is_settled(client, name):
-                self._gone.discard(name)
+                self._undeclared.discard(name)
         except MillstreamError as error:
             # Its coordinator is away; those of others may be there.
             _logger.debug("a group is looked at later", extra={"pipeline": name, "error": str(error)})

@@ -19,8 +19,8 @@ from typing import Final, Protocol
 from millstream.broker.pipeline_board import PipelineReport, State
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.pipeline import Pipeline
+from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import GroupMember, Job, JobContext, JobKind, Step
-from millstream.pipelines.jobs.reason import reason_of
 from millstream.pipelines.runtime.fault import Fault, fault_of, is_java_lost
 
 WINDOW_S: Final = 60.0
@@ -42,14 +42,14 @@ class Tally:
         self._counts: Counter[str] = Counter()
         self.rows = 0
         self.lag = 0
-        self.is_begun = False
+        self.is_started = False
         """Whether a step was done, so that the lag is known."""
         self.batches = 0
 
     def add(self, step: Step) -> None:
         """One more step; one that took nothing is no batch."""
         self.lag = step.lag
-        self.is_begun = True
+        self.is_started = True
         self._counts.update(step.counts)
         if step.rows:
             self.rows += step.rows
@@ -125,7 +125,7 @@ class Stalled(MillstreamError):
     """A step made no progress and was given up."""
 
 
-class Held(Protocol):
+class HeldClaim(Protocol):
     """A claim, as the runner uses it."""
 
     def member(self) -> GroupMember:
@@ -153,7 +153,7 @@ class Surroundings:
     make: JobKind
     context: Callable[[], JobContext]
     """What jobs use, except what belongs to one pipeline."""
-    claim: Callable[[str, Callable[[], None]], Held]
+    claim: Callable[[str, Callable[[], None]], HeldClaim]
     """The claim on a group; the second is called when it is lost."""
     turn: Callable[[], None] = lambda: None
     """Called before each step, by the runner's thread; waits until it may be done."""
@@ -251,7 +251,7 @@ class Runner:
             state=self._state,
             rows=self._tally.rows,
             rows_per_s=self._tally.rows_per_s,
-            lag=self._tally.lag if self._tally.is_begun else None,
+            lag=self._tally.lag if self._tally.is_started else None,
             batches=self._tally.batches,
             restarts=self._restarts,
             stalls=self._stalls,

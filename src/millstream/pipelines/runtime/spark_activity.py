@@ -21,12 +21,12 @@ class Activity:
     """For each pool that has work something that is equal as long as nothing of it moves."""
     tasks: Mapping[str, int] = field(default_factory=dict)
     """How many tasks of these pools run; none of one that waits for others."""
-    left_over: Mapping[str, int] = field(default_factory=dict)
+    orphaned: Mapping[str, int] = field(default_factory=dict)
     """How many tasks of pools run on although they were cancelled."""
 
-    def waits_for_others(self, pool: str) -> bool:
+    def waits_for_pool(self, pool: str) -> bool:
         """Whether a pool has work of which nothing runs, because others have taken all places."""
-        taken = sum(self.tasks.values()) + sum(self.left_over.values())
+        taken = sum(self.tasks.values()) + sum(self.orphaned.values())
         return self.tasks.get(pool) == 0 and taken > 0
 
 
@@ -38,17 +38,17 @@ def activity_of(spark: SparkSession) -> Activity:
     seen: dict[str, set[Hashable]] = {}
     tasks: dict[str, int] = {}
     for job in context.statusTracker().getActiveJobsIds():
-        told = store.jobWithAssociatedSql(job)
+        job_and_sql = store.jobWithAssociatedSql(job)
         # One that several jobs wait for is done by one of them.
-        mine = [stages.pop(number) for number in _each(told._1().stageIds()) if number in stages]
+        mine = [stages.pop(number) for number in _each(job_and_sql._1().stageIds()) if number in stages]
         if mine:
             pool = mine[0].schedulingPool()
             tasks[pool] = tasks.get(pool, 0) + sum(stage.numActiveTasks() for stage in mine)
-            seen.setdefault(pool, set()).update((*map(_moved, mine), _counted(spark, told._2())))
-    return Activity({pool: frozenset(moved) for pool, moved in seen.items()}, tasks, _left_over(spark, store))
+            seen.setdefault(pool, set()).update((*map(_moved, mine), _counted(spark, job_and_sql._2())))
+    return Activity({pool: frozenset(moved) for pool, moved in seen.items()}, tasks, _orphaned(spark, store))
 
 
-def _left_over(spark: SparkSession, store: Any) -> dict[str, int]:
+def _orphaned(spark: SparkSession, store: Any) -> dict[str, int]:
     """Tasks of stages that were given up; a task that does not hear of that runs on, and keeps its place."""
     session: Any = spark
     jvm, gateway = session._jvm, session.sparkContext._gateway

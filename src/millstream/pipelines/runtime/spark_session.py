@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.core.errors import MillstreamError
-from millstream.pipelines.jobs.reason import reason_of
+from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.runtime.scratch import make_scratch, remove_scratch, temporary_files_in
 from millstream.pipelines.source.session import session
 

@@ -84,7 +84,7 @@ def _close_all() -> None:
             link.close()
 
 
-def _start_anew() -> None:
+def _reset_after_fork() -> None:
     """In a process that was forked: the threads of its parent are not there, and neither is what they held."""
     global _lock
     _lock = threading.Lock()
@@ -92,4 +92,4 @@ def _start_anew() -> None:
 
 
 atexit.register(_close_all)
-os.register_at_fork(after_in_child=_start_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -173,7 +173,7 @@ class ReadOptions:
         return isinstance(self.starting, ByTime | Timestamps) and not self.filter and not self.ranges
 
     @property
-    def what(self) -> str:
+    def topics_text(self) -> str:
         """What is read, in words."""
         if self.pattern is not None:
             return f"topics that match {self.pattern!r}"
@@ -277,7 +277,7 @@ class _Given:
     def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
         self._texts: dict[str, str] = {}
         by_lower = {name.lower(): name for name in known}
-        ignored = {name.lower(): why for name, why in _WITHOUT_EFFECT.items()}
+        ignored = {name.lower(): reason for name, reason in _WITHOUT_EFFECT.items()}
         for name, text in given.items():
             lower = name.lower()
             if lower in by_lower:
@@ -357,8 +357,8 @@ def _topics(found: _Given) -> _Topics:
         # `.load("orders")` and `SELECT * FROM millstream.orders` name the topic this way.
         return _Topics(subscribe=_names(path))
     if len(given) != 1:
-        said = f"{' and '.join(given)} were given" if given else "none was given"
-        raise InvalidSetting(f"say what to read with exactly one of the options {', '.join(names)}: {said}")
+        choice = f"{' and '.join(given)} were given" if given else "none was given"
+        raise InvalidSetting(f"say what to read with exactly one of the options {', '.join(names)}: {choice}")
     text = found.text(given[0]) or ""
     if given[0] == "subscribe":
         return _Topics(subscribe=_names(text))

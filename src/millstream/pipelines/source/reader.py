@@ -22,13 +22,13 @@ from pyspark.sql.datasource import (
 )
 
 from millstream.core.errors import LostData
+from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
 from millstream.pipelines.source.options import ReadOptions
-from millstream.pipelines.source.plainly import each_plainly, plainly
 from millstream.pipelines.source.position import EARLIEST, ByTime, Named, Offsets
 from millstream.pipelines.source.ranges import Range, ranges_between, split
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import Shape
-from millstream.pipelines.source.survey import Partitions, Survey
+from millstream.pipelines.source.spark_errors import iterate_without_traceback, without_traceback
 
 _UNBOUND: Final = 2**63 - 1
 
@@ -144,18 +144,18 @@ class TopicReader(DataSourceReader):
         self._bounds = Bounds()
         self.pushFilters: Any = PushDown(self._bounds)
 
-    @plainly
+    @without_traceback
     def partitions(self) -> Sequence[InputPartition]:
         """Plan the tasks: every partition from where to where, cut as the options say."""
-        options, survey, bounds = self._options, Survey(self._options), self._bounds
+        options, survey, bounds = self._options, OffsetResolver(self._options), self._bounds
         there = survey.partitions()
         start = survey.resolve(options.starting or EARLIEST, there, "starting")
         end = survey.resolve(options.ending, there, "ending")
         landed: list[Range] = []
         if options.reaches_lake:
-            from millstream.pipelines.source.lake_reach import LakeReach
+            from millstream.pipelines.source.landed_history import LandedHistory
 
-            reach = LakeReach(survey, options)
+            reach = LandedHistory(survey, options)
             end = reach.lowered_end(end, there)
             landed, start = reach.taken(reach.lowered(start, there), end)
         is_named = bool(landed) or isinstance(options.starting, Named)
@@ -182,13 +182,13 @@ class TopicReader(DataSourceReader):
             yield narrowed
 
 
-@each_plainly
+@iterate_without_traceback
 def read_task(partition: InputPartition, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
     """The rows of one task; where there is nothing to read, Spark asks for one task all the same, without a range."""
     if isinstance(partition, Range) and options.ranges:
         yield range_row(partition)
     elif isinstance(partition, Range) and partition.table is not None:
-        from millstream.pipelines.source.lake_reach import read_landed
+        from millstream.pipelines.source.landed_history import read_landed
 
         yield from read_landed(partition, shape)
     elif isinstance(partition, Range):
@@ -208,7 +208,7 @@ def range_row(one: Range) -> pa.RecordBatch:
 
 
 def check_start(
-    survey: Survey,
+    survey: OffsetResolver,
     start: Offsets,
     there: Partitions,
     options: ReadOptions,

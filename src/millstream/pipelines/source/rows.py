@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from millstream.core.errors import LostData, OffsetOutOfRange, RequestTimedOut
-from millstream.pipelines.source.garbage import spare_what_is_loaded
+from millstream.pipelines.source.json_nesting import is_text_too_deep, is_too_deep
 from millstream.pipelines.source.link import Link, link_to
-from millstream.pipelines.source.nesting import is_text_too_deep, is_too_deep
 from millstream.pipelines.source.options import ReadOptions
 from millstream.pipelines.source.position import OFFSET_EARLIEST
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.shape import Column, Shape
+from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.arrow import to_arrow
@@ -109,16 +109,16 @@ _WAIT_MS = 500
 
 def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
     """Yield the rows of a range, in order."""
-    sieve = Sieve(options.filter, one) if options.filter else None
+    row_filter = RowFilter(options.filter, one) if options.filter else None
     names = shape.record_names
-    fields = FIELDS.intersection(names) | (sieve.fields if sieve is not None else frozenset())
+    fields = FIELDS.intersection(names) | (row_filter.fields if row_filter is not None else frozenset())
     for columns in read_columns(one, options, fields):
         batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
-        if sieve is not None:
-            batch = batch.filter(sieve.wanted(columns))
+        if row_filter is not None:
+            batch = batch.filter(row_filter.wanted(columns))
         if batch.num_rows:
             yield shaped(batch, shape)
-    spare_what_is_loaded()
+    freeze_worker_heap()
 
 
 def read_columns(one: Range, options: ReadOptions, fields: frozenset[str]) -> Iterator[Columns]:
@@ -132,7 +132,7 @@ def read_columns(one: Range, options: ReadOptions, fields: frozenset[str]) -> It
         )
 
 
-class Sieve:
+class RowFilter:
     """A filter in the language of subscriptions, on whole batches."""
 
     def __init__(self, text: str, one: Range) -> None:

@@ -48,10 +48,10 @@ def version_of(home: Path) -> int:
     """The version of the Java in a folder, 0 if it cannot be started."""
     try:
         command = [str(home / "bin" / "java"), "-version"]
-        told = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S_MAX, check=False)
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S_MAX, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    match = _VERSION.search(told.stderr)
+    match = _VERSION.search(answer.stderr)
     return int(match[1]) if match is not None else 0
 
 

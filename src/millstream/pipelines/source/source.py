@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
-from millstream.pipelines.source.plainly import plainly
+from millstream.pipelines.source.spark_errors import without_traceback
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -31,7 +31,7 @@ class MillstreamSource(DataSource):
         """What stands in `format(...)`."""
         return "millstream"
 
-    @plainly
+    @without_traceback
     def schema(self) -> StructType:
         """The columns of a query that names none."""
         from millstream.pipelines.source.options import read_options
@@ -39,7 +39,7 @@ class MillstreamSource(DataSource):
 
         return default_schema(read_options(self.options))
 
-    @plainly
+    @without_traceback
     def reader(self, schema: StructType) -> DataSourceReader:
         """A reader of what is there."""
         from millstream.pipelines.source.options import read_options
@@ -50,7 +50,7 @@ class MillstreamSource(DataSource):
         _check_filter(options.filter)
         return TopicReader(options, shape_of(schema, options))
 
-    @plainly
+    @without_traceback
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         """A reader of what comes."""
         from millstream.pipelines.source.options import read_options
@@ -61,12 +61,12 @@ class MillstreamSource(DataSource):
         _check_filter(options.filter)
         return TopicStreamReader(options, shape_of(schema, options))
 
-    @plainly
+    @without_traceback
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
         """A writer of one batch."""
         from millstream.core.errors import InvalidSetting
         from millstream.pipelines.source.options import write_options
-        from millstream.pipelines.source.target import check_target
+        from millstream.pipelines.source.target_topic import check_target
         from millstream.pipelines.source.writer import TopicWriter, check_columns
 
         if overwrite:
@@ -76,18 +76,18 @@ class MillstreamSource(DataSource):
         check_target(options)
         return TopicWriter(options)
 
-    @plainly
+    @without_traceback
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         """A writer of the batches of a stream."""
-        from millstream.pipelines.source.garbage import spare_what_is_loaded
         from millstream.pipelines.source.options import write_options
-        from millstream.pipelines.source.target import STREAM_PATIENCE_S, check_target
+        from millstream.pipelines.source.target_topic import STREAM_PATIENCE_S, check_target
+        from millstream.pipelines.source.worker_heap import freeze_worker_heap
         from millstream.pipelines.source.writer import TopicStreamWriter, check_columns
 
         options = write_options(self.options)
         check_columns(schema, options)
         check_target(options, STREAM_PATIENCE_S)
-        spare_what_is_loaded()
+        freeze_worker_heap()
         return TopicStreamWriter(options)
 
 

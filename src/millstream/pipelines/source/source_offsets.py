@@ -11,7 +11,7 @@ from millstream.protocol.private.transactions import OfGroup, TransactionalProdu
 OFFSETS_TASK: Final = 1_000_000_000
 """Stands in the place of a task's number in the attempt that commits offsets."""
 
-NOBODY: Final = OfGroup()
+NO_MEMBER: Final = OfGroup()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class SourceOffsets:
 
     group: str
     offsets: Offsets = field(hash=False)
-    who: OfGroup = NOBODY
+    member: OfGroup = NO_MEMBER
 
 
 async def prepare_offsets(
@@ -28,6 +28,6 @@ async def prepare_offsets(
 ) -> TransactionalProducer:
     """One more member of a batch: the offsets, in a transaction that is ready to be decided."""
     member = await transactions.begin(transactional_id)
-    await transactions.commit_offsets(member, source.group, source.offsets, source.who)
+    await transactions.commit_offsets(member, source.group, source.offsets, source.member)
     await transactions.prepare(member)
     return member

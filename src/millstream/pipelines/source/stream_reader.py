@@ -20,13 +20,13 @@ from millstream.client.admin.groups import commit_offsets
 from millstream.core.errors import LostData, MillstreamError
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
+from millstream.pipelines.source.offset_resolver import OffsetResolver
 from millstream.pipelines.source.options import ReadOptions
-from millstream.pipelines.source.plainly import plainly
 from millstream.pipelines.source.position import LATEST, Named
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between, split
 from millstream.pipelines.source.reader import check_start, read_task
 from millstream.pipelines.source.shape import Shape
-from millstream.pipelines.source.survey import Survey
+from millstream.pipelines.source.spark_errors import without_traceback
 
 _logger = logging.getLogger(__name__)
 
@@ -45,21 +45,21 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._until: Offsets | None = None
         """Where a run that takes only what is there ends."""
         self._waited_since = time.monotonic()
-        self._told: dict[str, Any] | None = None
+        self._committed: dict[str, Any] | None = None
 
     # -- what Spark asks on the driver ------------------------------------------------------------------------
 
-    @plainly
+    @without_traceback
     def initialOffset(self) -> dict[str, Any]:
         """Where a new query starts."""
-        options, survey = self._options, Survey(self._options)
+        options, survey = self._options, OffsetResolver(self._options)
         there = survey.partitions()
         position = options.starting or LATEST
         start = survey.resolve(position, there, "starting")
         if options.reaches_lake:
-            from millstream.pipelines.source.lake_reach import LakeReach
+            from millstream.pipelines.source.landed_history import LandedHistory
 
-            return to_json(LakeReach(survey, options).lowered(start, there))
+            return to_json(LandedHistory(survey, options).lowered(start, there))
         return to_json(check_start(survey, start, there, options, named=isinstance(position, Named)))
 
     def getDefaultReadLimit(self) -> ReadLimit:
@@ -67,20 +67,20 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         limit = self._options.offsets_max
         return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
 
-    @plainly
+    @without_traceback
     def prepareForTriggerAvailableNow(self) -> None:
         """Remember what is there now: the run ends with it, however much is added meanwhile."""
-        survey = Survey(self._options)
+        survey = OffsetResolver(self._options)
         self._until = survey.latest(survey.partitions())
 
-    @plainly
+    @without_traceback
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
         """Where the next batch ends; what comes before its start is done, and told to the group."""
-        self._tell_group(start)
+        self._commit_to_group(start)
         begin = from_json(start)
         end = self._end(begin)
         if end == begin and self._until is None:
-            Survey(self._options).wait_for_more(begin, PATIENCE_S)
+            OffsetResolver(self._options).wait_for_more(begin, PATIENCE_S)
             end = self._end(begin)
         starts = self._with_new(begin, end)
         if isinstance(limit, ReadMaxRows):
@@ -90,16 +90,16 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._waited_since = time.monotonic()
         return to_json(end)
 
-    @plainly
+    @without_traceback
     def reportLatestOffset(self) -> dict[str, Any] | None:
         """How far the topics reach, whatever a batch takes of it; lag is counted against this."""
-        survey = Survey(self._options)
+        survey = OffsetResolver(self._options)
         return to_json(survey.latest(survey.partitions()))
 
-    @plainly
+    @without_traceback
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
         """The tasks of a batch."""
-        options, survey = self._options, Survey(self._options)
+        options, survey = self._options, OffsetResolver(self._options)
         ends = from_json(end)
         starts = self._with_new(from_json(start), ends)
         asked: dict[str, dict[int, int]] = {}
@@ -107,9 +107,9 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             asked.setdefault(one.topic, {})[one.partition] = one.start
         landed: list[Range] = []
         if asked and options.reaches_lake:
-            from millstream.pipelines.source.lake_reach import LakeReach
+            from millstream.pipelines.source.landed_history import LandedHistory
 
-            landed, asked = LakeReach(survey, options).taken(asked, ends)
+            landed, asked = LandedHistory(survey, options).taken(asked, ends)
         there = {topic: list(offsets) for topic, offsets in asked.items()}
         found = check_start(survey, asked, there, options, named=True, end=ends) if asked else asked
         ranges = ranges_between(found, {topic: {one: ends[topic][one] for one in found[topic]} for topic in found})
@@ -119,7 +119,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def commit(self, end: dict[str, Any]) -> None:
         """Spark says that everything before is done."""
-        self._tell_group(end)
+        self._commit_to_group(end)
 
     # -- what executors do ------------------------------------------------------------------------------------
 
@@ -134,9 +134,9 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         if self._until is not None:
             end = self._until
         else:
-            survey = Survey(self._options)
+            survey = OffsetResolver(self._options)
             end = survey.latest(survey.partitions())
-        self._check_there(begin, end)
+        self._check_partitions_exist(begin, end)
         merged = {
             topic: {number: max(offset, begin.get(topic, {}).get(number, 0)) for number, offset in offsets.items()}
             for topic, offsets in end.items()
@@ -146,7 +146,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             merged[topic] = {**offsets, **merged.get(topic, {})}
         return merged
 
-    def _check_there(self, begin: Offsets, end: Offsets) -> None:
+    def _check_partitions_exist(self, begin: Offsets, end: Offsets) -> None:
         """A topic that is gone, or ends before where this query already was, has lost data."""
         lost = [
             (topic, number, end.get(topic, {}).get(number, 0), offset)
@@ -170,7 +170,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         new = {topic: numbers for topic, numbers in new.items() if numbers}
         if not new:
             return begin
-        first = Survey(self._options).earliest(new)
+        first = OffsetResolver(self._options).earliest(new)
         return {topic: {**begin.get(topic, {}), **first.get(topic, {})} for topic in {**begin, **first}}
 
     def _waits_for_more(self, start: Offsets, end: Offsets) -> bool:
@@ -182,20 +182,20 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         size = sum(map(len, ranges_between(start, end)))
         return size < wished and waited_ms < self._options.trigger_delay_ms
 
-    def _tell_group(self, end: dict[str, Any]) -> None:
+    def _commit_to_group(self, end: dict[str, Any]) -> None:
         """Commit progress as a consumer group, so that the ordinary tools show lag; Spark itself never reads it."""
         options = self._options
-        if options.group_id is None or end == self._told:
+        if options.group_id is None or end == self._committed:
             return
         offsets = {
             TopicPartition(topic, PartitionIndex(number)): offset
             for topic, listed in from_json(end).items()
             for number, offset in listed.items()
         }
-        link = Survey(options).link
+        link = OffsetResolver(options).link
         try:
             link.call(commit_offsets(link.client, options.group_id, offsets))
-            self._told = end
+            self._committed = end
         except MillstreamError as error:
             _logger.warning("progress was not committed to group %s: %s", options.group_id, error)
 

@@ -37,7 +37,7 @@ from pyspark.sql.types import (
 from millstream.core.errors import InvalidSetting
 from millstream.core.nearest import suggestion
 from millstream.pipelines.source.options import WriteOptions
-from millstream.pipelines.source.plainly import plainly
+from millstream.pipelines.source.spark_errors import without_traceback
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -94,25 +94,25 @@ class TopicWriter(DataSourceArrowWriter):
         self._number = 0 if options.version is None else options.version
         self._run = uuid4().hex[:12]
 
-    @plainly
+    @without_traceback
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of one task."""
-        from millstream.pipelines.source.attempt import write_part
-        from millstream.pipelines.source.parts import Batch
+        from millstream.pipelines.source.batch_commit import Batch
+        from millstream.pipelines.source.row_producer import write_part
 
         return write_part(self._options, Batch(self._query, self._number, self._run), iterator)
 
-    @plainly
+    @without_traceback
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
         """Make all parts visible, and commit the offsets that they come from."""
-        from millstream.pipelines.source.parts import Batch, commit_parts
+        from millstream.pipelines.source.batch_commit import Batch, commit_parts
 
         commit_parts(self._options, messages, Batch(self._query, self._number, self._run))
 
-    @plainly
+    @without_traceback
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
         """Leave nothing behind, not even what tasks do that Spark has not stopped yet."""
-        from millstream.pipelines.source.parts import Batch, abort_batch
+        from millstream.pipelines.source.batch_commit import Batch, abort_batch
 
         abort_batch(self._options, Batch(self._query, self._number, self._run))
 
@@ -126,11 +126,11 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
         self._options = options
         self._stream = stream_name(options.checkpoint)
 
-    @plainly
+    @without_traceback
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         """Write the rows of one task of one batch."""
-        from millstream.pipelines.source.attempt import write_part
-        from millstream.pipelines.source.parts import Batch
+        from millstream.pipelines.source.batch_commit import Batch
+        from millstream.pipelines.source.row_producer import write_part
 
         context = TaskContext.get()
         if context is None:
@@ -142,17 +142,17 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
         run = (context.getLocalProperty("spark.jobGroup.id") or "").replace("-", "")
         return write_part(self._options, Batch(query, int(number), run, self._stream), iterator)
 
-    @plainly
+    @without_traceback
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """Make the batch visible."""
-        from millstream.pipelines.source.parts import commit_parts
+        from millstream.pipelines.source.batch_commit import commit_parts
 
         commit_parts(self._options, messages)
 
-    @plainly
+    @without_traceback
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
         """End every attempt at the batch, and those that this run still begins."""
-        from millstream.pipelines.source.parts import abort_stream
+        from millstream.pipelines.source.batch_commit import abort_stream
 
         abort_stream(self._options, self._stream, batchId, messages)
 

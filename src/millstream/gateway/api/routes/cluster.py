@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from millstream.client.admin.clients import list_clients
 from millstream.client.admin.cluster_status import cluster_status
-from millstream.gateway.api.parts import Parts
-from millstream.gateway.api.route import Asked, Nothing, Route
+from millstream.gateway.api.route import NoFields, Request, Route
+from millstream.gateway.api.services import Services
 
 
 class ClusterNode(msgspec.Struct, frozen=True):
@@ -90,26 +90,26 @@ class ClientList(msgspec.Struct, frozen=True):
     left_out: int
 
 
-async def status(parts: Parts, asked: Asked[Nothing, Nothing]) -> ClusterDescription:
+async def status(services: Services, request: Request[NoFields, NoFields]) -> ClusterDescription:
     """How the cluster is, as its nodes tell."""
-    return msgspec.convert((await cluster_status(parts.client)).described(), ClusterDescription)
+    return msgspec.convert((await cluster_status(services.client)).described(), ClusterDescription)
 
 
-async def clients(parts: Parts, asked: Asked[Measuring, Nothing]) -> ClientList:
+async def clients(services: Services, request: Request[Measuring, NoFields]) -> ClientList:
     """Who is connected."""
-    found = await list_clients(parts.client, interval_s=asked.query.interval_ms / 1000)
-    shown = [asdict(one) for one in found.clients if asked.query.all or one.roles]
+    found = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
+    shown = [asdict(one) for one in found.clients if request.query.all or one.roles]
     return ClientList(msgspec.convert(shown, list[ConnectedClientDocument]), found.left_out)
 
 
-_SHARED: Final[dict[str, Any]] = {"tag": "cluster", "method": "GET", "body": Nothing}
+_SHARED: Final[dict[str, Any]] = {"tag": "cluster", "method": "GET", "body": NoFields}
 
 ROUTES: Final = (
     Route(
         path="/cluster",
         summary="How the cluster is",
         handle=status,
-        query=Nothing,
+        query=NoFields,
         answer=ClusterDescription,
         **_SHARED,
     ),

@@ -12,9 +12,9 @@ from msgspec import Meta
 from millstream.client.admin.dead_letter import DeadLetterDesk, dead_letter_topics, find_topic
 from millstream.client.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
 from millstream.gateway.api.message import ReceivedMessage, received
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import Refused, invalid
-from millstream.gateway.api.route import Asked, Nothing, Route, TopicName
+from millstream.gateway.api.route import NoFields, Request, Route, TopicName
+from millstream.gateway.api.services import Services
 from millstream.protocol.private.subscriptions import LeasedMessage
 
 PATIENCE_S: Final = 10.0
@@ -92,16 +92,16 @@ class WorkedOn(msgspec.Struct, frozen=True):
     reasons: list[str] = []
 
 
-async def list_topics(parts: Parts, asked: Asked[Nothing, Nothing]) -> DeadLetterList:
+async def list_topics(services: Services, request: Request[NoFields, NoFields]) -> DeadLetterList:
     """All dead letter topics."""
-    found = await dead_letter_topics(parts.client)
+    found = await dead_letter_topics(services.client)
     return DeadLetterList([DeadLetters(one.topic, one.subscriptions, one.letters) for one in found])
 
 
-async def show(parts: Parts, asked: Asked[Letters, Nothing]) -> LetterList:
+async def show(services: Services, request: Request[Letters, NoFields]) -> LetterList:
     """Open letters with their story; they stay open."""
     shown: list[ReceivedMessage] = []
-    asked.room.reserve(SHOWN_BYTES_MAX)
+    request.memory.reserve(SHOWN_BYTES_MAX)
     size = 0
 
     async def note(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
@@ -111,46 +111,46 @@ async def show(parts: Parts, asked: Asked[Letters, Nothing]) -> LetterList:
             raise invalid(f"more than {SHOWN_BYTES_MAX} bytes are not shown at once; ask for fewer letters")
         shown.append(received(letter.topic, letter.topic_id, letter.partition, letter.record))
 
-    desk, wanted = await _desk(parts, asked.path["name"], asked.query.filter)
+    desk, wanted = await _desk(services, request.path["name"], request.query.filter)
     outcome = Outcome()
-    await work_through(desk, note, outcome, wanted=wanted, limit=asked.query.limit, keep=True)
+    await work_through(desk, note, outcome, wanted=wanted, limit=request.query.limit, keep=True)
     return LetterList(desk.topic, shown, outcome.held)
 
 
-async def redrive(parts: Parts, asked: Asked[Nothing, Redrive]) -> WorkedOn:
+async def redrive(services: Services, request: Request[NoFields, Redrive]) -> WorkedOn:
     """Have the messages of open letters delivered again, each by its own subscription, and close the letters."""
-    said = asked.body
-    desk, wanted = await _desk(parts, asked.path["name"], said.filter)
+    body = request.body
+    desk, wanted = await _desk(services, request.path["name"], body.filter)
     outcome = Outcome()
-    if (to_topic := said.to_topic) is not None:
+    if (to_topic := body.to_topic) is not None:
         await desk.check_target(to_topic)
         await work_through(
-            desk, lambda desk, one: desk.publish(one, to_topic), outcome, wanted=wanted, limit=said.limit, keep=False
+            desk, lambda desk, one: desk.publish(one, to_topic), outcome, wanted=wanted, limit=body.limit, keep=False
         )
         return _worked_on(desk.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
-    await revive_through(desk, outcome, wanted=wanted, limit=said.limit)
+    await revive_through(desk, outcome, wanted=wanted, limit=body.limit)
     if outcome.refused and not outcome.done:
         raise Refused(HTTPStatus.CONFLICT, refused_letters(outcome.refused, 'give "to_topic"'))
     return _worked_on(desk.topic, outcome, {})
 
 
-async def purge(parts: Parts, asked: Asked[Nothing, Purge]) -> WorkedOn:
+async def purge(services: Services, request: Request[NoFields, Purge]) -> WorkedOn:
     """Close open letters without publishing them."""
 
-    async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
+    async def do_nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
         return
 
-    said = asked.body
-    desk, wanted = await _desk(parts, asked.path["name"], said.filter)
+    body = request.body
+    desk, wanted = await _desk(services, request.path["name"], body.filter)
     outcome = Outcome()
-    await work_through(desk, nothing, outcome, wanted=wanted, limit=said.limit, keep=False)
+    await work_through(desk, do_nothing, outcome, wanted=wanted, limit=body.limit, keep=False)
     return _worked_on(desk.topic, outcome, {})
 
 
-async def _desk(parts: Parts, name: str, condition: str | None) -> tuple[DeadLetterDesk, Wanted | None]:
+async def _desk(services: Services, name: str, condition: str | None) -> tuple[DeadLetterDesk, Wanted | None]:
     wanted = None if condition is None else await asyncio.to_thread(_matcher, condition)
-    topic = await find_topic(parts.client, name, patience_s=PATIENCE_S)
-    return DeadLetterDesk(parts.client, topic, parts.new_worker(None), patience_s=PATIENCE_S), wanted
+    topic = await find_topic(services.client, name, patience_s=PATIENCE_S)
+    return DeadLetterDesk(services.client, topic, services.new_worker(None), patience_s=PATIENCE_S), wanted
 
 
 def _matcher(condition: str) -> Wanted:
@@ -182,8 +182,8 @@ ROUTES: Final = (
         path="/dead-letters",
         summary="List dead letter topics",
         handle=list_topics,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=DeadLetterList,
         **_SHARED,
     ),
@@ -193,7 +193,7 @@ ROUTES: Final = (
         summary="Show open letters of a topic, or of a subscription",
         handle=show,
         query=Letters,
-        body=Nothing,
+        body=NoFields,
         answer=LetterList,
         **_SHARED,
     ),
@@ -202,7 +202,7 @@ ROUTES: Final = (
         path="/dead-letters/{name}/redrive",
         summary="Deliver open letters again, and close them",
         handle=redrive,
-        query=Nothing,
+        query=NoFields,
         body=Redrive,
         answer=WorkedOn,
         **_SHARED,
@@ -212,7 +212,7 @@ ROUTES: Final = (
         path="/dead-letters/{name}/purge",
         summary="Close open letters",
         handle=purge,
-        query=Nothing,
+        query=NoFields,
         body=Purge,
         answer=WorkedOn,
         **_SHARED,

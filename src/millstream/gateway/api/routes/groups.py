@@ -20,8 +20,8 @@ from millstream.client.admin.groups import (
     progress_of,
 )
 from millstream.client.admin.position import parse_position
-from millstream.gateway.api.parts import Parts
-from millstream.gateway.api.route import Asked, Nothing, Route
+from millstream.gateway.api.route import NoFields, Request, Route
+from millstream.gateway.api.services import Services
 
 AT_ONCE_MAX: Final = 16
 """Groups that are asked about at the same time."""
@@ -103,41 +103,41 @@ class MovedGroup(msgspec.Struct, frozen=True):
     offsets: list[MovedOffset]
 
 
-async def list_all(parts: Parts, asked: Asked[Nothing, Nothing]) -> GroupList:
+async def list_all(services: Services, request: Request[NoFields, NoFields]) -> GroupList:
     """All groups with their lag."""
     turn = asyncio.Semaphore(AT_ONCE_MAX)
 
     async def summary(listed: tuple[str, str, str]) -> dict[str, Any]:
         async with turn:
-            return await group_summary(parts.client, *listed)
+            return await group_summary(services.client, *listed)
 
-    found = await asyncio.gather(*(summary(listed) for listed in await list_groups(parts.client)))
+    found = await asyncio.gather(*(summary(listed) for listed in await list_groups(services.client)))
     return GroupList(msgspec.convert(list(found), list[GroupSummary]))
 
 
-async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> GroupDescription:
+async def describe(services: Services, request: Request[NoFields, NoFields]) -> GroupDescription:
     """One group."""
-    group = await describe_group(parts.client, asked.path["group"])
-    return msgspec.convert(group_document(group, await progress_of(parts.client, group)), GroupDescription)
+    group = await describe_group(services.client, request.path["group"])
+    return msgspec.convert(group_document(group, await progress_of(services.client, group)), GroupDescription)
 
 
-async def reset(parts: Parts, asked: Asked[Nothing, GroupReset]) -> MovedGroup:
+async def reset(services: Services, request: Request[NoFields, GroupReset]) -> MovedGroup:
     """Move a group to another place; its consumers must be stopped first."""
-    name, said = asked.path["group"], asked.body
-    moves = await plan_reset(parts.client, name, said.topics, said.partitions, parse_position(said.to))
-    if not said.dry_run:
-        await commit_offsets(parts.client, name, {where: after for where, _, after in moves})
-    told = [MovedOffset(where.topic, where.partition, before, after) for where, before, after in moves]
-    return MovedGroup(name, said.dry_run, told)
+    name, body = request.path["group"], request.body
+    moves = await plan_reset(services.client, name, body.topics, body.partitions, parse_position(body.to))
+    if not body.dry_run:
+        await commit_offsets(services.client, name, {where: after for where, _, after in moves})
+    moved = [MovedOffset(where.topic, where.partition, before, after) for where, before, after in moves]
+    return MovedGroup(name, body.dry_run, moved)
 
 
-async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> None:
+async def delete(services: Services, request: Request[NoFields, NoFields]) -> None:
     """Delete a group and the offsets it committed."""
-    await describe_group(parts.client, asked.path["group"])
-    await delete_group(parts.client, asked.path["group"])
+    await describe_group(services.client, request.path["group"])
+    await delete_group(services.client, request.path["group"])
 
 
-_SHARED: Final[dict[str, Any]] = {"tag": "groups", "query": Nothing}
+_SHARED: Final[dict[str, Any]] = {"tag": "groups", "query": NoFields}
 
 ROUTES: Final = (
     Route(
@@ -145,7 +145,7 @@ ROUTES: Final = (
         path="/groups",
         summary="List consumer groups",
         handle=list_all,
-        body=Nothing,
+        body=NoFields,
         answer=GroupList,
         **_SHARED,
     ),
@@ -154,7 +154,7 @@ ROUTES: Final = (
         path="/groups/{group}",
         summary="Describe a consumer group",
         handle=describe,
-        body=Nothing,
+        body=NoFields,
         answer=GroupDescription,
         **_SHARED,
     ),
@@ -172,7 +172,7 @@ ROUTES: Final = (
         path="/groups/{group}",
         summary="Delete a consumer group and its offsets",
         handle=delete,
-        body=Nothing,
+        body=NoFields,
         answer=None,
         status=HTTPStatus.NO_CONTENT,
         **_SHARED,

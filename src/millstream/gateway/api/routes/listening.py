@@ -16,13 +16,13 @@ from millstream.client.admin.tailer import Fetched, Tailer
 from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import CorruptBatch, MillstreamError, QuotaExceeded
 from millstream.gateway.api.event_stream import event
-from millstream.gateway.api.message import held_bytes, one_line, received
-from millstream.gateway.api.parts import Parts
+from millstream.gateway.api.message import held_bytes, in_one_line, received
 from millstream.gateway.api.problem import RETRY_S, Refused, invalid, problem_document, refusal_of
-from millstream.gateway.api.route import Asked, Lane, Nothing, Route, Streamed
+from millstream.gateway.api.record_reader import Slice, Span
+from millstream.gateway.api.route import Lane, NoFields, Request, Route, StreamResponse
 from millstream.gateway.api.routes.pulling import WorkerName, leased, receive_until
-from millstream.gateway.api.unpacking import Slice, Span
-from millstream.gateway.room import Room
+from millstream.gateway.api.services import Services
+from millstream.gateway.request_memory import RequestMemory
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
@@ -67,37 +67,39 @@ class ListenHeaders(msgspec.Struct, frozen=True, rename="kebab"):
     )
 
 
-async def listen(parts: Parts, asked: Asked[Listen, Nothing]) -> Streamed:
+async def listen(services: Services, request: Request[Listen, NoFields]) -> StreamResponse:
     """The messages of a topic, from some place on, for as long as the client listens."""
-    asked.room.reserve(READ_BYTES)
-    topic = await find_topic(parts.client, asked.path["topic"])
-    places = asked.headers.get(b"last-event-id")
+    request.memory.reserve(READ_BYTES)
+    topic = await find_topic(services.client, request.path["topic"])
+    places = request.headers.get(b"last-event-id")
     if places:
         starts = _read_places(places.decode("latin-1"), topic)
     else:
-        position = parse_position(asked.query.start)
-        starts = await offsets_at(parts.client, topic.name, list(topic.partitions), position, isolation=READ_COMMITTED)
-    pieces = _published(parts, topic, starts, asked.room)
-    return Streamed(_told(pieces, f"/v1/topics/{topic.name}/events"))
+        position = parse_position(request.query.start)
+        starts = await offsets_at(
+            services.client, topic.name, list(topic.partitions), position, isolation=READ_COMMITTED
+        )
+    pieces = _published(services, topic, starts, request.memory)
+    return StreamResponse(_reporting_errors(pieces, f"/v1/topics/{topic.name}/events"))
 
 
-async def consume(parts: Parts, asked: Asked[Consume, Nothing]) -> Streamed:
+async def consume(services: Services, request: Request[Consume, NoFields]) -> StreamResponse:
     """The messages of a subscription, leased to whoever listens, who settles them as those that are pulled."""
-    name, worker = asked.path["subscription"], parts.new_worker(asked.query.worker)
-    asked.room.reserve(READ_BYTES)
-    request = Receive(name, worker, asked.query.max, READ_BYTES, WAIT_MS)
+    name, worker = request.path["subscription"], services.new_worker(request.query.worker)
+    request.memory.reserve(READ_BYTES)
+    receive = Receive(name, worker, request.query.max, READ_BYTES, WAIT_MS)
     # Asked once before, so that a subscription that is not there is a problem and no stream.
-    await parts.subscriptions.describe([name])
-    pieces = _leased(parts, request, asked.gone, asked.room)
-    return Streamed(_told(pieces, f"/v1/subscriptions/{name}/events"))
+    await services.subscriptions.describe([name])
+    pieces = _leased(services, receive, request.gone, request.memory)
+    return StreamResponse(_reporting_errors(pieces, f"/v1/subscriptions/{name}/events"))
 
 
 async def _published(
-    parts: Parts, topic: TopicMetadata, starts: Mapping[int, int], room: Room
+    services: Services, topic: TopicMetadata, starts: Mapping[int, int], memory: RequestMemory
 ) -> AsyncGenerator[bytes, None]:
     notes: list[str] = []
     tailer = Tailer(
-        parts.reading,
+        services.reading,
         topic.name,
         starts,
         patience_s=PATIENCE_S,
@@ -109,7 +111,7 @@ async def _published(
     async with aclosing(tailer.follow_fetched(READ_BYTES)) as following:
         async for fetched in following:
             for one in fetched:
-                async with aclosing(_records(parts, topic, one, room, notes)) as reading:
+                async with aclosing(_records(services, topic, one, memory, notes)) as reading:
                     async for records in reading:
                         for note in notes:
                             yield event("note", _encode({"detail": note}))
@@ -119,7 +121,7 @@ async def _published(
 
 
 async def _records(
-    parts: Parts, topic: TopicMetadata, fetched: Fetched, room: Room, notes: list[str]
+    services: Services, topic: TopicMetadata, fetched: Fetched, memory: RequestMemory, notes: list[str]
 ) -> AsyncGenerator[list[Record], None]:
     """What one partition gave, some records at a time, each when there is room for them."""
     batches, left_out = fetched.answer.records, AbortedBatches(fetched.answer.aborted)
@@ -130,7 +132,7 @@ async def _records(
         while start <= header.last_offset:
             try:
                 check_crc(batches, header)
-                found = await parts.unpacking.read(
+                found = await services.reader.read(
                     batches,
                     header,
                     [Span(start, header.next_offset)],
@@ -140,7 +142,7 @@ async def _records(
             except CorruptBatch as error:
                 found = Slice([], header.next_offset, str(error))
             try:
-                room.resize(READ_BYTES + sum(map(held_bytes, found.records)))
+                memory.resize(READ_BYTES + sum(map(held_bytes, found.records)))
             except Refused:
                 # Read again when others have been sent what they wait for.
                 del found
@@ -150,7 +152,7 @@ async def _records(
                 notes.append(f"{topic.name}-{fetched.partition} from offset {start}: {found.oversized}; left out")
             yield found.records
             start = found.next_offset
-            room.resize(READ_BYTES)
+            memory.resize(READ_BYTES)
 
 
 def _events(topic: TopicMetadata, partition: int, records: list[Record], places: dict[int, int]) -> Iterable[bytes]:
@@ -159,26 +161,26 @@ def _events(topic: TopicMetadata, partition: int, records: list[Record], places:
         is_told = at == len(records) or len(places) <= PARTITIONS_NAMED_MAX
         event_id = ",".join(f"{index}:{offset}" for index, offset in places.items()) if is_told else None
         document = _encode(received(topic.name, topic.topic_id, partition, record))
-        yield event("message", one_line(document), event_id)
+        yield event("message", in_one_line(document), event_id)
 
 
 async def _leased(
-    parts: Parts, request: Receive, gone: asyncio.Future[None] | None, room: Room
+    services: Services, receive: Receive, gone: asyncio.Future[None] | None, memory: RequestMemory
 ) -> AsyncGenerator[bytes, None]:
-    while not parts.stopping.done() and (gone is None or not gone.done()):
+    while not services.stopping.done() and (gone is None or not gone.done()):
         try:
-            left = await receive_until(parts, request, gone)
+            left = await receive_until(services, receive, gone)
         except QuotaExceeded:
             # The broker has kept this waiting for as long as it could.
             continue
         is_refused = False
         try:
             # A client that reads slowly keeps messages waiting here, perhaps for longer than their leases last.
-            while left := await parts.subscriptions.confirmed(request.subscription, request.worker, left):
-                room.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
+            while left := await services.subscriptions.confirmed(receive.subscription, receive.worker, left):
+                memory.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
                 piece, count = b"", 0
                 while count < len(left) and len(piece) < PIECE_BYTES:
-                    piece += event("message", one_line(_encode(leased(left[count], request.worker))))
+                    piece += event("message", in_one_line(_encode(leased(left[count], receive.worker))))
                     count += 1
                 yield piece
                 if gone is not None and gone.done():
@@ -188,14 +190,14 @@ async def _leased(
         except Refused:
             is_refused = True
         finally:
-            await parts.leasing.give_back(request.subscription, request.worker, left)
-        room.resize(READ_BYTES)
+            await services.leasing.give_back(receive.subscription, receive.worker, left)
+        memory.resize(READ_BYTES)
         if is_refused:
             # Leased again when others have been sent what they wait for.
             await asyncio.sleep(RETRY_S)
 
 
-async def _told(pieces: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:
+async def _reporting_errors(pieces: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:
     """The same pieces; what ends them early is told as a last event."""
     try:
         async for piece in pieces:
@@ -239,7 +241,7 @@ ROUTES: Final = (
         summary="Listen to a topic",
         handle=listen,
         query=Listen,
-        body=Nothing,
+        body=NoFields,
         headers=ListenHeaders,
         answer=None,
         lane=Lane.WAIT,
@@ -252,7 +254,7 @@ ROUTES: Final = (
         summary="Lease messages as they come",
         handle=consume,
         query=Consume,
-        body=Nothing,
+        body=NoFields,
         answer=None,
         lane=Lane.WAIT,
         streams=True,

@@ -9,8 +9,8 @@ import msgspec
 from millstream.client.admin.stored_message import find_message
 from millstream.client.admin.topics import find_topic
 from millstream.gateway.api.message import ReceivedMessage, held_bytes, members_of
-from millstream.gateway.api.parts import Parts
-from millstream.gateway.api.route import Asked, Nothing, Route
+from millstream.gateway.api.route import NoFields, Request, Route
+from millstream.gateway.api.services import Services
 
 
 class BatchDescription(msgspec.Struct, frozen=True):
@@ -39,14 +39,14 @@ class StoredDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=T
     batch: BatchDescription
 
 
-async def show(parts: Parts, asked: Asked[Nothing, Nothing]) -> StoredDocument:
+async def show(services: Services, request: Request[NoFields, NoFields]) -> StoredDocument:
     """The message at an offset."""
-    topic = await find_topic(parts.client, asked.path["topic"])
-    partition = asked.path["partition"]
+    topic = await find_topic(services.client, request.path["topic"])
+    partition = request.path["partition"]
     stored = await find_message(
-        parts.reading, topic, partition, asked.path["offset"], read_record=parts.unpacking.read_one
+        services.reading, topic, partition, request.path["offset"], read_record=services.reader.read_one
     )
-    asked.room.resize(held_bytes(stored.record))
+    request.memory.resize(held_bytes(stored.record))
     return StoredDocument(
         timestamp_type=stored.timestamp_type,
         batch=msgspec.convert(stored.batch_document(), BatchDescription),
@@ -61,8 +61,8 @@ ROUTES: Final = (
         tag="messages",
         summary="Show one message, and the batch that it lies in",
         handle=show,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=StoredDocument,
     ),
 )

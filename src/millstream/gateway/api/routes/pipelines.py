@@ -19,9 +19,9 @@ from millstream.core.pipeline import (
     Rule,
     kind_of,
 )
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.api.route import Asked, Nothing, Route, TopicName
+from millstream.gateway.api.route import NoFields, Request, Route, TopicName
+from millstream.gateway.api.services import Services
 from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 
 PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
@@ -168,88 +168,88 @@ class PipelineWanted(msgspec.Struct, frozen=True):
     wanted: bool
 
 
-async def list_pipelines(parts: Parts, asked: Asked[Nothing, Nothing]) -> PipelineList:
+async def list_pipelines(services: Services, request: Request[NoFields, NoFields]) -> PipelineList:
     """All pipelines."""
-    found = await PipelineClient(parts.client).describe()
+    found = await PipelineClient(services.client).describe()
     return PipelineList([msgspec.convert(summary_of(one), PipelineSummary) for one in found])
 
 
-async def create(parts: Parts, asked: Asked[Nothing, NewPipeline]) -> PipelineCreated:
+async def create(services: Services, request: Request[NoFields, NewPipeline]) -> PipelineCreated:
     """Declare a pipeline."""
-    new = asked.body
+    new = request.body
     rules = [_rule(one) for one in new.rules]
-    made = await PipelineClient(parts.client).create(
+    made = await PipelineClient(services.client).create(
         new.name, kind_of(new.kind), texts_of(new.settings), rules=rules, is_wanted=new.wanted
     )
     return PipelineCreated(new.name, str(made.pipeline_id), made.notes)
 
 
-async def describe(parts: Parts, asked: Asked[Any, Any]) -> PipelineDescription:
+async def describe(services: Services, request: Request[Any, Any]) -> PipelineDescription:
     """One pipeline."""
-    return await _described(parts, asked.path["pipeline"], [])
+    return await _described(services, request.path["pipeline"], [])
 
 
-async def _described(parts: Parts, name: str, notes: list[str]) -> PipelineDescription:
-    (told,) = await PipelineClient(parts.client).describe([name])
-    found = await tables_of(parts.client, told)
+async def _described(services: Services, name: str, notes: list[str]) -> PipelineDescription:
+    (described,) = await PipelineClient(services.client).describe([name])
+    found = await tables_of(services.client, described)
     tables = [one._asdict() for one in found.tables]
-    notes = [*notes, *told["notes"], *found.notes]
-    return msgspec.convert({**told, "tables": tables, "notes": notes}, PipelineDescription)
+    notes = [*notes, *described["notes"], *found.notes]
+    return msgspec.convert({**described, "tables": tables, "notes": notes}, PipelineDescription)
 
 
-async def change(parts: Parts, asked: Asked[Nothing, PipelineChanges]) -> PipelineDescription:
+async def change(services: Services, request: Request[NoFields, PipelineChanges]) -> PipelineDescription:
     """Change a pipeline, and say how it is then."""
-    if not asked.body.settings:
+    if not request.body.settings:
         raise invalid("there is nothing to change; give settings")
-    name = asked.path["pipeline"]
-    notes = await PipelineClient(parts.client).alter(name, changes_of(asked.body.settings))
-    return await _described(parts, name, notes)
+    name = request.path["pipeline"]
+    notes = await PipelineClient(services.client).alter(name, changes_of(request.body.settings))
+    return await _described(services, name, notes)
 
 
-async def delete(parts: Parts, asked: Asked[Nothing, Nothing]) -> None:
+async def delete(services: Services, request: Request[NoFields, NoFields]) -> None:
     """Delete a pipeline; what it wrote stays."""
-    await PipelineClient(parts.client).delete(asked.path["pipeline"])
+    await PipelineClient(services.client).delete(request.path["pipeline"])
 
 
-async def start(parts: Parts, asked: Asked[Nothing, Nothing]) -> PipelineWanted:
+async def start(services: Services, request: Request[NoFields, NoFields]) -> PipelineWanted:
     """Have a pipeline run."""
-    await PipelineClient(parts.client).start(asked.path["pipeline"])
-    return PipelineWanted(asked.path["pipeline"], True)
+    await PipelineClient(services.client).start(request.path["pipeline"])
+    return PipelineWanted(request.path["pipeline"], True)
 
 
-async def stop(parts: Parts, asked: Asked[Nothing, Nothing]) -> PipelineWanted:
+async def stop(services: Services, request: Request[NoFields, NoFields]) -> PipelineWanted:
     """Have a pipeline run no more."""
-    await PipelineClient(parts.client).stop(asked.path["pipeline"])
-    return PipelineWanted(asked.path["pipeline"], False)
+    await PipelineClient(services.client).stop(request.path["pipeline"])
+    return PipelineWanted(request.path["pipeline"], False)
 
 
-async def list_rules(parts: Parts, asked: Asked[Any, Any]) -> RuleList:
+async def list_rules(services: Services, request: Request[Any, Any]) -> RuleList:
     """The rules of a pipeline."""
-    return RuleList(await _rules(parts, asked.path["pipeline"]))
+    return RuleList(await _rules(services, request.path["pipeline"]))
 
 
-async def change_rules(parts: Parts, asked: Asked[Nothing, RuleChanges]) -> RulesChanged:
+async def change_rules(services: Services, request: Request[NoFields, RuleChanges]) -> RulesChanged:
     """Change rules in one step, and say which there are then."""
-    said, name = asked.body, asked.path["pipeline"]
-    if not said.put and not said.delete:
+    body, name = request.body, request.path["pipeline"]
+    if not body.put and not body.delete:
         raise invalid("there is nothing to change; give rules to put or names to delete")
-    rules = [_rule(one) for one in said.put]
-    changed = await PipelineClient(parts.client).change_rules(name, rules, gone=said.delete)
-    return RulesChanged(await _rules(parts, name), changed.notes)
+    rules = [_rule(one) for one in body.put]
+    changed = await PipelineClient(services.client).change_rules(name, rules, gone=body.delete)
+    return RulesChanged(await _rules(services, name), changed.notes)
 
 
-async def _rules(parts: Parts, name: str) -> list[RoutingRule]:
-    (told,) = await PipelineClient(parts.client).describe([name])
-    return msgspec.convert(told["rules"], list[RoutingRule])
+async def _rules(services: Services, name: str) -> list[RoutingRule]:
+    (described,) = await PipelineClient(services.client).describe([name])
+    return msgspec.convert(described["rules"], list[RoutingRule])
 
 
-def _rule(told: RoutingRule) -> Rule:
+def _rule(described: RoutingRule) -> Rule:
     return Rule(
-        name=told.name,
-        topic=told.topic,
-        targets=tuple(told.targets),
-        condition=told.condition,
-        subscription=told.subscription,
+        name=described.name,
+        topic=described.topic,
+        targets=tuple(described.targets),
+        condition=described.condition,
+        subscription=described.subscription,
     )
 
 
@@ -258,7 +258,7 @@ _ONE: Final = "/pipelines/{pipeline}"
 
 def _route(method: str, path: str, summary: str, handle: Any, answer: Any, **more: Any) -> Route[Any, Any]:
     """A route; most have neither a query nor a body."""
-    shared: dict[str, Any] = {"tag": "pipelines", "query": Nothing, "body": Nothing}
+    shared: dict[str, Any] = {"tag": "pipelines", "query": NoFields, "body": NoFields}
     return Route(method=method, path=path, summary=summary, handle=handle, answer=answer, **{**shared, **more})
 
 

@@ -36,9 +36,9 @@ from millstream.gateway.api.new_message import (
     from_request,
     with_request,
 )
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import Refused, invalid, retry_after, status_of
-from millstream.gateway.api.route import JSON, Answered, Asked, Lane, Route
+from millstream.gateway.api.route import JSON, Lane, Request, Response, Route
+from millstream.gateway.api.services import Services
 from millstream.gateway.pressure import PAUSE_S_MAX
 from millstream.protocol.private.publish_once import Placed as PlacedOnce
 from millstream.protocol.private.publish_once import partition_of, publish_once
@@ -83,11 +83,11 @@ class PublishedBatch(msgspec.Struct, frozen=True):
     messages: list[Published]
 
 
-async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
+async def publish(services: Services, request: Request[PublishQuery, bytes]) -> Any:
     """Publish what a request holds; answered when it is as safe as the topic's settings say."""
-    topic = asked.path["topic"]
-    headers = asked.headers
-    parts.pressure.check_pause(parts.publishing.pause_of(topic))
+    topic = request.path["topic"]
+    headers = request.headers
+    services.pressure.check_pause(services.publishing.pause_of(topic))
     media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     reader = _FORMS.get(media)
     if reader is None:
@@ -95,28 +95,28 @@ async def publish(parts: Parts, asked: Asked[PublishQuery, bytes]) -> Any:
             # Stored as it is, an event in XML or Avro would be a message that nobody sees an event in.
             raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"events are taken as {STRUCTURED} or {BATCHED}")
         if media == JSON.encode():
-            _check_json(asked.body)
-        placed = from_request(headers, asked.body)
+            _check_json(request.body)
+        placed = from_request(headers, request.body)
         if SPEC_HEADER in headers:
             placed = from_headers(headers, placed)
-        if not asked.query.deduplicate:
+        if not request.query.deduplicate:
             check_topic_name(topic)
             key, value, stored, _ = placed.record
-            return _published(await parts.publisher.send(topic, key, value, stored, partition=placed.partition))
+            return _published(await services.publisher.send(topic, key, value, stored, partition=placed.partition))
         placeds = [placed]
     else:
-        placeds = [with_request(placed, headers) for placed in reader(asked.body)]
+        placeds = [with_request(placed, headers) for placed in reader(request.body)]
     check_topic_name(topic)
-    if asked.query.deduplicate:
-        told = await _publish_once(parts, topic, placeds)
+    if request.query.deduplicate:
+        published = await _publish_once(services, topic, placeds)
     else:
-        told = await _publish_many(parts, topic, placeds)
-    is_old = all(one.duplicate for one in told)
-    content: Any = told[0] if reader is None or reader is _read_event else PublishedBatch(told)
-    return Answered(HTTPStatus.OK, content) if is_old else content
+        published = await _publish_many(services, topic, placeds)
+    is_old = all(one.duplicate for one in published)
+    content: Any = published[0] if reader is None or reader is _read_event else PublishedBatch(published)
+    return Response(HTTPStatus.OK, content) if is_old else content
 
 
-async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+async def _publish_many(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:
     outcomes: list[Any] = [None] * len(placeds)
     by_partition: dict[int | None, list[int]] = {}
     for at, placed in enumerate(placeds):
@@ -125,7 +125,7 @@ async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
     async def publish_some(partition: int | None, places: list[int]) -> None:
         records = [placeds[at].record for at in places]
         try:
-            receipts: Sequence[Any] = await parts.publisher.publish_many(topic, records, partition=partition)
+            receipts: Sequence[Any] = await services.publisher.publish_many(topic, records, partition=partition)
         except PublishFailed as error:
             receipts = error.outcomes
         except MillstreamError as error:
@@ -137,9 +137,9 @@ async def _publish_many(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
     return _all_published([one if isinstance(one, MillstreamError) else _published(one) for one in outcomes])
 
 
-async def _publish_once(parts: Parts, topic: str, placeds: Sequence[Placed]) -> list[Published]:
+async def _publish_once(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:
     """Publish what may have been published already."""
-    partitions = len((await _topic(parts, topic)).partitions)
+    partitions = len((await _topic(services, topic)).partitions)
     now_ms = int(time.time() * 1000)
     by_partition: dict[int, list[int]] = {}
     for at, placed in enumerate(placeds):
@@ -154,7 +154,7 @@ async def _publish_once(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
 
     async def publish_some(partition: int, places: list[int]) -> None:
         records = [placeds[at].record._replace(timestamp_ms=now_ms) for at in places]
-        for at, one in zip(places, await _placed_once(parts, topic, partition, records), strict=True):
+        for at, one in zip(places, await _placed_once(services, topic, partition, records), strict=True):
             if isinstance(one, MillstreamError):
                 outcomes[at] = one
                 continue
@@ -168,18 +168,18 @@ async def _publish_once(parts: Parts, topic: str, placeds: Sequence[Placed]) -> 
 
 
 async def _placed_once(
-    parts: Parts, topic: str, partition: int, records: Sequence[NewRecord]
+    services: Services, topic: str, partition: int, records: Sequence[NewRecord]
 ) -> list[PlacedOnce | MillstreamError]:
     """Publish to one partition; what is too large together goes in halves, in its order."""
     try:
-        return [*await publish_once(parts.publishing, topic, partition, records, patience_s=PAUSE_S_MAX)]
+        return [*await publish_once(services.publishing, topic, partition, records, patience_s=PAUSE_S_MAX)]
     except BatchTooLarge as error:
         if len(records) == 1:
             return [error]
         half = len(records) // 2
         return [
-            *await _placed_once(parts, topic, partition, records[:half]),
-            *await _placed_once(parts, topic, partition, records[half:]),
+            *await _placed_once(services, topic, partition, records[:half]),
+            *await _placed_once(services, topic, partition, records[half:]),
         ]
     except MillstreamError as error:
         return [error] * len(records)
@@ -219,9 +219,9 @@ def _published(receipt: Receipt) -> Published:
     return Published(receipt.id, receipt.topic, receipt.partition, receipt.offset, utc(receipt.timestamp_ms) or "")
 
 
-async def _topic(parts: Parts, topic: str) -> Any:
-    found = await parts.client.metadata([topic], create=True)
-    return found.topics[topic] if topic in found.topics else await find_topic(parts.client, topic)
+async def _topic(services: Services, topic: str) -> Any:
+    found = await services.client.metadata([topic], create=True)
+    return found.topics[topic] if topic in found.topics else await find_topic(services.client, topic)
 
 
 def _check_json(body: bytes) -> None:

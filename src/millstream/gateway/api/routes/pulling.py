@@ -14,9 +14,9 @@ from millstream.client.admin.message_document import utc
 from millstream.core.errors import MillstreamError
 from millstream.core.verb import Verb
 from millstream.gateway.api.message import LeasedDocument, held_bytes, members_of
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import invalid, status_of
-from millstream.gateway.api.route import Asked, Lane, Nothing, Route
+from millstream.gateway.api.route import Lane, NoFields, Request, Route
+from millstream.gateway.api.services import Services
 from millstream.gateway.api.settling import Verdict, read_token, settle, token_of
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.private.subscriptions import LeasedMessage
@@ -102,37 +102,37 @@ class SettledLeases(msgspec.Struct, frozen=True):
     failed: int
 
 
-async def pull(parts: Parts, asked: Asked[Nothing, Pull]) -> PulledMessages:
+async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMessages:
     """Lease messages; a client that hangs up before it has its answer leases none."""
-    wanted = asked.body
-    name, worker = asked.path["subscription"], parts.new_worker(wanted.worker)
-    asked.room.reserve(wanted.max_bytes)
-    request = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms)
-    messages = await receive_until(parts, request, asked.gone)
-    asked.undelivered = partial(parts.leasing.give_back, name, worker, messages)
-    asked.room.resize(sum(held_bytes(message.record) for message in messages))
+    wanted = request.body
+    name, worker = request.path["subscription"], services.new_worker(wanted.worker)
+    request.memory.reserve(wanted.max_bytes)
+    receive = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms)
+    messages = await receive_until(services, receive, request.gone)
+    request.undelivered = partial(services.leasing.give_back, name, worker, messages)
+    request.memory.resize(sum(held_bytes(message.record) for message in messages))
     return PulledMessages([leased(message, worker) for message in messages])
 
 
-async def receive_until(parts: Parts, request: Receive, gone: asyncio.Future[None] | None) -> list[LeasedMessage]:
+async def receive_until(services: Services, receive: Receive, gone: asyncio.Future[None] | None) -> list[LeasedMessage]:
     """Lease messages unless the client hangs up or the gateway stops meanwhile."""
-    leasing = asyncio.ensure_future(parts.leasing.receive(request))
-    ends = (parts.stopping,) if gone is None else (gone, parts.stopping)
+    leasing = asyncio.ensure_future(services.leasing.receive(receive))
+    ends = (services.stopping,) if gone is None else (gone, services.stopping)
     is_wanted = False
     try:
         done, _ = await asyncio.wait((leasing, *ends), return_when=asyncio.FIRST_COMPLETED)
         is_wanted = leasing in done and gone not in done
     finally:
         if not is_wanted:
-            await _take_back(parts, request, leasing)
+            await _take_back(services, receive, leasing)
     return leasing.result() if is_wanted else []
 
 
-async def _take_back(parts: Parts, request: Receive, leasing: asyncio.Future[list[LeasedMessage]]) -> None:
+async def _take_back(services: Services, receive: Receive, leasing: asyncio.Future[list[LeasedMessage]]) -> None:
     """Nobody waits any more; what was leased in the last moment goes to others."""
     leasing.cancel()
     with suppress(asyncio.CancelledError, MillstreamError):
-        await parts.leasing.give_back(request.subscription, request.worker, await leasing)
+        await services.leasing.give_back(receive.subscription, receive.worker, await leasing)
 
 
 def leased(message: LeasedMessage, worker: str) -> LeasedDocument:
@@ -145,13 +145,13 @@ def leased(message: LeasedMessage, worker: str) -> LeasedDocument:
     )
 
 
-async def settle_leases(parts: Parts, asked: Asked[Nothing, Settle]) -> SettledLeases:
+async def settle_leases(services: Services, request: Request[NoFields, Settle]) -> SettledLeases:
     """Settle each lease at its partition's leader; one that is lost keeps none of the others from it."""
-    said = asked.body
-    accept = [Accepted(one) if isinstance(one, str) else one for one in said.accept]
-    release = [Released(one) if isinstance(one, str) else one for one in said.release]
-    reject = [Rejected(one) if isinstance(one, str) else one for one in said.reject]
-    extend = [Extended(one) if isinstance(one, str) else one for one in said.extend]
+    body = request.body
+    accept = [Accepted(one) if isinstance(one, str) else one for one in body.accept]
+    release = [Released(one) if isinstance(one, str) else one for one in body.release]
+    reject = [Rejected(one) if isinstance(one, str) else one for one in body.reject]
+    extend = [Extended(one) if isinstance(one, str) else one for one in body.extend]
     tokens = [one.lease for listed in (accept, release, reject, extend) for one in listed]
     if not 0 < len(tokens) <= SETTLE_MAX:
         raise invalid(f"1 to {SETTLE_MAX} leases are settled at once, not {len(tokens)}")
@@ -163,7 +163,7 @@ async def settle_leases(parts: Parts, asked: Asked[Nothing, Settle]) -> SettledL
         *(Verdict(read_token(one.lease), Verb.REJECT, None, one.reason) for one in reject),
         *(Verdict(read_token(one.lease), Verb.EXTEND, one.delay_ms) for one in extend),
     ]
-    outcomes = await settle(parts.client, asked.path["subscription"], verdicts)
+    outcomes = await settle(services.client, request.path["subscription"], verdicts)
     results = [
         Settled(token) if error is None else Settled(token, str(error), int(status_of(error)))
         for token, error in zip(tokens, outcomes, strict=True)
@@ -178,7 +178,7 @@ ROUTES: Final = (
         tag="messages",
         summary="Lease messages, and wait for some",
         handle=pull,
-        query=Nothing,
+        query=NoFields,
         body=Pull,
         answer=PulledMessages,
         lane=Lane.WAIT,
@@ -189,7 +189,7 @@ ROUTES: Final = (
         tag="messages",
         summary="Accept, release, reject or extend what was leased",
         handle=settle_leases,
-        query=Nothing,
+        query=NoFields,
         body=Settle,
         answer=SettledLeases,
     ),

@@ -20,10 +20,10 @@ from millstream.core.subscription import (
     TOPICS_MAX,
     SubscriptionSettings,
 )
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import Refused, invalid
-from millstream.gateway.api.route import Asked, Nothing, Route, TopicName
+from millstream.gateway.api.route import NoFields, Request, Route, TopicName
 from millstream.gateway.api.routes.topics import Deletion, Listing
+from millstream.gateway.api.services import Services
 from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 
 SubscriptionName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
@@ -179,74 +179,74 @@ class Pausing(msgspec.Struct, frozen=True):
     paused: bool
 
 
-async def list_subscriptions(parts: Parts, asked: Asked[Listing, Nothing]) -> SubscriptionList:
+async def list_subscriptions(services: Services, request: Request[Listing, NoFields]) -> SubscriptionList:
     """All subscriptions."""
-    found = await parts.subscriptions.describe()
-    shown = [one for one in found if asked.query.internal or not one["name"].startswith(OWN_PREFIX)]
+    found = await services.subscriptions.describe()
+    shown = [one for one in found if request.query.internal or not one["name"].startswith(OWN_PREFIX)]
     return SubscriptionList([msgspec.convert(summary_of(one), SubscriptionSummary) for one in shown])
 
 
-async def create(parts: Parts, asked: Asked[Nothing, NewSubscription]) -> Created:
+async def create(services: Services, request: Request[NoFields, NewSubscription]) -> Created:
     """Declare a subscription."""
-    new = asked.body
+    new = request.body
     settings = {name: value for name, value in {**_given(new), **texts_of(new.settings)}.items() if value is not None}
-    known = (await parts.client.metadata(new.topics)).topics
-    made = await parts.subscriptions.create(new.name, new.topics, {START: start_of(new.start), **settings})
-    (told,) = await parts.subscriptions.describe([new.name])
+    known = (await services.client.metadata(new.topics)).topics
+    made = await services.subscriptions.create(new.name, new.topics, {START: start_of(new.start), **settings})
+    (described,) = await services.subscriptions.describe([new.name])
     missing = [topic for topic in new.topics if topic not in known]
-    return Created(new.name, str(made), new.topics, missing, told["settings"][DEAD_LETTER_TOPIC])
+    return Created(new.name, str(made), new.topics, missing, described["settings"][DEAD_LETTER_TOPIC])
 
 
-async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> SubscriptionDescription:
+async def describe(services: Services, request: Request[NoFields, NoFields]) -> SubscriptionDescription:
     """One subscription."""
-    (told,) = await parts.subscriptions.describe([asked.path["subscription"]])
-    told["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
-    return msgspec.convert(told, SubscriptionDescription)
+    (described,) = await services.subscriptions.describe([request.path["subscription"]])
+    described["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
+    return msgspec.convert(described, SubscriptionDescription)
 
 
-async def change(parts: Parts, asked: Asked[Nothing, SubscriptionChanges]) -> SubscriptionDescription:
+async def change(services: Services, request: Request[NoFields, SubscriptionChanges]) -> SubscriptionDescription:
     """Change a subscription, and say how it is then."""
-    said = asked.body
-    changes = {**_given(said), **changes_of(said.settings)}
-    if not changes and said.topics is None:
+    body = request.body
+    changes = {**_given(body), **changes_of(body.settings)}
+    if not changes and body.topics is None:
         raise invalid("there is nothing to change; give topics or settings")
-    await parts.subscriptions.alter(asked.path["subscription"], changes, topics=said.topics)
-    return await describe(parts, Asked(asked.path, Nothing(), Nothing(), asked.headers, asked.room))
+    await services.subscriptions.alter(request.path["subscription"], changes, topics=body.topics)
+    return await describe(services, Request(request.path, NoFields(), NoFields(), request.headers, request.memory))
 
 
-async def delete(parts: Parts, asked: Asked[Deletion, Nothing]) -> None:
+async def delete(services: Services, request: Request[Deletion, NoFields]) -> None:
     """Delete a subscription; the messages stay in their topics."""
-    await parts.subscriptions.delete(asked.path["subscription"], force=asked.query.force)
+    await services.subscriptions.delete(request.path["subscription"], force=request.query.force)
 
 
-async def seek(parts: Parts, asked: Asked[Nothing, Seek]) -> Moved:
+async def seek(services: Services, request: Request[NoFields, Seek]) -> Moved:
     """Have a subscription go on elsewhere; leases that are out become void."""
-    name, said = asked.path["subscription"], asked.body
-    moved = await parts.subscriptions.seek(name, place_of(said.to), topic=said.topic, partition=said.partition)
+    name, body = request.path["subscription"], request.body
+    moved = await services.subscriptions.seek(name, place_of(body.to), topic=body.topic, partition=body.partition)
     if not moved:
         raise Refused(HTTPStatus.NOT_FOUND, f"there is nothing to move: subscription {name!r} has no queue there")
     moved.sort(key=lambda queue: (queue["topic"], queue["partition"]))
     return Moved(name, msgspec.convert(moved, list[MovedQueue]))
 
 
-async def pause(parts: Parts, asked: Asked[Nothing, Nothing]) -> Pausing:
+async def pause(services: Services, request: Request[NoFields, NoFields]) -> Pausing:
     """Give out no more messages; leases that are out can be settled."""
-    return await _set_paused(parts, asked.path["subscription"], "true")
+    return await _set_paused(services, request.path["subscription"], "true")
 
 
-async def resume(parts: Parts, asked: Asked[Nothing, Nothing]) -> Pausing:
+async def resume(services: Services, request: Request[NoFields, NoFields]) -> Pausing:
     """Give out messages again."""
-    return await _set_paused(parts, asked.path["subscription"], None)
+    return await _set_paused(services, request.path["subscription"], None)
 
 
-async def _set_paused(parts: Parts, name: str, value: str | None) -> Pausing:
-    await parts.subscriptions.alter(name, {PAUSED: value})
+async def _set_paused(services: Services, name: str, value: str | None) -> Pausing:
+    await services.subscriptions.alter(name, {PAUSED: value})
     return Pausing(name, value is not None)
 
 
-def _given(said: Options) -> dict[str, str | None]:
+def _given(body: Options) -> dict[str, str | None]:
     """The settings that were given, by their full names and as texts."""
-    given = {declared.name: getattr(said, attribute) for attribute, declared in _OPTIONS.items()}
+    given = {declared.name: getattr(body, attribute) for attribute, declared in _OPTIONS.items()}
     return {name: _text(value) for name, value in given.items() if value is not UNSET}
 
 
@@ -266,7 +266,7 @@ ROUTES: Final = (
         summary="List subscriptions",
         handle=list_subscriptions,
         query=Listing,
-        body=Nothing,
+        body=NoFields,
         answer=SubscriptionList,
         **_SHARED,
     ),
@@ -275,7 +275,7 @@ ROUTES: Final = (
         path="/subscriptions",
         summary="Create a subscription",
         handle=create,
-        query=Nothing,
+        query=NoFields,
         body=NewSubscription,
         answer=Created,
         status=HTTPStatus.CREATED,
@@ -286,8 +286,8 @@ ROUTES: Final = (
         path=_ONE,
         summary="Describe a subscription",
         handle=describe,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=SubscriptionDescription,
         **_SHARED,
     ),
@@ -296,7 +296,7 @@ ROUTES: Final = (
         path=_ONE,
         summary="Change a subscription",
         handle=change,
-        query=Nothing,
+        query=NoFields,
         body=SubscriptionChanges,
         answer=SubscriptionDescription,
         **_SHARED,
@@ -307,7 +307,7 @@ ROUTES: Final = (
         summary="Delete a subscription; messages stay in their topics",
         handle=delete,
         query=Deletion,
-        body=Nothing,
+        body=NoFields,
         answer=None,
         status=HTTPStatus.NO_CONTENT,
         **_SHARED,
@@ -317,7 +317,7 @@ ROUTES: Final = (
         path=f"{_ONE}/seek",
         summary="Go on at another place",
         handle=seek,
-        query=Nothing,
+        query=NoFields,
         body=Seek,
         answer=Moved,
         **_SHARED,
@@ -327,8 +327,8 @@ ROUTES: Final = (
         path=f"{_ONE}/pause",
         summary="Give out no more messages",
         handle=pause,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=Pausing,
         **_SHARED,
     ),
@@ -337,8 +337,8 @@ ROUTES: Final = (
         path=f"{_ONE}/resume",
         summary="Give out messages again",
         handle=resume,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=Pausing,
         **_SHARED,
     ),

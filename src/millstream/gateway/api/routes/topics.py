@@ -22,9 +22,9 @@ from millstream.client.admin.topics import (
     grow_topic,
     replication_of,
 )
-from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import invalid
-from millstream.gateway.api.route import Asked, Nothing, Route, TopicName
+from millstream.gateway.api.route import NoFields, Request, Route, TopicName
+from millstream.gateway.api.services import Services
 from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
@@ -162,69 +162,71 @@ class TopicDeleted(msgspec.Struct, frozen=True):
     """Who read it, and what they had not taken yet."""
 
 
-async def list_topics(parts: Parts, asked: Asked[Listing, Nothing]) -> TopicList:
+async def list_topics(services: Services, request: Request[Listing, NoFields]) -> TopicList:
     """All topics."""
-    topics = (await parts.client.metadata()).topics.values()
-    shown = sorted((one for one in topics if asked.query.internal or not one.is_internal), key=lambda one: one.name)
+    topics = (await services.client.metadata()).topics.values()
+    shown = sorted((one for one in topics if request.query.internal or not one.is_internal), key=lambda one: one.name)
     return TopicList([_summary(one) for one in shown])
 
 
-async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicCreated:
+async def create(services: Services, request: Request[NoFields, NewTopic]) -> TopicCreated:
     """Make a topic."""
-    new = asked.body
+    new = request.body
     settings = {**texts_of(new.settings), **_card(new)}
     if new.land:
-        await land_topic(parts.client, new.called, validate_only=True)
+        await land_topic(services.client, new.called, validate_only=True)
     await create_topic(
-        parts.client,
+        services.client,
         new.called,
         partitions=new.partitions or BROKER_DECIDES,
         replication=new.replication or BROKER_DECIDES,
         settings={key: text for key, text in settings.items() if text},
     )
-    pipeline = await land_topic(parts.client, new.called) if new.land else None
-    made = await find_topic(parts.client, new.called)
-    notes = await notes_on_new(parts.client, made) if new.replication is None else []
+    pipeline = await land_topic(services.client, new.called) if new.land else None
+    made = await find_topic(services.client, new.called)
+    notes = await notes_on_new(services.client, made) if new.replication is None else []
     return TopicCreated(**msgspec.structs.asdict(_summary(made)), pipeline=pipeline, notes=notes)
 
 
-async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TopicDescription:
+async def describe(services: Services, request: Request[NoFields, NoFields]) -> TopicDescription:
     """One topic."""
-    return msgspec.convert(await describe_topic(parts.client, asked.path["topic"], advice=ADVICE), TopicDescription)
+    return msgspec.convert(
+        await describe_topic(services.client, request.path["topic"], advice=ADVICE), TopicDescription
+    )
 
 
-async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicChanged:
+async def alter(services: Services, request: Request[NoFields, TopicChanges]) -> TopicChanged:
     """Change a topic, and say how it is then."""
-    name, said = asked.path["topic"], asked.body
-    settings = changes_of(said.settings)
-    changes: dict[str, str | None] = {**settings, **{key: text or None for key, text in _card(said).items()}}
-    if not changes and said.partitions is None:
+    name, body = request.path["topic"], request.body
+    settings = changes_of(body.settings)
+    changes: dict[str, str | None] = {**settings, **{key: text or None for key, text in _card(body).items()}}
+    if not changes and body.partitions is None:
         raise invalid("there is nothing to change; give settings, partitions or what is said about the topic")
-    topic = await find_topic(parts.client, name, advice=ADVICE)
-    await check_settings_exist(parts.client, name, [key for key, value in settings.items() if value is None])
+    topic = await find_topic(services.client, name, advice=ADVICE)
+    await check_settings_exist(services.client, name, [key for key, value in settings.items() if value is None])
     if changes:
-        await alter_topic(parts.client, name, changes)
-    if said.partitions is not None:
-        await grow_topic(parts.client, name, said.partitions)
-    notes = await notes_on_change(parts.client, topic, changes, said.partitions)
-    return msgspec.convert({**await describe_topic(parts.client, name, advice=ADVICE), "notes": notes}, TopicChanged)
+        await alter_topic(services.client, name, changes)
+    if body.partitions is not None:
+        await grow_topic(services.client, name, body.partitions)
+    notes = await notes_on_change(services.client, topic, changes, body.partitions)
+    return msgspec.convert({**await describe_topic(services.client, name, advice=ADVICE), "notes": notes}, TopicChanged)
 
 
-async def delete(parts: Parts, asked: Asked[Deletion, Nothing]) -> TopicDeleted:
+async def delete(services: Services, request: Request[Deletion, NoFields]) -> TopicDeleted:
     """Delete a topic and every message in it."""
-    name = asked.path["topic"]
-    topic = await find_topic(parts.client, name, advice=ADVICE)
-    if asked.query.force:
-        await close_letters_of(parts.client, name)
+    name = request.path["topic"]
+    topic = await find_topic(services.client, name, advice=ADVICE)
+    if request.query.force:
+        await close_letters_of(services.client, name)
     else:
-        await check_no_open_letters(parts.client, name)
-    notes = await notes_on_deletion(parts.client, topic)
-    await delete_topic(parts.client, name)
+        await check_no_open_letters(services.client, name)
+    notes = await notes_on_deletion(services.client, topic)
+    await delete_topic(services.client, name)
     return TopicDeleted(name, notes)
 
 
-def _card(said: NewTopic | TopicChanges) -> dict[str, str]:
-    given = {key: getattr(said, word) for word, key in CARD.items()}
+def _card(body: NewTopic | TopicChanges) -> dict[str, str]:
+    given = {key: getattr(body, word) for word, key in CARD.items()}
     return {key: text for key, text in given.items() if text is not None}
 
 
@@ -243,7 +245,7 @@ ROUTES: Final = (
         summary="List topics",
         handle=list_topics,
         query=Listing,
-        body=Nothing,
+        body=NoFields,
         answer=TopicList,
         **_SHARED,
     ),
@@ -252,7 +254,7 @@ ROUTES: Final = (
         path="/topics",
         summary="Create a topic",
         handle=create,
-        query=Nothing,
+        query=NoFields,
         body=_Topic,
         answer=TopicCreated,
         status=HTTPStatus.CREATED,
@@ -263,8 +265,8 @@ ROUTES: Final = (
         path="/topics/{topic}",
         summary="Describe a topic",
         handle=describe,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=TopicDescription,
         **_SHARED,
     ),
@@ -273,7 +275,7 @@ ROUTES: Final = (
         path="/topics/{topic}",
         summary="Change a topic's settings, or give it more partitions",
         handle=alter,
-        query=Nothing,
+        query=NoFields,
         body=TopicChanges,
         answer=TopicChanged,
         **_SHARED,
@@ -284,7 +286,7 @@ ROUTES: Final = (
         summary="Delete a topic and every message in it",
         handle=delete,
         query=Deletion,
-        body=Nothing,
+        body=NoFields,
         answer=TopicDeleted,
         **_SHARED,
     ),

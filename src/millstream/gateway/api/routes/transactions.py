@@ -18,8 +18,8 @@ from millstream.client.admin.transactions import (
 )
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream.gateway.api.parts import Parts
-from millstream.gateway.api.route import Asked, Nothing, Route
+from millstream.gateway.api.route import NoFields, Request, Route
+from millstream.gateway.api.services import Services
 
 
 class Transactions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -90,16 +90,16 @@ class AbortHanging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     force: bool = False
 
 
-async def list_all(parts: Parts, asked: Asked[Transactions, Nothing]) -> TransactionList:
+async def list_all(services: Services, request: Request[Transactions, NoFields]) -> TransactionList:
     """Transactional ids and their states."""
-    longer = -1 if asked.query.longer_than_ms is None else asked.query.longer_than_ms
-    found = await list_transactions(parts.client, states=asked.query.state, longer_than_ms=longer)
+    longer = -1 if request.query.longer_than_ms is None else request.query.longer_than_ms
+    found = await list_transactions(services.client, states=request.query.state, longer_than_ms=longer)
     return TransactionList([TransactionSummary(**asdict(one)) for one in found])
 
 
-async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TransactionDescription:
+async def describe(services: Services, request: Request[NoFields, NoFields]) -> TransactionDescription:
     """One transactional id."""
-    found = await describe_transaction(parts.client, asked.path["transaction"])
+    found = await describe_transaction(services.client, request.path["transaction"])
     partitions = [(one.topic, int(one.partition)) for one in found.partitions]
     started_ms = None if found.started_ms < 0 else found.started_ms
     return TransactionDescription(
@@ -114,22 +114,22 @@ async def describe(parts: Parts, asked: Asked[Nothing, Nothing]) -> TransactionD
     )
 
 
-async def abort(parts: Parts, asked: Asked[Nothing, Nothing]) -> Aborted:
+async def abort(services: Services, request: Request[NoFields, NoFields]) -> Aborted:
     """End a transaction; its producer is fenced."""
-    name = asked.path["transaction"]
-    return Aborted(name, await abort_transaction(parts.client, name))
+    name = request.path["transaction"]
+    return Aborted(name, await abort_transaction(services.client, name))
 
 
-async def list_hanging(parts: Parts, asked: Asked[Nothing, Nothing]) -> HangingList:
+async def list_hanging(services: Services, request: Request[NoFields, NoFields]) -> HangingList:
     """What no coordinator will end."""
-    return HangingList([_hanging(one) for one in await hanging_transactions(parts.client)])
+    return HangingList([_hanging(one) for one in await hanging_transactions(services.client)])
 
 
-async def abort_hanging(parts: Parts, asked: Asked[Nothing, AbortHanging]) -> HangingTransaction:
+async def abort_hanging(services: Services, request: Request[NoFields, AbortHanging]) -> HangingTransaction:
     """Write the marker that nobody else will write."""
-    said = asked.body
-    where = TopicPartition(said.topic, PartitionIndex(said.partition))
-    return _hanging(await abort_on_partition(parts.client, where, said.producer_id, force=said.force))
+    body = request.body
+    where = TopicPartition(body.topic, PartitionIndex(body.partition))
+    return _hanging(await abort_on_partition(services.client, where, body.producer_id, force=body.force))
 
 
 def _hanging(one: OpenTransaction) -> HangingTransaction:
@@ -145,7 +145,7 @@ ROUTES: Final = (
         summary="List transactional ids",
         handle=list_all,
         query=Transactions,
-        body=Nothing,
+        body=NoFields,
         answer=TransactionList,
         **_SHARED,
     ),
@@ -154,8 +154,8 @@ ROUTES: Final = (
         path="/transactions/{transaction}",
         summary="Describe a transactional id",
         handle=describe,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=TransactionDescription,
         **_SHARED,
     ),
@@ -164,8 +164,8 @@ ROUTES: Final = (
         path="/transactions/{transaction}/abort",
         summary="Abort a transaction",
         handle=abort,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=Aborted,
         **_SHARED,
     ),
@@ -174,8 +174,8 @@ ROUTES: Final = (
         path="/hanging-transactions",
         summary="List what no coordinator will end",
         handle=list_hanging,
-        query=Nothing,
-        body=Nothing,
+        query=NoFields,
+        body=NoFields,
         answer=HangingList,
         **_SHARED,
     ),
@@ -184,7 +184,7 @@ ROUTES: Final = (
         path="/hanging-transactions",
         summary="Abort what hangs on a partition",
         handle=abort_hanging,
-        query=Nothing,
+        query=NoFields,
         body=AbortHanging,
         answer=HangingTransaction,
         **_SHARED,

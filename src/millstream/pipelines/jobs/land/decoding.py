@@ -21,8 +21,8 @@ import pyarrow.json as pj
 
 from millstream.pipelines.jobs.land.inference import grown, grown_by, joined_schemas, type_of
 from millstream.pipelines.jobs.land.spelling import Spellings, merged, others_in, picked, with_others
-from millstream.pipelines.lake.places import ELEMENT, Place, retyped, told
-from millstream.pipelines.source.nesting import NESTING_MAX, is_text_too_deep, is_too_deep
+from millstream.pipelines.lake.column_path import ELEMENT, Place, path_text, retyped
+from millstream.pipelines.source.json_nesting import NESTING_MAX, is_text_too_deep, is_too_deep
 
 _SHOWN_MAX: Final = 60
 
@@ -352,7 +352,7 @@ class Decoder:
         places = set(wider(document, self._kind))
         fixed = sorted(places & self._fixed.keys())
         if fixed:
-            return f"{reason}; {told(fixed[0])} stays long: {self._fixed[fixed[0]]}", set()
+            return f"{reason}; {path_text(fixed[0])} stays long: {self._fixed[fixed[0]]}", set()
         if not self._widens or not places:
             return reason, set()
         try:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.pipelines.jobs.land.plan import Stretch
+from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range
@@ -36,7 +36,7 @@ _HOUR: Final = timedelta(hours=1)
 class IdTasks:
     """The function of `mapInArrow`: it gets numbers of tasks, and gives the ids of their messages."""
 
-    def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[Stretch]]) -> None:
+    def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[TopicRange]]) -> None:
         self._brokers = brokers
         self._header = header
         self._tasks = tasks
@@ -48,7 +48,7 @@ class IdTasks:
                 for one in self._tasks[number]:
                     yield from self._ids(one)
 
-    def _ids(self, one: Stretch) -> Iterator[pa.RecordBatch]:
+    def _ids(self, one: TopicRange) -> Iterator[pa.RecordBatch]:
         options = read_options({BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)})
         shape = shape_of(default_schema(options), options)
         for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape):

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pyarrow as pa
 
 from millstream.core.payload_columns import is_legal
-from millstream.pipelines.lake.places import narrower, retyped
+from millstream.pipelines.lake.column_path import narrower, retyped
 
 LEAVES_MAX: Final = 1000
 """How many columns, counted with those inside of others, are made of what is found; the rest stays in `value`."""

@@ -29,23 +29,23 @@ from millstream.core.ids import NodeId
 from millstream.core.lake_place import QUARANTINE_ENDING
 from millstream.core.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
 from millstream.core.pipeline import LATEST, LandSettings, Pipeline
-from millstream.pipelines.jobs.group_offsets import commit_plainly, stable_offsets
+from millstream.pipelines.jobs.error_reason import reason_of
+from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import duplicates, file_tasks, manifest
+from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
 from millstream.pipelines.jobs.land.layout import payload_fields
-from millstream.pipelines.jobs.land.leftovers import leftovers_of
 from millstream.pipelines.jobs.land.manifest import Report
-from millstream.pipelines.jobs.land.plan import Stretch, spans, tasks
+from millstream.pipelines.jobs.land.plan import TopicRange, plans, tasks
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
 from millstream.pipelines.jobs.land.task import LandTasks
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
-from millstream.pipelines.jobs.reason import reason_of
 from millstream.pipelines.lake.active_files import ActiveFile
+from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import TOPIC_ID, widest
 from millstream.pipelines.lake.opening import open_table
-from millstream.pipelines.lake.places import Place
 from millstream.pipelines.lake.rewriting import FileWork, Rewrite
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.runtime.fault import Marked, kind_in
@@ -78,32 +78,32 @@ def given_fields(text: str) -> pa.Schema:
     return pa.schema([_field(column) for column in columns])
 
 
-def laid_over(known: pa.Schema, given: pa.Schema) -> pa.Schema:
+def merge_schema(known: pa.Schema, given: pa.Schema) -> pa.Schema:
     """The fields that are given, under the names and types that a table has them with.
 
     Where the table has whole numbers and double is given they are double, and fields of structs are added; it is for
     the table to become so.
     """
-    return pa.schema(_over(list(known), list(given), besides=False))
+    return pa.schema(_merge_fields(list(known), list(given), besides=False))
 
 
-def _over(known: list[pa.Field], given: list[pa.Field], *, besides: bool) -> list[pa.Field]:
+def _merge_fields(known: list[pa.Field], given: list[pa.Field], *, besides: bool) -> list[pa.Field]:
     """Given fields over known ones, with those `besides` that only the table has."""
     wanted = {field.name.lower(): field for field in given}
     there = {field.name.lower(): field for field in known}
     fields = [*known, *(field for field in given if field.name.lower() not in there)] if besides else given
-    return [_one_over(there.get(field.name.lower()), wanted.get(field.name.lower()) or field) for field in fields]
+    return [_merge_field(there.get(field.name.lower()), wanted.get(field.name.lower()) or field) for field in fields]
 
 
-def _one_over(known: pa.Field | None, given: pa.Field) -> pa.Field:
-    return given if known is None else known.with_type(_type_over(known.type, given.type))
+def _merge_field(known: pa.Field | None, given: pa.Field) -> pa.Field:
+    return given if known is None else known.with_type(_merge_type(known.type, given.type))
 
 
-def _type_over(known: pa.DataType, given: pa.DataType) -> pa.DataType:
+def _merge_type(known: pa.DataType, given: pa.DataType) -> pa.DataType:
     if pa.types.is_struct(known) and pa.types.is_struct(given):
-        return pa.struct(_over(list(known), list(given), besides=True))
+        return pa.struct(_merge_fields(list(known), list(given), besides=True))
     if pa.types.is_list(known) and pa.types.is_list(given):
-        return pa.list_(known.value_field.with_type(_type_over(known.value_type, given.value_type)))
+        return pa.list_(known.value_field.with_type(_merge_type(known.value_type, given.value_type)))
     return given if pa.types.is_int64(known) and pa.types.is_float64(given) else known
 
 
@@ -121,14 +121,14 @@ def _arrow_type(kind: ColumnType) -> pa.DataType:
     return _SIMPLE[kind.name]
 
 
-async def tell_landed(client: Client, pipeline: Pipeline, landed: Mapping[str, Mapping[int, int]]) -> None:
+async def report_landed(client: Client, pipeline: Pipeline, landed: Mapping[str, Mapping[int, int]]) -> None:
     """Tell every node, by the id of the topic and the partition, the next offset that is not landed."""
     settings = LandSettings.from_strings(pipeline.overrides)
     topics = [LandedTopic(topic_id=UUID(topic_id), offsets=dict(offsets)) for topic_id, offsets in landed.items()]
     if not topics:
         return
-    told = Landed(pipeline_id=pipeline.pipeline_id, lake=settings.lake, format=settings.format, topics=topics)
-    body = msgspec.json.encode(told)
+    report = Landed(pipeline_id=pipeline.pipeline_id, lake=settings.lake, format=settings.format, topics=topics)
+    body = msgspec.json.encode(report)
     nodes = (await client.metadata(())).nodes
     # Who does not hear it keeps more than it must, until the next batch tells it again.
     await asyncio.gather(*(client.private(NodeId(node), LANDED_KEY, body) for node in nodes), return_exceptions=True)
@@ -174,7 +174,7 @@ class LandJob:
         self._tidied: dict[str, datetime] = {}
         self._fixed: dict[str, dict[Place, str]] = {}
         self._replans = 0
-        self._leftovers = leftovers_of(pipeline.pipeline_id)
+        self._leftovers = abandoned_files_of(pipeline.pipeline_id)
         self._beginning: dict[str, str] | None = None
         """The ids of the topics that were there when the pipeline began; only those can begin with their latest."""
         self._pool = ThreadPoolExecutor(_TABLES_AT_ONCE, thread_name_prefix="landing")
@@ -198,7 +198,7 @@ class LandJob:
             return Step(lag=sum(batch.lag for batch in batches) or 1, wait_s=REPLAN_S)
         self._replans = 0
         landed = self._commit(batches)
-        self._tell_group(landed)
+        self._commit_group_offsets(landed)
         self._remember(landed)
         lag = sum(batch.lag for batch in batches)
         if not lag:
@@ -215,7 +215,7 @@ class LandJob:
         try:
             self._widen(batches)
             if self._settings.dedupe_ms:
-                self._find_repeated([batch for batch in batches if batch.stretches()])
+                self._find_repeated([batch for batch in batches if batch.topic_ranges()])
             self._run(batches)
         except BaseException:
             # Topics may have been done in an earlier round, and no commit was tried for any of them.
@@ -238,7 +238,7 @@ class LandJob:
                     f"topic {missing[0]!r} does not exist at {self._context.brokers}; create it with: "
                     f"millstream topic create {missing[0]}"
                 )
-            self._beginning = {} if self._has_begun() else {source.topic: source.topic_id for source in found}
+            self._beginning = {} if self._has_committed() else {source.topic: source.topic_id for source in found}
         if missing:
             _logger.warning("pipeline %s: there is no topic %s now", self._pipeline.name, ", ".join(missing))
         names = {source.topic for source in found}
@@ -247,7 +247,7 @@ class LandJob:
                 raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
         return found
 
-    def _has_begun(self) -> bool:
+    def _has_committed(self) -> bool:
         """Whether a run before this one has landed something: topics that came since begin with their first message."""
         link = self._sources.link
         return self._settings.start == LATEST and bool(link.call(stable_offsets(link.client, self._pipeline.group)))
@@ -273,7 +273,7 @@ class LandJob:
         return TopicBatch(
             source=source,
             table=table,
-            spans=spans(
+            plans=plans(
                 source,
                 {number: offset for (_topic_id, number), offset in offsets.items()},
                 from_latest=is_new and self._settings.start == LATEST,
@@ -293,7 +293,7 @@ class LandJob:
         known = payload_fields(schema)
         if self._given is None:
             return known
-        return laid_over(known, self._given)
+        return merge_schema(known, self._given)
 
     def _fixed_of(self, topic: str, schema: pa.Schema | None) -> dict[Place, str]:
         """The fields whose columns stay as they are, as far as is known of this table."""
@@ -303,8 +303,8 @@ class LandJob:
 
     def _share(self, batches: Sequence[TopicBatch]) -> None:
         """Take no more than a batch may have; every partition gets its share."""
-        starts = {batch.topic: {number: span.first for number, span in batch.spans.items()} for batch in batches}
-        ends = {batch.topic: {number: span.end for number, span in batch.spans.items()} for batch in batches}
+        starts = {batch.topic: {number: plan.first for number, plan in batch.plans.items()} for batch in batches}
+        ends = {batch.topic: {number: plan.end for number, plan in batch.plans.items()} for batch in batches}
         allowed = admitted(starts, ends, self._settings.batch_max)
         for batch in batches:
             batch.admit(allowed.get(batch.topic, {}))
@@ -313,7 +313,7 @@ class LandJob:
 
     def _run(self, batches: Sequence[TopicBatch]) -> None:
         """Have tasks write everything, again for topics in which fields were found that have no column yet."""
-        waiting = [batch for batch in batches if batch.stretches()]
+        waiting = [batch for batch in batches if batch.topic_ranges()]
         for number in range(ROUNDS_MAX + 1):
             if not waiting:
                 return
@@ -347,13 +347,13 @@ class LandJob:
         self._context.progress()
         return {row[0]: row[1] for row in rows}
 
-    def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[Stretch]]:
+    def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[TopicRange]]:
         new = [batch.source for batch in batches if batch.topic not in self._message_bytes]
         for source, size in zip(new, self._pool.map(self._sources.message_bytes, new), strict=True):
             if size is not None:
                 self._message_bytes[source.topic] = size
         sizes = {batch.topic: self._message_bytes.get(batch.topic, MESSAGE_BYTES) for batch in batches}
-        wanted = [one for batch in batches for one in batch.stretches()]
+        wanted = [one for batch in batches for one in batch.topic_ranges()]
         parallelism = self._context.spark.sparkContext.defaultParallelism
         return tasks(wanted, sizes, parallelism=parallelism)
 
@@ -383,7 +383,7 @@ class LandJob:
             if recent is None:
                 recent = RecentIds(batch.table, self._settings.dedupe_header, window, self._context.progress)
                 self._recent[batch.topic] = recent
-            known = recent.known(now, {number: span.start for number, span in batch.spans.items()})
+            known = recent.known(now, {number: plan.start for number, plan in batch.plans.items()})
             rows = found.filter(pc.equal(found.column("topic"), batch.topic))
             batch.left_out, batch.ids = repeated(rows, known)
             del known
@@ -394,7 +394,7 @@ class LandJob:
         now = datetime.now(UTC)
         for batch in batches:
             if batch.ids is not None:
-                ends = {number: span.end for number, span in batch.spans.items()}
+                ends = {number: plan.end for number, plan in batch.plans.items()}
                 self._recent[batch.topic].landed(now, batch.ids, ends)
         keep_bounded(self._recent.values())
 
@@ -452,16 +452,16 @@ class LandJob:
             _logger.warning("pipeline %s: table %s was not compacted: %s", self._pipeline.name, batch.topic, error)
         self._tidied[batch.topic] = hour
 
-    def _tell_group(self, batches: Sequence[TopicBatch]) -> None:
+    def _commit_group_offsets(self, batches: Sequence[TopicBatch]) -> None:
         """Show the progress as offsets of the group; the tables alone say where the next batch begins."""
-        offsets = {batch.topic: {number: span.end for number, span in batch.spans.items()} for batch in batches}
+        offsets = {batch.topic: {number: plan.end for number, plan in batch.plans.items()} for batch in batches}
         if not offsets:
             return
         by_id = {batch.source.topic_id: offsets[batch.topic] for batch in batches}
         link = self._sources.link
         try:
             if self._context.lake_is_shared or self._settings.lake:
-                link.call(tell_landed(link.client, self._pipeline, by_id))
-            link.call(commit_plainly(link.client, self._pipeline.group, offsets, self._context.member()))
+                link.call(report_landed(link.client, self._pipeline, by_id))
+            link.call(commit_offsets(link.client, self._pipeline.group, offsets, self._context.member()))
         except MillstreamError as error:
             _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)

@@ -8,7 +8,7 @@ from typing import Final
 
 import pyarrow as pa
 
-from millstream.pipelines.lake.written import Written, from_json, to_json
+from millstream.pipelines.lake.written_file import Written, from_json, to_json
 
 COLUMNS: Final = "topic string, rows long, lost long, files string, quarantined string, fields binary"
 """What a task yields, in Spark's notation."""

@@ -20,7 +20,7 @@ TASK_BYTES_MIN: Final = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class TopicRange:
     """Offsets of one partition that one task lands, the last not included."""
 
     topic: str
@@ -33,7 +33,7 @@ class Stretch:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PartitionPlan:
     """How far a table goes in one partition, and where the batch takes it."""
 
     start: int | None
@@ -51,7 +51,7 @@ class Span:
         return max(0, self.end - self.first)
 
 
-def spans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> dict[int, Span]:
+def plans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> dict[int, PartitionPlan]:
     """What there is to land of a topic, by partition, given the next offsets of its table."""
     found = {}
     for number, end in source.end.items():
@@ -59,23 +59,25 @@ def spans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> di
         # Partitions that a topic got later begin with their first message, whatever was said for the topic.
         first = end if start is None and from_latest and not landed else source.first[number]
         begin = max(first, start if start is not None else 0)
-        found[number] = Span(start, begin, max(begin, end))
+        found[number] = PartitionPlan(start, begin, max(begin, end))
     return found
 
 
-def stretches(topic: str, wanted: Mapping[int, Span]) -> list[Stretch]:
+def topic_ranges(topic: str, wanted: Mapping[int, PartitionPlan]) -> list[TopicRange]:
     """What is read of a topic."""
-    return [Stretch(topic, number, span.first, span.end) for number, span in sorted(wanted.items()) if len(span)]
+    return [TopicRange(topic, number, plan.first, plan.end) for number, plan in sorted(wanted.items()) if len(plan)]
 
 
-def tasks(wanted: Sequence[Stretch], message_bytes: Mapping[str, float], *, parallelism: int) -> list[list[Stretch]]:
+def tasks(
+    wanted: Sequence[TopicRange], message_bytes: Mapping[str, float], *, parallelism: int
+) -> list[list[TopicRange]]:
     """Share stretches out: as many tasks as run at a time, or more if they would be too large."""
     sizes = [len(one) * message_bytes[one.topic] for one in wanted]
     total = sum(sizes)
     if not total:
         return []
     count = ceil(total / min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism)))
-    shared: list[list[Stretch]] = [[]]
+    shared: list[list[TopicRange]] = [[]]
     room = total / count
     for one, size in zip(wanted, sizes, strict=True):
         rest = one
@@ -83,9 +85,9 @@ def tasks(wanted: Sequence[Stretch], message_bytes: Mapping[str, float], *, para
         while size > room and len(shared) < count:
             taken = int(len(rest) * room / size)
             if taken:
-                shared[-1].append(Stretch(rest.topic, rest.partition, rest.start, rest.start + taken))
+                shared[-1].append(TopicRange(rest.topic, rest.partition, rest.start, rest.start + taken))
                 size -= size * taken / len(rest)
-                rest = Stretch(rest.topic, rest.partition, rest.start + taken, rest.end)
+                rest = TopicRange(rest.topic, rest.partition, rest.start + taken, rest.end)
             shared.append([])
             room = total / count
         if len(rest):

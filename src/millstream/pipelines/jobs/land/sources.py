@@ -22,7 +22,7 @@ from millstream.protocol.wire.refusal import refusal
 
 _CLIENT_ID: Final = "millstream-land"
 _TIMEOUT_S: Final = 60.0
-_ASKED_AT_ONCE: Final = 16
+_CONCURRENT_LOOKUPS: Final = 16
 _SAMPLE_BYTES: Final = 64 * 1024
 MESSAGE_BYTES: Final = 1000.0
 """What a message is taken to have while none was seen."""
@@ -102,7 +102,7 @@ async def _found(client: Client, names: list[str], pattern: re.Pattern[str] | No
     places = [TopicPartition(topic.name, PartitionIndex(number)) for topic in wanted for number in topic.partitions]
     firsts = await client.list_offsets_of(dict.fromkeys(places, OFFSET_EARLIEST))
     ends = await client.list_offsets_of(dict.fromkeys(places, OFFSET_LATEST), isolation=READ_COMMITTED)
-    limit = asyncio.Semaphore(_ASKED_AT_ONCE)
+    limit = asyncio.Semaphore(_CONCURRENT_LOOKUPS)
     found = await asyncio.gather(*(_source(client, topic, firsts, ends, limit) for topic in wanted))
     return [source for source in found if source is not None]
 
@@ -115,7 +115,7 @@ async def _source(
         # A leader is away or has moved. Alone it is asked for until there is one.
         async with limit:
             try:
-                first, end = await _asked_alone(client, topic)
+                first, end = await _look_up_separately(client, topic)
             except UnknownTopic:
                 # It was deleted just now.
                 return None
@@ -128,7 +128,7 @@ def _offsets(topic: TopicMetadata, listed: Listed) -> dict[int, int] | None:
     return offsets if len(offsets) == len(found) else None
 
 
-async def _asked_alone(client: Client, topic: TopicMetadata) -> tuple[dict[int, int], dict[int, int]]:
+async def _look_up_separately(client: Client, topic: TopicMetadata) -> tuple[dict[int, int], dict[int, int]]:
     numbers = list(topic.partitions)
     first = await client.list_offsets(topic.name, dict.fromkeys(numbers, OFFSET_EARLIEST))
     end = await client.list_offsets(topic.name, dict.fromkeys(numbers, OFFSET_LATEST), isolation=READ_COMMITTED)

@@ -17,10 +17,10 @@ from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.jobs.land.inference import grown_by
 from millstream.pipelines.jobs.land.layout import RECORD_NAMES, column_of
 from millstream.pipelines.jobs.land.manifest import Report, to_arrow
-from millstream.pipelines.jobs.land.plan import Stretch
-from millstream.pipelines.lake.places import Place
+from millstream.pipelines.jobs.land.plan import TopicRange
+from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.task_writer import TaskWriter
-from millstream.pipelines.lake.written import Written
+from millstream.pipelines.lake.written_file import Written
 from millstream.pipelines.source.link import link_to
 from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
 from millstream.pipelines.source.position import OFFSET_EARLIEST
@@ -31,7 +31,7 @@ from millstream.pipelines.source.shape import default_schema, shape_of
 _logger = logging.getLogger(__name__)
 
 
-Records = Callable[[Stretch], Iterator[pa.RecordBatch]]
+Records = Callable[[TopicRange], Iterator[pa.RecordBatch]]
 
 """The messages of a stretch, up to where some are gone: then it raises `LostData`."""
 
@@ -52,7 +52,7 @@ class Reading:
         self._log_start: Final = log_start
         self.lost = 0
 
-    def batches(self, one: Stretch) -> Iterator[pa.RecordBatch]:
+    def batches(self, one: TopicRange) -> Iterator[pa.RecordBatch]:
         """What there is of a stretch; raise `LostData` if offsets are missing that retention has not deleted."""
         rest = one
         while len(rest):
@@ -68,7 +68,7 @@ class Reading:
                 end = min(start, one.end)
                 _logger.warning("offsets %d to %d of %s-%d are gone", first, end - 1, one.topic, one.partition)
                 self.lost += end - first
-                rest = Stretch(one.topic, one.partition, end, one.end)
+                rest = TopicRange(one.topic, one.partition, end, one.end)
 
 
 def log_start(options: ReadOptions) -> LogStart:
@@ -112,7 +112,7 @@ class Work:
 class LandTasks:
     """The function of `mapInArrow`: it gets numbers of tasks, and gives reports."""
 
-    def __init__(self, brokers: str, tasks: Sequence[Sequence[Stretch]], works: Mapping[str, Work]) -> None:
+    def __init__(self, brokers: str, tasks: Sequence[Sequence[TopicRange]], works: Mapping[str, Work]) -> None:
         self._brokers = brokers
         self._tasks = tasks
         self._works = works
@@ -124,7 +124,7 @@ class LandTasks:
             for batch in batches:
                 for number in batch.column(0).to_pylist():
                     by_topic = groupby(self._tasks[number], key=lambda one: one.topic)
-                    parts = [(topic, list(stretches)) for topic, stretches in by_topic]
+                    parts = [(topic, list(topic_ranges)) for topic, topic_ranges in by_topic]
                     yield to_arrow(self._reports([pool.submit(self._land, *part) for part in parts]))
 
     def _reports(self, landings: Sequence[Future[Report]]) -> list[Report]:
@@ -139,13 +139,13 @@ class LandTasks:
                 work.quarantine.discard(report.quarantined)
             raise
 
-    def _land(self, topic: str, stretches: Iterable[Stretch]) -> Report:
+    def _land(self, topic: str, topic_ranges: Iterable[TopicRange]) -> Report:
         work = self._works[topic]
         landing = _Landing(topic, work)
         options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
         reading = Reading(lambda one: _records(one, options), log_start(options))
         try:
-            for one in stretches:
+            for one in topic_ranges:
                 for batch in reading.batches(one) if work.skips_lost else _records(one, options):
                     landing.take(batch)
             return landing.report(reading.lost)
@@ -211,7 +211,7 @@ class _Landing:
         self._work.writer.discard(self._files)
 
 
-def _records(one: Stretch, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+def _records(one: TopicRange, options: ReadOptions) -> Iterator[pa.RecordBatch]:
     """The messages of a stretch, under the names that tables have."""
     shape = shape_of(default_schema(options), options)
     for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape):

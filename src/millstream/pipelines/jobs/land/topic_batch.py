@@ -11,10 +11,10 @@ import pyarrow as pa
 from millstream.pipelines.jobs.land.inference import grown_by
 from millstream.pipelines.jobs.land.layout import field_of, table_schema
 from millstream.pipelines.jobs.land.manifest import Report
-from millstream.pipelines.jobs.land.plan import Span, Stretch, stretches
+from millstream.pipelines.jobs.land.plan import PartitionPlan, TopicRange, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source
 from millstream.pipelines.jobs.land.task import Work
-from millstream.pipelines.lake.places import Place, narrower, retyped
+from millstream.pipelines.lake.column_path import Place, narrower, retyped
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
 
@@ -25,7 +25,7 @@ class TopicBatch:
 
     source: Source
     table: LakeTable
-    spans: dict[int, Span]
+    plans: dict[int, PartitionPlan]
     fields: pa.Schema
     """The fields of payloads that have columns, or are to get them by the commit."""
     schema: pa.Schema | None = None
@@ -58,15 +58,17 @@ class TopicBatch:
     def lag(self) -> int:
         """How many offsets are left for the next batch."""
         # A leader that has just taken over may tell an end that lies before what the table has.
-        return sum(max(0, self.source.end[number] - span.end) for number, span in self.spans.items())
+        return sum(max(0, self.source.end[number] - plan.end) for number, plan in self.plans.items())
 
     def admit(self, ends: Mapping[int, int]) -> None:
         """Go no further than this."""
-        self.spans = {number: Span(span.start, span.first, ends[number]) for number, span in self.spans.items()}
+        self.plans = {
+            number: PartitionPlan(plan.start, plan.first, ends[number]) for number, plan in self.plans.items()
+        }
 
-    def stretches(self) -> list[Stretch]:
+    def topic_ranges(self) -> list[TopicRange]:
         """What is read."""
-        return stretches(self.topic, self.spans)
+        return topic_ranges(self.topic, self.plans)
 
     def work(self, landed: datetime, attempt: str) -> Work:
         """What tasks of an attempt have to know."""
@@ -89,23 +91,23 @@ class TopicBatch:
         if not places:
             return
         refused = {
-            (field_of(place[0]), *place[1:]): why for place, why in self._widened(places, run, bytes_max).items()
+            (field_of(place[0]), *place[1:]): reason for place, reason in self._widened(places, run, bytes_max).items()
         }
         self.fixed.update(refused)
         self.fields = retyped(self.fields, refused, pa.int64())
         self.schema = self.table.schema()
         self.widened += len(places) - len(refused)
 
-    def keep_narrow(self, why: str) -> None:
+    def keep_narrow(self, reason: str) -> None:
         """Leave columns as they are that the table should have widened."""
         places = [] if self.schema is None else narrower(self.schema, table_schema(self.fields))
-        refused = {(field_of(place[0]), *place[1:]): why for place in places}
+        refused = {(field_of(place[0]), *place[1:]): reason for place in places}
         self.fixed.update(refused)
         self.fields = retyped(self.fields, refused, pa.int64())
 
     def _widened(self, places: list[Place], run: Run, bytes_max: int) -> dict[Place, str]:
         known = {place: self.fixed.get((field_of(place[0]), *place[1:])) for place in places}
-        refused = {place: why for place, why in known.items() if why is not None}
+        refused = {place: reason for place, reason in known.items() if reason is not None}
         asked = [place for place in places if place not in refused]
         return {**refused, **(self.table.widen(asked, run=run, bytes_max=bytes_max) if asked else {})}
 
@@ -132,9 +134,9 @@ class TopicBatch:
     def moves(self) -> dict[tuple[str, int], tuple[int, int]]:
         """From where to where the table goes, for partitions in which it goes anywhere."""
         return {
-            (self.source.topic_id, number): (span.first if span.start is None else span.start, span.end)
-            for number, span in self.spans.items()
-            if span.start is None or span.end > span.start
+            (self.source.topic_id, number): (plan.first if plan.start is None else plan.start, plan.end)
+            for number, plan in self.plans.items()
+            if plan.start is None or plan.end > plan.start
         }
 
     def commit(self) -> bool:
@@ -154,5 +156,5 @@ class TopicBatch:
             "duplicates": sum(map(len, self.left_out.values())),
             "remade": int(self.is_remade),
             "widened": self.widened,
-            "lost": sum(span.lost for span in self.spans.values()) + sum(report.lost for report in self.reports),
+            "lost": sum(plan.lost for plan in self.plans.values()) + sum(report.lost for report in self.reports),
         }

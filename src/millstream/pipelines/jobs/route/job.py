@@ -21,10 +21,10 @@ from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
 from millstream.pipelines.jobs.target_topic import make_topics
 from millstream.pipelines.runtime.fault import Marked
-from millstream.pipelines.source.attempt import write_part
+from millstream.pipelines.source.batch_commit import Batch
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
-from millstream.pipelines.source.parts import Batch
 from millstream.pipelines.source.ranges import Range
+from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.rows import read_columns
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -169,5 +169,5 @@ class RouteJob:
         if not names:
             return {}
         link = self._loop.link
-        told = link.call(SubscriptionClient(link.client).describe(sorted(names)))
-        return {one["name"]: one["settings"][FILTER] for one in told}
+        described = link.call(SubscriptionClient(link.client).describe(sorted(names)))
+        return {one["name"]: one["settings"][FILTER] for one in described}

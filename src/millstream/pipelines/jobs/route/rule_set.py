@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from millstream.pipelines.jobs.route.span import Rows, Span, Spans, span_of
+from millstream.pipelines.jobs.route.number_range import NumberRange, NumberRangeIndex, Rows, number_range_of
 from millstream.protocol.filter.batch import DecodedBatch
 from millstream.protocol.filter.canonical import canonical_text
 from millstream.protocol.filter.code import Program
@@ -52,7 +52,7 @@ class Condition:
     """A condition, and its handle if it has one."""
 
     filter: Filter
-    handle: Handle | Span | None
+    handle: Handle | NumberRange | None
 
 
 def compile_condition(text: str) -> Condition:
@@ -63,12 +63,12 @@ def compile_condition(text: str) -> Condition:
     return Condition(compiled, _handle(node))
 
 
-def _handle(node: Node) -> Handle | Span | None:
+def _handle(node: Node) -> Handle | NumberRange | None:
     parts = node.parts if isinstance(node, Junction) and node.operator == "AND" else (node,)
     found = [handle for part in parts for handle in _handles(part, is_all=len(parts) == 1)]
     # Texts tell messages apart better than numbers, as a rule.
     found.sort(key=lambda handle: handle.kind is not Kind.TEXT)
-    return found[0] if found else span_of(parts)
+    return found[0] if found else number_range_of(parts)
 
 
 def _handles(part: Node, *, is_all: bool) -> Iterator[Handle]:
@@ -167,7 +167,7 @@ class RuleSet:
         self._conditions: list[Condition] = [compile_condition(text) for text in targets]
         self._targets = [tuple(sorted(named)) for named in targets.values()]
         self._indexes: dict[tuple[Source, Kind], _Index] = {}
-        self._spans: dict[Payload, Spans] = {}
+        self._spans: dict[Payload, NumberRangeIndex] = {}
         self._whole: set[int] = set()
         """Conditions that say nothing but what they are looked up by."""
         self._others: list[int] = []
@@ -194,8 +194,8 @@ class RuleSet:
         match handle:
             case None:
                 self._others.append(number)
-            case Span():
-                self._spans.setdefault(handle.source, Spans()).add(number, handle)
+            case NumberRange():
+                self._spans.setdefault(handle.source, NumberRangeIndex()).add(number, handle)
             case Handle():
                 index = self._indexes.setdefault((handle.source, handle.kind), _Index())
                 index.members.append(number)
@@ -204,45 +204,51 @@ class RuleSet:
 
     def _matching(self, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
         for number in self._others:
-            yield from self._ask_all(number, batch)
+            yield from self._evaluate_all(number, batch)
         for (source, kind), index in self._indexes.items():
             yield from self._looked_up(batch, source, kind, index)
-        for source, spans in self._spans.items():
-            yield from self._between(batch, source, spans)
+        for source, number_ranges in self._spans.items():
+            yield from self._between(batch, source, number_ranges)
 
     def _looked_up(self, batch: DecodedBatch, source: Source, kind: Kind, index: _Index) -> Iterator[tuple[int, Rows]]:
         groups, odd = _grouped(batch.column(source), _KINDS[kind], index.by_value)
         for value, rows in groups.items():
             picked = Picked(batch, rows)
             for number in index.by_value[value]:
-                yield from self._ask(number, picked, rows, is_sure=number in self._whole)
-        yield from self._ask_odd(index.members, batch, odd)
+                yield from self._evaluate(number, picked, rows, is_sure=number in self._whole)
+        yield from self._evaluate_odd(index.members, batch, odd)
 
-    def _between(self, batch: DecodedBatch, source: Payload, spans: Spans) -> Iterator[tuple[int, Rows]]:
-        found, odd = spans.within(batch.column(source))
+    def _between(
+        self, batch: DecodedBatch, source: Payload, number_ranges: NumberRangeIndex
+    ) -> Iterator[tuple[int, Rows]]:
+        found, odd = number_ranges.within(batch.column(source))
         for number, rows in found:
             if number in self._whole:
                 yield number, rows
             elif 2 * rows.size > len(batch):
                 # To pick most of a batch takes longer than to ask about all of it. The odd ones are in that.
-                yield from self._ask_all(number, batch)
+                yield from self._evaluate_all(number, batch)
             else:
                 chosen = rows.tolist()
-                yield from self._ask(number, Picked(batch, chosen), chosen, is_sure=False)
-        yield from self._ask_odd(spans.members, batch, odd)
+                yield from self._evaluate(number, Picked(batch, chosen), chosen, is_sure=False)
+        yield from self._evaluate_odd(number_ranges.members, batch, odd)
 
-    def _ask_all(self, number: int, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
+    def _evaluate_all(self, number: int, batch: DecodedBatch) -> Iterator[tuple[int, Rows]]:
         rows = np.flatnonzero(self._conditions[number].filter.matches(batch))
         if rows.size:
             yield number, rows
 
-    def _ask_odd(self, members: Sequence[int], batch: DecodedBatch, odd: Sequence[int]) -> Iterator[tuple[int, Rows]]:
+    def _evaluate_odd(
+        self, members: Sequence[int], batch: DecodedBatch, odd: Sequence[int]
+    ) -> Iterator[tuple[int, Rows]]:
         if odd:
             picked = Picked(batch, odd)
             for number in members:
-                yield from self._ask(number, picked, odd, is_sure=False)
+                yield from self._evaluate(number, picked, odd, is_sure=False)
 
-    def _ask(self, number: int, picked: Picked, rows: Sequence[int], *, is_sure: bool) -> Iterator[tuple[int, Rows]]:
+    def _evaluate(
+        self, number: int, picked: Picked, rows: Sequence[int], *, is_sure: bool
+    ) -> Iterator[tuple[int, Rows]]:
         numbers: Rows = np.array(rows, np.int64)
         if not is_sure:
             numbers = numbers[self._conditions[number].filter.matches(picked)]

@@ -13,7 +13,7 @@ from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import Job, JobContext, Step
 from millstream.pipelines.jobs.target_topic import make_topics
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written
-from millstream.pipelines.jobs.transform.prepared import Prepared, prepare
+from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
 from millstream.pipelines.jobs.transform.stream_loop import StreamLoop
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ class TransformJob:
         self._context = context
         self._settings = TransformSettings.from_strings(pipeline.overrides)
         self._loop = BatchLoop(pipeline, context, self._settings)
-        self._prepared: Prepared | None = None
+        self._prepared: PreparedQuery | None = None
         self._way: Job | None = None
 
     def step(self) -> Step:
@@ -65,7 +65,7 @@ class TransformJob:
 class _Batches:
     """A statement without state: one job for each batch."""
 
-    def __init__(self, loop: BatchLoop, prepared: Prepared) -> None:
+    def __init__(self, loop: BatchLoop, prepared: PreparedQuery) -> None:
         self._loop = loop
         self._prepared = prepared
 
@@ -75,11 +75,11 @@ class _Batches:
         plan = self._loop.plan(prepared.statement.topics)
         if not plan.ranges and not self._loop.is_new(plan):
             return self._loop.wait(plan)
-        prepared.notebook.clear()
+        prepared.accumulator.clear()
         sent = self._loop.commit(plan, self._parts(plan) if plan.ranges else None, self._saw_everything)
         if sent is None:
             return Step(lag=plan.lag + plan.rows)
-        undecoded = sum(one.undecoded for one in prepared.notebook.read().values())
+        undecoded = sum(one.undecoded for one in prepared.accumulator.read().values())
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(written=sent, undecoded=undecoded))
 
     def close(self) -> None:
@@ -91,5 +91,5 @@ class _Batches:
 
     def _saw_everything(self) -> bool:
         """Whether there was no field in the batch that its rows ought to have and lack; else it is done again."""
-        found = self._prepared.notebook.read()
+        found = self._prepared.accumulator.read()
         return not self._prepared.grow({topic: one.fields for topic, one in found.items() if one.fields is not None})

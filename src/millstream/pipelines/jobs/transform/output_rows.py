@@ -15,9 +15,9 @@ import pyarrow as pa
 from millstream.core.errors import InvalidSetting
 from millstream.pipelines.jobs.batch_loop import PART_SCHEMA, as_row
 from millstream.pipelines.runtime.fault import Marked
-from millstream.pipelines.source.attempt import write_part
+from millstream.pipelines.source.batch_commit import Batch
 from millstream.pipelines.source.options import WriteOptions
-from millstream.pipelines.source.parts import Batch
+from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.writer import check_columns
 
 if TYPE_CHECKING:

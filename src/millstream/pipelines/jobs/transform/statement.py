@@ -43,7 +43,7 @@ def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> S
     """Find out what a statement reads; raise `InvalidSetting` with Spark's message and the place if it is broken."""
     text = read_select(text).text
     parser: Any = spark._jsparkSession.sessionState().sqlParser()
-    plan = told_plainly(text, lambda: parser.parseQuery(text))
+    plan = explain_errors(text, lambda: parser.parseQuery(text))
     own: set[str] = set()
     found: dict[str, bool] = {}
     for name, is_hidden in _relations(plan, own, is_hidden=False):
@@ -106,7 +106,7 @@ def _name(parts: list[str]) -> str:
     return parts[0]
 
 
-def told_plainly(text: str, work: Callable[[], T]) -> T:
+def explain_errors(text: str, work: Callable[[], T]) -> T:
     """Do something with a statement; what Spark says against it becomes an `InvalidSetting` that shows the place."""
     from pyspark.errors import AnalysisException, ParseException
 
@@ -115,10 +115,10 @@ def told_plainly(text: str, work: Callable[[], T]) -> T:
     try:
         return work()
     except (AnalysisException, ParseException) as error:
-        raise InvalidSetting(_said(text, error)) from None
+        raise InvalidSetting(_message(text, error)) from None
 
 
-def _said(text: str, error: PySparkException) -> str:
+def _message(text: str, error: PySparkException) -> str:
     message = str(error)
     for end in ("\n\n== SQL", ";\n", "\n== SQL", " SQLSTATE"):
         message = message.partition(end)[0]

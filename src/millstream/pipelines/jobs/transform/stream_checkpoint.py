@@ -55,7 +55,7 @@ class StreamCheckpoint:
         except (ValueError, KeyError, TypeError):
             raise CorruptState(f"{self.folder / 'metadata'} has a form that is not known here") from None
 
-    def set_aside_unless_at(self, committed: Offsets, *, last_batch: int = -1) -> bool:
+    def archive_unless_at(self, committed: Offsets, *, last_batch: int = -1) -> bool:
         """Have the stream begin anew if it did not end where the pipeline did; whether that is so.
 
         Another statement has gone on since, somebody has moved the pipeline, or the folder is an old copy: whatever it

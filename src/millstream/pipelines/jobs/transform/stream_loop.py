@@ -21,16 +21,16 @@ from uuid import uuid4
 from millstream.core.errors import CorruptState
 from millstream.core.pipeline import LATEST, SKIP, Pipeline, TransformSettings
 from millstream.pipelines.jobs.batch_loop import CLIENT_ID, BatchLoop, is_refused, read_part, skipping, stream_of
-from millstream.pipelines.jobs.group_offsets import commit_plainly
+from millstream.pipelines.jobs.group_offsets import commit_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written
-from millstream.pipelines.jobs.transform.prepared import Prepared
-from millstream.pipelines.jobs.transform.statement import told_plainly
+from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery
+from millstream.pipelines.jobs.transform.statement import explain_errors
 from millstream.pipelines.jobs.transform.stream_checkpoint import Ends, StreamCheckpoint, read_offsets
 from millstream.pipelines.jobs.transform.topic_view import TopicView, decoding
 from millstream.pipelines.runtime.fault import Marked
+from millstream.pipelines.source.batch_commit import Batch, Part
 from millstream.pipelines.source.options import BROKERS, WriteOptions
-from millstream.pipelines.source.parts import Batch, Part
 from millstream.pipelines.source.ranges import ranges_between
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
@@ -146,7 +146,7 @@ class StreamLoop:
     """One stream, started with the first step; steps look at what it did."""
 
     def __init__(
-        self, pipeline: Pipeline, context: JobContext, settings: TransformSettings, prepared: Prepared
+        self, pipeline: Pipeline, context: JobContext, settings: TransformSettings, prepared: PreparedQuery
     ) -> None:
         self._pipeline = pipeline
         self._context = context
@@ -159,7 +159,7 @@ class StreamLoop:
         self._began = 0.0
         self._ends: Ends = {}
         self._seen = -1
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
         """What streams have counted that were begun anew since."""
 
@@ -214,7 +214,7 @@ class StreamLoop:
             .queryName(f"{self._pipeline.name}-{self._pipeline.pipeline_id}")
         )
         _make_active(self._prepared.spark)
-        query = told_plainly(self._settings.sql, writer.start)
+        query = explain_errors(self._settings.sql, writer.start)
         query_id.set_result(str(query.id))
         self._began = time.monotonic()
         self._seen = -1
@@ -227,7 +227,7 @@ class StreamLoop:
         link, group = self._loop.link, self._pipeline.group
         committed = self._loop.committed()
         query = self._checkpoint.query_id()
-        if self._checkpoint.set_aside_unless_at(committed, last_batch=self._loop.last_batch(query) if query else -1):
+        if self._checkpoint.archive_unless_at(committed, last_batch=self._loop.last_batch(query) if query else -1):
             _logger.warning(
                 "a stream begins anew with an empty state: its checkpoint is not where the pipeline is",
                 extra={"pipeline": self._pipeline.name, "folder": str(self._checkpoint.folder)},
@@ -239,7 +239,7 @@ class StreamLoop:
         }
         if self._settings.start == LATEST and not all(topic in committed for topic in ends):
             # Else what comes before the first batch would be skipped by a run that begins at the end again.
-            link.call(commit_plainly(link.client, group, ends, self._context.member()))
+            link.call(commit_offsets(link.client, group, ends, self._context.member()))
         return ends
 
     def _stream(self, topic: str, view: TopicView) -> DataFrame:
@@ -254,14 +254,14 @@ class StreamLoop:
             .option("failOnDataLoss", str(self._settings.on_lost != SKIP).lower())
             .load()
         )
-        return stream.mapInArrow(Marked(decoding(view, self._prepared.notebook)), view.schema)
+        return stream.mapInArrow(Marked(decoding(view, self._prepared.accumulator)), view.schema)
 
     def _counts(self) -> dict[str, int]:
         """What was counted since the last step."""
         now = self._counted + (self._writing.counts() if self._writing is not None else Counter())
-        now["undecoded"] = sum(one.undecoded for one in self._prepared.notebook.read().values())
-        new = {what: number - self._told[what] for what, number in now.items()}
-        self._told = now
+        now["undecoded"] = sum(one.undecoded for one in self._prepared.accumulator.read().values())
+        new = {name: number - self._reported[name] for name, number in now.items()}
+        self._reported = now
         return new
 
     def _follow_tables(self) -> None:

@@ -16,7 +16,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
 from millstream.pipelines.jobs.batch_loop import CLIENT_ID, numbers_of
-from millstream.pipelines.jobs.findings import Finding, Notebook
+from millstream.pipelines.jobs.findings import Finding, FindingsAccumulator
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
 from millstream.pipelines.runtime.fault import Marked
@@ -110,9 +110,11 @@ class TopicView:
         """The same as a stream, which is never started."""
         return spark.readStream.format("rate").load().mapInArrow(_nothing, self.schema)
 
-    def frame(self, spark: SparkSession, brokers: str, ranges: Sequence[Range], notebook: Notebook) -> DataFrame:
+    def frame(
+        self, spark: SparkSession, brokers: str, ranges: Sequence[Range], accumulator: FindingsAccumulator
+    ) -> DataFrame:
         """The rows of some ranges."""
-        fetch = fetching(tuple(ranges), brokers, self, notebook)
+        fetch = fetching(tuple(ranges), brokers, self, accumulator)
         return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
 
 
@@ -135,11 +137,11 @@ def view_of(topic: str, payload: StructType | None) -> TopicView:
 
 
 def fetching(
-    ranges: tuple[Range, ...], brokers: str, view: TopicView, notebook: Notebook
+    ranges: tuple[Range, ...], brokers: str, view: TopicView, accumulator: FindingsAccumulator
 ) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
     """What a task of a batch does: fetch the records of the ranges whose numbers it is given."""
     shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
-    decode = decoding(view, notebook)
+    decode = decoding(view, accumulator)
 
     def records(batches: Iterable[pa.RecordBatch]) -> Rows:
         options = read_options({BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID})
@@ -150,7 +152,7 @@ def fetching(
     return lambda batches: decode(records(batches))
 
 
-def decoding(view: TopicView, notebook: Notebook) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
+def decoding(view: TopicView, accumulator: FindingsAccumulator) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
     """What a task does with records: make rows of the view of them."""
     schema = pa.schema([(one.name, to_arrow_type(one.kind, timezone="UTC")) for one in view.columns])
     known = to_arrow(view.fields)
@@ -162,7 +164,7 @@ def decoding(view: TopicView, notebook: Notebook) -> Callable[[Iterable[pa.Recor
             parts = {(Origin.RECORD, name): batch.column(name) for name in batch.schema.names}
             if decoder is not None:
                 decoded = decoder.decode(batch.column("value"))
-                _note(decoded, known, view.topic, notebook)
+                _note(decoded, known, view.topic, accumulator)
                 parts |= {(Origin.ERROR, ERROR): decoded.reasons, (Origin.DOCUMENT, DOCUMENT): decoded.columns}
                 fields = zip(known.names, decoded.columns.flatten(), strict=True)
                 parts |= {(Origin.FIELD, name): array for name, array in fields}
@@ -176,11 +178,11 @@ def _has_fields(kind: DataType) -> bool:
     return isinstance(kind, StructType) or (isinstance(kind, ArrayType) and _has_fields(kind.elementType))
 
 
-def _note(decoded: Decoded, known: pa.Schema, topic: str, notebook: Notebook) -> None:
+def _note(decoded: Decoded, known: pa.Schema, topic: str, accumulator: FindingsAccumulator) -> None:
     undecoded = len(decoded.reasons) - decoded.reasons.null_count
     is_new = decoded.found != known
     if undecoded or is_new:
-        notebook.note(topic, Finding(undecoded, decoded.found if is_new else None))
+        accumulator.note(topic, Finding(undecoded, decoded.found if is_new else None))
 
 
 def _nothing(batches: Iterable[pa.RecordBatch]) -> Rows:

@@ -23,7 +23,7 @@ LOOK_S: Final = 5.0
 CANCEL_S: Final = 240.0
 """How long what was cancelled, or told to end, may take to end: an object store that is silent is asked for three
 minutes, and whoever waits for it takes no place of others."""
-REMAINS_S: Final = 60.0
+ORPHAN_S: Final = 60.0
 """How long tasks that were cancelled may take to end, when others need their places."""
 JAVA_S: Final = 120.0
 """How long Java may take to say what it does. It says so at once unless it hangs as a whole."""
@@ -72,7 +72,7 @@ class Watch:
         *,
         look_s: float = LOOK_S,
         cancel_s: float = CANCEL_S,
-        remains_s: float = REMAINS_S,
+        orphan_s: float = ORPHAN_S,
         java_s: float = JAVA_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -82,7 +82,7 @@ class Watch:
         self._replace = replace
         self._look_s = look_s
         self._cancel_s = cancel_s
-        self._remains_s = remains_s
+        self._orphan_s = orphan_s
         self._java_s = java_s
         self._clock = clock
         self._looked = clock()
@@ -92,7 +92,7 @@ class Watch:
         # A Java that does not answer must not hold up the one who would notice.
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="ask Spark")
         self._silent_s = 0.0
-        self._left_over_s: dict[str, float] = {}
+        self._orphaned_s: dict[str, float] = {}
 
     def run(self, over: threading.Event) -> None:
         """Look until it is over."""
@@ -109,7 +109,7 @@ class Watch:
         self._seen = {one: self._seen.get(one, _Seen()) for one in self._working()}
         if any(one.progress.is_working and one.progress.signs == seen.signs for one, seen in self._seen.items()):
             self._ask(passed_s)
-            self._look_for_remains(passed_s)
+            self._look_for_orphans(passed_s)
         for one, seen in self._seen.items():
             # As long as Java says nothing, nobody knows who is at fault.
             self._judge(one, seen, 0.0 if self._silent_s else passed_s)
@@ -139,7 +139,7 @@ class Watch:
             seen.is_given_up = False
             progress.still_s = 0.0
             return
-        if self._known.waits_for_others(one.name):
+        if self._known.waits_for_pool(one.name):
             return
         progress.still_s += passed_s
         limit_s = 0.0 if one.is_ending else one.stall_s
@@ -152,10 +152,10 @@ class Watch:
             seen.is_given_up = True
             one.give_up(f"{reason} and was cancelled")
 
-    def _look_for_remains(self, passed_s: float) -> None:
+    def _look_for_orphans(self, passed_s: float) -> None:
         """Tasks that run on after they were cancelled take the places of others, if there are not enough."""
-        remains = self._known.left_over if any(not running for running in self._known.tasks.values()) else {}
-        self._left_over_s = {name: self._left_over_s.get(name, 0.0) + passed_s for name in remains}
-        for name, lasting_s in self._left_over_s.items():
-            if lasting_s >= self._remains_s:
+        remains = self._known.orphaned if any(not running for running in self._known.tasks.values()) else {}
+        self._orphaned_s = {name: self._orphaned_s.get(name, 0.0) + passed_s for name in remains}
+        for name, lasting_s in self._orphaned_s.items():
+            if lasting_s >= self._orphan_s:
                 self._replace(name, f"it was cancelled, and after {lasting_s:.0f} s its tasks still ran on")

@@ -21,7 +21,7 @@ ANY: Final = "*"
 _FOREIGN: Final = frozenset({b"cross-site", b"same-site"})
 
 
-class Site:
+class OriginCheck:
     """The names of one gateway."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:

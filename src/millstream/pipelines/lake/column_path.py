@@ -57,7 +57,7 @@ def values_at(column: pa.Array, way: Place) -> pa.Array | None:
     return None if position < 0 else values_at(column.flatten()[position], way[1:])
 
 
-def told(place: Place) -> str:
+def path_text(place: Place) -> str:
     """A place as people read it."""
     return ".".join(place).replace(f".{ELEMENT}", ELEMENT)
 

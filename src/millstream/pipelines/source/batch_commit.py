@@ -16,11 +16,11 @@ from pyspark.sql.datasource import WriterCommitMessage
 
 from millstream.client.admin.transactions import ONGOING, PREPARED, list_transactions
 from millstream.core.errors import BrokerUnreachable, InvalidSetting, InvalidTransactionState, RequestTimedOut
-from millstream.pipelines.source.garbage import spare_what_is_loaded
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
-from millstream.pipelines.source.target import knows_batches
+from millstream.pipelines.source.target_topic import supports_batch_commit
+from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
 
@@ -59,10 +59,10 @@ def commit_parts(
     batch = batch or (parts[0].batch if parts else None)
     if batch is not None and (members or options.source is not None):
         link = writing_link(options)
-        if not knows_batches(link):
+        if not supports_batch_commit(link):
             raise InvalidSetting("sourceOffsets needs Millstream's batch commit, which this broker does not know")
         link.call(_commit(link, options.source, batch, members))
-    spare_what_is_loaded()
+    freeze_worker_heap()
 
 
 async def _commit(
@@ -79,7 +79,7 @@ async def _commit(
 def abort_batch(options: WriteOptions, batch: Batch) -> None:
     """Abort every attempt at a batch, and those that its run still begins."""
     link = writing_link(options)
-    if knows_batches(link):
+    if supports_batch_commit(link):
         link.call(Transactions(link.client).abort_batch(batch.query, batch.number, run=batch.run))
 
 
@@ -97,7 +97,7 @@ def abort_stream(
 def abort_undecided(options: WriteOptions, stream: str) -> bool:
     """Abort what earlier runs of a stream have begun and not decided; whether all nodes could be asked for that."""
     link = writing_link(options)
-    if not knows_batches(link):
+    if not supports_batch_commit(link):
         return True
     pattern = rf"spark/([^/]+)/(\d+)/\d+/([^/-]+)-{re.escape(stream)}\.[0-9a-f]+"
     try:
@@ -121,7 +121,7 @@ def writing_link(options: WriteOptions) -> Link:
 
 
 def _last_tried(link: Link, stream: str, number: int) -> Batch | None:
-    if not knows_batches(link):
+    if not supports_batch_commit(link):
         return None
     pattern = rf"spark/([^/]+)/{number}/\d+/(?:([^/-]+)-)?{re.escape(stream)}\.[0-9a-f]+"
     found = link.call(list_transactions(link.client, matching=pattern))

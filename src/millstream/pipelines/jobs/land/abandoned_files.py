@@ -57,7 +57,7 @@ class _Folder:
         return bool(self.attempts) and self.in_vain < LOOKS
 
 
-class Leftovers:
+class AbandonedFiles:
     """What the attempts of one pipeline left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -138,14 +138,14 @@ class _Looks:
         return deleted
 
 
-_known: dict[UUID, Leftovers] = {}
+_known: dict[UUID, AbandonedFiles] = {}
 _lock = threading.Lock()
 
 
-def leftovers_of(pipeline_id: UUID) -> Leftovers:
+def abandoned_files_of(pipeline_id: UUID) -> AbandonedFiles:
     """What a pipeline left in this process: a job that failed is made anew, and its tasks may go on."""
     with _lock:
-        return _known.setdefault(pipeline_id, Leftovers())
+        return _known.setdefault(pipeline_id, AbandonedFiles())
 
 
 def _swept(folder: _Folder) -> int:

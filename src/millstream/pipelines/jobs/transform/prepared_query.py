@@ -17,11 +17,11 @@ from millstream.core.errors import InvalidSetting
 from millstream.core.nearest import suggestion
 from millstream.core.pipeline import Pipeline, TransformSettings, named_texts
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
-from millstream.pipelines.jobs.findings import Notebook
+from millstream.pipelines.jobs.findings import FindingsAccumulator
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.output_rows import as_messages
 from millstream.pipelines.jobs.transform.payload_schema import KeptSchemas, PayloadSchemas, find_fields, parse_schemas
-from millstream.pipelines.jobs.transform.statement import Statement, elements, read_statement, told_plainly
+from millstream.pipelines.jobs.transform.statement import Statement, elements, explain_errors, read_statement
 from millstream.pipelines.jobs.transform.topic_view import TopicView, view_of
 from millstream.pipelines.source.options import WriteOptions
 
@@ -37,7 +37,7 @@ LOOK_S: Final = 5.0
 """How often a new version is looked for."""
 
 
-_NOT_THERE: Final = ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA")
+_TABLE_MISSING: Final = ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA")
 
 """What Spark says of a folder that is missing, or empty."""
 
@@ -129,7 +129,7 @@ class LakeView:
             # Files that were written later may have more columns.
             frame = self._spark.read.option("mergeSchema", "true").parquet(self._url)
         except AnalysisException as error:
-            if error.getCondition() in _NOT_THERE:
+            if error.getCondition() in _TABLE_MISSING:
                 # It may be landed only now. Whoever waits for a topic waits for a table, too.
                 raise self._missing("neither a Delta table nor Parquet files") from None
             reason = str(error).partition("\n")[0]
@@ -329,7 +329,7 @@ UPDATE: Final = "update"
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedQuery:
     """A statement, in a session that has all of its views."""
 
     spark: SparkSession
@@ -342,7 +342,7 @@ class Prepared:
     """Where the statement keeps its state, if it has one."""
     watermarks: Mapping[str, tuple[str, str]]
     schemas: PayloadSchemas
-    notebook: Notebook
+    accumulator: FindingsAccumulator
     tables: tuple[LakeView, ...] = ()
     whole: Mapping[str, TopicView] = field(default_factory=dict)
     """The views with all of their columns."""
@@ -354,7 +354,7 @@ class Prepared:
     def result(self, plan: Plan) -> DataFrame:
         """The rows of the statement over what a batch reads."""
         for topic, view in self.views.items():
-            frame = view.frame(self.spark, self.brokers, plan.of(topic), self.notebook)
+            frame = view.frame(self.spark, self.brokers, plan.of(topic), self.accumulator)
             frame.createOrReplaceTempView(f"`{topic}`")
         return self.frame()
 
@@ -381,7 +381,7 @@ class Prepared:
     def marked(self, topic: str, stream: DataFrame) -> DataFrame:
         """A stream of a topic with its watermark, if it has one."""
         watermark = self.watermarks.get(topic)
-        return stream if watermark is None else told_plainly("", lambda: stream.withWatermark(*watermark))
+        return stream if watermark is None else explain_errors("", lambda: stream.withWatermark(*watermark))
 
     def close(self) -> None:
         """Let go of tables."""
@@ -433,7 +433,7 @@ class Prepared:
 
     def _rows(self) -> DataFrame:
         text = self.statement.text
-        return told_plainly(text, lambda: QueryPlan(self.spark.sql(text)).rows())
+        return explain_errors(text, lambda: QueryPlan(self.spark.sql(text)).rows())
 
     def _take(self, larger: PayloadSchemas) -> None:
         kept = self.schemas, self.whole, self.views, self.needs_state, self.output_mode
@@ -456,13 +456,15 @@ class Prepared:
         for topic, view in self.views.items():
             self.marked(topic, view.stream_example(self.spark)).createOrReplaceTempView(f"`{topic}`")
         plan = QueryPlan(self.frame())
-        told_plainly(self.statement.text, lambda: plan.check_stream(self.output_mode))
+        explain_errors(self.statement.text, lambda: plan.check_stream(self.output_mode))
 
     def _is_whole(self, rows: DataFrame) -> bool:
         return any(rows.columns == [one.name for one in view.columns] for view in self.whole.values())
 
 
-def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings, loop: BatchLoop) -> Prepared | None:
+def prepare(
+    pipeline: Pipeline, context: JobContext, settings: TransformSettings, loop: BatchLoop
+) -> PreparedQuery | None:
     """Make a statement ready; None as long as a topic whose columns are to be found has no message.
 
     Raises `InvalidSetting` if Spark would not run it, with what Spark says.
@@ -487,7 +489,7 @@ def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings
     schemas = known if of_stream else _sampled(known, statement, loop, context.brokers)
     if schemas is None:
         return None
-    prepared = Prepared(
+    prepared = PreparedQuery(
         spark=spark,
         brokers=context.brokers,
         statement=statement,
@@ -496,7 +498,7 @@ def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings
         stream_folder=stream,
         watermarks=watermarks,
         schemas=schemas,
-        notebook=Notebook(spark),
+        accumulator=FindingsAccumulator(spark),
         tables=tuple(LakeView(spark, name, tables[name]) for name in statement.tables),
     )
     prepared.begin(known)
@@ -509,8 +511,8 @@ def prepare(pipeline: Pipeline, context: JobContext, settings: TransformSettings
 
 def _stream_folder(folder: Path, settings: TransformSettings) -> Path:
     """Where a statement that remembers has its state: another statement has another one."""
-    said = json.dumps([settings.sql, settings.watermarks, settings.schemas, settings.decode])
-    return folder / f"stream-{sha256(said.encode()).hexdigest()[:16]}"
+    fingerprint = json.dumps([settings.sql, settings.watermarks, settings.schemas, settings.decode])
+    return folder / f"stream-{sha256(fingerprint.encode()).hexdigest()[:16]}"
 
 
 def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop, brokers: str) -> PayloadSchemas | None:

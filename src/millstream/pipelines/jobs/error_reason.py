@@ -29,21 +29,21 @@ _DISK: Final = re.compile(
 )
 
 
-def place_error(said: str) -> str | None:
+def place_error(text: str) -> str | None:
     """What an error says of a place of tables, as a sentence; None if it is about something else."""
-    plain = _COLOUR.sub("", said)
+    plain = _COLOUR.sub("", text)
     stores = list(_STORE.finditer(plain))
     if stores:
         return _of_store(plain[stores[-1].start() :])
     disk = _DISK.search(plain)
     if disk is None:
         return None
-    why, path = disk.groups()
-    return f"the folder {path!r} cannot be written or read: {why}; tables are where `lake` or `pipelines-lake` says"
+    reason, path = disk.groups()
+    return f"the folder {path!r} cannot be written or read: {reason}; tables are where `lake` or `pipelines-lake` says"
 
 
-def _of_store(said: str) -> str | None:
-    request = _REQUEST.search(said)
+def _of_store(text: str) -> str | None:
+    request = _REQUEST.search(text)
     if request is None:
         return None
     url = urlsplit(request[1])
@@ -54,14 +54,14 @@ def _of_store(said: str) -> str | None:
         )
     bucket = url.path.strip("/").partition("/")[0]
     about = f"bucket {bucket!r} at {url.scheme}://{url.netloc}" if bucket else f"{url.scheme}://{url.netloc}"
-    return f"the object store, {about}: {_why(said)}"
+    return f"the object store, {about}: {_store_reason(text)}"
 
 
-def _why(said: str) -> str:
-    code = _CODE.search(said)
+def _store_reason(text: str) -> str:
+    code = _CODE.search(text)
     if code is not None:
         return f"{code[1]} ({code[2]})" if code[2] else code[1]
-    steps = [step.strip() for step in said.split(_STEP)]
+    steps = [step.strip() for step in text.split(_STEP)]
     # What comes last is the cause of what stands before it.
     return steps[-1].partition("\n")[0].strip()
 
@@ -91,20 +91,20 @@ def reason_of(error: BaseException, *, name: str = "NAME") -> str:
         about_place = place_error(f"{type(error).__name__}: {error}")
         if about_place is not None:
             return about_place
-    said = _COLOUR.sub("", str(error)).strip()
+    text = _COLOUR.sub("", str(error)).strip()
     if not isinstance(error, MillstreamError):
-        said = _without_traces(said)
-        if not said.startswith(type(error).__name__):
-            said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    said = said.replace(LostData.REMEDY, _LOSS_REMEDY.format(name))
-    return said if len(said) <= LENGTH_MAX else f"{said[:LENGTH_MAX]} …"
+        text = _without_traces(text)
+        if not text.startswith(type(error).__name__):
+            text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    text = text.replace(LostData.REMEDY, _LOSS_REMEDY.format(name))
+    return text if len(text) <= LENGTH_MAX else f"{text[:LENGTH_MAX]} …"
 
 
-def _without_traces(said: str) -> str:
-    told = MARK.sub("", said.partition(_QUERY)[0].partition(_JVM_TRACE)[0])
-    _, found, trace = told.rpartition(_TRACEBACK)
+def _without_traces(text: str) -> str:
+    message = MARK.sub("", text.partition(_QUERY)[0].partition(_JVM_TRACE)[0])
+    _, found, trace = message.rpartition(_TRACEBACK)
     if not found:
-        return told.strip()
+        return message.strip()
     # Lines of a traceback that stand at the margin are the error itself.
     lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
-    return "\n".join(lines).strip() or told.strip()
+    return "\n".join(lines).strip() or message.strip()

@@ -28,7 +28,7 @@ _TURNED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class NumberRange:
     """A field that lies between two bounds, both included, wherever the condition holds, if it is a number.
 
     What is no number may be taken for one, so for messages that have such a value the condition is evaluated.
@@ -41,7 +41,7 @@ class Span:
     """Whether the condition says nothing else."""
 
 
-def span_of(parts: Sequence[Node]) -> Span | None:
+def number_range_of(parts: Sequence[Node]) -> NumberRange | None:
     """The bounds that the parts of a condition, which hold together, set to the first field that has any."""
     found = [(part, bounds) for part in parts if (bounds := _bounds(part)) is not None]
     if not found:
@@ -49,7 +49,7 @@ def span_of(parts: Sequence[Node]) -> Span | None:
     source = found[0][1][0]
     mine = [(low, high) for _part, (of, low, high) in found if of == source]
     low, high = max(low for low, _high in mine), min(high for _low, high in mine)
-    return Span(source, low, high, is_all=len(mine) == len(parts))
+    return NumberRange(source, low, high, is_all=len(mine) == len(parts))
 
 
 def _bounds(part: Node) -> tuple[Payload, float, float] | None:
@@ -86,7 +86,7 @@ def _number(literal: Literal) -> float | None:
     return float(value) if -EXACT_MAX <= value <= EXACT_MAX else None
 
 
-class Spans:
+class NumberRangeIndex:
     """The conditions that set bounds to one field."""
 
     def __init__(self) -> None:
@@ -94,11 +94,11 @@ class Spans:
         self._low: list[float] = []
         self._high: list[float] = []
 
-    def add(self, number: int, span: Span) -> None:
+    def add(self, number: int, number_range: NumberRange) -> None:
         """Take the condition of a number."""
         self.members.append(number)
-        self._low.append(span.low)
-        self._high.append(span.high)
+        self._low.append(number_range.low)
+        self._high.append(number_range.high)
 
     def within(self, column: Sequence[Any]) -> tuple[Iterator[tuple[int, Rows]], list[int]]:
         """For each condition the rows that lie within its bounds, and rows whose values are no such numbers."""

@@ -16,7 +16,7 @@ _FORKING: Final = "pyspark.daemon"
 _spared = 0
 
 
-def spare_what_is_loaded() -> None:
+def freeze_worker_heap() -> None:
     """Have later collections pass over what is there now; to be called when the work of a task is done.
 
     It does something in Spark's workers only, and only when modules were loaded since the last time.

@@ -11,7 +11,7 @@ HOW: Final = "install it by `make spark`, or by pip install '.[spark]' in a clon
 _PACKAGES: Final = ("pyspark", "pyarrow", "pandas", "deltalake")
 
 
-def what_is_missing() -> str:
+def missing_packages() -> str:
     """What has to be installed before pipelines can be run, as a sentence; empty when all is there."""
     importlib.invalidate_caches()  # it may have been installed since this process was started
     missing = [name for name in _PACKAGES if find_spec(name) is None]

@@ -15,11 +15,11 @@ from pyspark import TaskContext
 
 from millstream.core.errors import InvalidBatch, MillstreamError
 from millstream.core.ids import ProducerId
-from millstream.pipelines.source.garbage import spare_what_is_loaded
+from millstream.pipelines.source.batch_commit import Batch, Part, writing_link
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.options import WriteOptions
-from millstream.pipelines.source.parts import Batch, Part, writing_link
-from millstream.pipelines.source.target import count_known, count_partitions, knows_batches
+from millstream.pipelines.source.target_topic import count_partitions, partition_counts, supports_batch_commit
+from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 from millstream.protocol.records.arrow import from_arrow
 from millstream.protocol.records.columns import Columns
@@ -133,7 +133,7 @@ class RowProducer:
         """Ask about all topics at once that are new here, since one after the other takes long."""
         unknown = [topic for topic in topics if topic not in self._partitions]
         if len(unknown) > 1:
-            self._partitions |= count_known(self._link, unknown)
+            self._partitions |= partition_counts(self._link, unknown)
 
     def _count(self, topic: str) -> int:
         known = self._partitions.get(topic)
@@ -210,9 +210,9 @@ TASK_MS_MAX: Final = 15 * 60 * 1000
 def write_part(options: WriteOptions, batch: Batch, iterator: Iterator[pa.RecordBatch]) -> Part:
     """Write the rows of one attempt at a task, and have the coordinator keep them until the batch is decided."""
     link = writing_link(options)
-    write = _write_once if knows_batches(link) else _write_at_least_once
+    write = _write_once if supports_batch_commit(link) else _write_at_least_once
     part = write(link, options, batch, iterator)
-    spare_what_is_loaded()
+    freeze_worker_heap()
     return part
 
 
@@ -251,8 +251,8 @@ def _last_batch(link: Link, transactions: Transactions, batch: Batch, beginning:
 
 
 def _write_at_least_once(link: Link, options: WriteOptions, batch: Batch, iterator: Iterator[pa.RecordBatch]) -> Part:
-    nobody = TransactionalProducer("", ProducerId(-1), -1)
-    producer = RowProducer(link, options, nobody, transactional=False)
+    no_transaction = TransactionalProducer("", ProducerId(-1), -1)
+    producer = RowProducer(link, options, no_transaction, transactional=False)
     for rows in iterator:
         producer.write(rows)
     producer.flush()

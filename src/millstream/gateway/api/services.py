@@ -11,8 +11,8 @@ from typing import Final
 from millstream.client.publisher import Publisher
 from millstream.gateway.api.leasing import Leasing
 from millstream.gateway.api.problem import RETRY_S, Refused
+from millstream.gateway.api.record_reader import RecordReader
 from millstream.gateway.api.route import Lane
-from millstream.gateway.api.unpacking import Unpacking
 from millstream.gateway.pressure import REQUESTS_MAX, Pressure
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
@@ -23,7 +23,7 @@ PUBLISH_S: Final = 30.0
 """Most who wait for an answer over HTTP do not wait for longer."""
 
 
-class Parts:
+class Services:
     """The gateway's own parts; made on the loop, closed in the reverse order."""
 
     def __init__(
@@ -40,8 +40,8 @@ class Parts:
         self.reading = _connect(kafka_address)
         self.publisher = Publisher(self.publishing, timeout_s=PUBLISH_S)
         self.subscriptions = SubscriptionClient(self.client)
-        self.unpacking = Unpacking()
-        self.leasing = Leasing(self.client, self.unpacking)
+        self.reader = RecordReader()
+        self.leasing = Leasing(self.client, self.reader)
         self.pressure = pressure or Pressure()
         self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -68,7 +68,7 @@ class Parts:
     async def close(self) -> None:
         """Let what was published become acknowledged, then close all connections."""
         self.stop()
-        self.unpacking.close()
+        self.reader.close()
         await self.publisher.close()
         await self.leasing.close()
         for client in (self.publishing, self.reading, self.client):

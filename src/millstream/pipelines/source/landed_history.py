@@ -23,12 +23,12 @@ from millstream.pipelines.lake.columns import QUARANTINE
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.link import Link
+from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions, nothing_since
 from millstream.pipelines.source.options import ReadOptions
 from millstream.pipelines.source.position import ByTime, FromLake, Offsets, Position, Timestamps
 from millstream.pipelines.source.ranges import Range, Table
 from millstream.pipelines.source.rows import shaped
 from millstream.pipelines.source.shape import Shape
-from millstream.pipelines.source.survey import Partitions, Survey, nothing_since
 from millstream.protocol.private.pipeline_messages import LIST_KEY
 
 _LAKE_NAMES = {"timestampType": "timestamp_type"}
@@ -41,10 +41,10 @@ class Taken(NamedTuple):
     starts: dict[str, dict[int, int]]
 
 
-class LakeReach:
+class LandedHistory:
     """Looks beyond the log, for the topics of one query that are landed."""
 
-    def __init__(self, survey: Survey, options: ReadOptions) -> None:
+    def __init__(self, survey: OffsetResolver, options: ReadOptions) -> None:
         self._survey = survey
         self._options = options
         self._opened: dict[str, tuple[Table, LakeTable] | None] = {}
@@ -163,10 +163,10 @@ async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, st
         return []
     found = []
     root = lake
-    for told in await PipelineClient(client).describe():
-        if told["kind"] != PipelineKind.LAND:
+    for described in await PipelineClient(client).describe():
+        if described["kind"] != PipelineKind.LAND:
             continue
-        settings = LandSettings.from_strings(told["overrides"])
+        settings = LandSettings.from_strings(described["overrides"])
         if not settings.lake and root is None:
             root = (await places_of(client)).lake
         found.append((settings, (lake or settings.lake or root or "").rstrip("/")))

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 from millstream.core.errors import GroupNotEmpty, MillstreamError
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind
-from millstream.pipelines.jobs.jobs import JOBS
-from millstream.pipelines.runtime.runner import Held, Progress, Stalled, Tally
+from millstream.pipelines.jobs.kinds import JOBS
+from millstream.pipelines.runtime.runner import HeldClaim, Progress, Stalled, Tally
 from millstream.pipelines.runtime.spark_activity import activity_of
 from millstream.pipelines.runtime.spark_session import kill_java
-from millstream.pipelines.runtime.watch import CANCEL_S, LOOK_S, Watch
+from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -24,14 +24,14 @@ END_S: Final = 5.0
 """How long a run may take to notice that its Java is gone."""
 
 
-class RunByHand:
+class ManualRun:
     """A run of a pipeline whose claim is held; what it took is in `tally`, also when it fails."""
 
     def __init__(
         self,
         pipeline: Pipeline,
         context: JobContext,
-        claim: Held,
+        claim: HeldClaim,
         *,
         when_stepped: Callable[[Tally], None] = lambda _tally: None,
         cancel: Callable[[], None] = lambda: None,
@@ -124,17 +124,17 @@ class RunByHand:
         with suppress(Exception):
             self._cancel()
 
-    def be_ended(self, reason: str) -> None:
+    def request_end(self, reason: str) -> None:
         """Say what the reason is when it ends now."""
         self._given_up = reason
 
 
-class HandWatch:
+class ManualRunWatch:
     """Watches a run by hand as a driver is watched, in a thread of its own, while it is entered."""
 
     def __init__(
         self,
-        running: RunByHand,
+        running: ManualRun,
         spark: SparkSession,
         leave: Callable[[str], None],
         *,
@@ -155,7 +155,7 @@ class HandWatch:
         self._over.set()
 
     def _end(self, _name: str, reason: str) -> None:
-        self._running.be_ended(reason)
+        self._running.request_end(reason)
         kill_java(self._spark)
         if not self._over.wait(END_S):
             self._leave(reason)

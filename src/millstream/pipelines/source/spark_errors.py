@@ -12,7 +12,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def plainly(method: Callable[P, R]) -> Callable[P, R]:
+def without_traceback(method: Callable[P, R]) -> Callable[P, R]:
     """Have what a method raises of Millstream's own errors say where it was called, and nothing of what lies below."""
 
     @wraps(method)
@@ -25,7 +25,7 @@ def plainly(method: Callable[P, R]) -> Callable[P, R]:
     return called
 
 
-def each_plainly(method: Callable[P, Iterator[R]]) -> Callable[P, Iterator[R]]:
+def iterate_without_traceback(method: Callable[P, Iterator[R]]) -> Callable[P, Iterator[R]]:
     """The same for a method that yields."""
 
     @wraps(method)

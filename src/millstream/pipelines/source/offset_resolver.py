@@ -31,10 +31,10 @@ _logger = logging.getLogger(__name__)
 
 Partitions = Mapping[str, Sequence[int]]
 
-_NOTHING_SO_YOUNG = -1
+_NO_OFFSET_SINCE = -1
 
 
-class Survey:
+class OffsetResolver:
     """Asks the brokers about the topics of a query."""
 
     def __init__(self, options: ReadOptions) -> None:
@@ -132,13 +132,13 @@ class Survey:
         ]
         if beyond:
             more = f" and {len(beyond) - 5} more partitions" if len(beyond) > 5 else ""
-            said = f"option {option} names offsets beyond the end of the log: {', '.join(beyond[:5])}{more}"
+            problem = f"option {option} names offsets beyond the end of the log: {', '.join(beyond[:5])}{more}"
             if self._options.fail_on_data_loss:
                 raise InvalidSetting(
-                    f"{said}. Name offsets that exist, or -1 for the end; "
+                    f"{problem}. Name offsets that exist, or -1 for the end; "
                     "to read what there is instead, set failOnDataLoss to false"
                 )
-            _logger.warning("%s; failOnDataLoss is false, so the end of the log is used there", said)
+            _logger.warning("%s; failOnDataLoss is false, so the end of the log is used there", problem)
         return {
             topic: {number: min(offset, ends[topic][number]) for number, offset in offsets.items()}
             for topic, offsets in found.items()
@@ -157,7 +157,7 @@ class Survey:
             topic: {n: one.offset for n, one in listed.items()} for topic, listed in zip(times_ms, found, strict=True)
         }
         late = {
-            topic: [number for number, offset in listed.items() if offset == _NOTHING_SO_YOUNG]
+            topic: [number for number, offset in listed.items() if offset == _NO_OFFSET_SINCE]
             for topic, listed in offsets.items()
         }
         for topic, numbers in late.items():

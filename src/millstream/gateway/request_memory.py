@@ -18,11 +18,11 @@ BODY_S_MAX: Final = 30.0
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The client has gone before its request was whole: nobody is there to be answered."""
 
 
-class Room:
+class RequestMemory:
     """The room that one request takes."""
 
     __slots__ = ("_lane", "_pressure", "_taken")
@@ -66,7 +66,7 @@ class Room:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise HungUp
+                raise ClientDisconnected
             body: bytes = message["body"]
             if len(whole) + len(body) > self._taken:
                 self._take(len(whole) + len(body) - self._taken)

@@ -10,7 +10,7 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind
 
 
-class LazyJob:
+class LazyJobKind:
     """A kind of job by where it stands."""
 
     def __init__(self, module: str, name: str) -> None:
@@ -24,7 +24,7 @@ class LazyJob:
 
 
 JOBS: Final[Mapping[PipelineKind, JobKind]] = {
-    PipelineKind.LAND: LazyJob("millstream.pipelines.jobs.land.job", "LandJob"),
-    PipelineKind.TRANSFORM: LazyJob("millstream.pipelines.jobs.transform.job", "TransformJob"),
-    PipelineKind.ROUTE: LazyJob("millstream.pipelines.jobs.route.job", "RouteJob"),
+    PipelineKind.LAND: LazyJobKind("millstream.pipelines.jobs.land.job", "LandJob"),
+    PipelineKind.TRANSFORM: LazyJobKind("millstream.pipelines.jobs.transform.job", "TransformJob"),
+    PipelineKind.ROUTE: LazyJobKind("millstream.pipelines.jobs.route.job", "RouteJob"),
 }

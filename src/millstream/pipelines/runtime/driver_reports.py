@@ -15,13 +15,13 @@ import msgspec
 
 from millstream.broker.pipeline_board import PipelineReport, State
 from millstream.core.pipeline import Pipeline
-from millstream.pipelines.runtime.driver_messages import Said
+from millstream.pipelines.runtime.driver_messages import DriverEvent
 from millstream.pipelines.runtime.spark_session import DIED
 
 DEATHS_MAX: Final = 3
 
 
-class Roll:
+class DriverReports:
     """The pipelines of a node's driver."""
 
     def __init__(self, node: int) -> None:
@@ -38,25 +38,25 @@ class Roll:
         self._down_ms = 0
         """Since when drivers have died without one that told anything between."""
 
-    def hear(self, said: Said) -> None:
+    def apply(self, event: DriverEvent) -> None:
         """Take over what the driver says."""
-        if said.reports is not None:
-            told = {one.name: one for one in said.reports}
+        if event.reports is not None:
+            reports = {one.name: one for one in event.reports}
             for name, known in self._reports.items():
-                if name not in told or _is_begun_anew(known, told[name]):
+                if name not in reports or _was_restarted(known, reports[name]):
                     self._keep(known)
-            self._reports = told
+            self._reports = reports
             self._ended = ("", 0)
             self._down_ms = 0
-        if said.begun:
-            self._under_way.add(said.begun)
-        if said.ended:
-            self._under_way.discard(said.ended)
-            if said.is_well:
-                del self._deaths[said.ended]
-        if said.failed:
-            self._failed = said.failed
-            self._stuck = said.stuck
+        if event.begun:
+            self._under_way.add(event.begun)
+        if event.ended:
+            self._under_way.discard(event.ended)
+            if event.is_well:
+                del self._deaths[event.ended]
+        if event.failed:
+            self._failed = event.failed
+            self._stuck = event.stuck
 
     def _keep(self, report: PipelineReport) -> None:
         """Count on from what a run did that was stopped or parked, or is begun anew."""
@@ -79,8 +79,8 @@ class Roll:
             self._ended = (reason or _end(code), int(time.time() * 1000))
             self._down_ms = self._down_ms or self._ended[1]
         for name, report in self._reports.items():
-            told = self._with_earlier(report)
-            self._earlier[name] = self._ended_with(told) if is_death else told
+            total = self._with_earlier(report)
+            self._earlier[name] = self._ended_with(total) if is_death else total
         self._reports = {}
 
     def is_suspect(self, name: str) -> bool:
@@ -101,9 +101,9 @@ class Roll:
             for name in [name for name in known if name not in kept]:
                 del known[name]
 
-    def reports(self, due: Iterable[Pipeline], *, is_running: bool, why_not: str) -> list[PipelineReport]:
+    def reports(self, due: Iterable[Pipeline], *, is_running: bool, idle_reason: str) -> list[PipelineReport]:
         """How each of them does; one that no driver has told of waits, for a reason if there is one."""
-        return [self._report_of(one, is_running=is_running, why_not=why_not) for one in due]
+        return [self._report_of(one, is_running=is_running, idle_reason=idle_reason) for one in due]
 
     def reports_of_rest(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
         """How those did that are run no more, as far as they were run here."""
@@ -115,19 +115,19 @@ class Roll:
             if one.name in self._earlier
         ]
 
-    def _report_of(self, pipeline: Pipeline, *, is_running: bool, why_not: str) -> PipelineReport:
+    def _report_of(self, pipeline: Pipeline, *, is_running: bool, idle_reason: str) -> PipelineReport:
         report = self._reports.get(pipeline.name)
         if report is not None:
             return self._with_earlier(report)
         reason, at_ms = self._ended
         state: State = "starting" if is_running or not reason else "retrying"
-        if why_not:
-            state, reason, at_ms = "waiting", why_not, int(time.time() * 1000)
+        if idle_reason:
+            state, reason, at_ms = "waiting", idle_reason, int(time.time() * 1000)
         blank = PipelineReport(name=pipeline.name, state=state, node=self._node)
-        told = self._with_earlier(blank)
+        total = self._with_earlier(blank)
         if not reason:
-            return told
-        return msgspec.structs.replace(told, last_error=reason, last_error_ms=at_ms, failing_ms=self._down_ms)
+            return total
+        return msgspec.structs.replace(total, last_error=reason, last_error_ms=at_ms, failing_ms=self._down_ms)
 
     def _ended_with(self, report: PipelineReport) -> PipelineReport:
         """One that was begun anew because of the death of its driver."""
@@ -150,13 +150,13 @@ class Roll:
         )
 
 
-def _is_begun_anew(known: PipelineReport, told: PipelineReport) -> bool:
+def _was_restarted(known: PipelineReport, report: PipelineReport) -> bool:
     """Whether a report is one of a later run in the same driver, which counts from its own beginning."""
-    return (told.rows, told.batches, told.restarts, told.stalls) != (
-        max(known.rows, told.rows),
-        max(known.batches, told.batches),
-        max(known.restarts, told.restarts),
-        max(known.stalls, told.stalls),
+    return (report.rows, report.batches, report.restarts, report.stalls) != (
+        max(known.rows, report.rows),
+        max(known.batches, report.batches),
+        max(known.restarts, report.restarts),
+        max(known.stalls, report.stalls),
     )
 
 

@@ -37,7 +37,7 @@ def count_partitions(link: Link, topic: str) -> int:
         if topic not in found.errors:
             return len(found.topics[topic].partitions)
         error = refusal(found.errors[topic], None, about=f"topic {topic!r}")
-        if not isinstance(error, UnknownTopic) or knows_batches(link) or time.monotonic() > deadline:
+        if not isinstance(error, UnknownTopic) or supports_batch_commit(link) or time.monotonic() > deadline:
             break
         time.sleep(_PAUSE_S)
     if isinstance(error, UnknownTopic):
@@ -46,13 +46,13 @@ def count_partitions(link: Link, topic: str) -> int:
     raise error
 
 
-def count_known(link: Link, topics: Sequence[str]) -> dict[str, int]:
+def partition_counts(link: Link, topics: Sequence[str]) -> dict[str, int]:
     """How many partitions topics have that are there, asked for at once."""
     found = link.call(link.client.metadata(topics))
     return {name: len(topic.partitions) for name, topic in found.topics.items()}
 
 
-def knows_batches(link: Link) -> bool:
+def supports_batch_commit(link: Link) -> bool:
     """Whether the brokers have the batch commit, which is Millstream's own."""
     return link.call(link.client.serves(PREPARE_KEY))
 
@@ -67,7 +67,7 @@ def _check(brokers: str, client_id: str, timeout_s: float, topic: str | None, pa
     link = link_to(brokers, client_id=client_id, timeout_s=timeout_s, patience_s=patience_s)
     if topic is not None:
         count_partitions(link, topic)
-    if not knows_batches(link):
+    if not supports_batch_commit(link):
         _logger.warning(
             "the broker at %s does not know Millstream's batch commit: rows are written at least once, "
             "and rows of a batch that fails stay visible",

@@ -48,7 +48,7 @@ class Slice(NamedTuple):
     oversized: str = ""
 
 
-class Unpacked(NamedTuple):
+class ReadRecords(NamedTuple):
     """What an answer of a node leases, by what is done with it."""
 
     messages: list[LeasedMessage]
@@ -58,7 +58,7 @@ class Unpacked(NamedTuple):
     """Those that cannot be sent, without their contents, and why."""
 
 
-class Unpacking:
+class RecordReader:
     """Reads batches; shared by all requests of a process. `measure` tells what a message takes when it is sent."""
 
     def __init__(self, *, measure: Measure = document_bytes) -> None:
@@ -70,7 +70,7 @@ class Unpacking:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(
-        self, batches: Buffer, header: BatchHeader, spans: Sequence[Span], bytes_max: int, *, large_bytes_max: int = 0
+        self, batches: Buffer, header: BatchHeader, ranges: Sequence[Span], bytes_max: int, *, large_bytes_max: int = 0
     ) -> Slice:
         """Read records of a batch until they take `bytes_max`, at least one; raise `CorruptBatch` if that fails.
 
@@ -78,13 +78,15 @@ class Unpacking:
         """
         if header.record_count <= INLINE_RECORDS_MAX:
             try:
-                return _read(batches, header, spans, bytes_max, INLINE_BYTES_MAX, self._measure)
+                return _read(batches, header, ranges, bytes_max, INLINE_BYTES_MAX, self._measure)
             except CorruptBatch:
                 # Perhaps only too large to be read here.
                 pass
         loop = asyncio.get_running_loop()
         slice_bytes = max(bytes_max, large_bytes_max)
-        return await loop.run_in_executor(self._thread, _read, batches, header, spans, slice_bytes, None, self._measure)
+        return await loop.run_in_executor(
+            self._thread, _read, batches, header, ranges, slice_bytes, None, self._measure
+        )
 
     async def read_one(self, batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
         """Read the record at an offset, or None if the batch has none there."""
@@ -93,12 +95,12 @@ class Unpacking:
             raise CorruptBatch(found.oversized)
         return found.records[0] if found.records else None
 
-    async def read_leased(self, node: NodeId | None, leased: Leased, bytes_max: int) -> Unpacked:
+    async def read_leased(self, node: NodeId | None, leased: Leased, bytes_max: int) -> ReadRecords:
         """Read the messages that an answer leases until they take `bytes_max`, at least one.
 
         What is delivered at most once is read whole, since it cannot be returned.
         """
-        unpacked = Unpacked([], [], [])
+        unpacked = ReadRecords([], [], [])
         left = bytes_max
         for part in leased.answer.partitions:
             if part.lease_ms is None:
@@ -120,7 +122,7 @@ class Unpacking:
         return unpacked
 
     async def _read_leased_batch(
-        self, batches: bytes, header: BatchHeader, batch: _LeasedBatch, bytes_max: int, unpacked: Unpacked
+        self, batches: bytes, header: BatchHeader, batch: _LeasedBatch, bytes_max: int, unpacked: ReadRecords
     ) -> int:
         """Read the leased messages of one batch; returns how many bytes those that are kept take."""
         start = batch.leases[0].first
@@ -128,7 +130,7 @@ class Unpacking:
         try:
             check_crc(batches, header)
             while True:
-                found = await self.read(batches, header, batch.spans(start), bytes_max - used)
+                found = await self.read(batches, header, batch.ranges(start), bytes_max - used)
                 unpacked.messages.extend(map(batch.message, found.records))
                 used += sum(map(message_bytes, found.records))
                 start = found.next_offset
@@ -155,7 +157,7 @@ class _LeasedBatch:
         self.leases = leases
         self._by_offset = {offset: one for one in leases for offset in range(one.first, one.last + 1)}
 
-    def spans(self, start: int) -> list[Span]:
+    def ranges(self, start: int) -> list[Span]:
         """The leased offsets from one on."""
         return [Span(max(one.first, start), one.last + 1) for one in self.leases if one.last >= start]
 
@@ -186,7 +188,7 @@ def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) ->
 def _read(
     batches: Buffer,
     header: BatchHeader,
-    spans: Sequence[Span],
+    ranges: Sequence[Span],
     bytes_max: int,
     decompressed_bytes_max: int | None,
     measure: Measure,
@@ -194,7 +196,7 @@ def _read(
     records: list[Record] = []
     size = 0
     try:
-        for record in _wanted(batches, header, spans, decompressed_bytes_max):
+        for record in _wanted(batches, header, ranges, decompressed_bytes_max):
             if (sent_bytes := measure(record)) > MESSAGE_BYTES_MAX:
                 raise OversizedRecord(record.offset, sent_bytes)
             size += message_bytes(record)
@@ -202,15 +204,15 @@ def _read(
                 return Slice(records, record.offset)
             records.append(record)
     except OversizedRecord as error:
-        said = f"the message takes {error.size} bytes, more than the {MESSAGE_BYTES_MAX} that are sent over HTTP"
-        return Slice(records, error.offset + 1, said)
+        reason = f"the message takes {error.size} bytes, more than the {MESSAGE_BYTES_MAX} that are sent over HTTP"
+        return Slice(records, error.offset + 1, reason)
     return Slice(records, header.next_offset)
 
 
 def _wanted(
-    batches: Buffer, header: BatchHeader, spans: Iterable[Span], decompressed_bytes_max: int | None
+    batches: Buffer, header: BatchHeader, ranges: Iterable[Span], decompressed_bytes_max: int | None
 ) -> Iterator[Record]:
-    waiting = list(reversed(list(spans)))
+    waiting = list(reversed(list(ranges)))
     if not waiting:
         return
     for record in decode_batch(
