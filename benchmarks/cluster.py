@@ -37,14 +37,14 @@ def main() -> int:
     arguments = _arguments()
     parts = arguments.only.split(",")
     facts = machine.facts()
-    tell(", ".join(f"{name}: {value}" for name, value in facts.items()))
+    print_line(", ".join(f"{name}: {value}" for name, value in facts.items()))
     results, failovers, many = Results(), [], {}
     if "throughput" in parts:
         results = cluster_throughput.run(arguments.rounds, arguments.seconds)
     if "failover" in parts:
-        failovers = cluster_failover.run(arguments.kills, tell)
+        failovers = cluster_failover.run(arguments.kills, print_line)
     if "partitions" in parts:
-        many = cluster_partitions.run(arguments.partitions, arguments.idle, tell)
+        many = cluster_partitions.run(arguments.partitions, arguments.idle, print_line)
     verdict = targets(results, failovers, many)
     console = Console()
     for table in (
@@ -86,8 +86,8 @@ def targets(results: Results, failovers: Sequence[float], many: Numbers) -> list
     share = Target("replication 3, acks=all", f"at least {SHARE_MIN:.0%} of one node", None, "")
     if worst is not None:
         good = sum(each >= SHARE_MIN for each in shares)
-        said = f"{good} of {len(shares)} lines; least {worst[0]:.0%}"
-        share = Target(share.what, share.wanted, good == len(shares), said, worst[1].case.name)
+        summary = f"{good} of {len(shares)} lines; least {worst[0]:.0%}"
+        share = Target(share.what, share.wanted, good == len(shares), summary, worst[1].case.name)
     slow = Target("failover, p99", f"below {FAILOVER_S_MAX:g} s", None, "")
     if failovers:
         p99 = percentile(failovers, 99)
@@ -152,7 +152,7 @@ def _as_json(
     }
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Say something with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 

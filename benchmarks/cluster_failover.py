@@ -118,11 +118,11 @@ def _wait(condition: Callable[[], bool], otherwise: str) -> None:
         time.sleep(_PROBE_S)
 
 
-def run(kills: int, tell: Callable[[str], None]) -> list[float]:
+def run(kills: int, print_line: Callable[[str], None]) -> list[float]:
     """Kill so many leaders, one after the other; the seconds of each."""
     found: list[float] = []
     with Failover() as failover:
         for number in range(1, kills + 1):
             found.append(failover.kill())
-            tell(f"kill {number}: next acknowledged produce after {found[-1]:.2f} s")
+            print_line(f"kill {number}: next acknowledged produce after {found[-1]:.2f} s")
     return found

@@ -28,10 +28,10 @@ _PROBE_S = 0.1
 _ASK_S_MAX = 60.0
 _SETTLE_S = 10.0
 
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
-def run(partitions: int, idle_s: float, tell: Tell) -> Numbers:
+def run(partitions: int, idle_s: float, print_line: PrintLine) -> Numbers:
     """Everything in a row, on a cluster of its own."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="millstream-bench-")))
@@ -44,7 +44,7 @@ def run(partitions: int, idle_s: float, tell: Tell) -> Numbers:
         for step in (_create, _start_again, _rest, _lose_a_node, _come_back):
             for name, value in step(cluster, partitions, idle_s):
                 found[name] = value
-                tell(f"{partitions:,} partitions: {name} {value:.2f}")
+                print_line(f"{partitions:,} partitions: {name} {value:.2f}")
         return found
 
 

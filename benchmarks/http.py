@@ -138,12 +138,12 @@ async def run(server: Server, echo: Echo, requests: int, rounds: int) -> dict[st
         for case in cases():
             number = requests if turn else requests // 10
             if case.is_echo:
-                told = await measure(case, echo.address, echo.process.pid, None, number)
+                result = await measure(case, echo.address, echo.process.pid, None, number)
             else:
-                told = await measure(case, server.http, gateway, server.pid, number)
+                result = await measure(case, server.http, gateway, server.pid, number)
             if turn:
                 # The first turn warms up.
-                found[case.name].append(told)
+                found[case.name].append(result)
     return found
 
 
@@ -154,7 +154,7 @@ def middle(rounds: list[Measured]) -> Measured:
 
 def report(found: dict[str, list[Measured]]) -> dict[str, Any]:
     """Medians, and what publishing reaches of the echo before it."""
-    told: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     before: Measured | None = None
     for case in cases():
         numbers = middle(found[case.name])
@@ -166,15 +166,15 @@ def report(found: dict[str, list[Measured]]) -> dict[str, Any]:
             # CPU time is told in steps of a hundredth of a second, which is nothing for few requests.
             if before.gateway_s:
                 line["gateway_cpu_of_echo"] = round(numbers.gateway_s / before.gateway_s, 2)
-        told[case.name] = line
-    return told
+        result[case.name] = line
+    return result
 
 
-def show(told: dict[str, Any], write: Callable[[str], Any]) -> None:
+def show(result: dict[str, Any], write: Callable[[str], Any]) -> None:
     """The same for people."""
     header = f"{'requests/s':>12}{'messages/s':>12}{'gateway':>10}{'broker':>9}{'p50 ms':>9}{'p99 ms':>9}{'of echo':>9}"
     write(f"{'':34}{header}")
-    for name, line in told.items():
+    for name, line in result.items():
         share = f"{line['of_echo']:.2f}" if "of_echo" in line else ""
         write(
             f"{name:34}{line['requests_per_s']:12,.0f}{line['messages_per_s']:12,.0f}{line['gateway_s']:10.1f}"
@@ -196,13 +196,13 @@ def main() -> None:
             topic = {"name": "unsynced", "settings": {"flush": "os"}}
             httpx.post(f"http://{server.http}/v1/topics", json=topic, timeout=60).raise_for_status()
             httpx.post(f"http://{echo.address}/", content=BODY, timeout=60).raise_for_status()
-            told = report(uvloop.run(run(server, echo, options.requests, options.rounds)))
+            result = report(uvloop.run(run(server, echo, options.requests, options.rounds)))
         finally:
             echo.stop()
     if options.json:
-        sys.stdout.write(json.dumps({"machine": facts(), "cases": told}) + "\n")
+        sys.stdout.write(json.dumps({"machine": facts(), "cases": result}) + "\n")
     else:
-        show(told, lambda line: sys.stdout.write(line + "\n"))
+        show(result, lambda line: sys.stdout.write(line + "\n"))
 
 
 if __name__ == "__main__":

@@ -111,8 +111,8 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 def error_text(code: int) -> str:
     """What an error code means."""
-    said: bytes = _library().rd_kafka_err2str(ctypes.c_int(code & 0xFFFFFFFF).value)
-    return said.decode()
+    message: bytes = _library().rd_kafka_err2str(ctypes.c_int(code & 0xFFFFFFFF).value)
+    return message.decode()
 
 
 class Client:
@@ -222,9 +222,9 @@ class TransactionalProducer(Producer):
 
     def _check(self, error: int | None) -> None:
         if error:
-            said: bytes = self._library.rd_kafka_error_string(error)
+            message: bytes = self._library.rd_kafka_error_string(error)
             self._library.rd_kafka_error_destroy(error)
-            raise ClientFailed(said.decode())
+            raise ClientFailed(message.decode())
 
 
 class Consumer(Client):

@@ -162,8 +162,8 @@ def main(arguments: list[str]) -> None:
     kind, connections, seconds, address, topic = arguments
     flood = Flood(kind, address, topic)
     uvloop.run(flood.run(int(connections), float(seconds)))
-    told = {"received_bytes": flood.received_bytes, "connects": flood.connects, "failures": flood.failures}
-    sys.stdout.write(json.dumps(told) + "\n")
+    totals = {"received_bytes": flood.received_bytes, "connects": flood.connects, "failures": flood.failures}
+    sys.stdout.write(json.dumps(totals) + "\n")
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Bench:
         request = SettleRequest(self._topic, worker, [PartitionSettles(self._topic, 0, settled)])
         body = await self._client.private(None, SETTLE_KEY, msgspec.msgpack.encode(request))
         answer = msgspec.msgpack.decode(body, type=SettleAnswer)
-        if answer.error or any(code for told in answer.results for code, _ in told):
+        if answer.error or any(code for outcomes in answer.results for code, _ in outcomes):
             raise RuntimeError(f"messages could not be settled: {answer}")
 
     async def lease_each_tenth(self, count: int) -> None:

@@ -98,11 +98,11 @@ class Run:
     def end(self) -> None:
         """Print what was measured."""
         elapsed_s = (time.monotonic_ns() - self._began_ns) / NS_PER_S
-        told = {"messages": self.accepted, "seconds": elapsed_s, "cpu_s": _cpu_s() - self._cpu_s}
+        measured = {"messages": self.accepted, "seconds": elapsed_s, "cpu_s": _cpu_s() - self._cpu_s}
         if self.is_timed:
             late = self._latencies_ms()
-            told |= {"p50_ms": percentile(late, 50), "p99_ms": percentile(late, 99)}
-        print(json.dumps(told), flush=True)
+            measured |= {"p50_ms": percentile(late, 50), "p99_ms": percentile(late, 99)}
+        print(json.dumps(measured), flush=True)
 
     def _latencies_ms(self) -> npt.NDArray[np.float64]:
         done = np.zeros(self._schedule.count, np.int64)

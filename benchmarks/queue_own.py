@@ -82,7 +82,7 @@ class Worker:
         ]
         request = SettleRequest(self._run.given.queue, self._name, settles)
         answer = _SETTLED.decode(await self._client.private(None, SETTLE_KEY, _ENCODE(request)))
-        if answer.error or any(code for told in answer.results for code, _ in told):
+        if answer.error or any(code for outcomes in answer.results for code, _ in outcomes):
             raise RuntimeError(f"messages could not be accepted: {answer}")
         self._run.accept(count)
 

@@ -86,7 +86,7 @@ def _machine(found: Found) -> Table:
 
 
 def _subjects(found: Found) -> Table:
-    rows = [[name, *told] for name, told in found.subjects.items()]
+    rows = [[name, *described] for name, described in found.subjects.items()]
     rows += [[name, "", "", f"not measured: {reason}"] for name, reason in found.missing.items()]
     return Table("Queues: who is measured, and what is durable when", ["", "version", "durable", "client"], 4, rows)
 

@@ -145,12 +145,12 @@ class QueueSubject(ABC):
             stop = threading.Timer(MAX_S, client.kill)
             stop.start()
             try:
-                told = self._talk(client)
-                if told is None or client.wait(MAX_S):
+                measured = self._talk(client)
+                if measured is None or client.wait(MAX_S):
                     errors.seek(0)
-                    said = errors.read().decode(errors="replace")[-1000:].strip()
-                    raise QueueFailed(said or "the client took too long")
-                return told
+                    errors_text = errors.read().decode(errors="replace")[-1000:].strip()
+                    raise QueueFailed(errors_text or "the client took too long")
+                return measured
             finally:
                 stop.cancel()
                 with suppress(ProcessLookupError):
@@ -166,15 +166,15 @@ class QueueSubject(ABC):
         cpu = cpu_of(self.pid).since(before)
         if not line:
             return None
-        told: dict[str, float] = json.loads(line)
-        millions = told["messages"] / 1e6
+        measured: dict[str, float] = json.loads(line)
+        millions = measured["messages"] / 1e6
         return {
-            "messages": told["messages"],
-            "messages/s": told["messages"] / told["seconds"],
+            "messages": measured["messages"],
+            "messages/s": measured["messages"] / measured["seconds"],
             "server CPU s/M": (cpu.user_s + cpu.system_s) / millions,
-            "client CPU s/M": told["cpu_s"] / millions,
-            "p50 ms": told.get("p50_ms", 0.0),
-            "p99 ms": told.get("p99_ms", 0.0),
+            "client CPU s/M": measured["cpu_s"] / millions,
+            "p50 ms": measured.get("p50_ms", 0.0),
+            "p99 ms": measured.get("p99_ms", 0.0),
         }
 
 

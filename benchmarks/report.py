@@ -113,8 +113,10 @@ def _durability(results: Results) -> Table:
     """What an acknowledgement means, for each server in the lines of each flush setting."""
     table = Table("Durability: what an acknowledgement means", ["server", *FLUSHES], words=4)
     for name in results.subjects():
-        told = {line.case.flush: line.durability.get(name, NOTHING) for line in results.lines() if name in line.rounds}
-        table.rows.append([name, *(told.get(flush, "not measured") for flush in FLUSHES)])
+        durabilities = {
+            line.case.flush: line.durability.get(name, NOTHING) for line in results.lines() if name in line.rounds
+        }
+        table.rows.append([name, *(durabilities.get(flush, "not measured") for flush in FLUSHES)])
     return table
 
 

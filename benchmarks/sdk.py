@@ -145,12 +145,12 @@ def measure_all(
             for name in (*names[turn % len(names) :], *names[: turn % len(names)]):
                 if load.name == "batches" and name in PEERS:
                     continue
-                told = measure(name, addresses[name], load, seconds)
-                if isinstance(told, str):
-                    failed[f"{name}, {load.title}"] = told
-                    console.print(f"{name}, {load.title}: {told}")
+                measured = measure(name, addresses[name], load, seconds)
+                if isinstance(measured, str):
+                    failed[f"{name}, {load.title}"] = measured
+                    console.print(f"{name}, {load.title}: {measured}")
                 else:
-                    found[load].setdefault(name, []).append(told)
+                    found[load].setdefault(name, []).append(measured)
         show(console, load, found[load])
     return found, failed
 
@@ -172,10 +172,10 @@ def measure(name: str, address: str, load: Load, seconds: float) -> dict[str, fl
         return f"took longer than {MAX_S:g} s"
     if ran.returncode or not ran.stdout.strip():
         return (ran.stderr.strip().splitlines() or ["no result"])[-1][:300]
-    told: dict[str, float] = json.loads(ran.stdout.strip().splitlines()[-1])
-    told["messages/s"] = told["messages"] / told["seconds"]
-    told["CPU s/M"] = told["cpu_s"] / told["messages"] * 1e6
-    return told
+    measured: dict[str, float] = json.loads(ran.stdout.strip().splitlines()[-1])
+    measured["messages/s"] = measured["messages"] / measured["seconds"]
+    measured["CPU s/M"] = measured["cpu_s"] / measured["messages"] * 1e6
+    return measured
 
 
 def python_of(name: str) -> Path:

@@ -343,7 +343,7 @@ class Meter:
         self._began = time.perf_counter()
         self._cpu = self._used()
 
-    def told(self, messages: int, **more: float) -> dict[str, float]:
+    def measured(self, messages: int, **more: float) -> dict[str, float]:
         seconds = time.perf_counter() - self._began
         return {"messages": messages, "seconds": seconds, "cpu_s": self._used() - self._cpu, **more}
 
@@ -369,7 +369,7 @@ async def each(client: Client, size: int, seconds: float) -> dict[str, float]:
                 count += 1
 
         await asyncio.gather(*(work() for _ in range(TASKS)))
-        return meter.told(count)
+        return meter.measured(count)
 
 
 async def many(client: Client, size: int, seconds: float) -> dict[str, float]:
@@ -388,7 +388,7 @@ async def many(client: Client, size: int, seconds: float) -> dict[str, float]:
                 count += AT_ONCE
 
         await asyncio.gather(work(), work(), work(), work())
-        return meter.told(count)
+        return meter.measured(count)
 
 
 async def subscribe(client: Client, size: int, seconds: float, messages: int) -> dict[str, float]:
@@ -414,7 +414,7 @@ async def subscribe(client: Client, size: int, seconds: float, messages: int) ->
 
     async with client.subscribed(handle):
         await done.wait()
-        return meter.told(messages - warm)
+        return meter.measured(messages - warm)
 
 
 async def batches(client: Client, size: int, seconds: float, messages: int) -> dict[str, float]:
@@ -432,9 +432,9 @@ async def batches(client: Client, size: int, seconds: float, messages: int) -> d
             began, meter = count, Meter()
         if count >= messages:
             break
-    told = meter.told(count - began)
+    measured = meter.measured(count - began)
     await received.aclose()  # type: ignore[attr-defined]
-    return told
+    return measured
 
 
 async def rate(client: Client, size: int, seconds: float, per_s: int) -> dict[str, float]:
@@ -469,13 +469,13 @@ async def rate(client: Client, size: int, seconds: float, per_s: int) -> dict[st
                     task.add_done_callback(tasks.discard)
                     sent += 1
                 await asyncio.sleep(0.001)
-            told = meter.told(sent)
+            measured = meter.measured(sent)
             deadline = time.perf_counter() + 10
             while len(received) < sent and time.perf_counter() < deadline:
                 await asyncio.sleep(0.01)
     # The first second is for all to find each other.
     steady = slice(min(per_s, len(published) // 3), None)
-    return told | _percentiles("publish", published[steady]) | _percentiles("receive", received[steady])
+    return measured | _percentiles("publish", published[steady]) | _percentiles("receive", received[steady])
 
 
 def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:

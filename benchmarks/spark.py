@@ -147,14 +147,14 @@ def measure_loads(stage: Stage, loads: Sequence[Load], rounds: int, chosen: tupl
         for way in ways:
             check(rows, way)
         for task in TASKS:
-            told = found.setdefault((load.title, task), {way.name: [] for way in ways})
+            rounds_by_way = found.setdefault((load.title, task), {way.name: [] for way in ways})
             for turn in range(rounds + 1):
                 for way in ways:
                     numbers = measured(partial(run, stage, task, way), way.rows)
                     if turn:
                         # The first turn warms up.
-                        told[way.name].append(numbers)
-            for name, each in told.items():
+                        rounds_by_way[way.name].append(numbers)
+            for name, each in rounds_by_way.items():
                 console.print(f"{time.strftime('%H:%M:%S')} {task}, {name}: {shown(each)}")
     return found
 

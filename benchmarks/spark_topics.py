@@ -73,8 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(" ".join(table.rows[-1]))
     console.print(table.rich())
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    told = "\n".join(f"- {name}: {value}" for name, value in facts.items())
-    given.out.write_text(f"{told}\n\n{table.markdown()}", encoding="utf-8")
+    listed = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    given.out.write_text(f"{listed}\n\n{table.markdown()}", encoding="utf-8")
     console.print(f"Written to {given.out}.")
     return 0
 

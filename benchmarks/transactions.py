@@ -57,7 +57,7 @@ def main() -> int:
     """Measure, tell, and write it down; 1 when a target was not reached."""
     arguments = _arguments()
     facts = machine.facts()
-    tell(", ".join(f"{name}: {value}" for name, value in facts.items()))
+    print_line(", ".join(f"{name}: {value}" for name, value in facts.items()))
     machine.touch_memory()
     reader.touch_memory()
     found: dict[str, Rounds] = {}
@@ -67,7 +67,7 @@ def main() -> int:
             try:
                 brokers.append(stack.enter_context(ApacheKafka()))
             except PeerUnavailable as reason:
-                tell(f"without Apache Kafka: {reason}")
+                print_line(f"without Apache Kafka: {reason}")
         found = run(brokers, arguments.rounds, arguments.seconds)
     goals = targets(found)
     console = Console()
@@ -104,14 +104,14 @@ def run(brokers: Sequence[Broker], rounds: int, seconds: float) -> dict[str, Rou
             with broker.topic(CASE) as target:
                 numbers = transaction_load.produce(target, seconds, COMMITS_S[line])
             found[broker.name][line].append(numbers)
-        tell(f"producing, round {turn + 1} of {rounds}")
+        print_line(f"producing, round {turn + 1} of {rounds}")
     with ExitStack() as stack:
         filled = {broker.name: _filled(stack.enter_context(broker.topic(CASE))) for broker in brokers}
         for turn in range(CONSUME_TIMES * rounds):
             for line, broker in _order(CONSUME, brokers, turn):
                 target, committed = filled[broker.name]
                 found[broker.name][line].append(transaction_load.consume(target, line, committed))
-        tell(f"consuming, {CONSUME_TIMES * rounds} rounds")
+        print_line(f"consuming, {CONSUME_TIMES * rounds} rounds")
     return found
 
 
@@ -199,13 +199,13 @@ def _verdict(goals: Sequence[Goal]) -> Table:
 
 
 def _as_json(facts: dict[str, Any], found: dict[str, Rounds], goals: Sequence[Goal]) -> dict[str, Any]:
-    told = [
+    goal_rows = [
         {"target": goal.what, "wanted": goal.wanted, "reached": goal.reached, "found": goal.found} for goal in goals
     ]
-    return {"machine": facts, "rounds": found, "targets": told}
+    return {"machine": facts, "rounds": found, "targets": goal_rows}
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Say something with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 

@@ -55,8 +55,8 @@ def run_builder(command: Sequence[str], *, folder: Path, offline_marks: Sequence
         raise Unavailable(f"{command[0]} did not end within {BUILD_S_MAX:g} s") from None
     if done.returncode == 0:
         return
-    said = _COLOUR.sub("", done.stdout + done.stderr)
-    for line in said.splitlines():
+    output = _COLOUR.sub("", done.stdout + done.stderr)
+    for line in output.splitlines():
         if any(mark in line for mark in offline_marks):
             raise Unavailable(f"its packages could not be fetched: {line.strip()[:300]}")
-    raise BuildFailed(f"{' '.join(command)} ended with exit code {done.returncode}:\n{said[-4000:]}")
+    raise BuildFailed(f"{' '.join(command)} ended with exit code {done.returncode}:\n{output[-4000:]}")

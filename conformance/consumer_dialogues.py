@@ -11,7 +11,7 @@ from conformance.dialogues import Member
 from conformance.question import Broker
 from conformance.questions.asking import TOPIC, Key, new_topic
 
-_TOLD: Final = ("error_code", "member_epoch")
+_COMPARED: Final = ("error_code", "member_epoch")
 _SPREAD_S: Final = 1.0
 """How long Kafka may take until its coordinator has heard of a new topic."""
 
@@ -50,9 +50,11 @@ class Group:
             ]
             for one in answer["members"]
         )
-        told = {name: answer[name] for name in ("error_code", "group_state", "assignor_name", "authorized_operations")}
+        fields = {
+            name: answer[name] for name in ("error_code", "group_state", "assignor_name", "authorized_operations")
+        }
         epochs = {name: self.relative(answer[name]) for name in ("group_epoch", "assignment_epoch")}
-        return [told | epochs, str(members)]
+        return [fields | epochs, str(members)]
 
 
 class Consumer:
@@ -70,12 +72,12 @@ class Consumer:
     def join(self, **more: Any) -> Any:
         """Join, with everything there is to tell."""
         self.epoch, self.owned = 0, []
-        return self.tell(**more)
+        return self.report_owned(**more)
 
-    def tell(self, **more: Any) -> Any:
+    def report_owned(self, **more: Any) -> Any:
         """A heartbeat with everything in it."""
-        told = {"rebalance_timeout": 60000, "subscribed_topic_names": self.topics, "topic_partitions": self.owned}
-        return self.beat(**{**told, **self.more, **more})
+        fields = {"rebalance_timeout": 60000, "subscribed_topic_names": self.topics, "topic_partitions": self.owned}
+        return self.beat(**{**fields, **self.more, **more})
 
     def beat(self, **more: Any) -> Any:
         """A heartbeat; what it answers, with the number of partitions that it gives."""
@@ -86,8 +88,8 @@ class Consumer:
         given = answer["assignment"]
         if given is not None:
             self.assigned = [{**topic, "topic_id": UUID(topic["topic_id"])} for topic in given["topic_partitions"]]
-        told = {"error_code": answer["error_code"], "epoch": self.group.relative(answer["member_epoch"])}
-        return {**told, "has_id": answer["member_id"] is not None, "partitions": given and _count(self.assigned)}
+        fields = {"error_code": answer["error_code"], "epoch": self.group.relative(answer["member_epoch"])}
+        return {**fields, "has_id": answer["member_id"] is not None, "partitions": given and _count(self.assigned)}
 
     def report(self) -> Any:
         """A heartbeat after everything that is not assigned any more was given up."""
@@ -99,7 +101,7 @@ class Consumer:
         instance = {name: value for name, value in self.more.items() if name == "instance_id"}
         values = {"group_id": self.group.name, "member_id": self.member, "member_epoch": epoch, **instance}
         answer = self.group.broker.ask(Key.CONSUMER_GROUP_HEARTBEAT, 1, {**values, "topic_partitions": None})
-        return {name: answer[name] for name in (*_TOLD, "heartbeat_interval", "assignment")}
+        return {name: answer[name] for name in (*_COMPARED, "heartbeat_interval", "assignment")}
 
 
 def _count(partitions: list[Any]) -> int:
@@ -110,7 +112,7 @@ def consumer_life(broker: Broker) -> Any:
     """Consumer group: a member joins, lives, is described and leaves."""
     group = Group(broker, "life", life=3)
     member = Consumer(group, "m")
-    steps = [member.join(), member.report(), member.beat(), member.tell(), *group.described()]
+    steps = [member.join(), member.report(), member.beat(), member.report_owned(), *group.described()]
     listed = broker.ask(Key.LIST_GROUPS, 5, {"types_filter": ["consumer"]})["groups"]
     steps += [one for one in listed if one["group_id"] == group.name]
     steps.append(broker.ask(Key.DESCRIBE_GROUPS, 6, {"groups": [group.name]}))
@@ -154,10 +156,15 @@ def consumer_topics(broker: Broker) -> Any:
     group = Group(broker, "topics", topics=2, others=1)
     topic, other = group.topics
     member = Consumer(group, "m", topic)
-    steps = [member.join(), member.report(), member.tell(subscribed_topic_names=[topic, other]), member.report()]
-    steps += [member.tell(subscribed_topic_names=[other]), member.report(), member.beat()]
-    steps += [member.tell(subscribed_topic_names=["not-there"]), member.report(), member.beat()]
-    return [*steps, member.tell(subscribed_topic_names=[]), member.report(), *group.described(), member.leave()]
+    steps = [
+        member.join(),
+        member.report(),
+        member.report_owned(subscribed_topic_names=[topic, other]),
+        member.report(),
+    ]
+    steps += [member.report_owned(subscribed_topic_names=[other]), member.report(), member.beat()]
+    steps += [member.report_owned(subscribed_topic_names=["not-there"]), member.report(), member.beat()]
+    return [*steps, member.report_owned(subscribed_topic_names=[]), member.report(), *group.described(), member.leave()]
 
 
 def consumer_assignors(broker: Broker) -> Any:

@@ -98,7 +98,7 @@ def _class_path(output: Path) -> str:
 def _check_java() -> None:
     if shutil.which("java") is None or shutil.which("javac") is None:
         raise Unavailable("a Java development kit (java, javac) is not on the PATH")
-    said = subprocess.run(["javac", "-version"], capture_output=True, text=True, timeout=60)
-    found = re.search(r"javac (\d+)", said.stdout + said.stderr)
+    output = subprocess.run(["javac", "-version"], capture_output=True, text=True, timeout=60)
+    found = re.search(r"javac (\d+)", output.stdout + output.stderr)
     if found is None or int(found[1]) < _JAVA_MIN:
         raise Unavailable(f"Java {_JAVA_MIN} or newer is needed, found {found[0] if found else 'an unknown one'}")

@@ -12,7 +12,7 @@ from typing import Any, Final, Self
 
 from conformance.dialogues import Member
 from conformance.question import Broker
-from conformance.questions.asking import NOBODY, NOWHERE, Key, batch, new_topic, produced
+from conformance.questions.asking import NOWHERE, UNKNOWN_ID, Key, batch, new_topic, produced
 from conformance.served import receive
 
 _ANSWER_S_MAX: Final = 15.0
@@ -110,9 +110,11 @@ class Sharer:
         answer = self.line.ask(Key.SHARE_GROUP_HEARTBEAT, 1, {**asked, **more})
         if answer["error_code"] == "none":
             self.epoch = answer["member_epoch"]
-        told = answer["assignment"]
+        compared = answer["assignment"]
         numbers = (
-            None if told is None else sorted(number for one in told["topic_partitions"] for number in one["partitions"])
+            None
+            if compared is None
+            else sorted(number for one in compared["topic_partitions"] for number in one["partitions"])
         )
         return [
             answer["error_code"],
@@ -176,11 +178,11 @@ class Sharer:
 
 
 def _fetched(answer: Any) -> Any:
-    told = [answer["error_code"]]
+    compared = [answer["error_code"]]
     for one in (one for topic in answer["responses"] for one in topic["partitions"]):
         ranges = _merged([[r["first_offset"], r["last_offset"], r["delivery_count"]] for r in one["acquired_records"]])
-        told.append([one["partition_index"], one["error_code"], one["acknowledge_error_code"], ranges])
-    return str(told)
+        compared.append([one["partition_index"], one["error_code"], one["acknowledge_error_code"], ranges])
+    return str(compared)
 
 
 def _merged(ranges: list[Any]) -> str:
@@ -313,7 +315,7 @@ def share_unknown_topics(broker: Broker) -> Any:
         one = Sharer(group, line)
         one.join()
         steps: list[Any] = [one.fetch(topics=[{"topic_id": group.topic_id, "partitions": [beyond]}], max_wait=0)]
-        nowhere = {"topic_id": NOBODY, "partitions": [{**partition, "acknowledgement_batches": [one_batch]}]}
+        nowhere = {"topic_id": UNKNOWN_ID, "partitions": [{**partition, "acknowledgement_batches": [one_batch]}]}
         steps += [one.acknowledge(topics=[nowhere])]
         outside = {"topic_id": group.topic_id, "partitions": [{**beyond, "acknowledgement_batches": [one_batch]}]}
         return [*steps, one.acknowledge(topics=[outside])]
@@ -369,10 +371,10 @@ def share_beside_others(broker: Broker) -> Any:
     beat = {"group_id": group.name, "member_id": "m", "member_epoch": 0, "rebalance_timeout": 60000}
     beat |= {"subscribed_topic_names": [group.topic], "topic_partitions": []}
     steps += [broker.ask(Key.CONSUMER_GROUP_HEARTBEAT, 1, beat)["error_code"]]
-    told = broker.ask(Key.DESCRIBE_GROUPS, 6, {"groups": [group.name]})["groups"][0]
-    steps += [told["error_code"], told["group_state"]]
-    told = broker.ask(Key.DESCRIBE_GROUPS, 5, {"groups": [group.name]})["groups"][0]
-    steps += [told["error_code"], told["group_state"]]
+    compared = broker.ask(Key.DESCRIBE_GROUPS, 6, {"groups": [group.name]})["groups"][0]
+    steps += [compared["error_code"], compared["group_state"]]
+    compared = broker.ask(Key.DESCRIBE_GROUPS, 5, {"groups": [group.name]})["groups"][0]
+    steps += [compared["error_code"], compared["group_state"]]
     asked = {"group_ids": [group.name], "include_authorized_operations": False}
     steps += [broker.ask(Key.CONSUMER_GROUP_DESCRIBE, 1, asked)["groups"][0]["error_code"]]
     for types in ([], ["share"], ["SHARE"], ["consumer"]):

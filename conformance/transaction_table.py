@@ -54,7 +54,7 @@ Hold = Callable[[bool], None]
 Answers = dict[str, str]
 
 
-class Who(NamedTuple):
+class ProducerState(NamedTuple):
     """A producer as it names itself."""
 
     transactional_id: str
@@ -65,14 +65,14 @@ class Who(NamedTuple):
 # -- requests -----------------------------------------------------------------------------------------------------
 
 
-def _init(broker: Broker, who: Who, *, expected: bool) -> Any:
-    known = {"producer_id": who.producer_id, "producer_epoch": who.epoch} if expected else {}
-    values = {"transactional_id": who.transactional_id, "transaction_timeout": _TIMEOUT_MS, **known}
+def _init(broker: Broker, producer: ProducerState, *, expected: bool) -> Any:
+    known = {"producer_id": producer.producer_id, "producer_epoch": producer.epoch} if expected else {}
+    values = {"transactional_id": producer.transactional_id, "transaction_timeout": _TIMEOUT_MS, **known}
     return broker.ask(Key.INIT_PRODUCER_ID, 5, values)
 
 
-def _add(broker: Broker, who: Who, version: int, partition: int = _NEW, *, verify: bool = False) -> Any:
-    named: dict[str, Any] = {**_named(who), "topics": [{"name": TABLE, "partitions": [partition]}]}
+def _add(broker: Broker, producer: ProducerState, version: int, partition: int = _NEW, *, verify: bool = False) -> Any:
+    named: dict[str, Any] = {**_named(producer), "topics": [{"name": TABLE, "partitions": [partition]}]}
     if version < 4:
         older = {f"v3_and_below_{name}": value for name, value in named.items()}
         results = broker.ask(Key.ADD_PARTITIONS_TO_TXN, version, older)["results_by_topic_v3_and_below"]
@@ -83,98 +83,104 @@ def _add(broker: Broker, who: Who, version: int, partition: int = _NEW, *, verif
     return {"error_code": results[0]["results_by_partition"][0]["partition_error_code"]}
 
 
-def _add_offsets(broker: Broker, who: Who) -> Any:
-    return broker.ask(Key.ADD_OFFSETS_TO_TXN, 4, {**_named(who), "group_id": GROUP})
+def _add_offsets(broker: Broker, producer: ProducerState) -> Any:
+    return broker.ask(Key.ADD_OFFSETS_TO_TXN, 4, {**_named(producer), "group_id": GROUP})
 
 
-def _commit_offsets(broker: Broker, who: Who, version: int) -> Any:
+def _commit_offsets(broker: Broker, producer: ProducerState, version: int) -> Any:
     offset = {"partition_index": 0, "committed_offset": 1, "committed_leader_epoch": -1, "committed_metadata": None}
-    values = {**_named(who), "group_id": GROUP, "topics": [{"name": TABLE, "partitions": [offset]}]}
+    values = {**_named(producer), "group_id": GROUP, "topics": [{"name": TABLE, "partitions": [offset]}]}
     return broker.ask(Key.TXN_OFFSET_COMMIT, version, values)["topics"][0]["partitions"][0]
 
 
-def _end(broker: Broker, who: Who, version: int, *, commit: bool) -> Any:
-    return broker.ask(Key.END_TXN, version, {**_named(who), "committed": commit})
+def _end(broker: Broker, producer: ProducerState, version: int, *, commit: bool) -> Any:
+    return broker.ask(Key.END_TXN, version, {**_named(producer), "committed": commit})
 
 
-def _produce(broker: Broker, who: Who, version: int, partition: int) -> Any:
-    records = batch(producer_id=who.producer_id, producer_epoch=who.epoch, base_sequence=0, transactional=True)
-    values = {"transactional_id": who.transactional_id, **produced(records, topic=TABLE, partition=partition)}
+def _produce(broker: Broker, producer: ProducerState, version: int, partition: int) -> Any:
+    records = batch(
+        producer_id=producer.producer_id, producer_epoch=producer.epoch, base_sequence=0, transactional=True
+    )
+    values = {"transactional_id": producer.transactional_id, **produced(records, topic=TABLE, partition=partition)}
     return broker.ask(Key.PRODUCE, version, values)["responses"][0]["partition_responses"][0]
 
 
-def _named(who: Who) -> dict[str, Any]:
+def _named(producer: ProducerState) -> dict[str, Any]:
     return {
-        "transactional_id": who.transactional_id,
-        "producer_id": who.producer_id,
-        "producer_epoch": who.epoch,
+        "transactional_id": producer.transactional_id,
+        "producer_id": producer.producer_id,
+        "producer_epoch": producer.epoch,
     }
 
 
-REQUESTS: Final[Mapping[str, Callable[[Broker, Who], Any]]] = {
-    "InitProducerId v5": lambda broker, who: _init(broker, who, expected=False),
-    "InitProducerId v5 with id and epoch": lambda broker, who: _init(broker, who, expected=True),
-    "AddPartitionsToTxn v3": lambda broker, who: _add(broker, who, 3),
-    "AddPartitionsToTxn v4": lambda broker, who: _add(broker, who, 4),
-    "AddPartitionsToTxn v5": lambda broker, who: _add(broker, who, 5),
-    "AddPartitionsToTxn v4 verify": lambda broker, who: _add(broker, who, 4, _ADDED, verify=True),
-    "AddPartitionsToTxn v5 verify": lambda broker, who: _add(broker, who, 5, _ADDED, verify=True),
+REQUESTS: Final[Mapping[str, Callable[[Broker, ProducerState], Any]]] = {
+    "InitProducerId v5": lambda broker, producer: _init(broker, producer, expected=False),
+    "InitProducerId v5 with id and epoch": lambda broker, producer: _init(broker, producer, expected=True),
+    "AddPartitionsToTxn v3": lambda broker, producer: _add(broker, producer, 3),
+    "AddPartitionsToTxn v4": lambda broker, producer: _add(broker, producer, 4),
+    "AddPartitionsToTxn v5": lambda broker, producer: _add(broker, producer, 5),
+    "AddPartitionsToTxn v4 verify": lambda broker, producer: _add(broker, producer, 4, _ADDED, verify=True),
+    "AddPartitionsToTxn v5 verify": lambda broker, producer: _add(broker, producer, 5, _ADDED, verify=True),
     "AddOffsetsToTxn v4": _add_offsets,
-    "TxnOffsetCommit v3": lambda broker, who: _commit_offsets(broker, who, 3),
-    "TxnOffsetCommit v4": lambda broker, who: _commit_offsets(broker, who, 4),
-    "TxnOffsetCommit v5": lambda broker, who: _commit_offsets(broker, who, 5),
-    "EndTxn v3 commit": lambda broker, who: _end(broker, who, 3, commit=True),
-    "EndTxn v3 abort": lambda broker, who: _end(broker, who, 3, commit=False),
-    "EndTxn v4 commit": lambda broker, who: _end(broker, who, 4, commit=True),
-    "EndTxn v4 abort": lambda broker, who: _end(broker, who, 4, commit=False),
-    "EndTxn v5 commit": lambda broker, who: _end(broker, who, 5, commit=True),
-    "EndTxn v5 abort": lambda broker, who: _end(broker, who, 5, commit=False),
-    "Produce v11 to a partition of it": lambda broker, who: _produce(broker, who, 11, _ADDED),
-    "Produce v11 to another partition": lambda broker, who: _produce(broker, who, 11, _NEW),
-    "Produce v12 to a partition of it": lambda broker, who: _produce(broker, who, 12, _ADDED),
-    "Produce v12 to another partition": lambda broker, who: _produce(broker, who, 12, _NEW),
+    "TxnOffsetCommit v3": lambda broker, producer: _commit_offsets(broker, producer, 3),
+    "TxnOffsetCommit v4": lambda broker, producer: _commit_offsets(broker, producer, 4),
+    "TxnOffsetCommit v5": lambda broker, producer: _commit_offsets(broker, producer, 5),
+    "EndTxn v3 commit": lambda broker, producer: _end(broker, producer, 3, commit=True),
+    "EndTxn v3 abort": lambda broker, producer: _end(broker, producer, 3, commit=False),
+    "EndTxn v4 commit": lambda broker, producer: _end(broker, producer, 4, commit=True),
+    "EndTxn v4 abort": lambda broker, producer: _end(broker, producer, 4, commit=False),
+    "EndTxn v5 commit": lambda broker, producer: _end(broker, producer, 5, commit=True),
+    "EndTxn v5 abort": lambda broker, producer: _end(broker, producer, 5, commit=False),
+    "Produce v11 to a partition of it": lambda broker, producer: _produce(broker, producer, 11, _ADDED),
+    "Produce v11 to another partition": lambda broker, producer: _produce(broker, producer, 11, _NEW),
+    "Produce v12 to a partition of it": lambda broker, producer: _produce(broker, producer, 12, _ADDED),
+    "Produce v12 to another partition": lambda broker, producer: _produce(broker, producer, 12, _NEW),
 }
 
-WHO: Final[Mapping[str, Callable[[Who], Who]]] = {
-    "current": lambda who: who,
-    "epoch before": lambda who: who._replace(epoch=who.epoch - 1),
-    "epoch to come": lambda who: who._replace(epoch=who.epoch + 1),
-    "other id": lambda who: who._replace(producer_id=who.producer_id + 1_000_000),
+PRODUCERS: Final[Mapping[str, Callable[[ProducerState], ProducerState]]] = {
+    "current": lambda producer: producer,
+    "epoch before": lambda producer: producer._replace(epoch=producer.epoch - 1),
+    "epoch to come": lambda producer: producer._replace(epoch=producer.epoch + 1),
+    "other id": lambda producer: producer._replace(producer_id=producer.producer_id + 1_000_000),
 }
 """By name: how a request differs from the id and epoch that the broker answered last."""
 
 # -- states -------------------------------------------------------------------------------------------------------
 
 
-def _new_producer(broker: Broker, epoch: int = 2) -> Who:
+def _new_producer(broker: Broker, epoch: int = 2) -> ProducerState:
     """A producer at an epoch that has others before it."""
     transactional_id = f"table-{next(_names)}"
     values = {"transactional_id": transactional_id, "transaction_timeout": _TIMEOUT_MS}
     for answer in broker.ask_repeatedly(Key.INIT_PRODUCER_ID, 5, values, epoch + 1):
         _must(answer)
-    return Who(transactional_id, answer["producer_id"], answer["producer_epoch"])
+    return ProducerState(transactional_id, answer["producer_id"], answer["producer_epoch"])
 
 
-def _unknown(_: Broker) -> Who:
-    return Who(f"table-{next(_names)}", 1_000_000, 2)
+def _unknown(_: Broker) -> ProducerState:
+    return ProducerState(f"table-{next(_names)}", 1_000_000, 2)
 
 
-def _ongoing(broker: Broker, version: int, epoch: int = 2) -> Who:
-    who = _new_producer(broker, epoch)
+def _ongoing(broker: Broker, version: int, epoch: int = 2) -> ProducerState:
+    producer = _new_producer(broker, epoch)
     if version == 1:
-        _must(_add(broker, who, 3, _ADDED))
-        _must(_add_offsets(broker, who))
+        _must(_add(broker, producer, 3, _ADDED))
+        _must(_add_offsets(broker, producer))
     else:
-        _must(_add(broker, who, 5, _ADDED))
-        _must(_commit_offsets(broker, who, 5))
-    return who
+        _must(_add(broker, producer, 5, _ADDED))
+        _must(_commit_offsets(broker, producer, 5))
+    return producer
 
 
-def _ended(broker: Broker, version: int, *, commit: bool) -> Who:
-    who = _ongoing(broker, version)
-    answer = _end(broker, who, 4 if version == 1 else 5, commit=commit)
+def _ended(broker: Broker, version: int, *, commit: bool) -> ProducerState:
+    producer = _ongoing(broker, version)
+    answer = _end(broker, producer, 4 if version == 1 else 5, commit=commit)
     _must(answer)
-    return who if version == 1 else who._replace(producer_id=answer["producer_id"], epoch=answer["producer_epoch"])
+    return (
+        producer
+        if version == 1
+        else producer._replace(producer_id=answer["producer_id"], epoch=answer["producer_epoch"])
+    )
 
 
 def _must(answer: Any) -> None:
@@ -182,7 +188,7 @@ def _must(answer: Any) -> None:
         raise RuntimeError(f"a state could not be prepared: {answer}")
 
 
-STATES: Final[Mapping[str, Callable[[Broker], Who]]] = {
+STATES: Final[Mapping[str, Callable[[Broker], ProducerState]]] = {
     "unknown id": _unknown,
     "Empty": _new_producer,
     **{f"Ongoing, version {version}": partial(_ongoing, version=version) for version in (1, 2)},
@@ -218,13 +224,13 @@ def ask_all(broker: Broker, hold: Hold) -> Answers:
     broker.ask(Key.CREATE_TOPICS, 5, {"timeout": 10000, "topics": [new_topic(TABLE, 2)]})
     answers: Answers = {}
     for state in STATES:
-        who: Who | None = None
+        producer: ProducerState | None = None
         for asking, request in _asked():
-            who = who or _prepare(broker, state, hold)
-            before = _state(broker, who)
-            answers[f"{state} | {asking} | {request}"] = told = _ask(broker, who, before, asking, request)
+            producer = producer or _prepare(broker, state, hold)
+            before = _state(broker, producer)
+            answers[f"{state} | {asking} | {request}"] = told = _ask(broker, producer, before, asking, request)
             if told.startswith("none") or not told.endswith(f", {before}"):
-                who = None
+                producer = None
     return answers
 
 
@@ -236,9 +242,9 @@ def ask_rotated(broker: Broker, hold: Hold, epoch_max: int) -> Answers:
     _must(answer)
     new = old._replace(producer_id=answer["producer_id"], epoch=answer["producer_epoch"])
     answers: Answers = {}
-    for asking, who in {"current": new, "id before": old}.items():
+    for asking, producer in {"current": new, "id before": old}.items():
         for request, ask in REQUESTS.items():
-            answers[f"PrepareCommit, rotated | {asking} | {request}"] = ask(broker, who)["error_code"]
+            answers[f"PrepareCommit, rotated | {asking} | {request}"] = ask(broker, producer)["error_code"]
     hold(False)
     _await_state(broker, new, "CompleteCommit")
     hold(True)
@@ -253,24 +259,24 @@ def ask_rotated(broker: Broker, hold: Hold, epoch_max: int) -> Answers:
 
 
 def _asked() -> Iterator[tuple[str, str]]:
-    for asking in WHO:
+    for asking in PRODUCERS:
         for request in REQUESTS:
             if asking == "current" or request != "InitProducerId v5":
                 yield asking, request
 
 
-def _prepare(broker: Broker, state: str, hold: Hold) -> Who:
+def _prepare(broker: Broker, state: str, hold: Hold) -> ProducerState:
     hold(not state.startswith("Complete"))
-    who = STATES[state](broker)
+    producer = STATES[state](broker)
     if state != "unknown id":
-        _await_state(broker, who, state.partition(",")[0])
+        _await_state(broker, producer, state.partition(",")[0])
     hold(True)
-    return who
+    return producer
 
 
-def _ask(broker: Broker, known: Who, before: str, asking: str, request: str) -> str:
+def _ask(broker: Broker, known: ProducerState, before: str, asking: str, request: str) -> str:
     """The code, how the id and epoch of the answer differ from the ones before, and the state afterwards."""
-    answer = REQUESTS[request](broker, WHO[asking](known))
+    answer = REQUESTS[request](broker, PRODUCERS[asking](known))
     told: str = answer["error_code"]
     if told == "none" and answer.get("producer_id", -1) >= 0:
         if answer["producer_id"] == known.producer_id:
@@ -285,17 +291,19 @@ def _ask(broker: Broker, known: Who, before: str, asking: str, request: str) -> 
     return f"{told}, {after}"
 
 
-def _state(broker: Broker, who: Who) -> str:
-    wanted = {"state_filters": [], "producer_id_filters": [who.producer_id]}
+def _state(broker: Broker, producer: ProducerState) -> str:
+    wanted = {"state_filters": [], "producer_id_filters": [producer.producer_id]}
     listed = broker.ask(Key.LIST_TRANSACTIONS, 0, wanted)["transaction_states"]
-    return next((one["transaction_state"] for one in listed if one["transactional_id"] == who.transactional_id), "-")
+    return next(
+        (one["transaction_state"] for one in listed if one["transactional_id"] == producer.transactional_id), "-"
+    )
 
 
-def _await_state(broker: Broker, who: Who, state: str) -> None:
+def _await_state(broker: Broker, producer: ProducerState, state: str) -> None:
     deadline = time.monotonic() + _READY_S_MAX
-    while (now := _state(broker, who)) != state:
+    while (now := _state(broker, producer)) != state:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{who.transactional_id} is {now}, not {state}, after {_READY_S_MAX:g} s")
+            raise TimeoutError(f"{producer.transactional_id} is {now}, not {state}, after {_READY_S_MAX:g} s")
         time.sleep(0.01)
 
 

@@ -39,9 +39,9 @@ def main() -> int:
     if arguments.kinds:
         plan.kinds = {kind: KINDS[kind][1] for kind in arguments.kinds.split(",")}
     network = _network(plan, arguments.network)
-    tell(f"at most {plan.faults} faults on {plan.nodes} nodes joined by {network.kind}, seed {plan.seed}")
+    print_line(f"at most {plan.faults} faults on {plan.nodes} nodes joined by {network.kind}, seed {plan.seed}")
     if "disk" in plan.kinds and not may_mount():
-        tell("skipped: full disks, since no file system can be mounted without root")
+        print_line("skipped: full disks, since no file system can be mounted without root")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     if arguments.keep is not None:
         return trial(plan, network, arguments.keep, arguments.json)
@@ -70,22 +70,22 @@ def _network(plan: Plan, wanted: str | None) -> Network:
 def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> int:
     """Run in a folder and tell the outcome."""
     folder.mkdir(parents=True, exist_ok=True)
-    running = ClusterTrial(folder, network, plan, tell)
+    running = ClusterTrial(folder, network, plan, print_line)
     try:
         with running:
             outcome = running.run()
             if not outcome.ok:
                 running.save_history(folder / "history.jsonl")
     except (TrialFailed, ServerFailed, CommandFailed) as error:
-        tell(f"{running.cluster.logs()}\nthe trial failed: {error}\nseed {plan.seed}")
+        print_line(f"{running.cluster.logs()}\nthe trial failed: {error}\nseed {plan.seed}")
         return 1
     for line in account(outcome.struck):
-        tell(line)
-    tell(f"{outcome.faults} faults\n{outcome.findings()}")
+        print_line(line)
+    print_line(f"{outcome.faults} faults\n{outcome.findings()}")
     if report is not None:
         report.write_text(json.dumps(as_json(plan, network, outcome), indent=1) + "\n")
     if not outcome.ok:
-        tell(f"{running.cluster.logs()}\nseed {plan.seed}")
+        print_line(f"{running.cluster.logs()}\nseed {plan.seed}")
     return 0 if outcome.ok else 1
 
 
@@ -125,7 +125,7 @@ def as_json(plan: Plan, network: Network, outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Say something with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 

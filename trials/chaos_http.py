@@ -131,18 +131,18 @@ class Trial:
         ]
 
     async def _settle(self, messages: list[dict[str, Any]]) -> None:
-        said: dict[str, list[Any]] = {"accept": [], "release": []}
+        body: dict[str, list[Any]] = {"accept": [], "release": []}
         names: dict[str, str] = {}
         for message in messages:
             choice = self._random.random()
             if choice < 0.85:
-                said["accept"].append(message["lease"])
+                body["accept"].append(message["lease"])
                 names[message["lease"]] = message["id"]
             elif choice < 0.95:
-                said["release"].append({"lease": message["lease"], "delay_ms": 0})
-        if not said["accept"] and not said["release"]:
+                body["release"].append({"lease": message["lease"], "delay_ms": 0})
+        if not body["accept"] and not body["release"]:
             return
-        answer = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:settle", json=said)
+        answer = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:settle", json=body)
         if answer is None or answer.status_code != 200:
             # They may be accepted all the same; if not, somebody gets them again.
             self.doubtful.update(names.values())
@@ -174,8 +174,8 @@ class Trial:
     def _note(self, what: int | str) -> None:
         self.refused[what] = self.refused.get(what, 0) + 1
 
-    def _place(self, name: str, told: dict[str, Any]) -> None:
-        self.places.setdefault(name, set()).add((told["partition"], told["offset"]))
+    def _place(self, name: str, receipt: dict[str, Any]) -> None:
+        self.places.setdefault(name, set()).add((receipt["partition"], receipt["offset"]))
 
 
 def bugs(node: Server) -> list[str]:

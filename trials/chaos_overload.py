@@ -118,8 +118,8 @@ async def flood(server: Server, kind: str, connections: int, seconds: float) -> 
         sys.executable, "-m", "benchmarks.overload_flood", *arguments, stdout=PIPE
     )
     out, _ = await process.communicate()
-    told: dict[str, int] = json.loads(out)
-    return told
+    report: dict[str, int] = json.loads(out)
+    return report
 
 
 # -- batches that hold more than they are ----------------------------------------------------------------------------

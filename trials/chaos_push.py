@@ -49,17 +49,17 @@ def _arguments() -> argparse.Namespace:
 def trial(arguments: argparse.Namespace, seed: int, folder: Path) -> bool:
     """Run it and tell the outcome; whether nothing was wrong."""
     plan = Plan(seed=seed, faults=arguments.faults, minutes_max=arguments.minutes)
-    tell(f"{arguments.nodes} nodes, {plan.faults} faults, seed {seed}")
+    print_line(f"{arguments.nodes} nodes, {plan.faults} faults, seed {seed}")
     try:
         with cluster_of(int(arguments.nodes), folder) as cluster:
-            outcome = asyncio.run(PushTrial(cluster, plan, tell).run())
+            outcome = asyncio.run(PushTrial(cluster, plan, print_line).run())
     except (TrialFailed, ServerFailed) as error:
-        tell(f"the trial failed: {error}\nseed {seed}")
+        print_line(f"the trial failed: {error}\nseed {seed}")
         return False
-    tell(outcome.account)
+    print_line(outcome.account)
     for finding in outcome.findings:
-        tell(f"BROKEN {finding}")
-    tell(f"seed {seed}" if outcome.findings else "nothing was wrong")
+        print_line(f"BROKEN {finding}")
+    print_line(f"seed {seed}" if outcome.findings else "nothing was wrong")
     return not outcome.findings
 
 
@@ -71,7 +71,7 @@ def cluster_of(nodes: int, folder: Path) -> TrialCluster:
     return TrialCluster(folder, RelayNetwork(nodes), nodes=nodes, settings=settings)
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Say something with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 

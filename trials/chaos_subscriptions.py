@@ -42,7 +42,7 @@ def main() -> int:
         sizes = (1, CLUSTER) if arguments.nodes == "both" else (int(arguments.nodes),)
         sound = [trial(arguments, seed, nodes, Path(kept) / f"nodes-{nodes}") for nodes in sizes]
     if arguments.plant:
-        tell(f"{arguments.plant} was {'not found' if any(sound) else 'found'}")
+        print_line(f"{arguments.plant} was {'not found' if any(sound) else 'found'}")
     return int(any(sound) if arguments.plant else not all(sound))
 
 
@@ -66,18 +66,18 @@ def trial(arguments: argparse.Namespace, seed: int, nodes: int, folder: Path) ->
     plan = Plan(seed=seed, faults=faults, minutes_max=arguments.minutes, messages_per_s=arguments.rate)
     wanted = arguments.kinds.split(",") if arguments.kinds else list(NODE_KINDS)
     plan.node_kinds = {kind: NODE_KINDS[kind] for kind in wanted if nodes > 1 or kind in ALONE}
-    tell(f"{nodes} nodes, {faults} faults, seed {seed}")
+    print_line(f"{nodes} nodes, {faults} faults, seed {seed}")
     program = planted(arguments.plant) if arguments.plant else PROGRAM
     try:
         with cluster_of(nodes, folder, program) as cluster:
-            outcome = asyncio.run(SubscriptionTrial(folder, cluster, plan, tell).run())
+            outcome = asyncio.run(SubscriptionTrial(folder, cluster, plan, print_line).run())
     except (TrialFailed, ServerFailed) as error:
-        tell(f"the trial failed: {error}\nseed {seed}")
+        print_line(f"the trial failed: {error}\nseed {seed}")
         return False
-    tell(outcome.account)
+    print_line(outcome.account)
     for finding in outcome.findings:
-        tell(f"BROKEN {finding}")
-    tell(f"{nodes} nodes: {'nothing was wrong' if outcome.ok else f'seed {seed}'}")
+        print_line(f"BROKEN {finding}")
+    print_line(f"{nodes} nodes: {'nothing was wrong' if outcome.ok else f'seed {seed}'}")
     return outcome.ok
 
 
@@ -90,7 +90,7 @@ def cluster_of(nodes: int, folder: Path, program: tuple[str, ...]) -> TrialClust
     return TrialCluster(folder, network, nodes=nodes, settings=settings, program=program)
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Say something with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 

@@ -81,7 +81,7 @@ def add_java(plan: Plan, version: str) -> None:
     try:
         plan.java = tuple(transaction_program(version))
     except Unavailable as error:
-        tell(f"no programs with Apache Kafka's client: {error}")
+        print_line(f"no programs with Apache Kafka's client: {error}")
     else:
         plan.groups = (*plan.groups, JAVA)
 
@@ -98,30 +98,30 @@ def cluster_of(plan: Plan, nodes: int, folder: Path) -> TrialCluster:
 def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
     """Run in a folder and tell the outcome."""
     folder.mkdir(parents=True, exist_ok=True)
-    running = TransactionTrial(folder, cluster_of(plan, nodes, folder), plan, tell)
-    tell(f"{plan.kills} kills of {nodes} nodes and {plan.workers * len(plan.groups)} programs, seed {plan.seed}")
+    running = TransactionTrial(folder, cluster_of(plan, nodes, folder), plan, print_line)
+    print_line(f"{plan.kills} kills of {nodes} nodes and {plan.workers * len(plan.groups)} programs, seed {plan.seed}")
     began = time.monotonic()
     with running:
         try:
             outcome = running.run()
         except (TrialFailed, ServerFailed, CommandFailed) as error:
             running.save_history(folder / "history.jsonl")
-            tell(f"{running.waiting()}\nthe trial failed: {error}\nseed {plan.seed}")
+            print_line(f"{running.waiting()}\nthe trial failed: {error}\nseed {plan.seed}")
             return 1
         running.save_history(folder / "history.jsonl")
     for line in account(outcome.rounds):
-        tell(line)
+        print_line(line)
     took_s = time.monotonic() - began
-    tell(
+    print_line(
         f"{outcome.kills} kills in {len(outcome.rounds)} rounds and {took_s:.0f} s, {running.renewed} programs renewed"
     )
-    tell(outcome.findings())
+    print_line(outcome.findings())
     if report is not None:
-        told = {"seed": plan.seed, "nodes": nodes, "kills": outcome.kills, "seconds": took_s, "ok": outcome.ok}
+        summary = {"seed": plan.seed, "nodes": nodes, "kills": outcome.kills, "seconds": took_s, "ok": outcome.ok}
         found = {"findings": outcome.findings().splitlines(), "rounds": [str(one) for one in outcome.rounds]}
-        report.write_text(json.dumps({**told, **found}, indent=1) + "\n")
+        report.write_text(json.dumps({**summary, **found}, indent=1) + "\n")
     if not outcome.ok:
-        tell(f"seed {plan.seed}")
+        print_line(f"seed {plan.seed}")
     return 0 if outcome.ok else 1
 
 
@@ -135,7 +135,7 @@ def account(rounds: Sequence[Round]) -> list[str]:
     return lines
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Say something with the time."""
     print(time.strftime("%H:%M:%S ") + line, flush=True)
 

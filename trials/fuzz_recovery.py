@@ -269,11 +269,11 @@ def example(chance: random.Random) -> int:
 
 def main() -> int:
     """Run the fuzzer."""
-    told = listen()
+    collected = listen()
 
     def checked(chance: random.Random) -> int:
         tried = example(chance)
-        told.check()
+        collected.check()
         return tried
 
     return run("trials.fuzz_recovery", checked)

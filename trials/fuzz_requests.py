@@ -230,12 +230,12 @@ async def _example(chance: random.Random) -> int:
 
 def main() -> int:
     """Run the fuzzer."""
-    told = listen()
+    collected = listen()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
 
         def example(chance: random.Random) -> int:
             tried = runner.run(_example(chance))
-            told.check()
+            collected.check()
             return tried
 
         return run("trials.fuzz_requests", example)

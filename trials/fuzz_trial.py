@@ -28,7 +28,7 @@ class Finding(Exception):
     """Something that must not happen; the message says what."""
 
 
-class Told(logging.Handler):
+class LogCollector(logging.Handler):
     """Keeps the log lines that nothing a client or a disk does may bring about: those with a traceback."""
 
     def __init__(self) -> None:
@@ -43,15 +43,15 @@ class Told(logging.Handler):
     def check(self) -> None:
         """Raise what was kept."""
         if self.unexpected:
-            told, self.unexpected = self.unexpected, []
-            raise Finding("unexpected log lines:\n" + "\n".join(told))
+            collected, self.unexpected = self.unexpected, []
+            raise Finding("unexpected log lines:\n" + "\n".join(collected))
 
 
-def listen() -> Told:
+def listen() -> LogCollector:
     """Have the log kept instead of printed."""
-    told = Told()
-    logging.basicConfig(handlers=[told], level=logging.WARNING, force=True)
-    return told
+    collected = LogCollector()
+    logging.basicConfig(handlers=[collected], level=logging.WARNING, force=True)
+    return collected
 
 
 def parse(module: str, arguments: Sequence[str]) -> argparse.Namespace:

@@ -60,7 +60,7 @@ def replay(name: str, seed: int, *, tracing: bool) -> int:
 
 def run_many(name: str, seeds: range, jobs: int) -> int:
     """Run many seeds and tell of those that failed."""
-    began = told = time.monotonic()
+    began = last_progress = time.monotonic()
     done = steps = batches = 0
     virtual_s = 0.0
     failed: list[Outcome] = []
@@ -69,11 +69,12 @@ def run_many(name: str, seeds: range, jobs: int) -> int:
         virtual_s += outcome.virtual_s
         if outcome.failure is not None:
             failed.append(outcome)
-            tell_failure(name, outcome, with_trace=len(failed) <= FAILURES_SHOWN_MAX)
-        if time.monotonic() - told > PROGRESS_S:
-            told = time.monotonic()
+            print_failure(name, outcome, with_trace=len(failed) <= FAILURES_SHOWN_MAX)
+        if time.monotonic() - last_progress > PROGRESS_S:
+            last_progress = time.monotonic()
             print(
-                f"{name}: {done} of {len(seeds)} seeds, {len(failed)} failed, {done / (told - began):.1f}/s", flush=True
+                f"{name}: {done} of {len(seeds)} seeds, {len(failed)} failed, {done / (last_progress - began):.1f}/s",
+                flush=True,
             )
     elapsed_s = time.monotonic() - began
     print(
@@ -94,7 +95,7 @@ def outcomes(name: str, seeds: range, jobs: int) -> Iterator[Outcome]:
         yield from pool.imap_unordered(SIMULATIONS[name], seeds, chunksize=CHUNK)
 
 
-def tell_failure(name: str, outcome: Outcome, *, with_trace: bool) -> None:
+def print_failure(name: str, outcome: Outcome, *, with_trace: bool) -> None:
     """Tell of a seed that failed, and how it came to that."""
     print(describe(name, outcome))
     if with_trace:

@@ -55,7 +55,7 @@ class Samples:
     """What was seen, each with its time in seconds since the start."""
 
     began: float = field(default_factory=time.monotonic)
-    stretch: int = 0
+    interval: int = 0
     resident_mb: list[tuple[float, int, float]] = field(default_factory=list)
     handles: list[tuple[float, int, float]] = field(default_factory=list)
     latency_ms: list[tuple[float, int, float]] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Samples:
 
     def add(self, series: list[tuple[float, int, float]], value: float) -> None:
         """Note a value."""
-        series.append((time.monotonic() - self.began, self.stretch, value))
+        series.append((time.monotonic() - self.began, self.interval, value))
 
     def count(self, what: str) -> None:
         """Note that something was done once more."""
@@ -148,7 +148,7 @@ class Soak:
     def _sample(self) -> None:
         pid = self._server.pid
         if pid != self._pid:
-            self._samples.stretch += 1
+            self._samples.interval += 1
             self._pid = pid
         pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
         self._samples.add(self._samples.resident_mb, pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
@@ -215,14 +215,14 @@ def _is_open(connection: socket.socket) -> bool:
 
 def settled(series: Sequence[tuple[float, int, float]]) -> list[list[tuple[float, float]]]:
     """The samples of each stretch between two kills, without its warm-up."""
-    stretches = []
-    for stretch in sorted({number for _, number, _ in series}):
-        points = [(at, value) for at, number, value in series if number == stretch]
+    intervals = []
+    for interval in sorted({number for _, number, _ in series}):
+        points = [(at, value) for at, number, value in series if number == interval]
         late = points[int(len(points) * WARM_UP_SHARE) :]
         step = max(1, len(late) // POINTS_MAX)
         if len(late) >= POINTS_MIN:
-            stretches.append(late[::step])
-    return stretches
+            intervals.append(late[::step])
+    return intervals
 
 
 def growth(points: Sequence[tuple[float, float]]) -> float:
@@ -234,10 +234,11 @@ def growth(points: Sequence[tuple[float, float]]) -> float:
 def by_slot(latencies: Sequence[tuple[float, int, float]], share: float) -> list[tuple[float, int, float]]:
     """A percentile of the latencies in each five seconds, which is what has to stay flat."""
     slots: dict[tuple[int, int], list[float]] = {}
-    for at, stretch, value in latencies:
-        slots.setdefault((int(at // SLOT_S), stretch), []).append(value)
+    for at, interval, value in latencies:
+        slots.setdefault((int(at // SLOT_S), interval), []).append(value)
     return [
-        (slot * SLOT_S, stretch, sorted(values)[int(len(values) * share)]) for (slot, stretch), values in slots.items()
+        (slot * SLOT_S, interval, sorted(values)[int(len(values) * share)])
+        for (slot, interval), values in slots.items()
     ]
 
 
@@ -251,11 +252,11 @@ def judge(samples: Samples) -> list[str]:
         "p99 latency (ms)": (by_slot(samples.latency_ms, 0.99), 1.0, 50.0),
     }
     for name, (points, share, least) in series.items():
-        for number, stretch in enumerate(settled(points), 1):
-            middle = statistics.median(value for _, value in stretch)
-            grew = growth(stretch)
+        for number, interval in enumerate(settled(points), 1):
+            middle = statistics.median(value for _, value in interval)
+            grew = growth(interval)
             verdict = "GREW" if grew > max(share * middle, least) else "flat"
-            minutes = (stretch[-1][0] - stretch[0][0]) / 60
+            minutes = (interval[-1][0] - interval[0][0]) / 60
             lines.append(
                 f"{verdict}  {name:17} stretch {number}: median {middle:8.1f}, {grew:+8.2f} in {minutes:.1f} min"
             )
@@ -278,18 +279,20 @@ def table(samples: Samples) -> list[str]:
     return lines
 
 
-def run(minutes: float, folder: Path, tell: Callable[[str], None]) -> tuple[Outcome, Samples, list[str]]:
+def run(minutes: float, folder: Path, print_line: Callable[[str], None]) -> tuple[Outcome, Samples, list[str]]:
     """Run the trial with everything beside it."""
-    stretch_s = minutes * 60 / (KILLS + 1)
-    plan = Plan(kills=KILLS, partitions=4, producers=3, messages_per_s=100, steady=True, load_s=(stretch_s, stretch_s))
+    interval_s = minutes * 60 / (KILLS + 1)
+    plan = Plan(
+        kills=KILLS, partitions=4, producers=3, messages_per_s=100, steady=True, load_s=(interval_s, interval_s)
+    )
     server, samples = Server(folder / "data", settings=SERVER_SETTINGS), Samples()
-    with KillTrial(server, plan, tell) as trial:
+    with KillTrial(server, plan, print_line) as trial:
         soak = Soak(server, samples)
         soak.start()
         try:
             outcome = trial.run()
             # The last quarter has no kill at its end.
-            time.sleep(stretch_s)
+            time.sleep(interval_s)
         finally:
             failures = soak.stop()
     return outcome, samples, failures

@@ -75,10 +75,10 @@ class Stream(Session):
         self.connection.socket.sendall(
             b"PUB $JS.API.%b %b.r %d\r\n%b\r\n" % (what.encode(), self._inbox.encode(), len(text), text)
         )
-        told: dict[str, Any] = json.loads(self._answer())
-        if "error" in told:
-            raise PeerFailed(str(told["error"]))
-        return told
+        output: dict[str, Any] = json.loads(self._answer())
+        if "error" in output:
+            raise PeerFailed(str(output["error"]))
+        return output
 
     def _answer(self) -> bytes:
         """The text of the next message to the place for answers; all others are dropped."""
@@ -126,8 +126,8 @@ class Nats(Subject):
 
     def __init__(self) -> None:
         self._binary = fetch()
-        told = subprocess.run([self._binary, "--version"], capture_output=True, text=True, check=True).stdout
-        self.version = (re.findall(r"v(\d\S+)", told) or ["unknown"])[0]
+        output = subprocess.run([self._binary, "--version"], capture_output=True, text=True, check=True).stdout
+        self.version = (re.findall(r"v(\d\S+)", output) or ["unknown"])[0]
         self._stack = ExitStack()
         self._servers: dict[str, PeerServer] = {}
 

@@ -92,8 +92,8 @@ class Redis(Subject):
         if binary is None:
             raise PeerUnavailable("redis-server is not installed")
         self._binary = binary
-        told = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
-        self.version = (re.findall(r"v=(\S+)", told) or ["unknown"])[0]
+        output = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True).stdout
+        self.version = (re.findall(r"v=(\S+)", output) or ["unknown"])[0]
         self._stack = ExitStack()
         self._servers: dict[str, PeerServer] = {}
         self._tool = shutil.which("redis-benchmark")
@@ -142,9 +142,9 @@ class Redis(Subject):
         add = ["XADD", _TOOL_STREAM, "*", "m", payload(case.size_bytes).decode()]
         run = [tool, "-p", port, "-c", str(_CLIENTS), "-P", str(_PIPELINE), "-n", str(count), "--csv", *add]
         with Meter(server.pid) as meter:
-            told = subprocess.run(run, capture_output=True, text=True, check=True, timeout=_TOOL_S_MAX).stdout
+            output = subprocess.run(run, capture_output=True, text=True, check=True, timeout=_TOOL_S_MAX).stdout
         # Test, requests per second, and six columns about latencies.
-        self._rates[case.name] = float(told.strip().splitlines()[-1].split(",")[-7].strip('"'))
+        self._rates[case.name] = float(output.strip().splitlines()[-1].split(",")[-7].strip('"'))
         with closing(Connection(server.kafka)) as connection:
             Stream(connection, case.size_bytes, _TOOL_STREAM).delete()
         return flow(case, count, count / self._rates[case.name], meter)

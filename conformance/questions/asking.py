@@ -28,7 +28,7 @@ NOWHERE: Final = "nowhere"
 TAKEN: Final = "taken"
 """A transactional id that has a producer, but no transaction."""
 BAD_NAME: Final = "no/slash"
-NOBODY: Final = UUID("12345678-1234-1234-1234-123456789012")
+UNKNOWN_ID: Final = UUID("12345678-1234-1234-1234-123456789012")
 FIXTURE_MS: Final = 1_700_000_000_000
 _READY_S_MAX = 30.0
 

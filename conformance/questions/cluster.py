@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.questions.asking import BAD_NAME, NOBODY, NOWHERE, TOPIC, Key, Question, question
+from conformance.questions.asking import BAD_NAME, NOWHERE, TOPIC, UNKNOWN_ID, Key, Question, question
 
 
 def _metadata(about: str, version: int, *topics: dict[str, Any], **more: Any) -> Question:
@@ -36,8 +36,8 @@ QUESTIONS = (
     *(_metadata("unknown", version, {"name": NOWHERE}, allow_auto_topic_creation=False) for version in (4, 9, 12)),
     _metadata("fixture", 12, {"name": TOPIC}),
     _metadata("fixture twice", 12, {"name": TOPIC}, {"name": TOPIC}),
-    _metadata("name and unknown id", 12, {"name": "nobody", "topic_id": NOBODY}),
-    _metadata("unknown id", 12, {"name": None, "topic_id": NOBODY}),
+    _metadata("name and unknown id", 12, {"name": "nobody", "topic_id": UNKNOWN_ID}),
+    _metadata("unknown id", 12, {"name": None, "topic_id": UNKNOWN_ID}),
     _metadata("neither name nor id", 12, {"name": None}),
     _metadata("empty name", 12, {"name": ""}),
     _metadata("no topics", 12),

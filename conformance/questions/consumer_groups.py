@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.questions.asking import NOBODY, NOWHERE, TOPIC, Key, Question, question
+from conformance.questions.asking import NOWHERE, TOPIC, UNKNOWN_ID, Key, Question, question
 
 
 def _beat(about: str, version: int = 1, **more: Any) -> Question:
@@ -26,7 +26,7 @@ QUESTIONS = (
     _beat("empty instance id", instance_id=""),
     _beat("empty rack", rack_id=""),
     _beat("no rebalance timeout", rebalance_timeout=-1),
-    _beat("owned partitions on joining", topic_partitions=[{"topic_id": NOBODY, "partitions": [0]}]),
+    _beat("owned partitions on joining", topic_partitions=[{"topic_id": UNKNOWN_ID, "partitions": [0]}]),
     _beat("no word of owned partitions on joining", topic_partitions=None),
     _beat("no subscription", subscribed_topic_names=None),
     _beat("unknown assignor", server_assignor="sticky"),

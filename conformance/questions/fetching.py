@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.questions.asking import NOBODY, NOWHERE, TOPIC, Key, Question, question
+from conformance.questions.asking import NOWHERE, TOPIC, UNKNOWN_ID, Key, Question, question
 
 _BY_ID = 13
 _LATEST, _EARLIEST = -1, -2
@@ -12,7 +12,7 @@ _LATEST, _EARLIEST = -1, -2
 
 def _fetch(about: str, version: int = 11, *, of: dict[str, Any] | None = None, **more: Any) -> Question:
     """`of` changes what is said of the one partition that is asked for."""
-    topic = {"topic_id": NOBODY} if version >= _BY_ID else {"topic": more.pop("topic", TOPIC)}
+    topic = {"topic_id": UNKNOWN_ID} if version >= _BY_ID else {"topic": more.pop("topic", TOPIC)}
     partition = {"partition": 0, "fetch_offset": 0, "partition_max_bytes": 1 << 20, **(of or {})}
     limits = {"max_wait": 100, "min_bytes": 0, "max_bytes": 1 << 20}
     topics = [{**topic, "partitions": [partition]}]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from conformance.questions.asking import BAD_NAME, NOBODY, NOWHERE, TOPIC, Key, Question, new_topic, question
+from conformance.questions.asking import BAD_NAME, NOWHERE, TOPIC, UNKNOWN_ID, Key, Question, new_topic, question
 
 _BY_ID = 6
 
@@ -74,8 +74,8 @@ QUESTIONS = (
     _delete("unknown", NOWHERE),
     _delete("unknown twice", NOWHERE, NOWHERE),
     _delete("bad name", BAD_NAME),
-    _delete("unknown id", {"name": None, "topic_id": NOBODY}, version=6),
-    _delete("name and id", {"name": TOPIC, "topic_id": NOBODY}, version=6),
+    _delete("unknown id", {"name": None, "topic_id": UNKNOWN_ID}, version=6),
+    _delete("name and id", {"name": TOPIC, "topic_id": UNKNOWN_ID}, version=6),
     _delete("neither name nor id", {"name": None}, version=6),
     _grow("fewer", 1),
     _grow("as many", 2),

@@ -6,7 +6,7 @@ from typing import Any
 
 from conformance.questions.asking import NOWHERE, TAKEN, TOPIC, Key, Question, question
 
-_NOBODY = {"transactional_id": NOWHERE, "producer_id": 4711, "producer_epoch": 0}
+_UNKNOWN_PRODUCER = {"transactional_id": NOWHERE, "producer_id": 4711, "producer_epoch": 0}
 _OFFSET = {"partition_index": 0, "committed_offset": 1, "committed_metadata": None}
 
 
@@ -17,19 +17,19 @@ def _init(about: str, version: int = 4, **values: Any) -> Question:
 
 def _add(about: str, version: int, topic: str = TOPIC, partition: int = 0) -> Question:
     topics = [{"name": topic, "partitions": [partition]}]
-    older = {f"v3_and_below_{name}": value for name, value in {**_NOBODY, "topics": topics}.items()}
+    older = {f"v3_and_below_{name}": value for name, value in {**_UNKNOWN_PRODUCER, "topics": topics}.items()}
     return question(about, Key.ADD_PARTITIONS_TO_TXN, version, **older)
 
 
 def _end(about: str, version: int, **values: Any) -> Question:
-    return question(about, Key.END_TXN, version, **{**_NOBODY, "committed": True, **values})
+    return question(about, Key.END_TXN, version, **{**_UNKNOWN_PRODUCER, "committed": True, **values})
 
 
 def _offsets(about: str, version: int, topic: str = TOPIC, **values: Any) -> Question:
     epoch = {"committed_leader_epoch": -1} if version >= 2 else {}
     topics = [{"name": topic, "partitions": [{**_OFFSET, **epoch}]}]
     return question(
-        about, Key.TXN_OFFSET_COMMIT, version, **{**_NOBODY, "group_id": NOWHERE, "topics": topics, **values}
+        about, Key.TXN_OFFSET_COMMIT, version, **{**_UNKNOWN_PRODUCER, "group_id": NOWHERE, "topics": topics, **values}
     )
 
 
@@ -41,8 +41,8 @@ QUESTIONS = (
     _add("id that nobody has", 3),
     _add("unknown topic", 3, NOWHERE),
     _add("unknown partition", 3, TOPIC, 9),
-    question("id that nobody has", Key.ADD_OFFSETS_TO_TXN, 0, **_NOBODY, group_id=NOWHERE),
-    question("id that nobody has", Key.ADD_OFFSETS_TO_TXN, 4, **_NOBODY, group_id=NOWHERE),
+    question("id that nobody has", Key.ADD_OFFSETS_TO_TXN, 0, **_UNKNOWN_PRODUCER, group_id=NOWHERE),
+    question("id that nobody has", Key.ADD_OFFSETS_TO_TXN, 4, **_UNKNOWN_PRODUCER, group_id=NOWHERE),
     *(_end("id that nobody has", version) for version in (0, 4, 5)),
     _end("empty id", 4, transactional_id=""),
     *(_offsets("id that nobody has", version) for version in (0, 2, 3, 4)),

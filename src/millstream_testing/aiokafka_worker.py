@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError
 
-from millstream_testing.transaction_events import Begun
+from millstream_testing.transaction_events import TransactionBegun
 from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, Renew, Stuck, Worker
 
 T = TypeVar("T")
@@ -70,13 +70,13 @@ class AiokafkaWorker(Worker):
         if self.wants_abort():
             await self._abort(begun)
             return
-        self.asked(commit=True)
+        self.end_requested(commit=True)
         await self._within("commit_transaction", self._producer.commit_transaction())
         self.ended(committed=True)
 
-    async def _abort(self, begun: Begun) -> None:
+    async def _abort(self, begun: TransactionBegun) -> None:
         """Abort, and read again what was consumed."""
-        self.asked(commit=False)
+        self.end_requested(commit=False)
         await self._within("abort_transaction", self._producer.abort_transaction())
         self.ended(committed=False)
         for each in begun.inputs:

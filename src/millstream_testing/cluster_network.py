@@ -23,7 +23,7 @@ ETCD = 0
 
 _KAFKA_PORT, _HTTP_PORT = 9092, 8080
 _ETCD_HOST, _OWN_HOST = 250, 254
-_NOBODYS_MAC = "02:00:00:00:00:01"
+_UNUSED_MAC = "02:00:00:00:00:01"
 _PREFIX = "mst"
 
 
@@ -203,7 +203,7 @@ class NamespaceNetwork:
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
         """Let each side, or the first one, send to where nobody is."""
         for here, there in ((one, other), (other, one))[: 1 if one_way else 2]:
-            entry = ["neigh", "replace", self._host(there), "lladdr", _NOBODYS_MAC, "dev", "eth0", "nud", "permanent"]
+            entry = ["neigh", "replace", self._host(there), "lladdr", _UNUSED_MAC, "dev", "eth0", "nud", "permanent"]
             run_ip("-n", self._space(here), *entry)
 
     def heal(self, one: int, other: int) -> None:

@@ -33,7 +33,7 @@ TOPICS = {"trial-os": "os", "trial-always": "always"}
 """The topics, and when each counts a record as stored."""
 
 PROTOCOLS = ("classic", "consumer")
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 REPLICATION = 3
 _PROBE_S = 0.2
 _CLOSE_S_MAX = 15.0
@@ -129,12 +129,12 @@ class ClusterTrial:
     """One trial. Everything that it starts ends with it."""
 
     def __init__(
-        self, folder: Path, network: Network, plan: Plan, tell: Callable[[str], None] = lambda _: None
+        self, folder: Path, network: Network, plan: Plan, print_line: Callable[[str], None] = lambda _: None
     ) -> None:
         settings = _SETTINGS | {"lease-ms": plan.lease_ms, "replica-lag-ms": plan.replica_lag_ms}
         self.cluster = TrialCluster(folder, network, nodes=plan.nodes, settings=settings, disks="disk" in plan.kinds)
         self._plan = plan
-        self._tell = tell
+        self._print_line = print_line
         self._random = random.Random(plan.seed)
         self._notes = Notes()
         self._topics = dict.fromkeys(TOPICS, plan.partitions)
@@ -174,7 +174,7 @@ class ClusterTrial:
             if unchecked >= self._plan.check_every:
                 unchecked = 0
                 report = self._settle_and_check()
-                self._tell(f"  {done} faults: {str(report).splitlines()[0]}")
+                self._print_line(f"  {done} faults: {str(report).splitlines()[0]}")
                 if not report.ok:
                     return Outcome(report, self._struck)
             if done >= self._plan.faults or time.monotonic() > deadline:
@@ -227,7 +227,7 @@ class ClusterTrial:
         kinds = tuple(kind for kind, _ in faults)
         waits = {"next_produce_s": recovery.slowest_s, "longest_wait_s": recovery.longest_s}
         self._struck.append(Struck(kinds=kinds, what=what, whole_s=whole_s, **waits))
-        self._tell(f"{self._counted():4} {self._struck[-1]}")
+        self._print_line(f"{self._counted():4} {self._struck[-1]}")
 
     def _await_produce(self, when: str) -> None:
         recovery = self._notes.recovers()

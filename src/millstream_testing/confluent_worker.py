@@ -12,7 +12,7 @@ from typing import Any
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Producer, TopicPartition
 
-from millstream_testing.transaction_events import Begun
+from millstream_testing.transaction_events import TransactionBegun
 from millstream_testing.transaction_worker import BATCH_MAX, BATCH_S, RENEW, Renew, Stuck, Task, Worker
 
 _CALL_S = 5.0
@@ -93,7 +93,7 @@ class ConfluentWorker(Worker):
             if self.wants_abort():
                 self._abort(begun)
                 return
-            self.asked(commit=True)
+            self.end_requested(commit=True)
             self._insist("commit_transaction", lambda: self._producer.commit_transaction(_CALL_S))
             self.ended(committed=True)
         except KafkaException as error:
@@ -101,9 +101,9 @@ class ConfluentWorker(Worker):
                 raise Renew(str(error)) from error
             self._abort(begun)
 
-    def _abort(self, begun: Begun) -> None:
+    def _abort(self, begun: TransactionBegun) -> None:
         """Abort, and read again what was consumed."""
-        self.asked(commit=False)
+        self.end_requested(commit=False)
         try:
             self._insist("abort_transaction", lambda: self._producer.abort_transaction(_CALL_S))
         except KafkaException as error:

@@ -406,17 +406,17 @@ class _Check:
     def _find_skipped(self) -> None:
         # Wider gaps come first, so that a gap within one that is already told is not told again.
         gaps = sorted(self._gaps_in_order() | self._gaps_in_cover(), key=lambda gap: gap.start - gap.end)
-        told: list[_Gap] = []
+        reported: list[_Gap] = []
         for gap in gaps[:_GAPS_MAX]:
-            if not any(gap.within(other) for other in told) and not self._is_only_lost(gap):
-                told.append(gap)
-        told.extend(gaps[_GAPS_MAX:])
-        rows = np.array([(gap.partition, gap.start, UNKNOWN) for gap in told], dtype=np.int64).reshape(-1, 3)
+            if not any(gap.within(other) for other in reported) and not self._is_only_lost(gap):
+                reported.append(gap)
+        reported.extend(gaps[_GAPS_MAX:])
+        rows = np.array([(gap.partition, gap.start, UNKNOWN) for gap in reported], dtype=np.int64).reshape(-1, 3)
         self._add(
             Kind.SKIPPED,
             rows,
             lambda row: (
-                f"{self._history._consumers.name(told[row].consumer)[0]} went past it and on to {told[row].end}"
+                f"{self._history._consumers.name(reported[row].consumer)[0]} went past it and on to {reported[row].end}"
             ),
         )
 

@@ -53,10 +53,10 @@ class Outcome:
 class KillTrial:
     """One trial on one server, which it starts, kills and stops."""
 
-    def __init__(self, server: Server, plan: Plan, tell: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, server: Server, plan: Plan, print_line: Callable[[str], None] = lambda _: None) -> None:
         self._server = server
         self._plan = plan
-        self._tell = tell
+        self._print_line = print_line
         self._random = random.Random(plan.seed)
         self._notes = Notes()
         self._loads: list[Load] = []
@@ -90,7 +90,7 @@ class KillTrial:
             self._kill_under_load()
             starts_s.append(self._server.start_s)
             report = self._settle_and_check()
-            self._tell(f"kill {number}: back after {self._server.start_s:.2f} s; {str(report).splitlines()[0]}")
+            self._print_line(f"kill {number}: back after {self._server.start_s:.2f} s; {str(report).splitlines()[0]}")
             if not report.ok:
                 return Outcome(report, starts_s)
         return Outcome(self._check_everything(), starts_s)

@@ -100,10 +100,10 @@ def faults_of(found: Iterable[tuple[Place, Committed]], wanted: Collection[Place
     """What is wrong with a target, in words: what is missing, what is there twice, and what is out of order."""
     placed = list(found)
     times = Counter(place for place, _ in placed)
-    told = [f"{place} is missing" for place in sorted(set(wanted) - times.keys())][:FAULTS_MAX]
-    told += [f"{place} does not belong there" for place in sorted(times.keys() - set(wanted))][:FAULTS_MAX]
-    told += [f"{place} is there {count} times" for place, count in sorted(times.items()) if count > 1][:FAULTS_MAX]
-    return told + _disorder(placed)[:FAULTS_MAX]
+    faults = [f"{place} is missing" for place in sorted(set(wanted) - times.keys())][:FAULTS_MAX]
+    faults += [f"{place} does not belong there" for place in sorted(times.keys() - set(wanted))][:FAULTS_MAX]
+    faults += [f"{place} is there {count} times" for place, count in sorted(times.items()) if count > 1][:FAULTS_MAX]
+    return faults + _disorder(placed)[:FAULTS_MAX]
 
 
 def make_topic(brokers: str, topic: str, partitions: int) -> None:
@@ -114,7 +114,7 @@ def make_topic(brokers: str, topic: str, partitions: int) -> None:
 
 def _disorder(placed: Iterable[tuple[Place, Committed]]) -> list[str]:
     """Keys that are in several partitions, and messages of a key that came before one that was published earlier."""
-    told = []
+    faults = []
     homes: defaultdict[bytes, set[int]] = defaultdict(set)
     last: dict[tuple[int, bytes], Place] = {}
     for place, one in placed:
@@ -123,9 +123,9 @@ def _disorder(placed: Iterable[tuple[Place, Committed]]) -> list[str]:
         homes[one.key].add(one.partition)
         before = last.get((place.partition, one.key))
         if before is not None and before >= place:
-            told.append(f"{place} with the key {one.key!r} stands behind {before}")
+            faults.append(f"{place} with the key {one.key!r} stands behind {before}")
         last[place.partition, one.key] = place
-    return told + [f"the key {key!r} is in partitions {sorted(of)}" for key, of in homes.items() if len(of) > 1]
+    return faults + [f"the key {key!r} is in partitions {sorted(of)}" for key, of in homes.items() if len(of) > 1]
 
 
 def _check_delivery(error: object, _message: object) -> None:

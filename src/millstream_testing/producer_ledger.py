@@ -114,10 +114,10 @@ class ProducerLedger:
 
     async def metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
         """Tell of topics, or the fault that is next."""
-        answer = await self.broker.tell_metadata(header, frame)
-        return replace(answer, topics=tuple(self._told(topic) for topic in answer.topics))
+        answer = await self.broker.answer_metadata(header, frame)
+        return replace(answer, topics=tuple(self._topic_metadata(topic) for topic in answer.topics))
 
-    def _told(self, topic: Any) -> Any:
+    def _topic_metadata(self, topic: Any) -> Any:
         faults = self.metadata_faults.get(topic.name)
         if faults and (fault := faults.pop(0)):
             return replace(topic, error_code=fault, partitions=())

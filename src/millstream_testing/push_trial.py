@@ -69,7 +69,7 @@ KINDS: Final = {"kill-node": 4, "stop-node": 1, "kill-process": 2, "kill-endpoin
 _PROBE_S: Final = 0.5
 _ASK_S: Final = 15.0
 
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -110,10 +110,10 @@ class _Arrival(NamedTuple):
 class PushTrial:
     """One run on nodes that are there already."""
 
-    def __init__(self, cluster: TrialCluster, plan: Plan, tell: Tell) -> None:
+    def __init__(self, cluster: TrialCluster, plan: Plan, print_line: PrintLine) -> None:
         self._cluster = cluster
         self._plan = plan
-        self._tell = tell
+        self._print_line = print_line
         self._random = Random(plan.seed)
         self._hook = Webhook(self._answer)
         self._arrivals: list[_Arrival] = []
@@ -218,7 +218,7 @@ class PushTrial:
             (kind,) = self._random.choices(list(KINDS), list(KINDS.values()))
             self._faults[kind] += 1
             node = self._random.choice(list(self._cluster.nodes.values()))
-            self._tell(f"{number + 1:3} {kind} {'' if kind == 'kill-endpoint' else node.number}")
+            self._print_line(f"{number + 1:3} {kind} {'' if kind == 'kill-endpoint' else node.number}")
             began_ms = now_ms()
             await self._strike(kind, node)
             await self._whole(kind)
@@ -261,11 +261,11 @@ class PushTrial:
             await asyncio.sleep(_PROBE_S)
             try:
                 async with self._client() as client:
-                    told = await SubscriptionClient(client).describe(list(self._promises))
+                    described = await SubscriptionClient(client).describe(list(self._promises))
             except (MillstreamError, OSError, TimeoutError) as error:
                 left = [f"nobody tells: {error!r}"]
                 continue
-            backlogs = {one["name"]: [queue["backlog"] for queue in one["queues"]] for one in told}
+            backlogs = {one["name"]: [queue["backlog"] for queue in one["queues"]] for one in described}
             left = [
                 f"{name}: {len(each)} queues with backlogs of {each}"
                 for name, each in backlogs.items()
@@ -279,7 +279,7 @@ class PushTrial:
             letters = {
                 name: Counter(place for place, _ in await letters_of(client, f"dead-{name}")) for name in self._promises
             }
-            told = {one["name"]: one for one in await SubscriptionClient(client).describe(list(self._promises))}
+            described = {one["name"]: one for one in await SubscriptionClient(client).describe(list(self._promises))}
         findings = list(left)
         if missing := self._publisher.acknowledged - set(records):
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
@@ -290,7 +290,7 @@ class PushTrial:
             history = self._history(name)
             truth = Truth(expected, letters[name], Spans(self._struck), Spans(), len(self._cluster.nodes) == 1)
             findings += [f"{name}: {one}" for one in check(promise, history, truth)]
-            findings += [f"{name}: {one}" for one in _miscounted(told[name], records, letters[name])]
+            findings += [f"{name}: {one}" for one in _miscounted(described[name], records, letters[name])]
             poison = {place for place, record in records.items() if record.key == POISON}
             if odd := poison - set(letters[name]):
                 findings.append(f"{name}: poison that is no dead letter: {sorted(odd)[:5]}")
@@ -341,9 +341,13 @@ def push_processes(parent: int) -> list[int]:
     return found
 
 
-def _miscounted(told: Mapping[str, Any], records: Mapping[Place, Record], letters: Mapping[Place, int]) -> list[str]:
+def _miscounted(
+    described: Mapping[str, Any], records: Mapping[Place, Record], letters: Mapping[Place, int]
+) -> list[str]:
     """Each message was accepted once, or is a dead letter; the queues count what has become of them."""
-    counts = {kind: sum(queue[kind] for queue in told["queues"]) for kind in ("accepted", "dead_lettered", "dropped")}
+    counts = {
+        kind: sum(queue[kind] for queue in described["queues"]) for kind in ("accepted", "dead_lettered", "dropped")
+    }
     wanted = {"accepted": len(records) - len(letters), "dead_lettered": len(letters), "dropped": 0}
     return [] if counts == wanted else [f"the queues count {counts}, but it has to be {wanted}"]
 

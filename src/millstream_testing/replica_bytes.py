@@ -33,8 +33,8 @@ def _difference(replicas: Mapping[int, Path]) -> str:
     contents = {node: _content(folder) for node, folder in replicas.items()}
     if len(set(contents.values())) == 1 and next(iter(contents.values()))[0]:
         return ""
-    told = ", ".join(f"node {node}: {size:,} bytes {digest[:12]}" for node, (size, digest) in contents.items())
-    return f"{'/'.join(next(iter(replicas.values())).parts[-2:])}: {told}"
+    contents_text = ", ".join(f"node {node}: {size:,} bytes {digest[:12]}" for node, (size, digest) in contents.items())
+    return f"{'/'.join(next(iter(replicas.values())).parts[-2:])}: {contents_text}"
 
 
 def _content(folder: Path) -> tuple[int, str]:

@@ -24,7 +24,7 @@ class ScriptedBroker:
     def __init__(self) -> None:
         self.served = {PRODUCE: (0, 13), FETCH: (4, 17), LIST_OFFSETS: (1, 11), METADATA: (0, 13)}
         self.served |= {FIND_COORDINATOR: (0, 6), API_VERSIONS: (0, 4)}
-        self.handlers: dict[int, Handler] = {API_VERSIONS: self.tell_versions, METADATA: self.tell_metadata}
+        self.handlers: dict[int, Handler] = {API_VERSIONS: self.answer_api_versions, METADATA: self.answer_metadata}
         self.headers: list[codec.RequestHeader] = []
         self.topics: dict[str, int] = {"orders": 2}
         self.port = 0
@@ -98,7 +98,7 @@ class ScriptedBroker:
         reshaped = reshape(answer, codec.load_response_class(header.api_key, header.version))
         return codec.write_response(header.api_key, header.version, header.correlation_id, reshaped)
 
-    async def tell_versions(self, header: codec.RequestHeader, frame: memoryview) -> Any:
+    async def answer_api_versions(self, header: codec.RequestHeader, frame: memoryview) -> Any:
         """Answer ApiVersions from `served`."""
         oldest, newest = self.served[API_VERSIONS]
         known = oldest <= header.version <= newest
@@ -111,7 +111,7 @@ class ScriptedBroker:
         code = ErrorCode.none if known else ErrorCode.unsupported_version
         return codec.write_entity(messages.ApiVersionsResponse(error_code=code, api_keys=listed, **throttle))
 
-    async def tell_metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
+    async def answer_metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
         """Answer Metadata from `topics`; this broker is node 1 and leads everything."""
         request = codec.read_request(METADATA, header.version, frame, header.body_at)
         messages: Any = importlib.import_module("kio.schema.metadata.v13.response")

@@ -12,7 +12,7 @@ from zlib import crc32
 from confluent_kafka import AcknowledgeType, KafkaError, KafkaException, Message, ShareConsumer, TopicPartition
 
 from millstream.core.verb import Verb
-from millstream_testing.subscription_events import Diary, Leased, Notebook, now_ms
+from millstream_testing.subscription_events import Leased, Notebook, WorkerJournal, now_ms
 from millstream_testing.subscription_worker import BATCH_MAX, POISON, Task
 
 POLL_S: Final = 0.5
@@ -43,7 +43,7 @@ class ShareWorker:
         self._habits = SOBER if task.is_sober else HABITS
         self._is_explicit = task.door == "explicit"
         self._lives = 0
-        self._diary = Diary(notebook, subscription, "")
+        self._journal = WorkerJournal(notebook, subscription, "")
         # What was acknowledged and not answered yet, by partition and offset: the number of the settlement. None when a
         # message was acknowledged twice meanwhile: the client does not tell to which of them an answer belongs.
         self._open: dict[tuple[int, int], int | None] = {}
@@ -53,7 +53,7 @@ class ShareWorker:
         """Work until asked to stop."""
         while not self._stopping.is_set():
             self._lives += 1
-            self._diary = Diary(self._notebook, self._subscription, f"{self._task.producer}.{self._lives}")
+            self._journal = WorkerJournal(self._notebook, self._subscription, f"{self._task.producer}.{self._lives}")
             self._open = {}
             self._empty_ms = now_ms()
             consumer = self._consumer()
@@ -63,7 +63,7 @@ class ShareWorker:
                 time.sleep(PAUSE_S)
             finally:
                 # What it holds goes to others while it closes.
-                self._diary.left()
+                self._journal.worker_left()
                 with suppress(KafkaException):
                     consumer.close()
 
@@ -83,7 +83,7 @@ class ShareWorker:
             # When no broker answers, the client would else forget the only one.
             settings["metadata.recovery.strategy"] = "none"
         consumer = ShareConsumer(settings)
-        consumer.set_acknowledgement_commit_callback(self._told)
+        consumer.set_acknowledgement_commit_callback(self._acknowledged)
         consumer.subscribe([self._task.topic])
         return consumer
 
@@ -92,7 +92,7 @@ class ShareWorker:
         while not self._stopping.is_set():
             if not self._is_explicit and held:
                 # The next poll accepts what the one before has given.
-                self._saying(Verb.ACCEPT, held)
+                self._sent_settles(Verb.ACCEPT, held)
             held = self._poll(consumer)
             if not held:
                 continue
@@ -103,15 +103,15 @@ class ShareWorker:
             if self._is_explicit:
                 self._acknowledge(consumer, held)
             elif self._random.random() < 0.5:
-                self._saying(Verb.ACCEPT, held)
+                self._sent_settles(Verb.ACCEPT, held)
                 consumer.commit_sync(COMMIT_S)
                 held = []
 
     def _poll(self, consumer: ShareConsumer) -> list[Message]:
         # Every node may be asked for as many, and gives whole batches.
-        self._diary.asking((self._wanted + BATCH_MAX) * self._task.nodes)
+        self._journal.receive_sent((self._wanted + BATCH_MAX) * self._task.nodes)
         messages = [message for message in consumer.poll(POLL_S) if message.error() is None]
-        self._diary.given(self._empty_ms, [_leased(message) for message in messages])
+        self._journal.receive_answered(self._empty_ms, [_leased(message) for message in messages])
         if not messages:
             self._empty_ms = now_ms() - UNDERWAY_MS
         return messages
@@ -125,32 +125,32 @@ class ShareWorker:
                 habit = self._random.choice(("release", "reject"))
             verbs.setdefault(_VERBS[habit], []).append(message)
         for verb, messages in verbs.items():
-            self._saying(verb, messages)
+            self._sent_settles(verb, messages)
             for message in messages:
                 consumer.acknowledge(message, _TYPES[verb])
         # Else they travel with the next poll.
         if self._random.random() < 0.5:
             consumer.commit_sync(COMMIT_S)
 
-    def _saying(self, verb: Verb, messages: list[Message]) -> None:
+    def _sent_settles(self, verb: Verb, messages: list[Message]) -> None:
         places = [_place(message) for message in messages]
-        number = self._diary.saying(verb, places)
+        number = self._journal.settle_sent(verb, places)
         for partition, offset, _ in places:
             self._open[partition, offset] = None if (partition, offset) in self._open else number
 
-    def _told(self, acknowledged: dict[TopicPartition, set[int]], error: KafkaException | None) -> None:
+    def _acknowledged(self, acknowledged: dict[TopicPartition, set[int]], error: KafkaException | None) -> None:
         """What the client says became of acknowledgements."""
         refused = error is not None and error.args[0].code() == KafkaError.INVALID_RECORD_STATE
-        told: dict[int, list[tuple[int, int]]] = {}
+        by_number: dict[int, list[tuple[int, int]]] = {}
         for topic_partition, offsets in acknowledged.items():
             for offset in offsets:
                 place = topic_partition.partition, offset
                 number = self._open.pop(place, None)
                 # Other errors leave open whether the acknowledgement has reached the broker.
                 if number is not None and (error is None or refused):
-                    told.setdefault(number, []).append(place)
-        for number, places in told.items():
-            self._diary.said(number, places, taken=not refused)
+                    by_number.setdefault(number, []).append(place)
+        for number, places in by_number.items():
+            self._journal.settle_answered(number, places, taken=not refused)
 
     def _draw(self, habit: str) -> bool:
         return self._random.random() < self._habits.get(habit, 0) / sum(self._habits.values())

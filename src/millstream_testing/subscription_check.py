@@ -114,8 +114,8 @@ class _Case:
 
     def attempt_of(self, settlement: Settlement) -> int:
         """Which delivery a settlement was about: a worker that was given a message twice has settled the later one."""
-        given = [one for one in self.deliveries.get(settlement.place, ()) if one.worker == settlement.worker]
-        return max((one.attempt for one in given if one.from_ms <= (settlement.answered_ms or 0)), default=0)
+        receive_answered = [one for one in self.deliveries.get(settlement.place, ()) if one.worker == settlement.worker]
+        return max((one.attempt for one in receive_answered if one.from_ms <= (settlement.answered_ms or 0)), default=0)
 
     def settlements_of(self, delivery: Delivery) -> list[Settlement]:
         """What the worker of a delivery said, in order."""
@@ -162,7 +162,7 @@ def _vanished(case: _Case) -> Iterator[str]:
         end_ms = handed_out_ms(place)
         if not leaks.touch(begin_ms, int(min(end_ms, begin_ms + 10**9))):
             yield f"{place} was handed out between {begin_ms} and {end_ms}, when nothing was struck"
-    room = sum(call.wanted - call.given for call in _leaking_calls(case))
+    room = sum(call.wanted - call.receive_answered for call in _leaking_calls(case))
     if len(missing) > room:
         yield f"{len(missing)} are missing, but only {room} were asked for when something was struck"
 
@@ -222,7 +222,7 @@ def _doubled(case: _Case) -> Iterator[str]:
             yield f"{place} is there {count} times"
 
 
-def _undead(case: _Case) -> Iterator[str]:
+def _redelivered_after_accept(case: _Case) -> Iterator[str]:
     """What was rejected for sure is in the dead letter topic; at most once, nothing is."""
     if case.promise.delivery == AT_MOST_ONCE:
         yield from map(str, case.truth.letters)
@@ -292,7 +292,7 @@ def _shared(case: _Case) -> Iterator[str]:
                 yield f"{place} was with {before.worker} until {until_ms}, given to {one.worker} at {one.to_ms}"
 
 
-def _came_back(case: _Case) -> Iterator[str]:
+def _returned(case: _Case) -> Iterator[str]:
     """What was accepted for sure is given to nobody. Attempts that are durable tell what came later, too."""
     if case.promise.delivery == AT_MOST_ONCE:
         return
@@ -312,7 +312,7 @@ def _came_back(case: _Case) -> Iterator[str]:
                 yield f"{place} was accepted at {accepted_ms}, given to {one.worker} at {one.from_ms} to {one.to_ms}"
 
 
-def _dishonoured(case: _Case) -> Iterator[str]:
+def _ignored_delays(case: _Case) -> Iterator[str]:
     """A worker that holds a lease can settle it, once."""
     if case.promise.delivery != EXACTLY_ONCE:
         return
@@ -374,7 +374,7 @@ _RULES: Final[Mapping[str, Callable[[_Case], Iterator[str]]]] = {
     "lost": _lost,
     "gone although nothing was struck": _vanished,
     "twice in the dead letter topic": _doubled,
-    "missing or out of place in the dead letter topic": _undead,
+    "missing or out of place in the dead letter topic": _redelivered_after_accept,
     "accepted and a dead letter": _both,
     "not to be delivered": _unwanted,
     "another message than in the topic": _other,
@@ -382,8 +382,8 @@ _RULES: Final[Mapping[str, Callable[[_Case], Iterator[str]]]] = {
     "attempts that do not grow": _attempts,
     "a lease of another length": _leases,
     "with two workers at once": _shared,
-    "came back after it was accepted": _came_back,
-    "refused although the lease lasts": _dishonoured,
+    "came back after it was accepted": _returned,
+    "refused although the lease lasts": _ignored_delays,
     "out of order": _disorder,
     "delivered early": _early,
 }

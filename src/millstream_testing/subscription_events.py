@@ -33,7 +33,7 @@ class _Note(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=st
     at_ms: int
 
 
-class Asking(_Note, frozen=True, kw_only=True):
+class ReceiveSent(_Note, frozen=True, kw_only=True):
     """A worker asks for messages."""
 
     call: int
@@ -41,7 +41,7 @@ class Asking(_Note, frozen=True, kw_only=True):
     """So many at most."""
 
 
-class Given(_Note, frozen=True, kw_only=True):
+class ReceiveAnswered(_Note, frozen=True, kw_only=True):
     """It got an answer."""
 
     call: int
@@ -50,13 +50,13 @@ class Given(_Note, frozen=True, kw_only=True):
     messages: list[Leased]
 
 
-class Failed(_Note, frozen=True, kw_only=True):
+class ReceiveFailed(_Note, frozen=True, kw_only=True):
     """It got none, and waits for none any more."""
 
     call: int
 
 
-class Saying(_Note, frozen=True, kw_only=True):
+class SettleSent(_Note, frozen=True, kw_only=True):
     """A worker says what is to become of messages."""
 
     number: int
@@ -68,7 +68,7 @@ class Saying(_Note, frozen=True, kw_only=True):
     """Who is told, where the client tells."""
 
 
-class Said(_Note, frozen=True, kw_only=True):
+class SettleAnswered(_Note, frozen=True, kw_only=True):
     """What came of it, for some or all of the messages."""
 
     number: int
@@ -76,11 +76,11 @@ class Said(_Note, frozen=True, kw_only=True):
     taken: bool
 
 
-class Left(_Note, frozen=True, kw_only=True):
+class WorkerLeft(_Note, frozen=True, kw_only=True):
     """A worker goes, and may leave behind what it has."""
 
 
-Event = Asking | Given | Failed | Saying | Said | Left
+Event = ReceiveSent | ReceiveAnswered | ReceiveFailed | SettleSent | SettleAnswered | WorkerLeft
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Event)
 
@@ -107,7 +107,7 @@ class Notebook:
         os.write(self._file, self._encoder.encode(event) + b"\n")
 
 
-class Diary:
+class WorkerJournal:
     """What one worker of one subscription writes down."""
 
     def __init__(self, notebook: Notebook, subscription: str, worker: str) -> None:
@@ -117,36 +117,36 @@ class Diary:
         self._call = 0
         self._number = 0
 
-    def asking(self, wanted: int) -> int:
+    def receive_sent(self, wanted: int) -> int:
         """It is about to ask; when it began."""
         self._call += 1
         at_ms = now_ms()
-        self._note(Asking, at_ms=at_ms, call=self._call, wanted=wanted)
+        self._note(ReceiveSent, at_ms=at_ms, call=self._call, wanted=wanted)
         return at_ms
 
-    def given(self, from_ms: int, messages: Sequence[Leased]) -> None:
+    def receive_answered(self, from_ms: int, messages: Sequence[Leased]) -> None:
         """It was answered."""
-        self._note(Given, call=self._call, from_ms=from_ms, messages=list(messages))
+        self._note(ReceiveAnswered, call=self._call, from_ms=from_ms, messages=list(messages))
 
-    def failed(self) -> None:
+    def receive_failed(self) -> None:
         """It was not."""
-        self._note(Failed, call=self._call)
+        self._note(ReceiveFailed, call=self._call)
 
-    def saying(
+    def settle_sent(
         self, verb: int, places: Sequence[tuple[int, int, int]], *, delay_ms: int | None = None, node: int = -1
     ) -> int:
         """It is about to settle messages; the number of this."""
         self._number += 1
-        self._note(Saying, number=self._number, verb=verb, places=list(places), delay_ms=delay_ms, node=node)
+        self._note(SettleSent, number=self._number, verb=verb, places=list(places), delay_ms=delay_ms, node=node)
         return self._number
 
-    def said(self, number: int, places: Sequence[tuple[int, int]], *, taken: bool) -> None:
+    def settle_answered(self, number: int, places: Sequence[tuple[int, int]], *, taken: bool) -> None:
         """It was told what came of it."""
-        self._note(Said, number=number, places=list(places), taken=taken)
+        self._note(SettleAnswered, number=number, places=list(places), taken=taken)
 
-    def left(self) -> None:
+    def worker_left(self) -> None:
         """It goes."""
-        self._note(Left)
+        self._note(WorkerLeft)
 
     def _note(self, kind: type[Event], **fields: object) -> None:
         about = {"worker": self.worker, "subscription": self.subscription, "at_ms": now_ms()}

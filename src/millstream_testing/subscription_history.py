@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from millstream.core.verb import Verb
-from millstream_testing.subscription_events import Asking, Event, Failed, Given, Left, Saying
+from millstream_testing.subscription_events import (
+    Event,
+    ReceiveAnswered,
+    ReceiveFailed,
+    ReceiveSent,
+    SettleSent,
+    WorkerLeft,
+)
 
 
 class Place(NamedTuple):
@@ -87,7 +94,7 @@ class Call(NamedTuple):
     ended_ms: int | None
     """None when it was killed before an answer came."""
     wanted: int
-    given: int
+    receive_answered: int
     answered: bool
 
 
@@ -163,37 +170,39 @@ class Truth(NamedTuple):
 def histories(events: Iterable[Event]) -> dict[str, History]:
     """Put together what workers wrote down, by subscription; the events of each worker are in order."""
     found: dict[str, History] = defaultdict(History)
-    asked: dict[tuple[str, str], Asking] = {}
-    said: dict[tuple[str, str, int, Place], tuple[int, bool]] = {}
-    saying: list[Saying] = []
-    left: set[tuple[str, str]] = set()
+    asked: dict[tuple[str, str], ReceiveSent] = {}
+    settle_answered: dict[tuple[str, str, int, Place], tuple[int, bool]] = {}
+    settle_sent: list[SettleSent] = []
+    worker_left: set[tuple[str, str]] = set()
     for event in events:
         history = found[event.subscription]
         worker = event.subscription, event.worker
-        if worker not in left:
+        if worker not in worker_left:
             history.last_ms[event.worker] = max(event.at_ms, history.last_ms.get(event.worker, 0))
-        if isinstance(event, Left):
-            left.add(worker)
-        if isinstance(event, Asking):
+        if isinstance(event, WorkerLeft):
+            worker_left.add(worker)
+        if isinstance(event, ReceiveSent):
             asked[worker] = event
-        elif isinstance(event, Given):
+        elif isinstance(event, ReceiveAnswered):
             history.deliveries += _deliveries(event)
             history.calls.append(_call(asked.pop(worker), event.at_ms, len(event.messages), answered=True))
-        elif isinstance(event, Failed | Left):
+        elif isinstance(event, ReceiveFailed | WorkerLeft):
             if worker in asked:
                 history.calls.append(_call(asked.pop(worker), event.at_ms, 0, answered=False))
-        elif isinstance(event, Saying):
-            saying.append(event)
+        elif isinstance(event, SettleSent):
+            settle_sent.append(event)
         else:
-            said |= {(*worker, event.number, Place(*place)): (event.at_ms, event.taken) for place in event.places}
+            settle_answered |= {
+                (*worker, event.number, Place(*place)): (event.at_ms, event.taken) for place in event.places
+            }
     for (subscription, _), call in asked.items():
         found[subscription].calls.append(_call(call, None, 0, answered=False))
-    for each in saying:
-        found[each.subscription].settlements += _settlements(each, said)
+    for each in settle_sent:
+        found[each.subscription].settlements += _settlements(each, settle_answered)
     return dict(found)
 
 
-def _deliveries(event: Given) -> list[Delivery]:
+def _deliveries(event: ReceiveAnswered) -> list[Delivery]:
     return [
         Delivery(
             Place(one.partition, one.offset),
@@ -209,28 +218,41 @@ def _deliveries(event: Given) -> list[Delivery]:
     ]
 
 
-def _call(asking: Asking, ended_ms: int | None, given: int, *, answered: bool) -> Call:
-    return Call(asking.worker, asking.at_ms, ended_ms, asking.wanted, given, answered)
+def _call(receive_sent: ReceiveSent, ended_ms: int | None, receive_answered: int, *, answered: bool) -> Call:
+    return Call(receive_sent.worker, receive_sent.at_ms, ended_ms, receive_sent.wanted, receive_answered, answered)
 
 
-def _settlements(saying: Saying, said: Mapping[tuple[str, str, int, Place], tuple[int, bool]]) -> Iterator[Settlement]:
-    for partition, offset, attempt in saying.places:
+def _settlements(
+    settle_sent: SettleSent, settle_answered: Mapping[tuple[str, str, int, Place], tuple[int, bool]]
+) -> Iterator[Settlement]:
+    for partition, offset, attempt in settle_sent.places:
         place = Place(partition, offset)
-        answered_ms, taken = said.get((saying.subscription, saying.worker, saying.number, place), (None, False))
-        times = saying.at_ms, answered_ms
-        yield Settlement(place, saying.worker, attempt, Verb(saying.verb), *times, taken, saying.delay_ms, saying.node)
+        answered_ms, taken = settle_answered.get(
+            (settle_sent.subscription, settle_sent.worker, settle_sent.number, place), (None, False)
+        )
+        times = settle_sent.at_ms, answered_ms
+        yield Settlement(
+            place,
+            settle_sent.worker,
+            attempt,
+            Verb(settle_sent.verb),
+            *times,
+            taken,
+            settle_sent.delay_ms,
+            settle_sent.node,
+        )
 
 
-def account(told: Collection[History], truths: Collection[Truth]) -> str:
+def account(checked: Collection[History], truths: Collection[Truth]) -> str:
     """What was tried, in numbers."""
-    verbs = Counter(one.verb.name.lower() for history in told for one in history.settlements)
-    unknown = sum(one.answered_ms is None for history in told for one in history.settlements)
-    refused = sum(one.answered_ms is not None and not one.taken for history in told for one in history.settlements)
-    again = sum(one.attempt > 1 for history in told for one in history.deliveries)
-    shared = sum(not one.deadline_ms for history in told for one in history.deliveries)
+    verbs = Counter(one.verb.name.lower() for history in checked for one in history.settlements)
+    unknown = sum(one.answered_ms is None for history in checked for one in history.settlements)
+    refused = sum(one.answered_ms is not None and not one.taken for history in checked for one in history.settlements)
+    again = sum(one.attempt > 1 for history in checked for one in history.deliveries)
+    shared = sum(not one.deadline_ms for history in checked for one in history.deliveries)
     letters = sum(truth.letters.total() for truth in truths)
-    said = ", ".join(f"{count} {verb}" for verb, count in sorted(verbs.items()))
+    settled = ", ".join(f"{count} {verb}" for verb, count in sorted(verbs.items()))
     return (
-        f"{sum(len(history.deliveries) for history in told)} deliveries ({again} not the first, {shared} to share "
-        f"consumers), {said}; {refused} refused, {unknown} without an answer; {letters} dead letters"
+        f"{sum(len(history.deliveries) for history in checked)} deliveries ({again} not the first, {shared} to share "
+        f"consumers), {settled}; {refused} refused, {unknown} without an answer; {letters} dead letters"
     )

@@ -94,7 +94,7 @@ _ASK_S: Final = 15.0
 _AFTER_MS: Final = 1_000
 """What a fault has done shows at most so long after everything is whole again."""
 
-Tell = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -146,11 +146,11 @@ class Outcome(NamedTuple):
 class SubscriptionTrial:
     """One run on nodes that are there already."""
 
-    def __init__(self, folder: Path, cluster: TrialCluster, plan: Plan, tell: Tell) -> None:
+    def __init__(self, folder: Path, cluster: TrialCluster, plan: Plan, print_line: PrintLine) -> None:
         self._folder = folder
         self._cluster = cluster
         self._plan = plan
-        self._tell = tell
+        self._print_line = print_line
         self._random = Random(plan.seed)
         self._publisher = TrialPublisher(
             self._client,
@@ -169,7 +169,7 @@ class SubscriptionTrial:
         self._promises = {
             f"{promise}-{sort}": self._promise(promise, sort) for promise in plan.promises for sort in plan.sorts
         }
-        self._watch = Watch(cluster, (TOPIC, STATES), tell)
+        self._watch = Watch(cluster, (TOPIC, STATES), print_line)
         self._workers = [
             TrialWorker(f"{door}-{number}", folder, self._tasks(door), PROGRAM)
             for door, count in plan.crew.items()
@@ -274,7 +274,7 @@ class SubscriptionTrial:
         steps = [Step(0.0, fault.begin), Step(fault.duration_s, fault.end)]
         steps += [step for _, each in workers for step in each]
         self._faults.update([kind, *(kind for kind, _ in workers)])
-        self._tell(f"{number:3} {fault}; {len(workers)} processes of workers")
+        self._print_line(f"{number:3} {fault}; {len(workers)} processes of workers")
         began_s, began_ms = time.monotonic(), now_ms()
         try:
             for step in sorted(steps, key=lambda step: step.at_s):
@@ -327,9 +327,9 @@ class SubscriptionTrial:
                 left = [f"nobody tells: {error!r}"]
         return [f"not empty after {self._plan.drain_s_max:g} s: {one}" for one in left]
 
-    def _left(self, told: list[dict[str, list[dict[str, object]]]]) -> list[str]:
+    def _left(self, found: list[dict[str, list[dict[str, object]]]]) -> list[str]:
         left = []
-        for one in told:
+        for one in found:
             queues = one["queues"]
             if len(queues) < self._plan.partitions:
                 left.append(f"{one['name']} has only {len(queues)} queues")
@@ -347,7 +347,7 @@ class SubscriptionTrial:
         if missing:
             findings.append(f"acknowledged, but not in the topic: {sorted(missing)[:5]}")
         disturbed, stepped = Spans([*self._struck, *self._watch.moves]), Spans(self._stepped)
-        told = histories(decode(line) for worker in self._workers for line in worker.lines())
+        found = histories(decode(line) for worker in self._workers for line in worker.lines())
         truths: dict[str, Truth] = {}
         for name, promise in self._promises.items():
             only_even = name.endswith("filtered")
@@ -358,13 +358,13 @@ class SubscriptionTrial:
             }
             is_alone = len(self._cluster.nodes) == 1
             truths[name] = Truth(expected, letters[name], disturbed, stepped, is_alone)
-            broken = check(promise, told.setdefault(name, History()), truths[name])
+            broken = check(promise, found.setdefault(name, History()), truths[name])
             findings += [f"{name}: {one}" for one in broken]
-        return Outcome(findings + self._broken, self._account(records, truths, told), self._faults)
+        return Outcome(findings + self._broken, self._account(records, truths, found), self._faults)
 
-    def _account(self, records: dict[Place, Record], truths: Mapping[str, Truth], told: Mapping[str, History]) -> str:
+    def _account(self, records: dict[Place, Record], truths: Mapping[str, Truth], found: Mapping[str, History]) -> str:
         never = sum(
-            len(truths[name].expected.keys() - {one.place for one in told[name].deliveries})
+            len(truths[name].expected.keys() - {one.place for one in found[name].deliveries})
             for name, promise in self._promises.items()
             if promise.delivery == AT_MOST_ONCE
         )
@@ -373,7 +373,7 @@ class SubscriptionTrial:
         return (
             f"{len(records)} messages ({self._publisher.failed} times a publisher failed), {len(self._struck)} faults "
             f"of nodes ({struck}), {len(self._watch.moves)} changes of leaders, {len(self._watch.silences)} silences, "
-            f"{lives} processes of workers; {account(list(told.values()), list(truths.values()))}; {never} handed out "
+            f"{lives} processes of workers; {account(list(found.values()), list(truths.values()))}; {never} handed out "
             "at most once did not arrive"
         )
 

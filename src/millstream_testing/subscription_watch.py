@@ -24,10 +24,10 @@ SEEN_LATE_MS: Final = 2_000
 class Watch:
     """Asks until it is cancelled."""
 
-    def __init__(self, cluster: TrialCluster, topics: Sequence[str], tell: Callable[[str], None]) -> None:
+    def __init__(self, cluster: TrialCluster, topics: Sequence[str], print_line: Callable[[str], None]) -> None:
         self._cluster = cluster
         self._topics = topics
-        self._tell = tell
+        self._print_line = print_line
         self._epochs: dict[tuple[str, int], int] = {}
         self.moves: list[Span] = []
         """When leaders have changed."""
@@ -39,25 +39,25 @@ class Watch:
         await asyncio.gather(*(self._watch(node) for node in self._cluster.nodes.values()))
 
     async def _watch(self, node: TrialNode) -> None:
-        heard_s = time.monotonic()
-        is_told = False
+        answered_s = time.monotonic()
+        is_reported = False
         while True:
             began_s = time.monotonic()
             answered = await self._ask(node)
             if answered or not node.has_to_answer:
-                if is_told:
-                    self._silence(node, began_s - heard_s)
-                heard_s, is_told = time.monotonic(), False
-            elif time.monotonic() - heard_s > SILENT_S and not is_told:
-                is_told = True
-                self._tell(f"node {node.number} runs, but is silent: its log has what it is doing")
+                if is_reported:
+                    self._silence(node, began_s - answered_s)
+                answered_s, is_reported = time.monotonic(), False
+            elif time.monotonic() - answered_s > SILENT_S and not is_reported:
+                is_reported = True
+                self._print_line(f"node {node.number} runs, but is silent: its log has what it is doing")
                 with suppress(ProcessLookupError, RuntimeError):
-                    node.tell_stacks()
+                    node.dump_stacks()
             await asyncio.sleep(max(0.0, began_s + ASK_S - time.monotonic()))
 
     def _silence(self, node: TrialNode, seconds: float) -> None:
         self.silences.append(f"node {node.number} was silent for {seconds:.1f} s until {time.strftime('%H:%M:%S')}")
-        self._tell(self.silences[-1])
+        self._print_line(self.silences[-1])
 
     async def _ask(self, node: TrialNode) -> bool:
         try:

@@ -14,7 +14,7 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.verb import Verb
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.wire.client import Client
-from millstream_testing.subscription_events import Diary, Leased, Notebook
+from millstream_testing.subscription_events import Leased, Notebook, WorkerJournal
 
 TIMEOUT_S: Final = 8.0
 PAUSE_S: Final = 0.2
@@ -66,44 +66,44 @@ class Worker:
         self._random = Random(f"{task.seed}/{subscription}")
         self._habits = SOBER if task.is_sober else HABITS
         self._lives = 0
-        self._diary = Diary(notebook, subscription, "")
+        self._journal = WorkerJournal(notebook, subscription, "")
 
     async def run(self) -> None:
         """Work until cancelled."""
         while True:
             self._lives += 1
             name = f"{self._task.producer}.{self._lives}"
-            self._diary = Diary(self._notebook, self._subscription, name)
+            self._journal = WorkerJournal(self._notebook, self._subscription, name)
             try:
                 async with Client.connect(self._task.brokers, client_id=name, timeout_s=TIMEOUT_S) as client:
                     await self._work(client)
             except (MillstreamError, OSError, TimeoutError):
                 await asyncio.sleep(PAUSE_S)
             finally:
-                self._diary.left()
+                self._journal.worker_left()
 
     async def _work(self, client: Client) -> None:
         subscriptions = SubscriptionClient(client)
-        diary = self._diary
+        journal = self._journal
         while True:
             wanted = self._random.choice((1, 3, 20))
-            asked_ms = diary.asking(wanted)
-            asking = asyncio.ensure_future(
-                subscriptions.receive(self._subscription, diary.worker, max_records=wanted, wait_ms=1000)
+            asked_ms = journal.receive_sent(wanted)
+            receive_sent = asyncio.ensure_future(
+                subscriptions.receive(self._subscription, journal.worker, max_records=wanted, wait_ms=1000)
             )
             try:
                 if self._draw("leave"):
                     # Its connection is gone while it waits, or just when it is served.
-                    await asyncio.wait([asking], timeout=self._random.uniform(0.0, 0.3))
+                    await asyncio.wait([receive_sent], timeout=self._random.uniform(0.0, 0.3))
                     return
-                messages = await asking
+                messages = await receive_sent
             except MillstreamError:
-                diary.failed()
+                journal.receive_failed()
                 await asyncio.sleep(PAUSE_S)
                 continue
             finally:
-                asking.cancel()
-            diary.given(asked_ms, [_leased(message) for message in messages])
+                receive_sent.cancel()
+            journal.receive_answered(asked_ms, [_leased(message) for message in messages])
             if not await self._treat(client, messages):
                 return
 
@@ -120,36 +120,38 @@ class Worker:
 
     async def _settle(self, client: Client, message: LeasedMessage, habit: Habit) -> None:
         if habit == "extend":
-            await self._say(client, message, Verb.EXTEND)
+            await self._settle_once(client, message, Verb.EXTEND)
             await asyncio.sleep(self._random.uniform(0.0, 0.2))
         if habit in ("accept", "extend", "leave"):
-            await self._say(client, message, Verb.ACCEPT)
+            await self._settle_once(client, message, Verb.ACCEPT)
         elif habit == "release":
-            await self._say(client, message, Verb.RELEASE)
+            await self._settle_once(client, message, Verb.RELEASE)
         elif habit == "delay":
-            await self._say(client, message, Verb.RELEASE, delay_ms=self._random.randint(0, 500))
+            await self._settle_once(client, message, Verb.RELEASE, delay_ms=self._random.randint(0, 500))
         elif habit == "reject":
-            await self._say(client, message, Verb.REJECT)
+            await self._settle_once(client, message, Verb.REJECT)
         elif self._random.random() < 0.5:
             # It comes back to it when it may be another's.
             await asyncio.sleep(self._task.lease_ms / 1000 * self._random.uniform(0.5, 1.2))
-            await self._say(client, message, Verb.ACCEPT)
+            await self._settle_once(client, message, Verb.ACCEPT)
 
-    async def _say(self, client: Client, message: LeasedMessage, verb: Verb, *, delay_ms: int | None = None) -> None:
+    async def _settle_once(
+        self, client: Client, message: LeasedMessage, verb: Verb, *, delay_ms: int | None = None
+    ) -> None:
         """Settle a message, again at the new leader when it has moved."""
         place = message.partition, message.record.offset
         for _ in range(3):
             node = -1 if message.node is None else int(message.node)
-            number = self._diary.saying(verb, [(*place, message.attempt)], delay_ms=delay_ms, node=node)
+            number = self._journal.settle_sent(verb, [(*place, message.attempt)], delay_ms=delay_ms, node=node)
             error: MillstreamError | None
             try:
                 (error,) = await SubscriptionClient(client).settle(
-                    self._subscription, self._diary.worker, [message], verb, delay_ms=delay_ms, reason="chaos"
+                    self._subscription, self._journal.worker, [message], verb, delay_ms=delay_ms, reason="chaos"
                 )
             except MillstreamError as lost:
                 error = lost
             if error is None or isinstance(error, InvalidRecordState):
-                self._diary.said(number, [place], taken=error is None)
+                self._journal.settle_answered(number, [place], taken=error is None)
                 return
             if not isinstance(error, NotLeader):
                 return

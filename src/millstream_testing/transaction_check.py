@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from millstream_testing.finding import SHOWN_MAX, Finding, Kind
-from millstream_testing.transaction_events import Output, Told
+from millstream_testing.transaction_events import OffsetObserved, Output
 from millstream_testing.transaction_history import NOT_A_MESSAGE, Key, Polls, Transaction, TransactionHistory
 
 Place = tuple[str, int, int]
@@ -98,7 +98,7 @@ class _Check:
         """The first known place of each message."""
         self._visible: dict[int, Place] = {}
         """What a reader of what is committed was given, and should have been given at some time."""
-        self._told_places: set[tuple[Kind, Place]] = set()
+        self._reported_places: set[tuple[Kind, Place]] = set()
         self._torn: set[Key] = set()
         self._explained: set[Source] = set()
         """What is lost or torn already, and not told twice."""
@@ -170,8 +170,8 @@ class _Check:
 
     def _add_once(self, kind: Kind, place: Place, detail: str) -> None:
         """Several readers see the same."""
-        if (kind, place) not in self._told_places:
-            self._told_places.add((kind, place))
+        if (kind, place) not in self._reported_places:
+            self._reported_places.add((kind, place))
             self._report.add(kind, place, detail)
 
     def _find_wrong_reads(self) -> None:
@@ -181,7 +181,7 @@ class _Check:
             if one is None:
                 continue
             what = f"{consumer} was given {self._call(message)}"
-            asked_at = one.commit_asked_at
+            asked_at = one.commit_requested_at
             if one.is_aborted:
                 self._add_once(Kind.ABORTED_READ, place, f"{what}, which was aborted")
             elif asked_at is None:
@@ -276,23 +276,26 @@ class _Check:
             for each in one.begun.inputs:
                 committing[one.begun.group, each.partition, each.next].append(one)
         last: dict[tuple[str, str, int], int] = {}
-        for told in self._history.told:
-            stream = (told.observer, told.group, told.partition)
+        for observed_offsets in self._history.observed_offsets:
+            stream = (observed_offsets.observer, observed_offsets.group, observed_offsets.partition)
             before = last.get(stream, 0)
-            last[stream] = told.offset
-            if told.offset < before:
-                place = (told.topic, told.partition, told.offset)
-                self._report.add(Kind.WENT_BACK, place, f"the offset of {told.group} was {before} before")
-            elif told.offset > before:
-                self._judge_offset(told, committing[told.group, told.partition, told.offset])
+            last[stream] = observed_offsets.offset
+            if observed_offsets.offset < before:
+                place = (observed_offsets.topic, observed_offsets.partition, observed_offsets.offset)
+                self._report.add(Kind.WENT_BACK, place, f"the offset of {observed_offsets.group} was {before} before")
+            elif observed_offsets.offset > before:
+                self._judge_offset(
+                    observed_offsets,
+                    committing[observed_offsets.group, observed_offsets.partition, observed_offsets.offset],
+                )
 
-    def _judge_offset(self, told: Told, by: Sequence[Transaction]) -> None:
-        place = (told.topic, told.partition, told.offset)
-        what = f"{told.observer} was told this offset of {told.group}"
+    def _judge_offset(self, observed_offsets: OffsetObserved, by: Sequence[Transaction]) -> None:
+        place = (observed_offsets.topic, observed_offsets.partition, observed_offsets.offset)
+        what = f"{observed_offsets.observer} was told this offset of {observed_offsets.group}"
         if not by:
             self._report.add(Kind.INCONSISTENT, place, f"{what}, which nobody committed")
             return
-        if any(one.may_be_committed and (one.commit_asked_at or 0) <= told.at for one in by):
+        if any(one.may_be_committed and (one.commit_requested_at or 0) <= observed_offsets.at for one in by):
             return
         if all(one.is_aborted for one in by):
             self._report.add(Kind.ABORTED_READ, place, f"{what}; every transaction with it was aborted")
@@ -310,9 +313,9 @@ class _Check:
             there = seen.get(key, set())
             missing = [index for index in range(len(one.begun.outputs)) if index not in there]
             if missing and (there or one.committed):
-                self._tell_missing(key, one, missing, torn=bool(there))
+                self._report_missing(key, one, missing, torn=bool(there))
 
-    def _tell_missing(self, key: Key, one: Transaction, missing: Sequence[int], *, torn: bool) -> None:
+    def _report_missing(self, key: Key, one: Transaction, missing: Sequence[int], *, torn: bool) -> None:
         self._torn.add(key)
         outputs = [one.begun.outputs[index] for index in missing]
         self._explained.update(_source(one, output) for output in outputs)
@@ -337,7 +340,10 @@ class _Check:
 
     def _find_wrong_effects(self, effects: Mapping[tuple[Source, str], int]) -> None:
         """Each message of the source that a group is past has its outputs; none has them that it is not past."""
-        ends = {(told.group, told.partition): told for told in self._history.told}
+        ends = {
+            (observed_offsets.group, observed_offsets.partition): observed_offsets
+            for observed_offsets in self._history.observed_offsets
+        }
         for (source, _), message in effects.items():
             end, key = ends.get(source[:2]), self._history.messages[message][:2]
             if end is not None and source[2] >= end.offset and key not in self._torn:
@@ -346,7 +352,7 @@ class _Check:
                 self._report.add(Kind.TORN, self._visible[message], detail)
         self._find_missing_effects(ends.values(), effects)
 
-    def _find_missing_effects(self, ends: Iterable[Told], effects: Mapping[tuple[Source, str], int]) -> None:
+    def _find_missing_effects(self, ends: Iterable[OffsetObserved], effects: Mapping[tuple[Source, str], int]) -> None:
         attempts: defaultdict[Source, dict[str, Key]] = defaultdict(dict)
         for key, one in self._history.transactions.items():
             for output in one.begun.outputs:

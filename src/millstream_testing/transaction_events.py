@@ -29,7 +29,7 @@ class Output(msgspec.Struct, frozen=True, array_like=True):
     source_offset: int
 
 
-class Begun(msgspec.Struct, frozen=True, tag="begun", tag_field="event"):
+class TransactionBegun(msgspec.Struct, frozen=True, tag="begun", tag_field="event"):
     """A transaction is about to begin. Of one message of the source it writes at most one to each topic."""
 
     producer: str
@@ -41,7 +41,7 @@ class Begun(msgspec.Struct, frozen=True, tag="begun", tag_field="event"):
     at: int
 
 
-class Asked(msgspec.Struct, frozen=True, tag="asked", tag_field="event"):
+class EndRequested(msgspec.Struct, frozen=True, tag="end_requested", tag_field="event"):
     """The client is about to be told to commit or abort."""
 
     producer: str
@@ -50,7 +50,7 @@ class Asked(msgspec.Struct, frozen=True, tag="asked", tag_field="event"):
     at: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="event"):
+class TransactionEnded(msgspec.Struct, frozen=True, tag="ended", tag_field="event"):
     """The client has said that the transaction is committed or aborted."""
 
     producer: str
@@ -59,7 +59,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", tag_field="event"):
     at: int
 
 
-class Reads(msgspec.Struct, frozen=True, tag="reads", tag_field="event"):
+class ConsumerStarted(msgspec.Struct, frozen=True, tag="consumer_started", tag_field="event"):
     """There is a reader, of what is committed or of everything."""
 
     consumer: str
@@ -88,7 +88,7 @@ class Polled(msgspec.Struct, frozen=True, tag="polled", tag_field="event"):
     at: int
 
 
-class Told(msgspec.Struct, frozen=True, tag="told", tag_field="event"):
+class OffsetObserved(msgspec.Struct, frozen=True, tag="offset_observed", tag_field="event"):
     """An observer was told the committed offset of a group."""
 
     observer: str
@@ -99,7 +99,9 @@ class Told(msgspec.Struct, frozen=True, tag="told", tag_field="event"):
     at: int
 
 
-Event: TypeAlias = Begun | Asked | Ended | Reads | Positioned | Polled | Told
+Event: TypeAlias = (
+    TransactionBegun | EndRequested | TransactionEnded | ConsumerStarted | Positioned | Polled | OffsetObserved
+)
 
 
 _DECODER = msgspec.json.Decoder(Event)

@@ -21,15 +21,15 @@ from pathlib import Path
 import msgspec
 
 from millstream_testing.transaction_events import (
-    Asked,
-    Begun,
-    Ended,
+    ConsumerStarted,
+    EndRequested,
     Event,
+    OffsetObserved,
     Output,
     Polled,
     Positioned,
-    Reads,
-    Told,
+    TransactionBegun,
+    TransactionEnded,
     decode,
 )
 
@@ -47,26 +47,26 @@ NOT_A_MESSAGE = -1
 class Transaction:
     """What a program did about one transaction, as far as it got."""
 
-    begun: Begun
-    asked: list[tuple[bool, int]] = field(default_factory=list)
+    begun: TransactionBegun
+    end_requested: list[tuple[bool, int]] = field(default_factory=list)
     """Whether to commit, and when, each time."""
     committed: bool | None = None
     """How it ended, as the client said; None if it did not say."""
 
     @property
-    def commit_asked_at(self) -> int | None:
+    def commit_requested_at(self) -> int | None:
         """When it was first asked to commit."""
-        return min((at for commit, at in self.asked if commit), default=None)
+        return min((at for commit, at in self.end_requested if commit), default=None)
 
     @property
     def is_aborted(self) -> bool:
         """Whether it cannot have committed: the client said so, or was only ever told to abort."""
-        return self.committed is False or (bool(self.asked) and self.commit_asked_at is None)
+        return self.committed is False or (bool(self.end_requested) and self.commit_requested_at is None)
 
     @property
     def may_be_committed(self) -> bool:
         """Whether it has, or may have committed."""
-        return not self.is_aborted and self.commit_asked_at is not None
+        return not self.is_aborted and self.commit_requested_at is not None
 
     def output(self, index: int) -> Output | None:
         """One of its messages, if it has so many."""
@@ -96,43 +96,43 @@ class TransactionHistory:
     transactions: dict[Key, Transaction] = field(default_factory=dict)
     readers: dict[str, bool] = field(default_factory=dict)
     polls: dict[tuple[str, str, int], Polls] = field(default_factory=dict)
-    told: list[Told] = field(default_factory=list)
+    observed_offsets: list[OffsetObserved] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     _numbers: dict[Message, int] = field(default_factory=dict)
 
     def note(self, event: Event) -> None:
         """Take one event; raise `ValueError` for one of a transaction or reader that nobody has spoken of."""
         match event:
-            case Begun():
+            case TransactionBegun():
                 self.transactions[event.producer, event.number] = Transaction(event)
-            case Asked():
-                self._transaction(event).asked.append((event.commit, event.at))
-            case Ended():
+            case EndRequested():
+                self._transaction(event).end_requested.append((event.commit, event.at))
+            case TransactionEnded():
                 self._transaction(event).committed = event.committed
-            case Reads():
+            case ConsumerStarted():
                 self.readers[event.consumer] = event.committed
             case Positioned():
                 self._polls_of(event).add(event.offset, NOT_A_MESSAGE, 0)
             case Polled():
                 message = self._number((event.producer, event.number, event.index))
                 self._polls_of(event).add(event.offset, message, event.at)
-            case Told():
-                self.told.append(event)
+            case OffsetObserved():
+                self.observed_offsets.append(event)
 
     def events(self) -> Iterator[Event]:
         """Everything noted, as events of a file."""
         for (producer, number), one in self.transactions.items():
             yield one.begun
-            for commit, at in one.asked:
-                yield Asked(producer, number, commit, at)
+            for commit, at in one.end_requested:
+                yield EndRequested(producer, number, commit, at)
             if one.committed is not None:
-                yield Ended(producer, number, one.committed, one.begun.at)
-        yield from (Reads(consumer, committed) for consumer, committed in self.readers.items())
+                yield TransactionEnded(producer, number, one.committed, one.begun.at)
+        yield from (ConsumerStarted(consumer, committed) for consumer, committed in self.readers.items())
         for place, polls in self.polls.items():
             for offset, message, at in polls:
                 positioned = message == NOT_A_MESSAGE
                 yield Positioned(*place, offset) if positioned else Polled(*place, offset, *self.messages[message], at)
-        yield from self.told
+        yield from self.observed_offsets
 
     def save(self, path: Path) -> None:
         """Write one JSON object a line."""
@@ -154,7 +154,7 @@ class TransactionHistory:
                     raise ValueError(f"{path}, line {number}: {error}") from error
         return history
 
-    def _transaction(self, event: Asked | Ended) -> Transaction:
+    def _transaction(self, event: EndRequested | TransactionEnded) -> Transaction:
         found = self.transactions.get((event.producer, event.number))
         if found is None:
             raise ValueError(f"transaction {event.number} of {event.producer} has not begun")

@@ -13,7 +13,7 @@ from aiokafka import TopicPartition as AioPartition
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from millstream_testing.transaction_check import Report, check
-from millstream_testing.transaction_events import Event, Polled, Positioned, Reads, Told
+from millstream_testing.transaction_events import ConsumerStarted, Event, OffsetObserved, Polled, Positioned
 from millstream_testing.transaction_history import TransactionHistory
 from millstream_testing.trial_clients import QUIET_RECONNECT, Place, Topics, TrialFailed
 
@@ -71,7 +71,7 @@ class Observer(threading.Thread):
         )
         self.reached: dict[Place, int] = {}
         """By partition, the end that it came to last."""
-        notes.note([Reads(name, committed), *(Positioned(name, *place, 0) for place in self._places)])
+        notes.note([ConsumerStarted(name, committed), *(Positioned(name, *place, 0) for place in self._places)])
 
     def run(self) -> None:
         """Read until the trial ends."""
@@ -106,9 +106,9 @@ class OffsetObserver(threading.Thread):
         self._address = address
         self._groups = groups
         self._topic, self._partitions = source
-        self.told: dict[tuple[str, int], int] = {}
+        self.observed_offsets: dict[tuple[str, int], int] = {}
         """By group and partition, the last answer."""
-        self.asked = 0
+        self.end_requested = 0
         """How many rounds of questions were answered; one that began after some moment tells of that moment."""
 
     def run(self) -> None:
@@ -116,7 +116,7 @@ class OffsetObserver(threading.Thread):
         clients: dict[str, Consumer] = {}
         while not self._notes.stopping.wait(_ASK_EVERY_S):
             answered = [self._ask(clients, group) for group in self._groups]
-            self.asked += all(answered)
+            self.end_requested += all(answered)
 
     def _ask(self, clients: dict[str, Consumer], group: str) -> bool:
         client = clients.get(group)
@@ -131,8 +131,8 @@ class OffsetObserver(threading.Thread):
             return False
         at = time.monotonic_ns()
         known = [one for one in found if one.error is None and one.offset >= 0]
-        self._notes.note(Told(self.name, group, one.topic, one.partition, one.offset, at) for one in known)
-        self.told.update({(group, one.partition): one.offset for one in known})
+        self._notes.note(OffsetObserved(self.name, group, one.topic, one.partition, one.offset, at) for one in known)
+        self.observed_offsets.update({(group, one.partition): one.offset for one in known})
         return True
 
 
@@ -142,7 +142,7 @@ async def read_with_aiokafka(name: str, notes: TransactionNotes, address: str, t
     consumer = AIOKafkaConsumer(
         bootstrap_servers=address, isolation_level="read_committed", auto_offset_reset="earliest", group_id=None
     )
-    notes.note([Reads(name, committed=True), *(Positioned(name, *place, 0) for place in partitions.values())])
+    notes.note([ConsumerStarted(name, committed=True), *(Positioned(name, *place, 0) for place in partitions.values())])
     consumer.assign(list(partitions))
     async with asyncio.timeout(READ_S_MAX), consumer:
         ends: Mapping[Any, int] = await consumer.end_offsets(list(partitions))

@@ -148,12 +148,12 @@ class TransactionTrial:
     """One trial on a cluster, or on one node. Everything that it starts ends with it."""
 
     def __init__(
-        self, folder: Path, cluster: TrialCluster, plan: Plan, tell: Callable[[str], None] = lambda _: None
+        self, folder: Path, cluster: TrialCluster, plan: Plan, print_line: Callable[[str], None] = lambda _: None
     ) -> None:
         self.cluster = cluster
         self._folder = folder
         self._plan = plan
-        self._tell = tell
+        self._print_line = print_line
         self._random = random.Random(plan.seed)
         self._stack = ExitStack()
         self._fed = Notes()
@@ -191,7 +191,7 @@ class TransactionTrial:
             self._strike()
             if len(self._rounds) % self._plan.check_every == 0:
                 report = self._check()
-                self._tell(f"  {self._kills} kills: {str(report).splitlines()[0]}")
+                self._print_line(f"  {self._kills} kills: {str(report).splitlines()[0]}")
                 if not report.ok:
                     return Outcome(report, self._rounds)
         return self._check_everything()
@@ -229,7 +229,7 @@ class TransactionTrial:
         )
         kinds, kills = tuple(kind for kind, _ in drawn), sum(fault.kills for _, fault in drawn)
         self._rounds.append(Round(kinds=kinds, what=what, kills=kills, healed_s=time.monotonic() - repaired))
-        self._tell(f"{self._kills:4} {self._rounds[-1]}")
+        self._print_line(f"{self._kills:4} {self._rounds[-1]}")
 
     def _draw_node_fault(self) -> list[tuple[str, WorkerFault]]:
         kinds = self._plan.node_kinds
@@ -287,7 +287,7 @@ class TransactionTrial:
                 f"{group} is at {at} of {SOURCE}-{partition}, not at {end}"
                 for group in self._plan.groups
                 for (_, partition), end in fed.items()
-                if (at := self._offsets.told.get((group, partition), 0)) < end
+                if (at := self._offsets.observed_offsets.get((group, partition), 0)) < end
             ]
             replaced = [f"{name} goes on although it was replaced" for each in self._workers for name in each.replaced]
             return "; ".join([*behind, *replaced]) or self.cluster.lacks()
@@ -412,8 +412,10 @@ class TransactionTrial:
 
     def _await_offsets(self) -> None:
         """Wait for an answer to questions that were asked after everything ended."""
-        wanted = self._offsets.asked + 2
-        self._wait(lambda: "" if self._offsets.asked >= wanted else "nobody tells the offsets of the groups", "the end")
+        wanted = self._offsets.end_requested + 2
+        self._wait(
+            lambda: "" if self._offsets.end_requested >= wanted else "nobody tells the offsets of the groups", "the end"
+        )
 
     def _more(self) -> list[str]:
         more = []
@@ -446,16 +448,19 @@ class TransactionTrial:
     def waiting(self) -> str:
         """What waits for what, for a trial that failed: transactions, open ones on partitions, programs, nodes."""
         command = CommandLine(self.cluster.kafka)
-        asked = [command("transaction", "list", "--json"), command("transaction", "list", "--hanging", "--json")]
-        asked += [
+        end_requested = [
+            command("transaction", "list", "--json"),
+            command("transaction", "list", "--hanging", "--json"),
+        ]
+        end_requested += [
             command("transaction", "describe", one["transactional_id"], "--json")
             for one in self._listed()
             if "transactional_id" in one and one["state"] not in _CLOSED
         ]
-        asked += [command("group", "describe", group, "--json") for group in self._plan.groups]
-        told = [each.out or each.err for each in asked]
+        end_requested += [command("group", "describe", group, "--json") for group in self._plan.groups]
+        observed_offsets = [each.out or each.err for each in end_requested]
         logs = [f"--- {each.life.task.producer}\n{each.life.log_tail()}" for each in self._workers]
-        return "\n".join([*told, *logs, self.cluster.logs()])
+        return "\n".join([*observed_offsets, *logs, self.cluster.logs()])
 
 
 _CLOSED = {"Empty", "CompleteCommit", "CompleteAbort", "Dead"}

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from millstream_testing.transaction_events import Asked, Begun, Ended, Event, Input, Output
+from millstream_testing.transaction_events import EndRequested, Event, Input, Output, TransactionBegun, TransactionEnded
 
 RENEW = 3
 STUCK = 4
@@ -73,7 +73,7 @@ class Worker(ABC):
     def run(self) -> None:
         """Work until `stopping` is set."""
 
-    def begin(self, consumed: Iterable[tuple[int, int]]) -> Begun:
+    def begin(self, consumed: Iterable[tuple[int, int]]) -> TransactionBegun:
         """Note the next transaction, which takes these offsets (partition, offset) of the source, in order."""
         self._number += 1
         offsets: dict[int, list[int]] = {}
@@ -87,11 +87,13 @@ class Worker(ABC):
             for topic, partitions in self.task.outputs.items()
         ]
         task = self.task
-        begun = Begun(task.producer, self._number, task.group, task.source, inputs, outputs, time.monotonic_ns())
+        begun = TransactionBegun(
+            task.producer, self._number, task.group, task.source, inputs, outputs, time.monotonic_ns()
+        )
         self._note(begun)
         return begun
 
-    def values(self, begun: Begun) -> Iterable[tuple[Output, bytes]]:
+    def values(self, begun: TransactionBegun) -> Iterable[tuple[Output, bytes]]:
         """What to write: each value says which message of which transaction it is."""
         for index, output in enumerate(begun.outputs):
             padding = b"." * self._random.randrange(200)
@@ -101,13 +103,13 @@ class Worker(ABC):
         """Whether this transaction is to be aborted."""
         return self._random.random() < self.task.abort_share
 
-    def asked(self, *, commit: bool) -> None:
+    def end_requested(self, *, commit: bool) -> None:
         """Note that the client is now told to commit or abort."""
-        self._note(Asked(self.task.producer, self._number, commit, time.monotonic_ns()))
+        self._note(EndRequested(self.task.producer, self._number, commit, time.monotonic_ns()))
 
     def ended(self, *, committed: bool) -> None:
         """Note what the client said."""
-        self._note(Ended(self.task.producer, self._number, committed, time.monotonic_ns()))
+        self._note(TransactionEnded(self.task.producer, self._number, committed, time.monotonic_ns()))
 
     def _note(self, event: Event) -> None:
         os.write(self._file, self._encoder.encode(event) + b"\n")

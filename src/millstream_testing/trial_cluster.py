@@ -91,7 +91,7 @@ class TrialNode(Server):
         os.kill(self.pid, signal.SIGCONT)
         self.is_paused = False
 
-    def tell_stacks(self) -> None:
+    def dump_stacks(self) -> None:
         """Have it write to its log what each of its threads is doing."""
         os.kill(self.pid, signal.SIGUSR2)
 

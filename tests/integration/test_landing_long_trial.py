@@ -93,10 +93,10 @@ class Publisher(threading.Thread):
     def _send(self, topic: str, number: int, value: bytes) -> None:
         with suppress(BufferError):
             self._producer.produce(
-                topic, value, key=b"%d" % number, partition=number % PARTITIONS, on_delivery=self._tell
+                topic, value, key=b"%d" % number, partition=number % PARTITIONS, on_delivery=self._print_line
             )
 
-    def _tell(self, error: object, message: Any) -> None:
+    def _print_line(self, error: object, message: Any) -> None:
         if error is not None:
             self.failures.append(str(error))
         else:

@@ -48,7 +48,7 @@ class Trial:
         """More messages in every topic: new fields each time, or fractions in the last, and some that do not fit."""
         producer = Producer({"bootstrap.servers": self.server.kafka, "log_level": 0, "linger.ms": 20})
 
-        def tell(error: object, message: Any) -> None:
+        def print_line(error: object, message: Any) -> None:
             assert error is None
             self.published[message.topic()].append((message.partition(), message.offset(), message.value()))
 
@@ -62,7 +62,7 @@ class Trial:
                 if number > 2000 and number % 50 == 7:
                     document["id"] = "no number"
                 value = json.dumps(document).encode()
-                producer.produce(name, value, partition=number % PARTITIONS, on_delivery=tell)
+                producer.produce(name, value, partition=number % PARTITIONS, on_delivery=print_line)
                 producer.poll(0)
         assert producer.flush(60) == 0
         self._sent += count

@@ -56,7 +56,7 @@ class Run:
         """Whether it has left a mark."""
         return self.marks.joinpath(mark).exists()
 
-    def tell(self, mark: str) -> None:
+    def print_line(self, mark: str) -> None:
         """Leave a mark for it."""
         self.marks.joinpath(mark).touch()
 
@@ -65,7 +65,7 @@ class Run:
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(WAIT_S)
-        self.tell("go")
+        self.print_line("go")
 
     def kill_java(self) -> None:
         """Kill -9 the JVM alone."""
@@ -178,7 +178,7 @@ class StreamTrial:
         """Run it until there are so many rows and nothing more happens; what is there then, in order."""
         run = self.start()
         self.until(lambda: len(self.read()) >= rows, run)
-        run.tell("enough")
+        run.print_line("enough")
         assert run.process.wait(WAIT_S) == 0, self.log.read_text(errors="replace")[-3000:]
         return self.read()
 
@@ -255,7 +255,7 @@ def test_a_jvm_that_is_killed_around_a_commit(trial: Told) -> None:
         run = stream.start(pause, batch)
         stream.until(lambda run=run: run.has("paused"), run)  # type: ignore[misc]
         run.kill_java()
-        run.tell("go")
+        run.print_line("go")
         # It commits what is written, or does not, and ends for want of a JVM.
         assert run.process.wait(WAIT_S) != 0
         run.kill()
@@ -268,7 +268,7 @@ def test_a_driver_that_comes_back_when_another_has_taken_its_place(trial: Told) 
     stream.until(lambda: old.has("paused"), old)
     # Another one takes back what is promised and not decided, before it goes on from there.
     stream.kill_at("before-commit", 2)
-    old.tell("go")
+    old.print_line("go")
     assert old.process.wait(WAIT_S) != 0
     check(stream)
 

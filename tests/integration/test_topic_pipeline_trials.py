@@ -53,7 +53,7 @@ class Run:
     def has(self, mark: str) -> bool:
         return self._marks.joinpath(mark).exists()
 
-    def tell(self, mark: str) -> None:
+    def print_line(self, mark: str) -> None:
         """Leave a mark for it."""
         self._marks.joinpath(mark).touch()
 
@@ -178,10 +178,10 @@ def test_a_driver_that_comes_back_when_another_has_taken_its_place(
         with trial.driver("before-commit", 2) as new:
             # It has taken back what the other one promised, and done the batch itself.
             new.until("paused")
-            old.tell("go")
+            old.print_line("go")
             # The older one finds its batch done, takes back the next one that the other has promised, and goes on.
             old.end()
-            new.tell("go")
+            new.print_line("go")
             new.end()
     trial.check()
 
@@ -204,6 +204,6 @@ def test_a_broker_that_is_killed_between_promise_and_commit(tmp_path: Path, topi
         with trial.driver("before-commit", 2) as run:
             run.until("paused")
             server.restart(clean=False)
-            run.tell("go")
+            run.print_line("go")
             run.end()
         trial.check()

@@ -64,7 +64,7 @@ class Scene(Protocol):
     network: Network
     machines: Sequence[Machine]
 
-    def tell(self, who: str, what: str) -> None:
+    def record(self, source: str, event: str) -> None:
         """Add a line to the trace."""
 
     def may_crash(self, machine: Machine) -> bool:
@@ -110,7 +110,7 @@ class Faults:
 
     async def run(self) -> None:
         """Let faults happen, some at the same time, and wait until all are over."""
-        self._scene.tell("faults", "kinds: " + ", ".join(self._kinds))
+        self._scene.record("faults", "kinds: " + ", ".join(self._kinds))
         async with asyncio.TaskGroup() as happening:
             for _ in range(self._chance.randint(FAULTS_MIN, FAULTS_MAX)):
                 await asyncio.sleep(self._chance.expovariate(1 / BETWEEN_S))
@@ -119,8 +119,8 @@ class Faults:
     async def _run_one(self, fault: Fault) -> None:
         await fault(SHORT_S * (LONG_S / SHORT_S) ** self._chance.random())
 
-    def _tell(self, what: str) -> None:
-        self._scene.tell("faults", what)
+    def _record(self, event: str) -> None:
+        self._scene.record("faults", event)
 
     def _machine(self) -> Machine:
         """Any node, but more often one that leads: most of what can go wrong goes wrong with these."""
@@ -133,7 +133,7 @@ class Faults:
         machine = self._machine()
         if not machine.is_running:
             return
-        self._tell(f"kill {machine.name} for {duration_s:.2f} s")
+        self._record(f"kill {machine.name} for {duration_s:.2f} s")
         machine.kill()
         await self._start_later(machine, duration_s)
 
@@ -141,7 +141,7 @@ class Faults:
         machine = self._machine()
         if not machine.is_running or not self._scene.may_crash(machine):
             return
-        self._tell(f"crash {machine.name} for {duration_s:.2f} s")
+        self._record(f"crash {machine.name} for {duration_s:.2f} s")
         machine.crash()
         await self._start_later(machine, duration_s)
 
@@ -149,7 +149,7 @@ class Faults:
         machine = self._machine()
         if not machine.is_running:
             return
-        self._tell(f"stop {machine.name} for {duration_s:.2f} s")
+        self._record(f"stop {machine.name} for {duration_s:.2f} s")
         await machine.stop()
         await self._start_later(machine, duration_s)
 
@@ -159,12 +159,12 @@ class Faults:
         for _ in range(STARTS_MAX):
             if machine.is_running:
                 return
-            self._tell(f"start {machine.name}")
+            self._record(f"start {machine.name}")
             machine.start()
             if self._chance.random() > DIES_AGAIN_CHANCE:
                 return
             await asyncio.sleep(self._chance.expovariate(1 / DIES_AFTER_S))
-            self._tell(f"kill {machine.name} again")
+            self._record(f"kill {machine.name} again")
             machine.kill()
         machine.start()
 
@@ -172,26 +172,26 @@ class Faults:
         machine = self._machine()
         if not machine.is_running:
             return
-        self._tell(f"pause {machine.name} for {duration_s:.2f} s")
+        self._record(f"pause {machine.name} for {duration_s:.2f} s")
         machine.pause()
         await asyncio.sleep(duration_s)
-        self._tell(f"resume {machine.name}")
+        self._record(f"resume {machine.name}")
         machine.resume()
 
     async def _clock(self, _duration_s: float) -> None:
         machine = self._machine()
         step_ms = self._chance.randint(-CLOCK_STEP_MAX_MS, CLOCK_STEP_MAX_MS // 2)
-        self._tell(f"the clock of {machine.name} goes {step_ms} ms")
+        self._record(f"the clock of {machine.name} goes {step_ms} ms")
         machine.step_clock(step_ms)
 
     async def _disk(self, _duration_s: float) -> None:
         machine = self._machine()
-        self._tell(f"the next sync on {machine.name} fails")
+        self._record(f"the next sync on {machine.name} fails")
         machine.fail_disk()
 
     async def _settings(self, _duration_s: float) -> None:
         minimum = self._chance.randint(1, 3)
-        self._tell(f"min.insync.replicas becomes {minimum}")
+        self._record(f"min.insync.replicas becomes {minimum}")
         await self._scene.change_min_in_sync(minimum)
 
     # -- links ------------------------------------------------------------------------------------------------
@@ -216,31 +216,31 @@ class Faults:
 
     async def _without(self, duration_s: float, links: list[tuple[str, str]]) -> None:
         network = self._scene.network
-        self._tell(f"cut {', '.join(f'{source} to {target}' for source, target in links)} for {duration_s:.2f} s")
+        self._record(f"cut {', '.join(f'{source} to {target}' for source, target in links)} for {duration_s:.2f} s")
         for link in links:
             network.cut(*link)
         await asyncio.sleep(duration_s)
-        self._tell(f"heal {', '.join(f'{source} to {target}' for source, target in links)}")
+        self._record(f"heal {', '.join(f'{source} to {target}' for source, target in links)}")
         for link in links:
             network.heal(*link)
 
     async def _loss(self, duration_s: float) -> None:
         network = self._scene.network
         network.loss_chance = self._chance.choice((0.02, 0.1, 0.3))
-        self._tell(f"lose {network.loss_chance:.0%} of everything for {duration_s:.2f} s")
+        self._record(f"lose {network.loss_chance:.0%} of everything for {duration_s:.2f} s")
         await asyncio.sleep(duration_s)
         network.loss_chance = 0.0
 
     async def _lateness(self, duration_s: float) -> None:
         network = self._scene.network
         network.late_chance = self._chance.choice((0.02, 0.1, 0.3))
-        self._tell(f"{network.late_chance:.0%} of everything comes late for {duration_s:.2f} s")
+        self._record(f"{network.late_chance:.0%} of everything comes late for {duration_s:.2f} s")
         await asyncio.sleep(duration_s)
         network.late_chance = 0.0
 
     async def _store_away(self, duration_s: float) -> None:
-        self._tell(f"the store answers nobody for {duration_s:.2f} s")
+        self._record(f"the store answers nobody for {duration_s:.2f} s")
         self._scene.pause_store()
         await asyncio.sleep(duration_s)
-        self._tell("the store is back")
+        self._record("the store is back")
         self._scene.resume_store()

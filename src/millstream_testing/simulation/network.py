@@ -25,7 +25,7 @@ class LinkDown(Exception):
     """A call got no answer: the request or the answer was lost, or nobody is there. It may have been carried out."""
 
 
-class NobodyThere(LinkDown):
+class NotListening(LinkDown):
     """The call surely was not carried out: nothing listens there."""
 
 
@@ -51,13 +51,13 @@ class Network:
     def heal(self, source: str, target: str) -> None:
         """Let what is sent from now on arrive again."""
         self._cut.discard((source, target))
-        self._tell_hearing()
+        self._wake_listeners()
 
     def heal_all(self) -> None:
         """Take every cut and every chance of loss back."""
         self._cut.clear()
         self.loss_chance = self.late_chance = 0.0
-        self._tell_hearing()
+        self._wake_listeners()
 
     def is_cut(self, source: str, target: str) -> bool:
         """Whether nothing arrives that one end sends to the other."""
@@ -67,7 +67,7 @@ class Network:
         """Every cut, in order."""
         return sorted(self._cut)
 
-    def hang_up(self, process: Process) -> None:
+    def disconnect(self, process: Process) -> None:
         """A process ended, and its machine tells whoever waits for it."""
         for answer in self._open.pop(process, {}):
             self._loop.call_later(self.delay_s(), _fail, answer, LinkDown(f"{process.name} hung up"))
@@ -96,7 +96,7 @@ class Network:
         finally:
             timer.cancel()
 
-    async def hear(self, source: str) -> None:
+    async def changes_from(self, source: str) -> None:
         """Wait until what another end sends now arrives here; a cut only holds it up, since it is sent again."""
         here = current_process().name
         await asyncio.sleep(self.delay_s())
@@ -106,7 +106,7 @@ class Network:
             await healed
             await asyncio.sleep(self.delay_s())
 
-    def _tell_hearing(self) -> None:
+    def _wake_listeners(self) -> None:
         hearing, self._hearing = self._hearing, []
         for healed in hearing:
             _settle(healed, None)
@@ -127,7 +127,7 @@ class Network:
             return
         process = self.endpoints.get(target)
         if process is None or not process.alive:
-            self._carry(_fail, answer, NobodyThere(f"nobody listens at {target}"))
+            self._carry(_fail, answer, NotListening(f"nobody listens at {target}"))
             return
         self._open.setdefault(process, {})[answer] = None
         self._loop.spawn(process, self._serve(source, process, serve, answer), name="served call")

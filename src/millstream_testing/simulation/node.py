@@ -57,7 +57,7 @@ class Around(Protocol):
     def node(self, node_id: NodeId) -> SimulatedNode:
         """Another node."""
 
-    def tell(self, who: str, what: str) -> None:
+    def record(self, source: str, event: str) -> None:
         """Add a line to the trace."""
 
     def runs_now(self, node: SimulatedNode, process: Process) -> None:
@@ -187,7 +187,7 @@ class SimulatedNode:
 
     def part_failed(self, name: str, error: BaseException) -> None:
         """A part that should run for ever ended."""
-        self.around.tell(self.name, f"{name} failed: {error!r}")
+        self.around.record(self.name, f"{name} failed: {error!r}")
         if isinstance(error, NodeIdTaken):
             # What was left of the process before is there for longer than a node waits; its supervisor starts it again.
             self.kill()
@@ -219,7 +219,7 @@ class SimulatedNode:
             return
         if stopping.done() and (error := stopping.exception()) is not None:
             self.part_failed("stop", error)
-        self.around.tell(self.name, "stopped" if stopping.done() else "killed, since it did not stop")
+        self.around.record(self.name, "stopped" if stopping.done() else "killed, since it did not stop")
         self.kill()
 
     def pause(self) -> None:
@@ -248,7 +248,7 @@ class SimulatedNode:
         self.around.rules.stopping(self)
         self.is_running = False
         self.around.loop.kill(process)
-        self.around.network.hang_up(process)
+        self.around.network.disconnect(process)
         return True
 
     # -- what is asked of it ----------------------------------------------------------------------------------

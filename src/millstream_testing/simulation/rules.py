@@ -57,10 +57,10 @@ class _Seen:
 class Rules:
     """What has to hold for every partition."""
 
-    def __init__(self, tell: Callable[[str, str], None]) -> None:
+    def __init__(self, record: Callable[[str, str], None]) -> None:
         self.committed: dict[PartitionKey, Committed] = {}
         self.states: dict[PartitionKey, PartitionState] = {}
-        self._tell = tell
+        self._record = record
         self._nodes: dict[NodeId, Holder] = {}
         self._seen: dict[tuple[NodeId, PartitionKey], _Seen] = {}
         self._listed: dict[NodeId, tuple[Mapping[PartitionKey, Partition], list[tuple[PartitionKey, _Seen]]]] = {}
@@ -110,13 +110,13 @@ class Rules:
             raise Violation(f"{committed.name}: {whose} went back to epoch {partition.leader_epoch} from {seen.epoch}")
         seen.epoch, seen.is_leader = partition.leader_epoch, partition.is_leader
         if began:
-            self._tell(whose, f"leads {committed.name} in epoch {partition.leader_epoch} from {_span(partition)}")
+            self._record(whose, f"leads {committed.name} in epoch {partition.leader_epoch} from {_span(partition)}")
             self._began(node, key, seen)
         if partition.high_watermark > seen.high_watermark:
             before = committed.end
             self._verify(seen, committed, partition.high_watermark, whose)
             if committed.end > before:
-                self._tell(whose, f"commits {committed.name} up to {committed.end}")
+                self._record(whose, f"commits {committed.name} up to {committed.end}")
                 self._check_members(key)
         seen.high_watermark = partition.high_watermark
 
@@ -178,7 +178,7 @@ class Rules:
     def _state_changed(self, key: PartitionKey, state: PartitionState) -> None:
         name, before = self.of(key).name, self.states.get(key)
         self.states[key] = state
-        self._tell("store", f"{name}: {_describe(state)}")
+        self._record("store", f"{name}: {_describe(state)}")
         if before is not None:
             if state.leader_epoch < before.leader_epoch:
                 raise Violation(f"{name}: the epoch went back from {before.leader_epoch} to {state.leader_epoch}")

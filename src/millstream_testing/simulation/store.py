@@ -52,4 +52,4 @@ class SimulatedStore(EmbeddedStore):
             raise StoreUnavailable(str(error)) from error
 
     async def _hear(self) -> None:
-        await self._network.hear(STORE)
+        await self._network.changes_from(STORE)

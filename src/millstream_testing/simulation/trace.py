@@ -16,24 +16,24 @@ class Trace:
         self._lines: list[tuple[float, str, str]] = []
         self._notes: list[tuple[int, float, str, str]] = []
 
-    def tell(self, who: str, what: str) -> None:
+    def record(self, source: str, event: str) -> None:
         """Add a line."""
-        self._lines.append((self.elapsed_s, who, what))
+        self._lines.append((self.elapsed_s, source, event))
 
     @property
     def elapsed_s(self) -> float:
         """How long the simulation has run, in its own time."""
         return self._loop.time() - self._began
 
-    def note(self, who: str, what: str) -> None:
+    def note(self, source: str, event: str) -> None:
         """Add a line that is told only when somebody looks, and counts for nothing."""
-        self._notes.append((len(self._lines), self.elapsed_s, who, what))
+        self._notes.append((len(self._lines), self.elapsed_s, source, event))
 
     def lines(self) -> list[str]:
         """Every line as text, notes among them."""
         numbered = [(number, 1, *line) for number, line in enumerate(self._lines)]
         every = sorted([*numbered, *((number, 0, *rest) for number, *rest in self._notes)], key=lambda line: line[:2])
-        return [f"{when:10.4f}  {who:<10}  {what}" for _, _, when, who, what in every]
+        return [f"{when:10.4f}  {source:<10}  {event}" for _, _, when, source, event in every]
 
     def digest(self) -> int:
         """A number that differs, very likely, when anything went another way."""

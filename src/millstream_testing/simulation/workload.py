@@ -88,7 +88,7 @@ class Producer(Client):
         rules: Rules,
         producer_id: int,
         acks: int,
-        tell: Callable[[str, str], None],
+        record: Callable[[str, str], None],
     ) -> None:
         super().__init__(name, key, servers, network, chance)
         self.sent = 0
@@ -97,7 +97,7 @@ class Producer(Client):
         self._producer_id = producer_id
         self._acks = acks
         self._sequence = 0
-        self._tell = tell
+        self._record = record
         self._stopping = False
 
     def stop(self) -> None:
@@ -132,11 +132,11 @@ class Producer(Client):
                     leader.name, partial(leader.produce, self.key, batch, self._acks), timeout_s=CALL_TIMEOUT_S
                 )
             except (MillstreamError, LinkDown) as error:
-                self._tell(self.name, f"node {leader.node_id}: {type(error).__name__}: {error}")
+                self._record(self.name, f"node {leader.node_id}: {type(error).__name__}: {error}")
                 await self._pause()
                 continue
             self.sent += 1
-            self._tell(self.name, f"acknowledged at {appended.base_offset} by node {leader.node_id}")
+            self._record(self.name, f"acknowledged at {appended.base_offset} by node {leader.node_id}")
             if self._acks == ACKS_ALL:
                 self._rules.acknowledged(self.key, batch, appended.base_offset, appended.next_offset, self.name)
             return
@@ -154,12 +154,12 @@ class Consumer(Client):
         chance: Random,
         *,
         rules: Rules,
-        tell: Callable[[str, str], None],
+        record: Callable[[str, str], None],
     ) -> None:
         super().__init__(name, key, servers, network, chance)
         self.position = 0
         self._rules = rules
-        self._tell = tell
+        self._record = record
 
     async def run(self, pause_s: float) -> None:
         """Read for ever."""
@@ -172,7 +172,7 @@ class Consumer(Client):
                     timeout_s=CALL_TIMEOUT_S,
                 )
             except (MillstreamError, LinkDown) as error:
-                self._tell(self.name, f"node {leader.node_id}: {type(error).__name__}: {error}")
+                self._record(self.name, f"node {leader.node_id}: {type(error).__name__}: {error}")
                 await self._pause()
                 continue
             if records:

@@ -71,7 +71,7 @@ def run_world(seed: int, make: Callable[[], World], *, tracing: bool) -> Outcome
             world.loop.run_until_complete(world.run())
         except Exception as error:
             outcome.failure = _describe(error)
-            world.trace.tell("world", outcome.failure)
+            world.trace.record("world", outcome.failure)
         outcome.digest = world.trace.digest()
         outcome.steps = world.loop.steps
         outcome.virtual_s = world.trace.elapsed_s
@@ -96,7 +96,7 @@ class World:
         self.loop = SimulatedLoop(plan.chance("loop"))
         self.trace = Trace(self.loop)
         self.network = Network(self.loop, plan.chance("network"))
-        self.rules = Rules(self.trace.tell)
+        self.rules = Rules(self.trace.record)
         clock = SimulatedClock(self.loop)
         self.service = ObservedService(clock, on_changed=self._store_changed)
         self.declarations = SimulatedDeclarations(self.network)
@@ -116,9 +116,9 @@ class World:
 
     # -- what the parts ask for -------------------------------------------------------------------------------
 
-    def tell(self, who: str, what: str) -> None:
+    def record(self, source: str, event: str) -> None:
         """Add a line to the trace."""
-        self.trace.tell(who, what)
+        self.trace.record(source, event)
 
     def node(self, node_id: NodeId) -> SimulatedNode:
         """One node by its number."""
@@ -157,7 +157,7 @@ class World:
         try:
             await self.network.call(node.name, ask, timeout_s=SETTING_S)
         except (MillstreamError, LinkDown) as error:
-            self.trace.tell("world", f"the setting was refused: {error}")
+            self.trace.record("world", f"the setting was refused: {error}")
 
     def pause_store(self) -> None:
         """Let the coordination store answer nobody."""
@@ -173,7 +173,7 @@ class World:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            self.trace.tell("world", f"{task.get_name()} failed: {error!r}")
+            self.trace.record("world", f"{task.get_name()} failed: {error!r}")
             self.fail(error)
 
     def _store_changed(self) -> None:
@@ -211,7 +211,7 @@ class World:
         await self.until("the producers are done", lambda: _pending(producers), FINISH_S)
         await self.until("the replicas are the same", self.unsettled, FINISH_S)
         await self.until("the consumers are done", lambda: self._unread(consumers), FINISH_S)
-        self.trace.tell("world", f"well; {sum(producer.sent for producer, _ in producers)} batches sent")
+        self.trace.record("world", f"well; {sum(producer.sent for producer, _ in producers)} batches sent")
 
     async def start(self) -> None:
         """Start the nodes and wait until they have the topics."""
@@ -246,7 +246,7 @@ class World:
                 self.network,
                 self.plan.chance(f"consumer {number}"),
                 rules=self.rules,
-                tell=self.trace.tell,
+                record=self.trace.record,
             )
             self.spawn(self.loop.start_process(consumer.name), consumer.run(self.plan.fetch_pause_s), consumer.name)
             consumers.append(consumer)
@@ -263,23 +263,23 @@ class World:
             rules=self.rules,
             producer_id=number if acks == -1 else -1,
             acks=acks,
-            tell=self.trace.tell,
+            record=self.trace.record,
         )
 
     def _heal(self) -> None:
-        self.trace.tell("world", "heal everything")
+        self.trace.record("world", "heal everything")
         self.network.heal_all()
         self.resume_store()
         for node in self.nodes:
             node.resume()
             node.start()
 
-    async def until(self, what: str, pending: Callable[[], str | None], timeout_s: float) -> None:
+    async def until(self, condition: str, pending: Callable[[], str | None], timeout_s: float) -> None:
         """Wait until nothing is left; fail when that takes too long."""
         deadline = self.loop.time() + timeout_s
         while (left := pending()) is not None:
             if self.loop.time() > deadline:
-                raise NotWell(f"{what}: not after {timeout_s:g} s: {left}")
+                raise NotWell(f"{condition}: not after {timeout_s:g} s: {left}")
             await asyncio.sleep(LOOK_S)
 
     def unsettled(self) -> str | None:

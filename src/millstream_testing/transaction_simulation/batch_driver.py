@@ -12,7 +12,7 @@ from millstream.broker.transactions.batch import Member
 from millstream.core.errors import InvalidTransactionState, MillstreamError
 from millstream_testing.simulation.process import Process
 from millstream_testing.transaction_simulation.caller import Caller, GaveUp, Stage
-from millstream_testing.transaction_simulation.model import Batch, Told
+from millstream_testing.transaction_simulation.model import Batch, ModelTransaction
 from millstream_testing.transaction_simulation.node import COORDINATOR, Where
 from millstream_testing.transaction_simulation.producer import ABORTABLE, FENCED, SECOND, Over, Writer
 
@@ -34,7 +34,7 @@ class Attempt(Writer):
         self.query = query
         self.batch: Batch = (query, batch)
         self.part = part
-        self.told: Told | None = None
+        self.transaction: ModelTransaction | None = None
         self.is_prepared = False
 
     @property
@@ -49,17 +49,17 @@ class Attempt(Writer):
                 await self.ask(Where(COORDINATOR, self.query), lambda node: node.last_batch(self.query))
                 >= self.batch[1]
             ):
-                self.stage.model.batch_told(self.batch)
+                self.stage.model.batch_acknowledged(self.batch)
                 return
             await self.initialize()
-            told = self.begin(self.batch)
-            self.stage.tell(self.name, f"transaction {told.number}")
-            await self.write_all(told)
-            self.told = told
+            transaction = self.begin(self.batch)
+            self.stage.record(self.name, f"transaction {transaction.number}")
+            await self.write_all(transaction)
+            self.transaction = transaction
             await self.ask(self.coordinator, lambda node: node.prepare(self.who))
             self.is_prepared = True
         except (Over, *ABORTABLE, *FENCED) as error:
-            self.stage.tell(self.name, f"is over: {error}")
+            self.stage.record(self.name, f"is over: {error}")
 
 
 class BatchDriver(Caller):
@@ -100,18 +100,18 @@ class BatchDriver(Caller):
     async def _last_batch(self) -> int:
         last = await self.ask(self._where, lambda node: node.last_batch(self.query))
         if last >= 0:
-            self.stage.model.batch_told((self.query, last))
+            self.stage.model.batch_acknowledged((self.query, last))
         return last
 
     async def _run_batch(self, batch: Batch) -> None:
         """Try to commit a batch once; what fails is found by the next look at the last batch."""
-        self.stage.tell(self.name, f"batch {batch[1]}")
+        self.stage.record(self.name, f"batch {batch[1]}")
         attempts = [self._start(batch, part) for part in range(PARTS)]
         if self.chance.random() < SPECULATION_CHANCE:
             attempts.append(self._start(batch, self.chance.randrange(PARTS)))
         chosen = await self._wait_for(batch, attempts)
         if chosen is None or self.chance.random() < FORGET_CHANCE:
-            self.stage.tell(self.name, "begins anew")
+            self.stage.record(self.name, "begins anew")
             return
         if self.chance.random() < ABORT_CHANCE:
             await self._abort_batch(batch)
@@ -149,35 +149,35 @@ class BatchDriver(Caller):
 
     async def _complete(self, batch: Batch, chosen: list[Attempt]) -> None:
         members = tuple(attempt.member for attempt in chosen)
-        told = [attempt.told for attempt in chosen if attempt.told is not None]
+        transaction = [attempt.transaction for attempt in chosen if attempt.transaction is not None]
         all_prepared = all(attempt.is_prepared for attempt in chosen)
         model = self.stage.model
-        model.complete_sent(batch, told)
-        self.stage.tell(self.name, f"completes batch {batch[1]} with {[one.number for one in told]}")
+        model.complete_sent(batch, transaction)
+        self.stage.record(self.name, f"completes batch {batch[1]} with {[one.number for one in transaction]}")
         try:
             by_this = await self.ask(self._where, lambda node: node.complete_batch(self.query, batch[1], members))
         except MillstreamError as error:
-            self.stage.tell(self.name, f"batch {batch[1]} failed: {error}")
+            self.stage.record(self.name, f"batch {batch[1]} failed: {error}")
             model.complete_refused(batch, all_prepared=all_prepared, reason=str(error))
             return
-        model.complete_told(batch, told, by_this=by_this)
-        self.stage.tell(self.name, f"batch {batch[1]} is committed{'' if by_this else ', before'}")
+        model.complete_acknowledged(batch, transaction, by_this=by_this)
+        self.stage.record(self.name, f"batch {batch[1]} is committed{'' if by_this else ', before'}")
 
     async def _abort_batch(self, batch: Batch) -> None:
         model = self.stage.model
         model.abort_sent(batch)
         begun_before = model.begun_so_far()
-        self.stage.tell(self.name, f"aborts batch {batch[1]}")
+        self.stage.record(self.name, f"aborts batch {batch[1]}")
         try:
             await self.ask(self._where, lambda node: node.abort_batch(self.query, batch[1]))
         except (GaveUp, InvalidTransactionState) as error:
-            self.stage.tell(self.name, f"batch {batch[1]} was not aborted: {error}")
+            self.stage.record(self.name, f"batch {batch[1]} was not aborted: {error}")
         else:
-            model.abort_told(batch, begun_before)
+            model.abort_acknowledged(batch, begun_before)
 
 
 def _first(attempts: list[Attempt], part: int, *, hasty: bool) -> Attempt | None:
     """An attempt that is prepared, or for somebody in haste one that has written everything."""
     mine = [attempt for attempt in attempts if attempt.part == part]
-    ready = [attempt for attempt in mine if attempt.is_prepared or (hasty and attempt.told is not None)]
+    ready = [attempt for attempt in mine if attempt.is_prepared or (hasty and attempt.transaction is not None)]
     return ready[0] if ready else None

@@ -67,7 +67,7 @@ class Stage:
     nodes: Sequence[TransactionNode]
     model: Model
     clock: Clock
-    tell: Callable[[str, str], None]
+    record: Callable[[str, str], None]
 
 
 class Caller:
@@ -90,7 +90,7 @@ class Caller:
             try:
                 return await self._ask_once(await self._find(where), operation)
             except AGAIN as error:
-                self.stage.tell(self.name, f"{where.kind}: {type(error).__name__}: {error}")
+                self.stage.record(self.name, f"{where.kind}: {type(error).__name__}: {error}")
                 self._known.pop(where, None)
             tried += 1
             if tried == tries:

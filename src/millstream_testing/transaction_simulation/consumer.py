@@ -84,7 +84,7 @@ class OffsetReader(Caller):
         try:
             offset = await self.ask(Where(GROUP, group), lambda node: node.committed_offset(group, self._partition))
         except MillstreamError as error:
-            self.stage.tell(self.name, f"{type(error).__name__}: {error}")
+            self.stage.record(self.name, f"{type(error).__name__}: {error}")
             return self._seen
         self.stage.model.offset_seen(self._id, self._seen, offset)
         self._seen = offset

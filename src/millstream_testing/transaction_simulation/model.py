@@ -18,7 +18,7 @@ Batch = tuple[str, int]
 
 
 @dataclass(slots=True)
-class Told:
+class ModelTransaction:
     """One transaction as its client knows it."""
 
     number: int
@@ -27,7 +27,7 @@ class Told:
     batch: Batch | None = None
     written: dict[str, TopicPartition] = field(default_factory=dict)
     """What was acknowledged: values and where they are."""
-    offset_told: bool = False
+    offsets_acknowledged: bool = False
     """Whether it committed an offset of its group, which is its number."""
     commit_sent: bool = False
     committed: bool = False
@@ -41,34 +41,34 @@ class Told:
 
 
 @dataclass(slots=True)
-class _BatchTold:
+class _ModelBatch:
     completes: list[frozenset[int]] = field(default_factory=list)
     """The members of every CompleteBatch that was sent."""
     winner: frozenset[int] | None = None
     is_over: bool = False
     """Somebody was told that it is committed."""
     abort_sent: bool = False
-    attempts: list[Told] = field(default_factory=list)
+    attempts: list[ModelTransaction] = field(default_factory=list)
 
 
 class Model:
     """Every transaction of a run."""
 
     def __init__(self) -> None:
-        self.transactions: list[Told] = []
-        self._of_id: dict[str, list[Told]] = {}
-        self._batches: dict[Batch, _BatchTold] = {}
+        self.transactions: list[ModelTransaction] = []
+        self._of_id: dict[str, list[ModelTransaction]] = {}
+        self._batches: dict[Batch, _ModelBatch] = {}
 
     # -- what clients do --------------------------------------------------------------------------------------
 
-    def begin(self, transactional_id: str, instance: int, batch: Batch | None = None) -> Told:
+    def begin(self, transactional_id: str, instance: int, batch: Batch | None = None) -> ModelTransaction:
         """A transaction begins."""
-        told = Told(len(self.transactions), transactional_id, instance, batch)
-        self.transactions.append(told)
-        self._of_id.setdefault(transactional_id, []).append(told)
+        transaction = ModelTransaction(len(self.transactions), transactional_id, instance, batch)
+        self.transactions.append(transaction)
+        self._of_id.setdefault(transactional_id, []).append(transaction)
         if batch is not None:
-            self._of(batch).attempts.append(told)
-        return told
+            self._of(batch).attempts.append(transaction)
+        return transaction
 
     def begun_so_far(self) -> int:
         """How many transactions have begun."""
@@ -76,47 +76,49 @@ class Model:
 
     def initialized(self, transactional_id: str, instance: int, begun_before: int) -> None:
         """A producer was told that it has the id: whatever others had under way when it asked is over."""
-        for told in self._of_id.get(transactional_id, ()):
-            if told.instance != instance and told.number < begun_before and not told.commit_sent:
-                self.doom(told, "a newer producer was initialized")
+        for transaction in self._of_id.get(transactional_id, ()):
+            if transaction.instance != instance and transaction.number < begun_before and not transaction.commit_sent:
+                self.doom(transaction, "a newer producer was initialized")
 
-    def commit_told(self, told: Told) -> None:
+    def commit_acknowledged(self, transaction: ModelTransaction) -> None:
         """A client was told that its transaction is committed."""
-        if told.doomed is not None:
-            raise Violation(f"transaction {told.number} was acknowledged as committed, although {told.doomed}")
-        if False in told.outcomes.values():
-            raise Violation(f"transaction {told.number} was acknowledged as committed, but is aborted")
-        told.committed = True
+        if transaction.doomed is not None:
+            raise Violation(
+                f"transaction {transaction.number} was acknowledged as committed, although {transaction.doomed}"
+            )
+        if False in transaction.outcomes.values():
+            raise Violation(f"transaction {transaction.number} was acknowledged as committed, but is aborted")
+        transaction.committed = True
 
-    def doom(self, told: Told, reason: str) -> None:
+    def doom(self, transaction: ModelTransaction, reason: str) -> None:
         """From now on it is certain that a transaction never becomes visible."""
-        told.doomed = told.doomed or reason
-        if told.committed or True in told.outcomes.values():
-            raise Violation(f"transaction {told.number} is committed, although {reason}")
+        transaction.doomed = transaction.doomed or reason
+        if transaction.committed or True in transaction.outcomes.values():
+            raise Violation(f"transaction {transaction.number} is committed, although {reason}")
 
     # -- batches ----------------------------------------------------------------------------------------------
 
-    def complete_sent(self, batch: Batch, members: Iterable[Told]) -> None:
+    def complete_sent(self, batch: Batch, members: Iterable[ModelTransaction]) -> None:
         """A driver asks for a batch to be committed."""
         members = list(members)
-        for told in members:
-            told.commit_sent = True
-        self._of(batch).completes.append(frozenset(told.number for told in members))
+        for transaction in members:
+            transaction.commit_sent = True
+        self._of(batch).completes.append(frozenset(transaction.number for transaction in members))
 
-    def complete_told(self, batch: Batch, members: Iterable[Told], *, by_this: bool) -> None:
+    def complete_acknowledged(self, batch: Batch, members: Iterable[ModelTransaction], *, by_this: bool) -> None:
         """A driver was told that a batch is committed, by its own request or by one before it."""
-        named = frozenset(told.number for told in members)
+        named = frozenset(transaction.number for transaction in members)
         of_batch = self._of(batch)
         if by_this:
             if of_batch.winner not in (None, named):
                 raise Violation(f"batch {batch} was committed twice, by {of_batch.winner} and by {named}")
             of_batch.winner = named
-            for told in of_batch.attempts:
-                if told.number not in named:
-                    self.doom(told, f"batch {batch} was committed without it")
-        self.batch_told(batch)
+            for transaction in of_batch.attempts:
+                if transaction.number not in named:
+                    self.doom(transaction, f"batch {batch} was committed without it")
+        self.batch_acknowledged(batch)
 
-    def batch_told(self, batch: Batch) -> None:
+    def batch_acknowledged(self, batch: Batch) -> None:
         """Somebody was told that a batch is committed."""
         of_batch = self._of(batch)
         of_batch.is_over = True
@@ -127,11 +129,11 @@ class Model:
         """A driver asks for all attempts at a batch to be aborted."""
         self._of(batch).abort_sent = True
 
-    def abort_told(self, batch: Batch, begun_before: int) -> None:
+    def abort_acknowledged(self, batch: Batch, begun_before: int) -> None:
         """A driver was told that all attempts are aborted: those that had begun when it asked."""
-        for told in self._of(batch).attempts:
-            if told.number < begun_before and not told.commit_sent:
-                self.doom(told, f"batch {batch} was aborted")
+        for transaction in self._of(batch).attempts:
+            if transaction.number < begun_before and not transaction.commit_sent:
+                self.doom(transaction, f"batch {batch} was aborted")
 
     def complete_refused(self, batch: Batch, *, all_prepared: bool, reason: str) -> None:
         """A batch was not committed. Nobody but its driver may have ended what was prepared."""
@@ -141,8 +143,8 @@ class Model:
         if all_prepared and not of_batch.abort_sent and len(of_batch.completes) == 1:
             raise Violation(f"batch {batch} was refused, although all of its members were prepared: {reason}")
 
-    def _of(self, batch: Batch) -> _BatchTold:
-        return self._batches.setdefault(batch, _BatchTold())
+    def _of(self, batch: Batch) -> _ModelBatch:
+        return self._batches.setdefault(batch, _ModelBatch())
 
     # -- what is seen in the logs -----------------------------------------------------------------------------
 
@@ -151,25 +153,27 @@ class Model:
         if len(numbers) > 1:
             raise Violation(f"{partition}: one marker ends several transactions: {sorted(numbers)}")
         for number in numbers:
-            told = self.transactions[number]
-            if partition in told.outcomes:
+            transaction = self.transactions[number]
+            if partition in transaction.outcomes:
                 raise Violation(f"{partition}: transaction {number} ends twice")
             if commit:
-                self._check_may_commit(told, partition)
-            elif told.committed:
+                self._check_may_commit(transaction, partition)
+            elif transaction.committed:
                 raise Violation(f"{partition}: transaction {number} is aborted, but was acknowledged as committed")
-            if (not commit) in told.outcomes.values():
-                raise Violation(f"transaction {number} is torn: {partition} is {commit}, others {told.outcomes}")
-            told.outcomes[partition] = commit
+            if (not commit) in transaction.outcomes.values():
+                raise Violation(f"transaction {number} is torn: {partition} is {commit}, others {transaction.outcomes}")
+            transaction.outcomes[partition] = commit
             if commit:
                 for value in values:
-                    told.visible[value] = told.visible.get(value, 0) + 1
+                    transaction.visible[value] = transaction.visible.get(value, 0) + 1
 
-    def _check_may_commit(self, told: Told, partition: TopicPartition) -> None:
-        if not told.commit_sent:
-            raise Violation(f"{partition}: transaction {told.number} is committed, but nobody asked for that")
-        if told.doomed is not None:
-            raise Violation(f"{partition}: transaction {told.number} is committed, although {told.doomed}")
+    def _check_may_commit(self, transaction: ModelTransaction, partition: TopicPartition) -> None:
+        if not transaction.commit_sent:
+            raise Violation(f"{partition}: transaction {transaction.number} is committed, but nobody asked for that")
+        if transaction.doomed is not None:
+            raise Violation(
+                f"{partition}: transaction {transaction.number} is committed, although {transaction.doomed}"
+            )
 
     def offset_seen(self, transactional_id: str, before: int, offset: int) -> None:
         """The offset that counts of the group of a transactional id was read, and what it was when read before."""
@@ -177,25 +181,31 @@ class Model:
             raise Violation(f"the offset of {transactional_id} went back from {before} to {offset}")
         if offset < 0:
             return
-        told = self.transactions[offset]
-        if told.transactional_id != transactional_id or not told.commit_sent or told.doomed is not None:
-            raise Violation(f"the offset of {transactional_id} comes from {told}")
+        transaction = self.transactions[offset]
+        if (
+            transaction.transactional_id != transactional_id
+            or not transaction.commit_sent
+            or transaction.doomed is not None
+        ):
+            raise Violation(f"the offset of {transactional_id} comes from {transaction}")
 
     # -- in the end -------------------------------------------------------------------------------------------
 
     def check_all(self) -> None:
         """After everything is healed and read."""
-        for told in self.transactions:
-            is_visible = bool(told.visible)
-            if told.committed or is_visible:
-                missing = [value for value in told.written if told.visible.get(value) != 1]
-                if missing or set(told.visible) != set(told.written):
-                    raise Violation(f"transaction {told.number} is not visible completely and once: {told}")
+        for transaction in self.transactions:
+            is_visible = bool(transaction.visible)
+            if transaction.committed or is_visible:
+                missing = [value for value in transaction.written if transaction.visible.get(value) != 1]
+                if missing or set(transaction.visible) != set(transaction.written):
+                    raise Violation(
+                        f"transaction {transaction.number} is not visible completely and once: {transaction}"
+                    )
         for batch, of_batch in self._batches.items():
             self._check_batch(batch, of_batch)
 
-    def _check_batch(self, batch: Batch, of_batch: _BatchTold) -> None:
-        visible = frozenset(told.number for told in of_batch.attempts if told.visible)
+    def _check_batch(self, batch: Batch, of_batch: _ModelBatch) -> None:
+        visible = frozenset(transaction.number for transaction in of_batch.attempts if transaction.visible)
         if of_batch.winner is not None and visible != of_batch.winner:
             raise Violation(f"batch {batch} was committed as {sorted(of_batch.winner)}, visible is {sorted(visible)}")
         if visible not in of_batch.completes and (visible or of_batch.is_over):
@@ -203,5 +213,9 @@ class Model:
 
     def offset_of(self, transactional_id: str) -> int:
         """The offset that has to count in the end."""
-        told = [told.number for told in self._of_id.get(transactional_id, ()) if told.offset_told and told.visible]
-        return max(told, default=-1)
+        transaction = [
+            transaction.number
+            for transaction in self._of_id.get(transactional_id, ())
+            if transaction.offsets_acknowledged and transaction.visible
+        ]
+        return max(transaction, default=-1)

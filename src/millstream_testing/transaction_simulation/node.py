@@ -170,8 +170,8 @@ class TransactionNode(SimulatedNode):
         answer = self.serving().produce.handle_frame(memoryview(bytearray(frame)), header, _CLIENT)
         if inspect.isawaitable(answer):
             answer = await answer
-        told = memoryview(b"".join(cast("list[bytes]", answer)))[_SIZE_BYTES:]
-        produced, _ = read_produced(version, told, about=f"{where.name}-{where.number}")
+        transaction = memoryview(b"".join(cast("list[bytes]", answer)))[_SIZE_BYTES:]
+        produced, _ = read_produced(version, transaction, about=f"{where.name}-{where.number}")
         if isinstance(produced, MillstreamError):
             raise produced
         return produced

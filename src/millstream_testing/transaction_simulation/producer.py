@@ -23,7 +23,7 @@ from millstream.core.errors import (
 from millstream.core.topic import TopicPartition
 from millstream_testing.simulation.messages import make_batch
 from millstream_testing.transaction_simulation.caller import Caller, GaveUp, Stage
-from millstream_testing.transaction_simulation.model import Batch, Told
+from millstream_testing.transaction_simulation.model import Batch, ModelTransaction
 from millstream_testing.transaction_simulation.node import COORDINATOR, GROUP, LEADER, Where
 
 FIRST, SECOND = 1, 2
@@ -75,24 +75,24 @@ class Writer(Caller):
             raise Over(f"not initialized: {error}") from error
         model.initialized(self.transactional_id, self.instance, begun_before)
 
-    def begin_with(self, told: Initialized) -> None:
+    def begin_with(self, transaction: Initialized) -> None:
         """Go on with this id and epoch; a new one begins to count at 0 on every partition."""
-        if told != self.who[1:]:
+        if transaction != self.who[1:]:
             self._sequences.clear()
-            self.who = ProducerRef(self.transactional_id, *told)
-            self.stage.tell(self.name, f"is producer {told.producer_id} in epoch {told.epoch}")
+            self.who = ProducerRef(self.transactional_id, *transaction)
+            self.stage.record(self.name, f"is producer {transaction.producer_id} in epoch {transaction.epoch}")
 
-    def begin(self, batch: Batch | None = None) -> Told:
+    def begin(self, batch: Batch | None = None) -> ModelTransaction:
         """Begin a transaction."""
         return self.stage.model.begin(self.transactional_id, self.instance, batch)
 
-    async def write(self, told: Told, partition: TopicPartition) -> None:
+    async def write(self, transaction: ModelTransaction, partition: TopicPartition) -> None:
         """Write some batches to one partition."""
         where = Where(LEADER, partition.topic, partition.partition)
         for _ in range(self.chance.randint(1, BATCHES_MAX)):
             sequence = self._sequences.get(partition, 0)
             count = self.chance.randint(1, RECORDS_MAX)
-            values = [f"{told.number}.{partition.partition}.{sequence + at}" for at in range(count)]
+            values = [f"{transaction.number}.{partition.partition}.{sequence + at}" for at in range(count)]
             batch = make_batch(
                 [value.encode() for value in values],
                 now_ms=self.stage.clock.now_ms(),
@@ -103,20 +103,20 @@ class Writer(Caller):
             )
             await self._send(where, batch)
             self._sequences[partition] = sequence + count
-            told.written.update(dict.fromkeys(values, partition))
+            transaction.written.update(dict.fromkeys(values, partition))
 
     async def _send(self, where: Where, batch: bytes) -> None:
         version = PRODUCE_VERSION[self.version]
         await self.ask(where, lambda node: node.write(version, self.transactional_id, where, batch), tries=TRIES)
 
-    async def write_all(self, told: Told) -> None:
+    async def write_all(self, transaction: ModelTransaction) -> None:
         """Write to some partitions at once."""
         data = self.stage.plan.data
         chosen = self.chance.sample(data, self.chance.randint(1, len(data)))
         if self.version == FIRST:
             who = self.who
             await self.ask(self.coordinator, lambda node: node.add_partitions(who, chosen), tries=TRIES)
-        await all_of([self.write(told, partition) for partition in chosen])
+        await all_of([self.write(transaction, partition) for partition in chosen])
 
 
 async def all_of(work: list[Awaitable[None]]) -> None:
@@ -149,68 +149,68 @@ class TransactionalProducer(Writer):
                 await self._transaction()
                 await asyncio.sleep(self.chance.expovariate(1 / self.stage.plan.produce_pause_s))
         except Over as over:
-            self.stage.tell(self.name, f"is over: {over}")
+            self.stage.record(self.name, f"is over: {over}")
 
     async def _transaction(self) -> None:
-        told = self.begin()
-        self.stage.tell(self.name, f"transaction {told.number}")
+        transaction = self.begin()
+        self.stage.record(self.name, f"transaction {transaction.number}")
         try:
-            await self.write_all(told)
+            await self.write_all(transaction)
             if self.chance.random() < OFFSET_CHANCE:
-                await self._commit_offset(told)
+                await self._commit_offset(transaction)
             if self.chance.random() < LINGER_CHANCE:
                 await asyncio.sleep(self.stage.plan.timeout_ms / 1000 * self.chance.uniform(0.5, 1.5))
         except ABORTABLE as error:
-            self.stage.tell(self.name, f"has to abort transaction {told.number}: {error}")
-            await self._abort(told, is_clear=False)
+            self.stage.record(self.name, f"has to abort transaction {transaction.number}: {error}")
+            await self._abort(transaction, is_clear=False)
         except FENCED as error:
-            raise Over(f"fenced in transaction {told.number}: {error}") from error
+            raise Over(f"fenced in transaction {transaction.number}: {error}") from error
         else:
             if self.chance.random() < COMMIT_CHANCE:
-                await self._commit(told)
+                await self._commit(transaction)
             else:
-                await self._abort(told, is_clear=True)
+                await self._abort(transaction, is_clear=True)
 
-    async def _commit_offset(self, told: Told) -> None:
+    async def _commit_offset(self, transaction: ModelTransaction) -> None:
         group, who, version = self.transactional_id, self.who, OFFSETS_VERSION[self.version]
         partition = self.stage.plan.data[0]
         if self.version == FIRST:
             await self.ask(self.coordinator, lambda node: node.add_offsets(who, group), tries=TRIES)
         await self.ask(
             Where(GROUP, group),
-            lambda node: node.commit_offset(version, who, group, partition, told.number),
+            lambda node: node.commit_offset(version, who, group, partition, transaction.number),
             tries=TRIES,
         )
-        told.offset_told = True
+        transaction.offsets_acknowledged = True
 
-    async def _commit(self, told: Told) -> None:
+    async def _commit(self, transaction: ModelTransaction) -> None:
         model, sends = self.stage.model, self.sends
-        told.commit_sent = True
+        transaction.commit_sent = True
         try:
             ended = await self._end(commit=True)
         except MillstreamError as error:
             if self.sends == sends + 1:
                 # Nothing else of this transaction was ever sent that could commit it.
-                model.doom(told, f"its commit was refused: {error}")
-            raise Over(f"transaction {told.number} was not committed: {error}") from error
-        model.commit_told(told)
-        self.stage.tell(self.name, f"transaction {told.number} is committed")
+                model.doom(transaction, f"its commit was refused: {error}")
+            raise Over(f"transaction {transaction.number} was not committed: {error}") from error
+        model.commit_acknowledged(transaction)
+        self.stage.record(self.name, f"transaction {transaction.number} is committed")
         self._go_on(ended)
 
-    async def _abort(self, told: Told, *, is_clear: bool) -> None:
+    async def _abort(self, transaction: ModelTransaction, *, is_clear: bool) -> None:
         try:
             ended = await self._end(commit=False)
         except InvalidTransactionState:
             # Under the first version there may be nothing to abort yet.
             if self.version == SECOND:
-                raise Over(f"transaction {told.number} cannot be aborted") from None
+                raise Over(f"transaction {transaction.number} cannot be aborted") from None
             is_clear = False
         except MillstreamError as error:
-            raise Over(f"transaction {told.number} was not aborted: {error}") from error
+            raise Over(f"transaction {transaction.number} was not aborted: {error}") from error
         else:
-            self.stage.model.doom(told, "its abort was acknowledged")
+            self.stage.model.doom(transaction, "its abort was acknowledged")
             self._go_on(ended)
-        self.stage.tell(self.name, f"transaction {told.number} is aborted")
+        self.stage.record(self.name, f"transaction {transaction.number} is aborted")
         if self.version == FIRST and not is_clear:
             # Something may still be on its way, so the next transaction needs another epoch.
             await self.initialize(expected=True)

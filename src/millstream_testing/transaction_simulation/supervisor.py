@@ -68,10 +68,10 @@ class Supervisor:
         if task.done():
             await asyncio.sleep(LOOK_S)
         elif drawn < KILL_CHANCE:
-            self._stage.tell(producer.name, "is killed")
+            self._stage.record(producer.name, "is killed")
             self._stage.loop.kill(process)
         elif drawn < KILL_CHANCE + PAUSE_CHANCE:
-            self._stage.tell(producer.name, "is paused")
+            self._stage.record(producer.name, "is paused")
             self._stage.loop.pause(process)
             world = self._stage.loop.world.context
             self._stage.loop.call_later(

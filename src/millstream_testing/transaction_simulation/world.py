@@ -70,7 +70,7 @@ class TransactionWorld(World):
         self._watched: dict[NodeId, tuple[Mapping[PartitionKey, Partition], list[_Stable]]] = {}
         nodes = cast("list[TransactionNode]", self.nodes)
         clock = SimulatedClock(self.loop)
-        self.stage = Stage(plan, self.loop, self.network, nodes, self.model, clock, self.trace.tell)
+        self.stage = Stage(plan, self.loop, self.network, nodes, self.model, clock, self.trace.record)
 
     def make_node(self, node_id: NodeId) -> SimulatedNode:
         """One of the nodes."""
@@ -138,8 +138,10 @@ class TransactionWorld(World):
         self.model.check_all()
         for supervisor in supervisors:
             await self._check_offset(supervisor.transactional_id)
-        told = self.model.transactions
-        self.trace.tell("world", f"well; {sum(one.committed for one in told)} of {len(told)} transactions committed")
+        begun = self.model.transactions
+        self.trace.record(
+            "world", f"well; {sum(one.committed for one in begun)} of {len(begun)} transactions committed"
+        )
 
     async def _check_offset(self, transactional_id: str) -> None:
         found = await OffsetReader(self.stage, transactional_id).look()

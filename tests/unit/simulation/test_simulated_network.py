@@ -13,7 +13,7 @@ from millstream.broker.cluster.store import Expect, Put
 from millstream.core.errors import StoreUnavailable
 from millstream_testing.simulation.clock import SimulatedClock
 from millstream_testing.simulation.loop import SimulatedLoop
-from millstream_testing.simulation.network import LinkDown, Network, NobodyThere
+from millstream_testing.simulation.network import LinkDown, Network, NotListening
 from millstream_testing.simulation.process import Process
 from millstream_testing.simulation.store import STORE, ObservedService, SimulatedStore
 
@@ -90,10 +90,10 @@ def test_a_dead_end_refuses_and_a_killed_one_hangs_up(links: Links) -> None:
         await asyncio.sleep(1)
         begin = links.loop.time()
         links.loop.kill(links.b)
-        links.network.hang_up(links.b)
+        links.network.disconnect(links.b)
         with pytest.raises(LinkDown, match="hung up"):
             await waiting
-        with pytest.raises(NobodyThere):
+        with pytest.raises(NotListening):
             await links.network.call("b", forever, timeout_s=100)
         assert links.loop.time() - begin < 1
 

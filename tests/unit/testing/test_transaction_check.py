@@ -15,16 +15,16 @@ from hypothesis.strategies import DrawFn
 from millstream_testing.finding import Kind
 from millstream_testing.transaction_check import check, main
 from millstream_testing.transaction_events import (
-    Asked,
-    Begun,
-    Ended,
+    ConsumerStarted,
+    EndRequested,
     Event,
     Input,
+    OffsetObserved,
     Output,
     Polled,
     Positioned,
-    Reads,
-    Told,
+    TransactionBegun,
+    TransactionEnded,
 )
 from millstream_testing.transaction_history import Transaction, TransactionHistory
 
@@ -51,16 +51,16 @@ class Entry:
 class Story:
     """What really happened, before it is written down as a history."""
 
-    begun: list[Begun] = field(default_factory=list)
-    ends: list[Asked | Ended] = field(default_factory=list)
+    begun: list[TransactionBegun] = field(default_factory=list)
+    ends: list[EndRequested | TransactionEnded] = field(default_factory=list)
     logs: dict[Where, list[Entry]] = field(default_factory=dict)
-    told: list[Told] = field(default_factory=list)
+    observed_offsets: list[OffsetObserved] = field(default_factory=list)
     more: dict[str, list[tuple[Where, int, bool]]] = field(default_factory=dict)
     fates: dict[tuple[str, int], str] = field(default_factory=dict)
     position: dict[int, int] = field(default_factory=dict)
     clock: count[int] = field(default_factory=lambda: count(1000, 10))
 
-    def begin(self, producer: str, sources: int, partition: int, first: int | None = None) -> Begun:
+    def begin(self, producer: str, sources: int, partition: int, first: int | None = None) -> TransactionBegun:
         start = self.position.get(partition, 0) if first is None else first
         outputs = [
             Output(topic, place, partition, at)
@@ -69,21 +69,21 @@ class Story:
         ]
         number = sum(one.producer == producer for one in self.begun)
         inputs = [Input(partition, start, start + sources)]
-        one = Begun(producer, number, "group", "in", inputs, outputs, next(self.clock))
+        one = TransactionBegun(producer, number, "group", "in", inputs, outputs, next(self.clock))
         self.begun.append(one)
         for index, output in enumerate(outputs):
             entry = Entry((producer, number, index))
             self.logs.setdefault((output.topic, output.partition), []).append(entry)
         return one
 
-    def end(self, one: Begun, fate: str) -> None:
+    def end(self, one: TransactionBegun, fate: str) -> None:
         key = (one.producer, one.number)
         self.fates[key] = fate
         commits = fate in ("committed", "unanswered, committed")
         if fate != "killed before":
-            self.ends.append(Asked(*key, fate != "aborted", next(self.clock)))
+            self.ends.append(EndRequested(*key, fate != "aborted", next(self.clock)))
         if fate in ("committed", "aborted"):
-            self.ends.append(Ended(*key, commits, next(self.clock)))
+            self.ends.append(TransactionEnded(*key, commits, next(self.clock)))
         for where in {(output.topic, output.partition) for output in one.outputs}:
             self.logs[where].append(Entry(None))
         for entry in self.entries(key):
@@ -91,16 +91,18 @@ class Story:
         if commits:
             (consumed,) = one.inputs
             self.position[consumed.partition] = consumed.next
-            self.told.append(Told("offsets", "group", "in", consumed.partition, consumed.next, next(self.clock)))
+            self.observed_offsets.append(
+                OffsetObserved("offsets", "group", "in", consumed.partition, consumed.next, next(self.clock))
+            )
 
     def entries(self, key: tuple[str, int]) -> list[Entry]:
         return [each for log in self.logs.values() for each in log if each.message and each.message[:2] == key]
 
-    def of(self, *fates: str) -> list[Begun]:
+    def of(self, *fates: str) -> list[TransactionBegun]:
         return [one for one in self.begun if self.fates[one.producer, one.number] in fates]
 
     def events(self) -> list[Event]:
-        events: list[Event] = [*self.begun, *self.ends, *(Reads(*each) for each in READERS.items())]
+        events: list[Event] = [*self.begun, *self.ends, *(ConsumerStarted(*each) for each in READERS.items())]
         for reader in READERS:
             for where, log in self.logs.items():
                 events.append(Positioned(reader, *where, 0))
@@ -109,7 +111,7 @@ class Story:
                 if sought:
                     events.append(Positioned(reader, *where, offset))
                 events.append(self.poll(reader, where, offset))
-        return [*events, *self.told]
+        return [*events, *self.observed_offsets]
 
     def may_see(self, reader: str, entry: Entry) -> bool:
         if entry.message is None or reader in entry.hidden_from:
@@ -139,7 +141,7 @@ def stories(draw: DrawFn) -> Story:
     """Two producers with interleaved transactions of every fate; the last ones of each fate are always there."""
     story = Story()
     step = st.tuples(st.sampled_from((0, 1)), st.integers(1, 3), st.sampled_from(FATES))
-    opened: dict[int, tuple[Begun, str]] = {}
+    opened: dict[int, tuple[TransactionBegun, str]] = {}
     for partition, sources, fate in draw(st.lists(step, max_size=16)):
         if partition in opened:
             story.end(*opened.pop(partition))
@@ -153,7 +155,7 @@ def stories(draw: DrawFn) -> Story:
     return story
 
 
-def choose(story: Story, data: st.DataObject, *fates: str) -> tuple[Begun, Entry]:
+def choose(story: Story, data: st.DataObject, *fates: str) -> tuple[TransactionBegun, Entry]:
     """A transaction of one of these fates, and one of its records."""
     one = data.draw(st.sampled_from(story.of(*fates)))
     return one, data.draw(st.sampled_from(story.entries((one.producer, one.number))))
@@ -166,7 +168,7 @@ def test_a_valid_history_gives_no_finding(story: Story) -> None:
 
 @given(stories())
 def test_a_history_that_is_not_complete_gives_no_finding(story: Story) -> None:
-    story.told.clear()
+    story.observed_offsets.clear()
     assert check(story.history()).ok
 
 
@@ -187,17 +189,17 @@ def test_a_message_that_nobody_asked_to_commit_is_found(story: Story, data: st.D
 @given(stories(), st.data())
 def test_a_read_before_the_commit_is_found(story: Story, data: st.DataObject) -> None:
     one, entry = choose(story, data, "committed", "unanswered, committed")
-    asked = Transaction(
-        one, [(each.commit, each.at) for each in story.ends if isinstance(each, Asked) and _is(each, one)]
+    end_requested = Transaction(
+        one, [(each.commit, each.at) for each in story.ends if isinstance(each, EndRequested) and _is(each, one)]
     )
-    assert asked.commit_asked_at is not None
-    entry.polled_at["audit"] = asked.commit_asked_at
+    assert end_requested.commit_requested_at is not None
+    entry.polled_at["audit"] = end_requested.commit_requested_at
     assert story.counts() == {}
     entry.polled_at["audit"] -= 1
     assert story.counts() == {Kind.EARLY_READ: 1}
 
 
-def _is(event: Asked | Ended, one: Begun) -> bool:
+def _is(event: EndRequested | TransactionEnded, one: TransactionBegun) -> bool:
     return (event.producer, event.number) == (one.producer, one.number)
 
 
@@ -221,8 +223,8 @@ def test_an_unanswered_transaction_that_is_half_there_is_torn(story: Story, data
 
 @given(stories())
 def test_outputs_without_the_offsets_that_belong_to_them_are_torn(story: Story) -> None:
-    last = max(each.offset for each in story.told if each.partition == 0)
-    story.told = [each for each in story.told if (each.partition, each.offset) != (0, last)]
+    last = max(each.offset for each in story.observed_offsets if each.partition == 0)
+    story.observed_offsets = [each for each in story.observed_offsets if (each.partition, each.offset) != (0, last)]
     assert story.counts() == {Kind.TORN: 1}
 
 
@@ -230,7 +232,7 @@ def test_outputs_without_the_offsets_that_belong_to_them_are_torn(story: Story) 
 def test_offsets_without_the_outputs_that_belong_to_them_are_torn(story: Story) -> None:
     one = story.begin(PRODUCERS[0], 2, 0)
     story.end(one, "unanswered, aborted")
-    story.told.append(Told("offsets", "group", "in", 0, one.inputs[0].next, next(story.clock)))
+    story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 0, one.inputs[0].next, next(story.clock)))
     assert story.counts() == {Kind.TORN: 1}
 
 
@@ -255,7 +257,7 @@ def test_a_message_at_two_offsets_is_found(story: Story, data: st.DataObject) ->
     assert story.counts() == {Kind.DOUBLED: 1}
 
 
-def _where(one: Begun, entry: Entry) -> Where:
+def _where(one: TransactionBegun, entry: Entry) -> Where:
     assert entry.message is not None
     output = one.outputs[entry.message[2]]
     return output.topic, output.partition
@@ -265,8 +267,8 @@ def _where(one: Begun, entry: Entry) -> Where:
 def test_a_source_that_was_worked_on_twice_is_found(story: Story, data: st.DataObject) -> None:
     (consumed,) = choose(story, data, "committed", "unanswered, committed")[0].inputs
     story.end(story.begin("zombie", 1, consumed.partition, first=consumed.first), "unanswered, committed")
-    told = story.told.pop()
-    story.position[consumed.partition] = max(story.position[consumed.partition], told.offset)
+    observed_offsets = story.observed_offsets.pop()
+    story.position[consumed.partition] = max(story.position[consumed.partition], observed_offsets.offset)
     assert story.counts() == {Kind.DOUBLED: 2}
 
 
@@ -330,16 +332,16 @@ def test_a_message_in_another_partition_is_found(story: Story) -> None:
 
 @given(stories(), st.data())
 def test_a_committed_offset_that_goes_back_is_found(story: Story, data: st.DataObject) -> None:
-    before = data.draw(st.sampled_from(story.told))
-    at = story.told.index(before) + 1
-    story.told[at:at] = [msgspec.structs.replace(before, offset=before.offset - 1), before]
+    before = data.draw(st.sampled_from(story.observed_offsets))
+    at = story.observed_offsets.index(before) + 1
+    story.observed_offsets[at:at] = [msgspec.structs.replace(before, offset=before.offset - 1), before]
     assert story.counts() == {Kind.WENT_BACK: 1}
 
 
 @given(stories(), st.data())
 def test_an_offset_that_is_told_before_its_commit_is_found(story: Story, data: st.DataObject) -> None:
-    at = data.draw(st.integers(0, len(story.told) - 1))
-    story.told[at] = msgspec.structs.replace(story.told[at], at=0)
+    at = data.draw(st.integers(0, len(story.observed_offsets) - 1))
+    story.observed_offsets[at] = msgspec.structs.replace(story.observed_offsets[at], at=0)
     assert story.counts() == {Kind.EARLY_READ: 1}
 
 
@@ -347,13 +349,13 @@ def test_an_offset_that_is_told_before_its_commit_is_found(story: Story, data: s
 def test_an_aborted_offset_that_is_told_is_found(story: Story) -> None:
     one = story.begin("w9", 1, 9)
     story.end(one, "aborted")
-    story.told.append(Told("offsets", "group", "in", 9, one.inputs[0].next, next(story.clock)))
+    story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 9, one.inputs[0].next, next(story.clock)))
     assert story.counts() == {Kind.ABORTED_READ: 1, Kind.TORN: 1}
 
 
 @given(stories())
 def test_an_offset_that_nobody_committed_is_found(story: Story) -> None:
-    story.told.append(Told("offsets", "group", "in", 5, 3, next(story.clock)))
+    story.observed_offsets.append(OffsetObserved("offsets", "group", "in", 5, 3, next(story.clock)))
     assert story.counts()[Kind.INCONSISTENT] == 1
 
 
@@ -380,14 +382,14 @@ def test_a_history_survives_a_file(tmp_path_factory: pytest.TempPathFactory, sto
 def test_the_command_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "history.jsonl"
     history = TransactionHistory()
-    history.note(Reads("audit", committed=True))
+    history.note(ConsumerStarted("audit", committed=True))
     history.save(path)
     assert main([str(path), "--complete", "audit"]) == 0
     history.note(Polled("audit", "a", 0, 3, "ghost", 0, 0, 5))
     history.save(path)
     assert main([str(path)]) == 1
     assert "phantom: a-0 at offset 3: message 0 of transaction 0 of ghost" in capsys.readouterr().out
-    path.write_text('{"event": "asked", "producer": "w", "number": 1, "commit": true, "at": 1}\n')
+    path.write_text('{"event": "end_requested", "producer": "w", "number": 1, "commit": true, "at": 1}\n')
     assert main([str(path)]) == 2
     assert "line 1: transaction 1 of w has not begun" in capsys.readouterr().err
     path.write_text('{"event": "positioned", "consumer": "x", "topic": "t", "partition": 1}\n')

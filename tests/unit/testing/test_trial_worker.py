@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from millstream_testing.transaction_events import Asked, Begun
+from millstream_testing.transaction_events import EndRequested, TransactionBegun
 from millstream_testing.transaction_worker import Task
 from millstream_testing.trial_clients import TrialFailed
 from millstream_testing.trial_worker import TrialWorker
@@ -50,13 +50,13 @@ def test_a_line_that_was_not_finished_says_nothing_yet(worker: TrialWorker) -> N
     begun = (
         '{"event":"begun","producer":"worker.0","number":0,"group":"g","source":"s","inputs":[],"outputs":[],"at":1}\n'
     )
-    asked = '{"event":"asked","producer":"worker.0","number":0,"commit":true,"at":2}\n'
+    asked = '{"event":"end_requested","producer":"worker.0","number":0,"commit":true,"at":2}\n'
     file = Path(worker.life.task.file)
     file.write_text(begun + asked[:20])
-    assert [type(event) for event in worker.events()] == [Begun]
+    assert [type(event) for event in worker.events()] == [TransactionBegun]
     assert list(worker.events()) == []
     file.write_text(begun + asked)
-    assert [type(event) for event in worker.events()] == [Asked]
+    assert [type(event) for event in worker.events()] == [EndRequested]
 
 
 def test_who_was_killed_waits_for_the_next_life_and_who_ended_gets_one(worker: TrialWorker) -> None:

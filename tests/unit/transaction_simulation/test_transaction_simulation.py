@@ -31,5 +31,7 @@ def test_a_seed_of_transactions_goes_the_same_way_in_every_process() -> None:
     )
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
-    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert int(told) == simulate_transactions(seed).digest
+    transaction = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert int(transaction) == simulate_transactions(seed).digest

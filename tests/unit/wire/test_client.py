@@ -230,7 +230,7 @@ async def test_closing_while_connecting_leaves_nothing_open(broker: ScriptedBrok
     async def slow(header: codec.RequestHeader, frame: memoryview) -> Any:
         connecting.set()
         await release.wait()
-        return await broker.tell_versions(header, frame)
+        return await broker.answer_api_versions(header, frame)
 
     broker.handlers[18] = slow
     client = connect(broker)
@@ -400,7 +400,7 @@ async def test_whoever_is_named_is_asked_before_others_that_are_open(broker: Scr
     messages: Any = importlib.import_module("kio.schema.metadata.v13.response")
 
     async def tell_both(header: codec.RequestHeader, frame: memoryview) -> Any:
-        told = await broker.tell_metadata(header, frame)
+        told = await broker.answer_metadata(header, frame)
         first = messages.MetadataResponseBroker(node_id=0, host="127.0.0.1", port=other.port)
         return dataclasses.replace(told, brokers=(first, *told.brokers))
 

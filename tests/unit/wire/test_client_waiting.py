@@ -96,7 +96,7 @@ async def test_a_pause_that_the_broker_asks_for_is_kept_whoever_asked(
 
         return handle
 
-    broker.handlers[METADATA] = throttled(broker.tell_metadata, 250)
+    broker.handlers[METADATA] = throttled(broker.answer_metadata, 250)
     broker.handlers[PRODUCE] = throttled(produced(ErrorCode.none), 500)
     broker.handlers[FETCH] = throttled(fetched(b"batches"), 750)
     async with connect(broker) as client:

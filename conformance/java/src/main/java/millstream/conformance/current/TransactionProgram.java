@@ -180,7 +180,7 @@ public final class TransactionProgram {
                 abort(taken);
                 return;
             }
-            note("asked", "\"commit\":true");
+            note("end_requested", "\"commit\":true");
             asked = true;
             insist("commitTransaction", producer::commitTransaction);
         } catch (KafkaException error) {
@@ -197,7 +197,7 @@ public final class TransactionProgram {
 
     /** Aborts, and reads again what was consumed. */
     private void abort(Map<TopicPartition, List<Long>> taken) throws IOException {
-        note("asked", "\"commit\":false");
+        note("end_requested", "\"commit\":false");
         try {
             insist("abortTransaction", producer::abortTransaction);
         } catch (KafkaException error) {
