@@ -15,13 +15,14 @@ from millstream.client.admin.position import HELP, parse_position
 from millstream.client.admin.tailer import Fetched, Tailer
 from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import CorruptBatch, MillstreamError, QuotaExceeded
+from millstream.core.ids import OffsetRange
 from millstream.gateway.api.event_stream import event
 from millstream.gateway.api.message import held_bytes, one_line, received
 from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import RETRY_S, Refused, invalid, problem_document, refusal_of
 from millstream.gateway.api.route import Asked, Lane, Nothing, Route, Streamed
 from millstream.gateway.api.routes.pulling import WorkerName, leased, receive_until
-from millstream.gateway.api.unpacking import Slice, Span
+from millstream.gateway.api.unpacking import Slice
 from millstream.gateway.room import Room
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.records.aborted_batches import AbortedBatches
@@ -133,7 +134,7 @@ async def _records(
                 found = await parts.unpacking.read(
                     batches,
                     header,
-                    [Span(start, header.next_offset)],
+                    [OffsetRange(start, header.next_offset)],
                     READ_BYTES,
                     large_bytes_max=SLICE_BYTES,
                 )
