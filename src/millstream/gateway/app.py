@@ -34,7 +34,7 @@ from millstream.gateway.api.route import JSON, PREFIX
 from millstream.gateway.api.table import ROUTES
 from millstream.gateway.pressure import Pressure
 from millstream.gateway.site import Site
-from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarts, Health
+from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarting, Health
 
 Ask = Callable[[], Awaitable[dict[str, Any]]]
 """Asks the broker for all its numbers; see `broker/kafka/apis/node_status.py` for the answer."""
@@ -156,6 +156,6 @@ def _unavailable(request: Request, reasons: list[str]) -> JSONResponse:
 
 
 def _unanswered(request: Request, error: Exception) -> JSONResponse:
-    starts = isinstance(error, BrokerStarts)
+    starts = isinstance(error, BrokerStarting)
     reason = f"the broker starts: {error}" if starts else f"the broker does not answer: {error}"
     return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

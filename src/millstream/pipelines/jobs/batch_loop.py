@@ -31,7 +31,7 @@ from millstream.pipelines.source.parts import Batch, Part, abort_batch, abort_un
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
 from millstream.pipelines.source.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
 from millstream.pipelines.source.survey import Partitions, Survey
-from millstream.protocol.private.transactions import OfGroup, TransactionalProducer, Transactions
+from millstream.protocol.private.transactions import GroupMember, TransactionalProducer, Transactions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -199,7 +199,7 @@ class BatchLoop:
     async def prepare_offsets(self, batch: Batch, end: Offsets) -> TransactionalProducer:
         """The member of a batch that commits where it ends, if this one still runs the pipeline."""
         member = self._context.member()
-        who = OfGroup(member.member_id, member.generation, member.instance_id)
+        who = GroupMember(member.member_id, member.generation, member.instance_id)
         source = SourceOffsets(self._pipeline.group, end, who)
         transactions = Transactions(self.link.client)
         return await prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source)

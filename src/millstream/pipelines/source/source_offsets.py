@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from millstream.pipelines.source.position import Offsets
-from millstream.protocol.private.transactions import OfGroup, TransactionalProducer, Transactions
+from millstream.protocol.private.transactions import GroupMember, TransactionalProducer, Transactions
 
 OFFSETS_TASK: Final = 1_000_000_000
 """Stands in the place of a task's number in the attempt that commits offsets."""
 
-NOBODY: Final = OfGroup()
+NOBODY: Final = GroupMember()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class SourceOffsets:
 
     group: str
     offsets: Offsets = field(hash=False)
-    who: OfGroup = NOBODY
+    who: GroupMember = NOBODY
 
 
 async def prepare_offsets(

@@ -9,8 +9,16 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.dead_letter import DeadLetterDesk, dead_letter_topics, find_topic
-from millstream.client.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
+from millstream.client.admin.dead_letter import (
+    DeadLetterDesk,
+    Outcome,
+    Wanted,
+    dead_letter_topics,
+    find_topic,
+    process_letters,
+    redrive_letters,
+    undeliverable_note,
+)
 from millstream.gateway.api.message import ReceivedMessage, received
 from millstream.gateway.api.parts import Parts
 from millstream.gateway.api.problem import Refused, invalid
@@ -113,7 +121,7 @@ async def show(parts: Parts, asked: Asked[Letters, Nothing]) -> LetterList:
 
     desk, wanted = await _desk(parts, asked.path["name"], asked.query.filter)
     outcome = Outcome()
-    await work_through(desk, note, outcome, wanted=wanted, limit=asked.query.limit, keep=True)
+    await process_letters(desk, note, outcome, wanted=wanted, limit=asked.query.limit, keep=True)
     return LetterList(desk.topic, shown, outcome.held)
 
 
@@ -124,13 +132,13 @@ async def redrive(parts: Parts, asked: Asked[Nothing, Redrive]) -> WorkedOn:
     outcome = Outcome()
     if (to_topic := said.to_topic) is not None:
         await desk.check_target(to_topic)
-        await work_through(
+        await process_letters(
             desk, lambda desk, one: desk.publish(one, to_topic), outcome, wanted=wanted, limit=said.limit, keep=False
         )
         return _worked_on(desk.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
-    await revive_through(desk, outcome, wanted=wanted, limit=said.limit)
+    await redrive_letters(desk, outcome, wanted=wanted, limit=said.limit)
     if outcome.refused and not outcome.done:
-        raise Refused(HTTPStatus.CONFLICT, refused_letters(outcome.refused, 'give "to_topic"'))
+        raise Refused(HTTPStatus.CONFLICT, undeliverable_note(outcome.refused, 'give "to_topic"'))
     return _worked_on(desk.topic, outcome, {})
 
 
@@ -143,7 +151,7 @@ async def purge(parts: Parts, asked: Asked[Nothing, Purge]) -> WorkedOn:
     said = asked.body
     desk, wanted = await _desk(parts, asked.path["name"], said.filter)
     outcome = Outcome()
-    await work_through(desk, nothing, outcome, wanted=wanted, limit=said.limit, keep=False)
+    await process_letters(desk, nothing, outcome, wanted=wanted, limit=said.limit, keep=False)
     return _worked_on(desk.topic, outcome, {})
 
 

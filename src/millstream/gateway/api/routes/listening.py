@@ -29,7 +29,7 @@ from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.fetching import READ_COMMITTED
+from millstream.protocol.wire.fetch import READ_COMMITTED
 
 READ_BYTES: Final = 256 * 1024
 """What one stream reads at once."""

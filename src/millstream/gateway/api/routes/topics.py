@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, UnsetType
 
 from millstream.client.admin.dead_letter import check_no_open_letters, close_letters_of
 from millstream.client.admin.pipelines import land_topic
-from millstream.client.admin.topic_notes import notes_on_change, notes_on_deletion, notes_on_new
+from millstream.client.admin.topic_notes import change_notes, creation_notes, deletion_notes
 from millstream.client.admin.topics import (
     CARD,
     alter_topic,
@@ -184,7 +184,7 @@ async def create(parts: Parts, asked: Asked[Nothing, NewTopic]) -> TopicCreated:
     )
     pipeline = await land_topic(parts.client, new.called) if new.land else None
     made = await find_topic(parts.client, new.called)
-    notes = await notes_on_new(parts.client, made) if new.replication is None else []
+    notes = await creation_notes(parts.client, made) if new.replication is None else []
     return TopicCreated(**msgspec.structs.asdict(_summary(made)), pipeline=pipeline, notes=notes)
 
 
@@ -206,7 +206,7 @@ async def alter(parts: Parts, asked: Asked[Nothing, TopicChanges]) -> TopicChang
         await alter_topic(parts.client, name, changes)
     if said.partitions is not None:
         await grow_topic(parts.client, name, said.partitions)
-    notes = await notes_on_change(parts.client, topic, changes, said.partitions)
+    notes = await change_notes(parts.client, topic, changes, said.partitions)
     return msgspec.convert({**await describe_topic(parts.client, name, advice=ADVICE), "notes": notes}, TopicChanged)
 
 
@@ -218,7 +218,7 @@ async def delete(parts: Parts, asked: Asked[Deletion, Nothing]) -> TopicDeleted:
         await close_letters_of(parts.client, name)
     else:
         await check_no_open_letters(parts.client, name)
-    notes = await notes_on_deletion(parts.client, topic)
+    notes = await deletion_notes(parts.client, topic)
     await delete_topic(parts.client, name)
     return TopicDeleted(name, notes)
 
