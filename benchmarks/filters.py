@@ -34,8 +34,7 @@ from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.code import Source
 from millstream.protocol.filter.evaluation import used_by
 from millstream.protocol.filter.filter import Filter, compile_filter
-from millstream.protocol.filter.node import Column, Header, Kind, Payload
-from millstream.protocol.filter.uses import Uses
+from millstream.protocol.filter.node import Column, Header, Kind, Payload, Uses
 from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import decode_columns
 from millstream.protocol.records.record import NewRecord, encode_batch

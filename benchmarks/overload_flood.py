@@ -22,8 +22,8 @@ from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import request_head
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream.protocol.wire.fetching import FetchLimits, write_fetch
-from millstream.protocol.wire.producing import write_produce
+from millstream.protocol.wire.fetch import FetchLimits, write_fetch
+from millstream.protocol.wire.produce import write_produce
 
 PRODUCE, FETCH, METADATA, HEARTBEAT, VERSIONS, SHARE_FETCH, HTTP, CONNECT, SLOW_READER = (
     "produce",

@@ -14,8 +14,7 @@ from uuid import UUID
 from conformance.served import receive
 
 from millstream.protocol.messages.codec import load_request_class, read_response, write_request
-from millstream.protocol.messages.shape import default_of
-from millstream.protocol.private.annotation import is_entity, item_of, unwrapped
+from millstream.protocol.messages.shape import default_of, is_entity, item_of, unwrapped
 
 Values = Mapping[str, Any]
 CLOSED = "the connection was closed"

@@ -24,7 +24,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
-from millstream.client.at_exit import end_before_exit
+from millstream.client.at_exit import close_before_exit
 from millstream.client.connection import Connection, connect
 from millstream.client.sync_connection import SyncConnection, opened
 from millstream.core.config import Config
@@ -89,10 +89,10 @@ class EmbeddedBroker:
             raise RuntimeError("the broker was started already")
         # A daemon, since a program may end without stopping the broker, and would else wait for it for ever.
         self._thread = threading.Thread(target=self._run, name="millstream broker", daemon=True)
-        end_before_exit(self)
+        close_before_exit(self)
         self._thread.start()
 
-    def end_at_exit(self) -> None:
+    def close_at_exit(self) -> None:
         """Stop in order if the program has forgotten to."""
         self.stop_and_wait(_STOP_S_MAX)
 

@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Protocol, Self
 
-from millstream.cli.held_port import HeldPort
+from millstream.cli.reserved_port import ReservedPort
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.link_relay import LinkRelay, RelayThread, Way
 
@@ -72,7 +72,7 @@ class RelayNetwork:
         self._nodes = range(1, nodes + 1)
         self._stack = ExitStack()
         self._thread = RelayThread()
-        self._held = {node: (HeldPort(), HeldPort()) for node in self._nodes}
+        self._held = {node: (ReservedPort(), ReservedPort()) for node in self._nodes}
         self._addresses = {node: (kafka.address, http.address) for node, (kafka, http) in self._held.items()}
         self._to_node: dict[int, LinkRelay] = {}
         self._to_etcd: dict[int, LinkRelay] = {}

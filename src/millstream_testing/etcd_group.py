@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Self
 
 from millstream.cli.cluster_up import LocalEtcd
-from millstream.cli.held_port import HeldPort
 from millstream.cli.local_process import LocalProcess
+from millstream.cli.reserved_port import ReservedPort
 
 
 class EtcdGroupMember(LocalEtcd):
     """One of several members. It is well only when most of them are, so starting it does not wait for that."""
 
     def __init__(self, group: EtcdGroup, folder: Path) -> None:
-        held = HeldPort()
+        held = ReservedPort()
         super().__init__(folder, port=held.number, durable=False)
         self._held = held
         self._group = group

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from millstream.cli.cluster_up import LocalEtcd
-from millstream.cli.held_port import HeldPort
+from millstream.cli.reserved_port import ReservedPort
 
 
 class EtcdServer(LocalEtcd):
@@ -27,7 +27,7 @@ class EncryptedEtcdServer(EtcdServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._health = HeldPort()
+        self._health = ReservedPort()
         self.ca = self._file("ca.pem")
         self.certificate = self._file("node.pem")
         self.key = self._file("node.key")

@@ -23,7 +23,7 @@ from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId
-from millstream.protocol.wire.replica_fetching import ReplicaAnswers, ReplicaFetch
+from millstream.protocol.wire.replica_fetch import ReplicaAnswers, ReplicaFetch
 from millstream_testing.files import MemoryFiles
 
 PATIENCE_S = 60.0

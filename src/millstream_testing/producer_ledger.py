@@ -78,7 +78,7 @@ class ProducerLedger:
         for route in publisher._topics.values():
             for queue in route.queues:
                 queue.timeout_s = timeout_s
-        for lane in publisher._lanes.values():
+        for lane in publisher._senders.values():
             lane._request_s, lane._patience_s = timeout_s, 2 * timeout_s
             if lane._watch is not None:
                 lane._watch.cancel()

@@ -30,7 +30,7 @@ from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.records.batch import iterate_headers
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
     ReplicaAnswers,

@@ -23,8 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self
 
-from millstream.cli.held_port import HeldPort
 from millstream.cli.local_process import is_free
+from millstream.cli.reserved_port import ReservedPort
 
 READY_S_MAX = 120.0
 STOP_S_MAX = 60.0
@@ -43,7 +43,7 @@ class Server:
         self.data = data
         self.settings = dict(settings or {})
         self.log = log if log is not None else data.with_name(data.name + ".log")
-        self._held = (HeldPort(), HeldPort())
+        self._held = (ReservedPort(), ReservedPort())
         self.kafka, self.http = (port.address for port in self._held)
         self.start_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from millstream.cli.held_port import HeldPort
+from millstream.cli.reserved_port import ReservedPort
 from millstream.pipelines.source.session import use_fitting_java
 
 # Only there to end a hang: on a machine with much else to do a cluster takes minutes to start.
@@ -73,7 +73,7 @@ def spark_cluster(folder: Path) -> Iterator[str]:
     """A master and two workers with a core each; the address of the master."""
     found = environment()
     spark_class = str(Path(found["SPARK_HOME"], "bin", "spark-class"))
-    held = HeldPort()
+    held = ReservedPort()
     master = f"spark://{held.address}"
     with ExitStack() as stack:
         command = [spark_class, "org.apache.spark.deploy.master.Master", "--webui-port", "0"]

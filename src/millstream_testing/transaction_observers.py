@@ -56,7 +56,7 @@ class Observer(threading.Thread):
     def __init__(self, name: str, notes: TransactionNotes, address: str, topics: Topics, *, committed: bool) -> None:
         super().__init__(name=name, daemon=True)
         self._notes = notes
-        self._places = places_of(topics)
+        self._places = storage_of(topics)
         self._client = Consumer(
             {
                 "bootstrap.servers": address,
@@ -138,7 +138,7 @@ class OffsetObserver(threading.Thread):
 
 async def read_with_aiokafka(name: str, notes: TransactionNotes, address: str, topics: Topics) -> None:
     """Read everything that is committed from the start to the end, with a client that sorts it out by its own code."""
-    partitions = {AioPartition(*place): place for place in places_of(topics)}
+    partitions = {AioPartition(*place): place for place in storage_of(topics)}
     consumer = AIOKafkaConsumer(
         bootstrap_servers=address, isolation_level="read_committed", auto_offset_reset="earliest", group_id=None
     )
@@ -160,7 +160,7 @@ def polled_of(reader: str, place: Place, offset: int, value: bytes, at: int) -> 
     return Polled(reader, *place, offset, producer.decode(), int(number), int(index), at)
 
 
-def places_of(topics: Topics) -> list[Place]:
+def storage_of(topics: Topics) -> list[Place]:
     """Every partition of some topics."""
     return [(topic, index) for topic, partitions in topics.items() for index in range(partitions)]
 
@@ -170,7 +170,7 @@ def ends_of(address: str, topics: Topics, *, committed: bool) -> dict[Place, int
     deadline = time.monotonic() + READ_S_MAX
     while True:
         try:
-            return _ask_ends(address, places_of(topics), "read_committed" if committed else "read_uncommitted")
+            return _ask_ends(address, storage_of(topics), "read_committed" if committed else "read_uncommitted")
         except KafkaException as error:
             # Leaders may still be changing; the client gives some of that up at once.
             if time.monotonic() > deadline:

@@ -18,7 +18,7 @@ from millstream.core.ids import PartitionIndex
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.fetching import READ_COMMITTED
+from millstream.protocol.wire.fetch import READ_COMMITTED
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from millstream.cli.held_port import HeldPort
+from millstream.cli.reserved_port import ReservedPort
 from millstream_testing.command import CommandLine, Outcome, run_command
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
@@ -114,7 +114,7 @@ def await_answer(address: str, path: str, text: str) -> tuple[int, str]:
 
 
 def test_a_first_start_waits_for_the_catalog_and_says_so(tmp_path: Path, settings: dict[str, object]) -> None:
-    held = HeldPort()
+    held = ReservedPort()
     http = held.address
     given: dict[str, Any] = settings | {"http": http, "catalog": f"postgresql://nobody@{NOBODY}/none"}
     server = Server(tmp_path / "data", settings=given)

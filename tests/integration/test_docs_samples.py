@@ -27,7 +27,7 @@ import pyarrow as pa
 import pytest
 
 import millstream
-from millstream.cli.held_port import HeldPort
+from millstream.cli.reserved_port import ReservedPort
 from millstream.pipelines.lake.columns import QUARANTINE, RAW, extended
 from millstream.pipelines.lake.opening import open_table
 from millstream.protocol.filter.filter import compile_filter
@@ -104,7 +104,7 @@ class Reader:
         self._beside: dict[str, subprocess.Popen[bytes]] = {}
         self._said = folder / "beside.txt"
         self._said.touch()
-        self._held = HeldPort()
+        self._held = ReservedPort()
         webhook = str(self._held.number)
         self._names: dict[str, Any] = {}
         self.begin()

@@ -31,7 +31,7 @@ async def test_a_book_tells_what_the_log_has_lost(start_server: Callable[..., Se
     deleted.result(60)
     book.write_bytes(book.read_bytes().replace(kept[7].digest.encode(), b"0" * 32))
     findings = await millstream.check_receipts(server.kafka, book)
-    assert [(one.kept.offset, one.what.partition(",")[0]) for one in findings] == [
+    assert [(one.kept.offset, one.problem.partition(",")[0]) for one in findings] == [
         (0, "retention has deleted it"),
         (1, "retention has deleted it"),
         (2, "retention has deleted it"),

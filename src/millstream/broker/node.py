@@ -38,7 +38,7 @@ from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config, parse_address
 from millstream.core.errors import AddressTaken, ClusterMismatch, InvalidSetting, MillstreamError
-from millstream.core.heap import keep_freed_memory, leave_what_stays_alone, take_charge
+from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.records.compression import set_limits
@@ -198,7 +198,7 @@ class Broker:
     async def _start(self) -> None:
         if not self._is_guest:
             keep_freed_memory()
-            take_charge()
+            enable_trimming()
         config, undo = self._config, self._undo
         undo.callback(set_limits, *set_limits(config.decompressed_bytes_max, config.compression_ratio_max))
         self._check_advertised()
@@ -493,7 +493,7 @@ class Broker:
         await self._served.start()
         dispatch.serve(self._served.apis)
         if not self._is_guest:
-            leave_what_stays_alone()
+            freeze_heap()
 
     async def _served_or_failed(self) -> None:
         if self._serving is not None:

@@ -9,9 +9,9 @@ from typing import Final
 from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.topics import Topics
 from millstream.core.errors import MillstreamError
-from millstream.core.nearest import suggestion
 from millstream.core.pipeline import Pipeline, TransformSettings, named_texts
 from millstream.core.select_statement import read_select
+from millstream.core.setting import suggestion
 
 NAMED_MAX: Final = 5
 """So many topics are named in a note."""

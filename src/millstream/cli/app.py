@@ -165,16 +165,16 @@ def _unforeseen(error: Exception) -> int:
 
 def _usage_message(error: Any) -> str:
     """The sentence of typer's error; what pydantic says of a value in it, in plainer words."""
-    said = str(error.format_message()).strip().rstrip(".")
+    text = str(error.format_message()).strip().rstrip(".")
     problems = getattr(error.__cause__, "errors", None)
     if problems is None:
-        return said
+        return text
     problem = problems()[0]
     plain = _PLAIN.get(problem["type"])
     if plain is None:
-        return said
+        return text
     given = plain.format(input=problem["input"], **problem.get("ctx", {}))
-    return said.removesuffix(str(error.message).strip().rstrip(".")) + given.rstrip(".")
+    return text.removesuffix(str(error.message).strip().rstrip(".")) + given.rstrip(".")
 
 
 def _fail(message: str, code: ExitCode, error: BaseException) -> int:

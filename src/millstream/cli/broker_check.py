@@ -13,7 +13,7 @@ from millstream.cli.connection import CLIENT_ID
 from millstream.cli.doctor import Finding, ok, problem, warning
 from millstream.cli.exit_code import ExitCode
 from millstream.cli.output import counted
-from millstream.client.admin.damage import LostOffsets, lost_of, node_status
+from millstream.client.admin.node_status import DamagedOffsets, damage_in, node_status
 from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.topics import min_in_sync
 from millstream.core.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
@@ -37,35 +37,35 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
     if not any(one["name"] == _PARKED_METRIC for one in status.get("metrics", [])):
         return []
     try:
-        told = await PipelineClient(client).describe()
+        pipelines = await PipelineClient(client).describe()
     except MillstreamError as error:
         return [warning("pipelines", f"the pipelines cannot be asked: {error}", "look at the broker's log")]
-    return findings_of(told, now_ms=time.time() * 1000)
+    return findings_of(pipelines, now_ms=time.time() * 1000)
 
 
-def findings_of(told: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[Finding]:
+def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[Finding]:
     """What is to be said about pipelines, as clients are told of them."""
-    parked = [_parked(one) for one in told if one["state"] == "parked"]
-    failing = [_failing(one, since_ms) for one in told if (since_ms := _failing_ms(one, now_ms))]
-    aside = [_quarantined(one) for one in told if _is_much_quarantined(one)]
-    found = [*parked[:_SHOWN_MAX], *_waiting(told), *failing[:_SHOWN_MAX], *aside[:_SHOWN_MAX]]
-    return found or [ok("pipelines", f"{counted(len(told), 'pipeline')}, none of them in trouble")]
+    parked = [_parked(one) for one in pipelines if one["state"] == "parked"]
+    failing = [_failing(one, since_ms) for one in pipelines if (since_ms := _failing_ms(one, now_ms))]
+    quarantined = [_quarantined(one) for one in pipelines if _is_much_quarantined(one)]
+    found = [*parked[:_SHOWN_MAX], *_waiting(pipelines), *failing[:_SHOWN_MAX], *quarantined[:_SHOWN_MAX]]
+    return found or [ok("pipelines", f"{counted(len(pipelines), 'pipeline')}, none of them in trouble")]
 
 
-def _parked(told: Mapping[str, Any]) -> Finding:
-    name = told["name"]
+def _parked(pipeline: Mapping[str, Any]) -> Finding:
+    name = pipeline["name"]
     return warning(
         "pipelines",
-        f"pipeline {name} is parked and not run any more: {_first_line(told['parked'])}",
+        f"pipeline {name} is parked and not run any more: {_first_line(pipeline['parked'])}",
         f"millstream pipeline describe {name} tells all of it; put it right, and it is tried again when its settings "
         f"or rules are changed, or by: millstream pipeline start {name}",
     )
 
 
-def _waiting(told: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Those that nobody runs, by what they wait for: most often it is the same for all."""
     by_reason: dict[str, list[str]] = {}
-    for one in told:
+    for one in pipelines:
         if one["state"] == "waiting":
             by_reason.setdefault((one["report"] or {}).get("last_error", ""), []).append(one["name"])
     for reason, names in list(by_reason.items())[:_SHOWN_MAX]:
@@ -79,36 +79,36 @@ def _waiting(told: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         )
 
 
-def _failing_ms(told: Mapping[str, Any], now_ms: float) -> int:
+def _failing_ms(pipeline: Mapping[str, Any], now_ms: float) -> int:
     """Since when a pipeline fails, if that is for long."""
-    since_ms = int((told["report"] or {}).get("failing_ms", 0))
-    is_tried = told["state"] in ("retrying", "starting")
+    since_ms = int((pipeline["report"] or {}).get("failing_ms", 0))
+    is_tried = pipeline["state"] in ("retrying", "starting")
     return since_ms if is_tried and since_ms and now_ms - since_ms > FAILING_S_MAX * 1000 else 0
 
 
-def _failing(told: Mapping[str, Any], since_ms: int) -> Finding:
-    name, minutes = told["name"], (time.time() * 1000 - since_ms) / 60_000
+def _failing(pipeline: Mapping[str, Any], since_ms: int) -> Finding:
+    name, minutes = pipeline["name"], (time.time() * 1000 - since_ms) / 60_000
     return warning(
         "pipelines",
-        f"pipeline {name} has failed for {minutes:.0f} minutes: {_first_line(told['report']['last_error'])}",
+        f"pipeline {name} has failed for {minutes:.0f} minutes: {_first_line(pipeline['report']['last_error'])}",
         f"it goes on by itself when that is over; millstream pipeline describe {name} tells more",
     )
 
 
-def _is_much_quarantined(told: Mapping[str, Any]) -> bool:
-    report = told["report"] or {}
-    return _left_aside(report) > QUARANTINED_SHARE_MAX * int(report.get("rows", 0))
+def _is_much_quarantined(pipeline: Mapping[str, Any]) -> bool:
+    report = pipeline["report"] or {}
+    return _quarantined_count(report) > QUARANTINED_SHARE_MAX * int(report.get("rows", 0))
 
 
-def _left_aside(report: Mapping[str, Any]) -> int:
+def _quarantined_count(report: Mapping[str, Any]) -> int:
     return int(report.get("counts", {}).get("quarantined", 0))
 
 
-def _quarantined(told: Mapping[str, Any]) -> Finding:
-    name, report = told["name"], told["report"]
+def _quarantined(pipeline: Mapping[str, Any]) -> Finding:
+    name, report = pipeline["name"], pipeline["report"]
     return warning(
         "pipelines",
-        f"pipeline {name} put {_left_aside(report):,} of {report['rows']:,} messages into quarantine",
+        f"pipeline {name} put {_quarantined_count(report):,} of {report['rows']:,} messages into quarantine",
         "the column `reason` of the table with the ending __quarantine says why, message by message",
     )
 
@@ -226,18 +226,18 @@ def _warned(status: dict[str, Any]) -> Iterator[Finding]:
         yield warning("cluster", text, "millstream cluster status shows the nodes and partitions that are concerned")
 
 
-async def _lost_of_all(client: Client, status: dict[str, Any]) -> list[tuple[str, LostOffsets]]:
+async def _lost_of_all(client: Client, status: dict[str, Any]) -> list[tuple[str, DamagedOffsets]]:
     """What the disks of all nodes lost, each with what to say before it: the node, where there are several."""
     nodes = (await client.metadata([])).nodes
-    found: list[tuple[str, LostOffsets]] = []
+    found: list[tuple[str, DamagedOffsets]] = []
     for node in sorted(nodes):
-        told = status if node == status["node_id"] else await node_status(client, node)
-        if told is not None and "damage" in told:
-            found += [(f"node {node}: " if len(nodes) > 1 else "", one) for one in lost_of(told)]
+        answer = status if node == status["node_id"] else await node_status(client, node)
+        if answer is not None and "damage" in answer:
+            found += [(f"node {node}: " if len(nodes) > 1 else "", one) for one in damage_in(answer)]
     return found
 
 
-def _damage(lost: list[tuple[str, LostOffsets]]) -> Iterator[Finding]:
+def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
     for where, one in lost[:_BROKER_CHECK_SHOWN_MAX]:
         found = warning if one.is_repaired else problem
         yield found("damage", f"{where}{one}", one.advice)

@@ -228,7 +228,7 @@ def rebuild(
         list[Path] | None,
         typer.Option("--data", metavar="DIR", help="The data folder of a stopped node; repeat it for each."),
     ] = None,
-    told: Annotated[
+    inventories: Annotated[
         list[Path] | None,
         typer.Option(
             "--from", metavar="FILE", help="What `cluster inventory --json` told on another machine; may be repeated."
@@ -274,28 +274,28 @@ def rebuild(
     settings = Config.load(flags={name: text for name, text in given.items() if text}, file=config)
     folders = [one.absolute() for one in data or ()]
     work = rebuild_etcd(
-        settings, folders, told or (), replaced=replaced or (), accept_loss=accept_loss, dry_run=dry_run
+        settings, folders, inventories or (), replaced=replaced or (), accept_loss=accept_loss, dry_run=dry_run
     )
     outcome = asyncio.run(work)
     if as_json:
         print_json(outcome.described())
     else:
-        _tell_rebuilt(outcome)
+        _print_rebuilt(outcome)
 
 
-def _tell_rebuilt(outcome: Outcome) -> None:
+def _print_rebuilt(outcome: Outcome) -> None:
     rebuilt = outcome.rebuilt
-    what = f"{counted(len(rebuilt.states), 'partition')} of {counted(len(outcome.nodes), 'node')}"
-    print_line(f"{'Wrote' if outcome.written else 'Would write'} {what}.")
+    subject = f"{counted(len(rebuilt.states), 'partition')} of {counted(len(outcome.nodes), 'node')}"
+    print_line(f"{'Wrote' if outcome.written else 'Would write'} {subject}.")
     lists = (
         (rebuilt.missing, "without any log, which begin empty"),
         (rebuilt.short, "with logs missing"),
         (rebuilt.fewer, "with fewer copies than declared; --replace ID gives them back to a node that begins anew"),
     )
-    for names, what in lists:
+    for names, description in lists:
         if names:
             more = ", …" if len(names) > ROWS_MAX else ""
-            print_line(f"{counted(len(names), 'partition')} {what}: {', '.join(names[:ROWS_MAX])}{more}")
+            print_line(f"{counted(len(names), 'partition')} {description}: {', '.join(names[:ROWS_MAX])}{more}")
     if rebuilt.strangers:
         print_line(f"{counted(len(rebuilt.strangers), 'topic')} on disk that the catalog does not know: left alone.")
     if outcome.written:

@@ -18,22 +18,91 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Self
 
 from millstream.broker.log.folder import make_private
 from millstream.cli.exit_code import CommandFailed
-from millstream.cli.held_port import HeldPort
 from millstream.cli.local_process import LocalProcess, LocalServerFailed, is_free
-from millstream.cli.local_server import LocalServer
 from millstream.cli.output import print_note
+from millstream.cli.reserved_port import ReservedPort
 from millstream.core.config import ENVIRONMENT_PREFIX
 from millstream.core.errors import DataFolderInUse, MillstreamError
+
+SERVER_STOP_S_MAX = 15.0
+_SERVER_PROBE_S = 0.05
+
+
+class LocalServer(ABC):
+    """One server process; started again on the same folder it has what it had, on the same port."""
+
+    ready_s_max = 30.0
+
+    def __init__(self, folder: Path, *, port: int = 0, durable: bool = True, keep: Sequence[int] = ()) -> None:
+        """`keep` are file descriptors that the server holds open; one that is not `durable` does not sync its files."""
+        self.folder = folder.absolute()
+        self.port = port
+        self._held: ReservedPort | None = None
+        self.process: LocalProcess | None = None
+        self._durable = durable
+        self._keep = keep
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """Where clients find it."""
+
+    def start(self) -> Self:
+        """Start it, on new data if there are none, and wait until it answers."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not self.port:
+            self._held = ReservedPort()
+            self.port = self._held.number
+        self._prepare()
+        self.process = self._process().start()
+        try:
+            self._wait_until_ready(self.process)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """Stop it cleanly."""
+        if self.process is not None:
+            self.process.stop(within_s=SERVER_STOP_S_MAX)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+
+    def _prepare(self) -> None:  # noqa: B027 - not every server has something to lay out
+        """Lay out the folder."""
+
+    @abstractmethod
+    def _process(self) -> LocalProcess:
+        """The server, not started yet."""
+
+    @abstractmethod
+    def _is_ready(self) -> bool:
+        """Whether it takes clients."""
+
+    def _wait_until_ready(self, process: LocalProcess) -> None:
+        deadline = time.monotonic() + self.ready_s_max
+        while not self._is_ready():
+            process.check_runs()
+            if time.monotonic() > deadline:
+                raise process.failed(f"gave no answer within {self.ready_s_max:g} s")
+            time.sleep(_SERVER_PROBE_S)
+
 
 SAFE_VERSION: Final = (3, 5, 6)
 
@@ -62,10 +131,10 @@ def find_etcd(given: str = "") -> Path:
 def etcd_warning(program: Path) -> str | None:
     """What to know before data are trusted to a version of etcd, if anything."""
     try:
-        said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True)
+        output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
         raise LocalServerFailed(f"{program} does not tell its version: {error}") from error
-    found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", said.stdout)
+    found = re.search(r"etcd Version: (\d+)\.(\d+)\.(\d+)", output.stdout)
     if found is None:
         raise LocalServerFailed(f"{program} is no etcd: it tells no version")
     version = tuple(map(int, found.groups()))
@@ -111,9 +180,9 @@ class LocalEtcd(LocalServer):
         }
 
     @cached_property
-    def _peer(self) -> HeldPort:
+    def _peer(self) -> ReservedPort:
         """Where it listens to other members, of which there are none."""
-        return HeldPort()
+        return ReservedPort()
 
     def _command(self) -> list[str]:
         return [str(self.program or find_etcd()), *(f"--{name}={value}" for name, value in self.flags().items())]
@@ -267,8 +336,8 @@ class RunningNode:
 
     def described(self) -> dict[str, Any]:
         """For the line that tells programs."""
-        told = {"id": self.node_id, "pid": self.process.pid, "kafka": self.kafka, "http": self.http}
-        return {**told, "serve": self.command}
+        described = {"id": self.node_id, "pid": self.process.pid, "kafka": self.kafka, "http": self.http}
+        return {**described, "serve": self.command}
 
 
 class LocalCluster:
@@ -318,14 +387,14 @@ class LocalCluster:
                 print_note("every node has ended; what they stand on goes on until Ctrl-C")
         raise CommandFailed("every node has ended")
 
-    def _tell_who_stays(self) -> None:
+    def _note_orphans(self) -> None:
         """Name the nodes that others have started: they go on without what this command is about to stop."""
         if self._plan.etcd and self._plan.catalog:
             return
         for node_id, address in sessions(self.etcd, self._plan.name).items():
             if _is_listened(address):
-                what = f"node {node_id} at {address} was started by hand and still runs"
-                print_note(f"{what}; etcd and PostgreSQL stop under it now, so stop it too")
+                subject = f"node {node_id} at {address} was started by hand and still runs"
+                print_note(f"{subject}; etcd and PostgreSQL stop under it now, so stop it too")
 
     def _start(self) -> None:
         program = None
@@ -349,7 +418,7 @@ class LocalCluster:
             postgres = self._stack.enter_context(LocalPostgres(self._plan.data / "postgres", keep=(self._lock,)))
             self.catalog = postgres.url
             self._note(postgres.process)
-        self._stack.callback(self._tell_who_stays)
+        self._stack.callback(self._note_orphans)
         processes = {number: self._node(number) for number in range(1, self._plan.nodes + 1)}
         self._stack.callback(_stop_together, list(processes.values()))
         for process in processes.values():

@@ -12,6 +12,7 @@ from millstream.cli.options import DEFAULT_BROKERS
 from millstream.core.errors import MillstreamError
 
 if TYPE_CHECKING:
+    from millstream.client.admin.pipelines import PipelineClient
     from millstream.protocol.wire.client import Client
 
 C = TypeVar("C")
@@ -59,7 +60,7 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
         from millstream.core.subscription import OWN_PREFIX
         from millstream.protocol.private.subscriptions import SubscriptionClient
 
-        known = [told["name"] for told in await SubscriptionClient(client).describe()]
+        known = [described["name"] for described in await SubscriptionClient(client).describe()]
         return [name for name in known if not name.startswith(OWN_PREFIX)]
 
     return _complete(ctx, incomplete, names)
@@ -72,3 +73,15 @@ def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awa
     except MillstreamError:
         return []
     return sorted(name for name in found if name.startswith(incomplete))
+
+
+def ask_pipelines(brokers: str, timeout: float, question: Callable[[PipelineClient], Awaitable[T]]) -> T:
+    """Connect, ask, close."""
+    return ask_through(brokers, timeout, _pipelines, question)
+
+
+def _pipelines(client: Client) -> PipelineClient:
+    # Imported when there is something to ask, so that help is told at once.
+    from millstream.client.admin.pipelines import PipelineClient
+
+    return PipelineClient(client)

@@ -3,32 +3,475 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hmac
+import importlib
+import importlib.util
 import json
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, Final, Self
 
-from millstream.cli.demo_account import Account
-from millstream.cli.demo_broker import DemoBroker
-from millstream.cli.demo_member import DemoMember
-from millstream.cli.demo_shop import SECRET, Billing, Progress, Shipping, Webhook
-from millstream.cli.demo_table import OrdersTable
-from millstream.client.admin.dead_letter import DeadLetterDesk, headers_of
-from millstream.client.admin.groups import describe_group, progress_of
-from millstream.client.admin.letter_pass import Outcome, revive_through, work_through
+from sqlalchemy import Connection as DatabaseConnection
+from sqlalchemy import Engine, create_engine, text
+
+from millstream.cli.demo import Account, DemoBroker
+from millstream.cli.exit_code import CommandFailed
+from millstream.client.admin.dead_letter import DeadLetterDesk, Outcome, headers_of, process_letters, redrive_letters
+from millstream.client.admin.groups import assigned_partitions, committed_offsets, describe_group, progress_of
+from millstream.client.admin.pipelines import PipelineClient
 from millstream.client.admin.tailer import Message as Stored
 from millstream.client.admin.tailer import Tailer
 from millstream.client.admin.topics import create_topic, find_topic
 from millstream.client.connection import Connection, connect
+from millstream.client.idempotent_handler import TransactionalHandler
+from millstream.client.message import Message
 from millstream.client.payload import NewMessage
 from millstream.client.receipt import Receipt
+from millstream.core.ids import NodeId, Offset
+from millstream.core.pipeline import PipelineKind
 from millstream.core.push import SECRET as PUSH_SECRET
 from millstream.core.push import URL as PUSH_URL
+from millstream.core.topic import TopicPartition
+from millstream.protocol.messages.primitives import Writer
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
+from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.fetch import FetchLimits
+
+SECRET = "whsec_" + base64.b64encode(b"a secret of the demo alone").decode()
+
+
+class Progress:
+    """Lets the story wait until something is so; whoever changes something says so, from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._changed = asyncio.Event()
+
+    def notify(self) -> None:
+        """Something has changed; on the loop."""
+        self._changed.set()
+
+    def notify_from_thread(self) -> None:
+        """Something has changed; from elsewhere."""
+        self._loop.call_soon_threadsafe(self._changed.set)
+
+    async def until(self, condition: Callable[[], bool], *, within_s: float) -> None:
+        """Wait until it is so; raises `TimeoutError` when that takes too long."""
+        async with asyncio.timeout(within_s):
+            while not condition():
+                await self._changed.wait()
+                self._changed.clear()
+
+
+class Billing:
+    """Writes a bill for each order into a database, in one transaction with the mark that it has done so."""
+
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        self._engine: Engine = create_engine(f"sqlite:///{folder}/billing.db")
+        with self._engine.begin() as connection:
+            connection.execute(text("CREATE TABLE bills (order_id INTEGER)"))
+        self._handler = TransactionalHandler(_write_bill, name="billing", store=self._engine, threads=1)
+        self._progress = progress
+        self.orders: set[int] = set()
+
+    async def __call__(self, message: Message) -> None:
+        """Handle one message."""
+        await self._handler(message)
+        self.orders.add(message.json()["order_id"])
+        self._progress.notify()
+
+    def bills(self) -> Counter[int]:
+        """How many bills each order has."""
+        with self._engine.connect() as connection:
+            return Counter(connection.execute(text("SELECT order_id FROM bills")).scalars())
+
+    async def close(self) -> None:
+        """Let go of the database."""
+        await self._handler.close()
+        self._engine.dispose()
+
+
+def _write_bill(message: Message, connection: DatabaseConnection) -> None:
+    connection.execute(text("INSERT INTO bills VALUES (:order_id)"), {"order_id": message.json()["order_id"]})
+
+
+class Shipping:
+    """Sends parcels, the orders of each customer in order; until it is corrected, it cannot do so without a city."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.is_corrected = False
+        self.parcels: list[tuple[str, int]] = []
+        self.failures: Counter[int] = Counter()
+
+    async def __call__(self, message: Message) -> None:
+        """Handle one message."""
+        order = message.json()
+        try:
+            if "city" not in order and not self.is_corrected:
+                raise ValueError("the order has no city")
+            self.parcels.append((message.key_text or "", order["order_id"]))
+        except ValueError:
+            self.failures[order["order_id"]] += 1
+            raise
+        finally:
+            self._progress.notify()
+
+
+class Webhook:
+    """An endpoint that orders are pushed to; it trusts only what is signed with its secret."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self.orders: Counter[int] = Counter()
+        self.refused = 0
+        endpoint = self
+
+        class Request(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                self.send_response(204 if endpoint.take(self.headers, body) else 401)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None:
+                """Say nothing."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Request)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="webhook", daemon=True)
+        self.url = f"http://127.0.0.1:{self._server.server_port}/orders"
+
+    def take(self, headers: Any, body: bytes) -> bool:
+        """Look at one request; whether it is genuine."""
+        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+        key = base64.b64decode(SECRET.removeprefix("whsec_"))
+        expected = "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
+        genuine = hmac.compare_digest(expected, headers["webhook-signature"] or "")
+        if genuine:
+            self.orders[json.loads(body)["order_id"]] += 1
+        else:
+            self.refused += 1
+        self._progress.notify_from_thread()
+        return genuine
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+PROTOCOL_TYPE = "consumer"
+STRATEGY = "range"
+_SESSION = timedelta(seconds=10)
+_FETCH = FetchLimits(1024 * 1024, 100)
+_OK = 0
+_MEMBER_ID_REQUIRED = 79
+_REJOIN = frozenset({22, 25, 27})
+"""Illegal generation, unknown member, rebalance in progress: the group goes on with a new generation."""
+
+
+class DemoMember:
+    """Reads one topic for a group. `run` does the work until `stop` is called and tells `changed` of its progress."""
+
+    def __init__(self, client: Client, group: str, topic: str, *, partitions: int, changed: asyncio.Condition) -> None:
+        self._client = client
+        self._group = group
+        self._topic = topic
+        self._partitions = partitions
+        self._member_id = ""
+        self._generation = -1
+        self._positions: dict[TopicPartition, Offset] = {}
+        self._stopping = False
+        self._changed = changed
+        self.read: list[tuple[int, Record]] = []
+
+    @property
+    def held(self) -> list[int]:
+        """The partitions that are this member's now."""
+        return sorted(where.partition for where in self._positions)
+
+    async def run(self) -> None:
+        """Join, read until told to stop, commit and leave."""
+        coordinator = await self._client.coordinator(self._group)
+        while not self._stopping:
+            await self._join(coordinator)
+            while not self._stopping and await self._beat(coordinator):
+                await self._fetch()
+        await self._commit(coordinator)
+        await self._leave(coordinator)
+
+    def stop(self) -> None:
+        """Have `run` end in order."""
+        self._stopping = True
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _join(self, coordinator: NodeId) -> None:
+        """Take part in generations of the group until one of them stands."""
+        while True:
+            joined = await self._ask_to_join(coordinator)
+            if joined.error_code == _MEMBER_ID_REQUIRED:
+                self._member_id = joined.member_id
+                continue
+            if joined.error_code in _REJOIN:
+                self._member_id = ""
+                continue
+            self._check(joined, "join")
+            self._member_id, self._generation = joined.member_id, joined.generation_id
+            synced = await self._ask_for_assignment(coordinator, joined)
+            if synced.error_code in _REJOIN:
+                continue
+            self._check(synced, "sync")
+            break
+        committed = await committed_offsets(self._client, self._group)
+        given = assigned_partitions(synced.assignment)
+        self._positions = {where: Offset(committed.get(where, 0)) for where in given}
+        await self._notify()
+
+    async def _ask_to_join(self, coordinator: NodeId) -> Any:
+        from kio.schema.join_group.v9 import request
+
+        messages: Any = request
+        protocol = messages.JoinGroupRequestProtocol(name=STRATEGY, metadata=_subscription(self._topic))
+        asked = messages.JoinGroupRequest(
+            group_id=self._group,
+            session_timeout=_SESSION,
+            rebalance_timeout=_SESSION,
+            member_id=self._member_id,
+            protocol_type=PROTOCOL_TYPE,
+            protocols=(protocol,),
+        )
+        return await self._client.send(coordinator, asked)
+
+    async def _ask_for_assignment(self, coordinator: NodeId, joined: Any) -> Any:
+        """The leader of the group shares the partitions out; the others send nothing and get their share."""
+        from kio.schema.sync_group.v5 import request
+
+        messages: Any = request
+        shares = []
+        if joined.leader == joined.member_id:
+            members = sorted(member.member_id for member in joined.members)
+            for number, member_id in enumerate(members):
+                share = list(range(number, self._partitions, len(members)))
+                shares.append(
+                    messages.SyncGroupRequestAssignment(member_id=member_id, assignment=_assignment(self._topic, share))
+                )
+        asked = messages.SyncGroupRequest(
+            group_id=self._group,
+            generation_id=self._generation,
+            member_id=self._member_id,
+            protocol_type=PROTOCOL_TYPE,
+            protocol_name=joined.protocol_name,
+            assignments=tuple(shares),
+        )
+        return await self._client.send(coordinator, asked)
+
+    async def _beat(self, coordinator: NodeId) -> bool:
+        """Tell the group that this member lives; False when the group is being shared out anew."""
+        from kio.schema.heartbeat.v4 import request
+
+        messages: Any = request
+        asked = messages.HeartbeatRequest(
+            group_id=self._group, generation_id=self._generation, member_id=self._member_id
+        )
+        answer = await self._client.send(coordinator, asked)
+        if answer.error_code in _REJOIN:
+            await self._commit(coordinator)
+            return False
+        self._check(answer, "heartbeat")
+        return True
+
+    async def _fetch(self) -> None:
+        if not self._positions:
+            await asyncio.sleep(_FETCH.max_wait_ms / 1000)
+            return
+        for where, answer in (await self._client.fetch_many(self._positions, _FETCH)).items():
+            records = [one for one in decode_records(answer.records) if one.offset >= self._positions[where]]
+            if records:
+                self._positions[where] = Offset(records[-1].offset + 1)
+                self.read.extend((where.partition, record) for record in records)
+        await self._notify()
+
+    async def _commit(self, coordinator: NodeId) -> None:
+        from kio.schema.offset_commit.v9 import request
+
+        messages: Any = request
+        wanted = tuple(
+            messages.OffsetCommitRequestPartition(
+                partition_index=where.partition, committed_offset=offset, committed_metadata=""
+            )
+            for where, offset in self._positions.items()
+        )
+        asked = messages.OffsetCommitRequest(
+            group_id=self._group,
+            generation_id_or_member_epoch=self._generation,
+            member_id=self._member_id,
+            topics=(messages.OffsetCommitRequestTopic(name=self._topic, partitions=wanted),),
+        )
+        for topic in (await self._client.send(coordinator, asked)).topics:
+            for answer in topic.partitions:
+                if answer.error_code not in _REJOIN:
+                    self._check(answer, "commit")
+
+    async def _leave(self, coordinator: NodeId) -> None:
+        from kio.schema.leave_group.v5 import request
+
+        messages: Any = request
+        me = messages.MemberIdentity(member_id=self._member_id)
+        answer = await self._client.send(coordinator, messages.LeaveGroupRequest(group_id=self._group, members=(me,)))
+        self._check(answer, "leave")
+
+    def _check(self, answer: Any, verb: str) -> None:
+        if answer.error_code != _OK:
+            raise error_from_code(answer.error_code, None, about=f"{verb} group {self._group!r}")
+
+
+def _subscription(topic: str) -> bytes:
+    """What a member of a group of consumers says when it joins: the topics it wants."""
+    writer = Writer(flexible=False)
+    writer.int16(0)
+    writer.array_length(1)
+    writer.string(topic)
+    writer.blob(None)
+    return bytes(writer.buffer)
+
+
+def _assignment(topic: str, partitions: list[int]) -> bytes:
+    """What the leader of a group gives to a member: the partitions that are its own."""
+    writer = Writer(flexible=False)
+    writer.int16(0)
+    writer.array_length(1)
+    writer.string(topic)
+    writer.int32_array(partitions)
+    writer.blob(None)
+    return bytes(writer.buffer)
+
+
+PIPELINE: Final = "orders-table"
+EVERY_MS: Final = 1000
+SETUP_VARIABLE: Final = "DEMO_SPARK_SETUP"
+"""The command that installs Spark, for who has only just begun; `make demo` says it."""
+
+_LOOK_S: Final = 0.5
+_LANDED_S_MAX: Final = 300.0
+_SQL: Final = """
+    SELECT city, count(*) AS orders, sum(total) AS total, max(total) AS largest
+    FROM orders GROUP BY city ORDER BY orders DESC, city
+"""
+_PLACES_SQL: Final = (
+    'SELECT count(*) AS rows, count(DISTINCT "partition" * 1000000000 + "offset") AS places FROM orders'
+)
+
+
+class OrdersTable:
+    """Declares that the orders become a table, waits until they are one, and asks it."""
+
+    def __init__(self, topic: str, data: Path, account: Account) -> None:
+        self._topic = topic
+        self._path = data / "lake" / topic
+        self._account = account
+
+    async def declare(self, client: Client) -> None:
+        """From here on the orders are landed; on a machine without Spark, once it is there."""
+        settings = {"topics": self._topic, "every.ms": str(EVERY_MS), "decode": "json"}
+        await PipelineClient(client).create(PIPELINE, PipelineKind.LAND, settings)
+        state = "it runs beside" if _has_spark() else "it waits for Spark, which comes later"
+        self._account.say(f"and a pipeline lands all orders in a table; {state}")
+
+    async def show(self, client: Client, messages: int) -> None:
+        """Every message of the log is a row, once; SQL says what they are about."""
+        self._account.step("The orders are a table")
+        if not await self._is_set_up():
+            self._account.say("Spark is not installed, so this part is left out; `make spark` installs it")
+            return
+        began = time.monotonic()
+        await self._until_landed(client, messages)
+        self._account.say(f"the pipeline has landed everything after {time.monotonic() - began:.1f} s")
+        found = self._ask(_PLACES_SQL)[0]
+        self._account.check(
+            found == {"rows": messages, "places": messages},
+            f"table {self._topic!r}: {messages:,} rows, one for each message of the log",
+            f"there are {found['rows']} rows of {found['places']} messages",
+        )
+        self._account.say("SELECT city, count(*), sum(total), max(total) FROM orders GROUP BY city:")
+        for row in self._ask(_SQL):
+            self._account.say(
+                f"   {row['city'] or '(no city)':<10} {row['orders']:>6,} orders   {row['total']:>12,} in all"
+                f"   {row['largest']:>6,} the largest"
+            )
+
+    async def _is_set_up(self) -> bool:
+        command = os.environ.get(SETUP_VARIABLE)
+        if _has_spark() or not command:
+            return _has_spark()
+        self._account.say("Spark is set up now; this downloads about 500 MB, once ...")
+        began = time.monotonic()
+        setup = await asyncio.create_subprocess_shell(command, stdin=asyncio.subprocess.DEVNULL)
+        try:
+            code = await setup.wait()
+        except asyncio.CancelledError:
+            setup.terminate()
+            await setup.wait()
+            raise
+        importlib.invalidate_caches()
+        if code or not _has_spark():
+            raise CommandFailed(f"setting up Spark failed: {command!r} ended with {code}")
+        self._account.say(f"set up after {time.monotonic() - began:.0f} s")
+        return True
+
+    async def _until_landed(self, client: Client, messages: int) -> None:
+        pipelines = PipelineClient(client)
+        described: dict[str, Any] = {}
+        try:
+            async with asyncio.timeout(_LANDED_S_MAX):
+                while self._landed() < messages:
+                    await asyncio.sleep(_LOOK_S)
+                    (described,) = await pipelines.describe([PIPELINE])
+                    if described["state"] == "parked":
+                        raise CommandFailed(f"the demo failed: the pipeline was parked: {described['parked']}")
+        except TimeoutError:
+            raise CommandFailed(f"the demo failed: the orders were not landed in time: {described}") from None
+
+    def _landed(self) -> int:
+        from deltalake import DeltaTable
+
+        if not DeltaTable.is_deltatable(str(self._path)):
+            return 0
+        return int(self._ask("SELECT count(*) AS rows FROM orders")[0]["rows"])
+
+    def _ask(self, sql: str) -> list[dict[str, Any]]:
+        """What a statement finds, answered by the library that reads the tables, without Spark."""
+        import pyarrow as pa
+        from deltalake import DeltaTable, QueryBuilder
+
+        asked = QueryBuilder().register("orders", DeltaTable(str(self._path)))
+        rows: list[dict[str, Any]] = pa.table(asked.execute(sql)).to_pylist()
+        return rows
+
+
+def _has_spark() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("pyspark", "pyarrow", "deltalake"))
+
 
 TOPIC, DEAD = "orders", "orders-dead"
 GROUP = "analysis"
@@ -75,8 +518,8 @@ class Story:
     async def _start(self) -> None:
         self._account.step("A broker of its own")
         await self._broker.start()
-        self._account.tell(f"process {self._broker.pid}, Kafka at {self._broker.kafka}, data in {self._broker.data}")
-        self._account.tell(f"ready after {self._broker.start_s:.2f} s")
+        self._account.say(f"process {self._broker.pid}, Kafka at {self._broker.kafka}, data in {self._broker.data}")
+        self._account.say(f"ready after {self._broker.start_s:.2f} s")
 
     async def _declare(self) -> None:
         """A topic, and three subscriptions to it: two with a handler here, one that pushes to a URL."""
@@ -86,7 +529,7 @@ class Story:
         found = len((await find_topic(client, TOPIC)).partitions)
         self._account.check(found == PARTITIONS, f"topic {TOPIC!r} is there", f"it has {found} partitions")
         await self._ms.subscribe(TOPIC, self._billing, name="billing", filter=FILTER, start="earliest")
-        self._account.tell(f"billing gets the large orders ({FILTER}), and bills each once")
+        self._account.say(f"billing gets the large orders ({FILTER}), and bills each once")
         await self._ms.subscribe(
             TOPIC,
             self._shipping,
@@ -97,10 +540,10 @@ class Story:
             dead_letter=DEAD,
             start="earliest",
         )
-        self._account.tell("shipping gets all orders, those of each customer one after the other")
+        self._account.say("shipping gets all orders, those of each customer one after the other")
         pushed = {PUSH_URL: self._webhook.url, PUSH_SECRET: SECRET, "share.auto.offset.reset": "earliest"}
         await SubscriptionClient(client).create("webhook", [TOPIC], pushed)
-        self._account.tell(f"a webhook gets all orders, pushed to {self._webhook.url} and signed")
+        self._account.say(f"a webhook gets all orders, pushed to {self._webhook.url} and signed")
         await self._table.declare(client)
 
     async def _fan_out(self) -> None:
@@ -110,7 +553,7 @@ class Story:
         await self._publish(range(FIRST))
         took_ms = (time.monotonic() - began) * 1000
         by_partition = Counter(receipt.partition for receipt in self._placed.values())
-        self._account.tell(f"{FIRST:,} orders acknowledged after fsync, {took_ms:.0f} ms: {_counts(by_partition)}")
+        self._account.say(f"{FIRST:,} orders acknowledged after fsync, {took_ms:.0f} ms: {_counts(by_partition)}")
         await self._handled(range(FIRST))
         self._check_handled(range(FIRST))
 
@@ -129,18 +572,16 @@ class Story:
             await self._broker.kill()
             acknowledged = len(self._placed) - FIRST
             shipped = len({number for _, number in self._shipping.parcels}) - FIRST
-            self._account.tell(
+            self._account.say(
                 f"killed with {acknowledged:,} of {THROUGH_CRASH:,} orders acknowledged, {shipped:,} shipped"
             )
             await self._broker.start()
-            self._account.tell(f"started again on the same data, ready after {self._broker.start_s:.2f} s")
+            self._account.say(f"started again on the same data, ready after {self._broker.start_s:.2f} s")
             async with asyncio.timeout(_STEP_S_MAX):
                 await publishing
         finally:
             publishing.cancel()
-        self._account.tell(
-            f"the publisher and the workers went on by themselves: {THROUGH_CRASH:,} orders acknowledged"
-        )
+        self._account.say(f"the publisher and the workers went on by themselves: {THROUGH_CRASH:,} orders acknowledged")
         found = await self._read_log()
         self._check_read(found, range(new.stop), "the log: ")
         self._check_places(found)
@@ -156,9 +597,7 @@ class Story:
         await self._publish(range(len(self._placed), poison))
         await self._publish(range(poison, poison + 1), city=None)
         await self._publish(range(poison + 1, everything.stop))
-        self._account.tell(
-            f"order {poison} has no city, and shipping fails at it; {BEHIND_POISON} orders come after it"
-        )
+        self._account.say(f"order {poison} has no city, and shipping fails at it; {BEHIND_POISON} orders come after it")
         await self._until(lambda: self._shipping.failures[poison] >= ATTEMPTS)
         others = range(poison + 1, everything.stop)
         await self._until(lambda: self._shipped(others))
@@ -192,7 +631,7 @@ class Story:
             batch = range(start, min(start + _BATCH, numbers.stop))
             orders = [NewMessage(value=_order(number, **other), key=_customer(number)) for number in batch]
             self._placed.update(zip(batch, await self._ms.publish_many(TOPIC, orders), strict=True))
-            self._progress.tell()
+            self._progress.notify()
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         await self._progress.until(condition, within_s=_STEP_S_MAX)
@@ -263,15 +702,15 @@ class Story:
     async def _read_log(self) -> list[Stored]:
         client, starts = self._ms.client, dict.fromkeys(range(PARTITIONS), 0)
         ends = await client.list_offsets(TOPIC, dict.fromkeys(range(PARTITIONS), -1))
-        tailer = Tailer(client, TOPIC, starts, patience_s=_STEP_S_MAX, note=self._account.tell)
+        tailer = Tailer(client, TOPIC, starts, patience_s=_STEP_S_MAX, note=self._account.say)
         return [message async for message in tailer.until({index: found.offset for index, found in ends.items()})]
 
-    def _check_read(self, messages: Sequence[tuple[int, Any]], expected: range, what: str) -> None:
+    def _check_read(self, messages: Sequence[tuple[int, Any]], expected: range, prefix: str) -> None:
         numbers = [_number(record.value) for _, record in messages]
         missing = set(expected) - set(numbers)
         self._account.check(
             sorted(numbers) == list(expected),
-            f"{what}{len(expected):,} orders, each of them once",
+            f"{prefix}{len(expected):,} orders, each of them once",
             f"{len(missing)} are missing and {len(numbers) - len(set(numbers))} came twice",
         )
 
@@ -291,9 +730,9 @@ class Story:
             seen.append(letter)
 
         desk = DeadLetterDesk(self._ms.client, DEAD, "demo", patience_s=_STEP_S_MAX)
-        await work_through(desk, look, Outcome(), wanted=None, limit=None, keep=True)
+        await process_letters(desk, look, Outcome(), wanted=None, limit=None, keep=True)
         if redrive:
-            await revive_through(desk, Outcome(), wanted=None, limit=None)
+            await redrive_letters(desk, Outcome(), wanted=None, limit=None)
         return seen
 
 

@@ -13,7 +13,7 @@ from millstream.cli.connection import ask, complete_subscriptions
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds, Yes, ask_person
 from millstream.cli.output import as_json_text, counted, one_line, print_json, print_line, print_note, print_table
-from millstream.client.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
+from millstream.client.admin.dead_letter import Outcome, Wanted, process_letters, redrive_letters, undeliverable_note
 
 if TYPE_CHECKING:
     from millstream.client.admin.dead_letter import DeadLetterDesk, DeadLetterTopic
@@ -86,7 +86,7 @@ def show(
         _print(letter, as_json=as_json)
 
     async def look(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await work_through(desk, print_one, outcome, wanted=wanted, limit=limit, keep=True)
+        await process_letters(desk, print_one, outcome, wanted=wanted, limit=limit, keep=True)
 
     _work(name, filter_, look, keep=True, brokers=brokers, timeout=timeout)
 
@@ -115,7 +115,7 @@ def redrive(
         return
 
     async def revive(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await revive_through(desk, outcome, wanted=wanted, limit=limit, told=_tell)
+        await redrive_letters(desk, outcome, wanted=wanted, limit=limit, on_progress=_print_progress)
 
     outcome = _work(name, filter_, revive, keep=False, brokers=brokers, timeout=timeout)
     if as_json:
@@ -125,7 +125,7 @@ def redrive(
         print_line(f"Redrove {counted(outcome.done, 'letter')}{_where(outcome.revived, 'in')}{_unmatched(outcome)}.")
     if outcome.refused:
         raise CommandFailed(
-            refused_letters(outcome.refused, f"millstream dlq redrive {name} --to-topic TOPIC"), ExitCode.CONFLICT
+            undeliverable_note(outcome.refused, f"millstream dlq redrive {name} --to-topic TOPIC"), ExitCode.CONFLICT
         )
 
 
@@ -137,7 +137,7 @@ def _publish(
 
     async def publish(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
         await desk.check_target(topic)
-        await work_through(desk, send, outcome, wanted=wanted, limit=limit, keep=False, told=_tell)
+        await process_letters(desk, send, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress)
 
     outcome = _work(name, filter_, publish, keep=False, brokers=brokers, timeout=timeout)
     sent = {topic: outcome.done} if outcome.done else {}
@@ -169,7 +169,9 @@ def purge(
         return
 
     async def close(desk: DeadLetterDesk, outcome: Outcome, wanted: Wanted | None) -> None:
-        await work_through(desk, nothing, outcome, wanted=wanted, limit=limit, keep=False, told=_tell)
+        await process_letters(
+            desk, nothing, outcome, wanted=wanted, limit=limit, keep=False, on_progress=_print_progress
+        )
 
     outcome = _work(name, filter_, close, keep=False, brokers=brokers, timeout=timeout)
     if as_json:
@@ -197,7 +199,7 @@ def _work(name: str, filter_: str | None, work: Work, *, keep: bool, brokers: st
         if outcome.has_begun and not keep:
             print_note(_so_far(outcome))
         raise
-    _tell_rest(outcome, keep=keep)
+    _print_rest(outcome, keep=keep)
     return outcome
 
 
@@ -214,7 +216,7 @@ def _so_far(outcome: Outcome) -> str:
     return f"{counted(outcome.done, 'letter')} done before that{doubt}. The others are open, within a minute at most."
 
 
-def _tell_rest(outcome: Outcome, *, keep: bool) -> None:
+def _print_rest(outcome: Outcome, *, keep: bool) -> None:
     if outcome.doubtful:
         print_note(
             f"{counted(outcome.doubtful, 'letter')} lost the lease in a failover: done, but maybe open still, so that "
@@ -230,7 +232,7 @@ def _tell_rest(outcome: Outcome, *, keep: bool) -> None:
         print_note("No open letters" + (" match." if outcome.unmatched else "."))
 
 
-def _tell(done: int) -> None:
+def _print_progress(done: int) -> None:
     import sys
 
     if sys.stderr.isatty():
@@ -240,7 +242,7 @@ def _tell(done: int) -> None:
 def _print(letter: LeasedMessage, *, as_json: bool) -> None:
     from millstream.cli.message_text import local_time, readable_value
     from millstream.client.admin.dead_letter import headers_of
-    from millstream.client.admin.message_document import as_document
+    from millstream.client.admin.messages import as_document
 
     headers = headers_of(letter)
     if as_json:

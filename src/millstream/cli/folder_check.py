@@ -20,8 +20,7 @@ from millstream.broker.log.segment import base_offset_of
 from millstream.broker.log.state import LogState, decode_state
 from millstream.cli.doctor import Finding, ok, problem, warning
 from millstream.cli.exit_code import ExitCode
-from millstream.cli.output import counted, sized
-from millstream.cli.progress import Progress
+from millstream.cli.output import Progress, counted, sized
 
 
 @dataclass(slots=True)
@@ -193,9 +192,9 @@ class _Segment(NamedTuple):
 def _segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress: bool) -> list[Finding]:
     found = sorted(_segment_files(folder))
     total_bytes = sum(segment.path.stat().st_size for segment in found)
-    what = f"{counted(len(found), 'segment')} with {sized(total_bytes)}"
+    subject = f"{counted(len(found), 'segment')} with {sized(total_bytes)}"
     if not deep:
-        return [ok("segments", f"{what}, not read (--quick)")]
+        return [ok("segments", f"{subject}, not read (--quick)")]
     findings = list(_missing(folder, names, found))
     stopped_clean = (folder / CLEAN_STOP_NAME).exists()
     records = 0
@@ -211,7 +210,7 @@ def _segments(folder: Path, names: dict[str, str], *, deep: bool, show_progress:
                 continue
             findings += _verdict(label, scanned, limit, stopped_clean=stopped_clean)
             records += scanned.records
-    return [*findings, ok("segments", f"{what}, {counted(records, 'message')} read")]
+    return [*findings, ok("segments", f"{subject}, {counted(records, 'message')} read")]
 
 
 def _segment_files(folder: Path) -> Iterator[_Segment]:

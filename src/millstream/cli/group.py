@@ -120,10 +120,10 @@ def reset(
         return
     rows_ = [(where.topic, where.partition, before, after) for where, before, after in moves]
     print_table(["topic", "partition", "before", "after"], rows_)
-    said = (
+    text = (
         "Nothing was changed (--dry-run)." if dry_run else f"Moved group {name} in {counted(len(moves), 'partition')}."
     )
-    print_line(one_line(said))
+    print_line(one_line(text))
 
 
 @app.command("delete")

@@ -15,7 +15,7 @@ from typing import Self
 
 from millstream.cli.exit_code import CommandFailed
 
-_LEASH = Path(__file__).with_name("leash.py")
+_LAUNCHER = Path(__file__).with_name("die_with_parent.py")
 _LOG_TAIL_BYTES = 2000
 _KILL_S_MAX = 10.0
 
@@ -25,7 +25,7 @@ class LocalServerFailed(CommandFailed):
 
 
 class LocalProcess:
-    """One command with its log file. Start it in the main thread: the leash ends with the thread that starts it."""
+    """One command with its log file. Start it in the main thread: the command gets its signal when that thread ends."""
 
     def __init__(
         self,
@@ -62,10 +62,18 @@ class LocalProcess:
 
     def start(self) -> Self:
         """Start the command."""
-        leash = [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), str(int(self._ends_by)), self._account]
+        launcher = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(_LAUNCHER),
+            str(os.getpid()),
+            str(int(self._ends_by)),
+            self._account,
+        ]
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*leash, *self._command],
+                [*launcher, *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE if self._piped else log,
                 stderr=log,
@@ -99,10 +107,10 @@ class LocalProcess:
         if self.exit_code is not None:
             raise self.failed(f"ended with exit code {self.exit_code}")
 
-    def failed(self, what: str) -> LocalServerFailed:
+    def failed(self, problem: str) -> LocalServerFailed:
         """An error that tells what went wrong, with the end of the log."""
         tail = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
-        return LocalServerFailed(f"{self.name} {what}; its log {self.log} ends with:\n{tail}")
+        return LocalServerFailed(f"{self.name} {problem}; its log {self.log} ends with:\n{tail}")
 
     def ask_to_end(self) -> None:
         """Send the signal that makes it stop cleanly, once: a second one would make it hurry."""

@@ -11,7 +11,7 @@ from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, B
 from millstream.cli.output import counted, one_line, print_bytes, print_json, print_line
 
 if TYPE_CHECKING:
-    from millstream.client.admin.stored_message import StoredMessage
+    from millstream.client.admin.messages import StoredMessage
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
@@ -38,7 +38,7 @@ def show(
         raise typer.BadParameter("give --raw or --json, not both")
 
     async def question(client: Client) -> tuple[TopicMetadata, StoredMessage]:
-        from millstream.client.admin.stored_message import find_message
+        from millstream.client.admin.messages import find_message
         from millstream.client.admin.topics import find_topic
 
         found = await find_topic(client, topic)
@@ -54,7 +54,7 @@ def show(
 
 
 def _document(topic: TopicMetadata, partition: int, stored: StoredMessage) -> dict[str, Any]:
-    from millstream.client.admin.message_document import as_document
+    from millstream.client.admin.messages import as_document
 
     return {
         **as_document(topic.name, topic.topic_id, partition, stored.record),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from millstream.cli import pipeline_create, pipeline_rule, pipeline_run
-from millstream.cli.connection import ask
+from millstream.cli.connection import ask, ask_pipelines
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
@@ -34,7 +34,6 @@ from millstream.cli.output import (
     print_table,
 )
 from millstream.cli.pipeline_options import Name
-from millstream.cli.pipeline_question import ask_pipelines
 from millstream.pipelines.jobs.headline import headline
 
 if TYPE_CHECKING:
@@ -48,9 +47,9 @@ app.add_typer(pipeline_create.app, name="create")
 app.add_typer(pipeline_rule.app, name="rule")
 app.command("run")(pipeline_run.run)
 
-TABLES_TOLD: Final = 20
+TABLES_SHOWN_MAX: Final = 20
 """So many tables are told of; all of them are below the same place."""
-STILL_S_TOLD: Final = 30.0
+STALLED_S_MIN: Final = 30.0
 """A batch that has made no progress for so long is told of; Spark itself tells of its tasks every ten seconds."""
 
 
@@ -63,7 +62,9 @@ def list_(
     """List all pipelines and how they do."""
     from millstream.client.admin.pipelines import summary_of
 
-    rows = [summary_of(told) for told in ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe())]
+    rows = [
+        summary_of(described) for described in ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe())
+    ]
     if as_json:
         print_json({"pipelines": rows})
     elif rows:
@@ -81,23 +82,25 @@ def describe(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Show what a pipeline is to do, and how it does."""
-    told = ask(brokers, timeout, lambda client: _described(client, name))
+    described = ask(brokers, timeout, lambda client: _described(client, name))
     if as_json:
-        print_json(told)
+        print_json(described)
         return
-    print_line(f"{one_line(name)}  ({told['kind']}, {told['state']})")
-    facts = _facts(told)
+    print_line(f"{one_line(name)}  ({described['kind']}, {described['state']})")
+    facts = _facts(described)
     width = max(10, *map(len, facts))
     for word, text in facts.items():
         # What Spark says of a statement points at the place, in lines below each other.
         for at, line in enumerate(text.splitlines() or [""]):
             print_line(f"{('' if at else word).ljust(width)}  {one_line(line)}")
     print_line()
-    print_settings(told["settings"], told["overrides"])
-    if told["kind"] == "route":
+    print_settings(described["settings"], described["overrides"])
+    if described["kind"] == "route":
         print_line()
-        print_line(f"{counted(len(told['rules']), 'rule')}; millstream pipeline rule list {one_line(name)} shows them.")
-    for note in told["notes"]:
+        print_line(
+            f"{counted(len(described['rules']), 'rule')}; millstream pipeline rule list {one_line(name)} shows them."
+        )
+    for note in described["notes"]:
         print_note(one_line(note))
 
 
@@ -115,8 +118,8 @@ def update(
     if not changes:
         raise typer.BadParameter("there is nothing to change; give --set or --unset")
     notes = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.alter(name, changes))
-    said = f"Changed pipeline {one_line(name)}."
-    print_noted({"pipeline": name, "changes": changes}, said, notes, as_json=as_json)
+    text = f"Changed pipeline {one_line(name)}."
+    print_noted({"pipeline": name, "changes": changes}, text, notes, as_json=as_json)
 
 
 @app.command("start")
@@ -158,35 +161,39 @@ def delete(
 
 
 async def _described(client: Client, name: str) -> dict[str, Any]:
-    from millstream.client.admin.landed_tables import tables_of
+    from millstream.client.admin.pipeline_storage import tables_of
     from millstream.client.admin.pipelines import PipelineClient
 
-    (told,) = await PipelineClient(client).describe([name])
-    found = await tables_of(client, told)
-    return {**told, "tables": [one._asdict() for one in found.tables], "notes": [*told["notes"], *found.notes]}
+    (described,) = await PipelineClient(client).describe([name])
+    found = await tables_of(client, described)
+    return {
+        **described,
+        "tables": [one._asdict() for one in found.tables],
+        "notes": [*described["notes"], *found.notes],
+    }
 
 
 def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:
     """Where the tables are, a line each, and how the first of them is read."""
     if not tables:
         return {}
-    places = [one["place"] for one in tables[:TABLES_TOLD]]
+    places = [one["place"] for one in tables[:TABLES_SHOWN_MAX]]
     more = len(tables) - len(places)
     return {"tables": "\n".join([*places, *([f"and {more} more"] if more else [])]), "read by": tables[0]["read"]}
 
 
-def _facts(told: dict[str, Any]) -> dict[str, str]:
-    facts = {"id": told["pipeline_id"], "group": told["group"], **_tables(told["tables"])}
-    report = told["report"]
-    if told["parked"]:
-        facts["parked"] = told["parked"]
+def _facts(described: dict[str, Any]) -> dict[str, str]:
+    facts = {"id": described["pipeline_id"], "group": described["group"], **_tables(described["tables"])}
+    report = described["report"]
+    if described["parked"]:
+        facts["parked"] = described["parked"]
     elif report is not None and report.get("failing_ms"):
         facts["failing"] = f"since {_when(report['failing_ms'])}; it is tried again at least every minute"
-    lag = told.get("lag")
+    lag = described.get("lag")
     if lag is not None or report is not None:
         facts["lag"] = "not known yet" if lag is None else f"{lag:,}"
     if report is not None:
-        facts.update(_reported(report, parked=told["parked"]))
+        facts.update(_reported(report, parked=described["parked"]))
     return facts
 
 
@@ -198,12 +205,12 @@ def _reported(report: dict[str, Any], *, parked: str) -> dict[str, str]:
     }
     if report.get("stalls"):
         facts["stalls"] = f"{report['stalls']} (batches that made no progress and were given up)"
-    if report.get("still_s", 0.0) >= STILL_S_TOLD:
+    if report.get("still_s", 0.0) >= STALLED_S_MIN:
         facts["still"] = f"no progress for {report['still_s']:.0f} s"
-    facts.update({what: f"{number:,}" for what, number in sorted(report["counts"].items())})
+    facts.update({name: f"{number:,}" for name, number in sorted(report["counts"].items())})
     if report["last_error"]:
-        said = "as above" if report["last_error"] == parked else report["last_error"].rstrip()
-        facts["last error"] = f"({_when(report['last_error_ms'])}) {said}"
+        text = "as above" if report["last_error"] == parked else report["last_error"].rstrip()
+        facts["last error"] = f"({_when(report['last_error_ms'])}) {text}"
     return facts
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, NamedTuple
 
 import typer
 
+from millstream.cli.connection import ask_pipelines
 from millstream.cli.options import (
     DEFAULT_BROKERS,
     DEFAULT_TIMEOUT_S,
@@ -34,7 +35,6 @@ from millstream.cli.pipeline_options import (
     Topics,
     Watermarks,
 )
-from millstream.cli.pipeline_question import ask_pipelines
 from millstream.cli.pipeline_rule import read_rules
 from millstream.core.errors import PipelineExists
 from millstream.core.pipeline import PipelineKind, check_pipeline, check_rules

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from millstream.cli.connection import ask, complete_topics
+from millstream.cli.connection import ask, ask_pipelines, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
 from millstream.cli.output import counted, one_line, print_answer, print_json, print_line, print_noted, print_table
 from millstream.cli.pipeline_options import Name
-from millstream.cli.pipeline_question import ask_pipelines
 from millstream.core.pipeline import PipelineKind, Rule, check_rules
 
 if TYPE_CHECKING:
@@ -64,9 +63,9 @@ def put(
     check_rules(PipelineKind.ROUTE, [new])
     changed = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, [new]))
     passed = ask(brokers, timeout, lambda client: _passed(client, name, topic))
-    said = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}, {_since(passed)}."
+    text = f"Pipeline {one_line(name)} routes {topic} to {', '.join(to)} by rule {one_line(rule)}, {_since(passed)}."
     document = {"pipeline": name, "rule": rule, "rules": changed.rules, "passed": passed}
-    print_noted(document, said, changed.notes, as_json=as_json)
+    print_noted(document, text, changed.notes, as_json=as_json)
 
 
 @app.command("load")
@@ -87,9 +86,9 @@ def load(
         named = {rule.name for rule in rules}
         gone = [rule.name for rule in _rules_of(name, brokers, timeout) if rule.name not in named]
     changed = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, rules, gone=gone))
-    said = f"Pipeline {one_line(name)} has {counted(changed.rules, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
+    text = f"Pipeline {one_line(name)} has {counted(changed.rules, 'rule')}: {len(rules):,} put, {len(gone):,} deleted."
     document = {"pipeline": name, "put": len(rules), "deleted": len(gone), "rules": changed.rules}
-    print_noted(document, said, changed.notes, as_json=as_json)
+    print_noted(document, text, changed.notes, as_json=as_json)
 
 
 @app.command("list")
@@ -120,19 +119,18 @@ def delete(
 ) -> None:
     """Delete rules; what they have routed stays."""
     left = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, gone=rule)).rules
-    said = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {left:,} left."
-    print_answer({"pipeline": name, "deleted": len(rule), "rules": left}, said, as_json=as_json)
+    text = f"Deleted {counted(len(rule), 'rule')} of pipeline {one_line(name)}; {left:,} left."
+    print_answer({"pipeline": name, "deleted": len(rule), "rules": left}, text, as_json=as_json)
 
 
 async def _passed(client: Client, name: str, topic: str) -> int:
     """How many messages of a topic a pipeline has behind it: they are not routed again."""
     from millstream.client.admin.backlog import Backlogs, reader_of
-    from millstream.client.admin.pipelines import PipelineClient
-    from millstream.client.admin.topic_pipelines import pipeline_of
+    from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 
     found = (await client.metadata([topic])).topics.get(topic)
-    (told,) = await PipelineClient(client).describe([name])
-    reader = reader_of(pipeline_of(told))
+    (described,) = await PipelineClient(client).describe([name])
+    reader = reader_of(pipeline_of(described))
     if found is None or reader is None:
         return 0
     backlogs = await Backlogs(client).in_topic([reader], found)
@@ -157,11 +155,11 @@ def read_rules(file: str) -> tuple[Rule, ...]:
     """The rules of a file, or of standard input."""
     import msgspec
 
-    from millstream.protocol.private.pipeline_messages import ToldRule
+    from millstream.protocol.private.pipeline_messages import RuleMessage
 
     try:
         data = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        told = msgspec.json.decode(data, type=list[ToldRule])
+        rules = msgspec.json.decode(data, type=list[RuleMessage])
     except OSError as error:
         raise CommandFailed(f"{file} cannot be read: {error}", ExitCode.USAGE) from None
     except msgspec.MsgspecError as error:
@@ -169,7 +167,7 @@ def read_rules(file: str) -> tuple[Rule, ...]:
             f"{file} is no JSON list of rules: {error}; a rule has name, topic, targets, and condition or subscription",
             ExitCode.USAGE,
         ) from None
-    return tuple(one.rule() for one in told)
+    return tuple(one.rule() for one in rules)
 
 
 def _as_document(rule: Rule) -> dict[str, object]:
@@ -185,7 +183,7 @@ def _as_document(rule: Rule) -> dict[str, object]:
 def _rules_of(name: str, brokers: str, timeout: float) -> list[Rule]:
     import msgspec
 
-    from millstream.protocol.private.pipeline_messages import ToldRule
+    from millstream.protocol.private.pipeline_messages import RuleMessage
 
-    (told,) = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe([name]))
-    return [one.rule() for one in msgspec.convert(told["rules"], list[ToldRule])]
+    (described,) = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.describe([name]))
+    return [one.rule() for one in msgspec.convert(described["rules"], list[RuleMessage])]

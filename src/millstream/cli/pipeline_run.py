@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from types import TracebackType
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TextIO
 from uuid import NAMESPACE_OID, uuid5
 
@@ -39,19 +40,42 @@ from millstream.cli.pipeline_options import (
     Watermarks,
 )
 from millstream.cli.pipeline_rule import read_rules
-from millstream.cli.termination import ended_in_order
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, MillstreamError, UnknownTopic
 from millstream.core.pipeline import LAND_PREFIX, Pipeline, PipelineKind, Rule, check_pipeline, check_rules
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from millstream.client.admin.places import Places
+    from millstream.client.admin.pipeline_storage import PipelineStorage
     from millstream.pipelines.jobs.dry_run import DryRun
     from millstream.pipelines.runtime.claim import Claim
     from millstream.pipelines.runtime.manual_run import ManualRun
     from millstream.pipelines.runtime.runner import Tally
     from millstream.protocol.wire.client import Client
+
+
+class Terminated(BaseException):
+    """SIGTERM has come. It is no `Exception`, so that what is retried or suppressed does not take it for a failure."""
+
+
+@contextmanager
+def unwound_by_sigterm() -> Iterator[None]:
+    """Within it SIGTERM unwinds the command as Ctrl-C does; a second one changes nothing."""
+
+    def end(_number: int, _frame: FrameType | None) -> None:
+        # `timeout` sends it to the process and to its group.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except Terminated:
+        reason = "ended by SIGTERM; what is not committed is done by the next run"
+        raise CommandFailed(reason, ExitCode.TERMINATED) from None
+    finally:
+        if signal.getsignal(signal.SIGTERM) is end:
+            signal.signal(signal.SIGTERM, before)
 
 
 def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
@@ -61,41 +85,41 @@ def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, 
     from millstream.pipelines.jobs.job import JobContext
     from millstream.pipelines.runtime.spark_session import open_session
 
-    with ended_in_order(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
+    with unwound_by_sigterm(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
         spark = open_session(master, memory=memory, settings={}, log=os.path.join(scratch, "spark.log"))
         context = JobContext(spark=spark, brokers=brokers, lake=scratch, folder=scratch)
         try:
-            told = dry_run(pipeline, context)
+            plan = dry_run(pipeline, context)
         except MillstreamError:
             raise
         except Exception as error:
             raise CommandFailed(reason_of(error)) from error
-    print_answer(_document(told), _text(told), as_json=as_json)
+    print_answer(_document(plan), _text(plan), as_json=as_json)
 
 
-def _document(told: DryRun) -> dict[str, object]:
+def _document(plan: DryRun) -> dict[str, object]:
     return {
-        "columns": {topic: dict(columns) for topic, columns in told.columns.items()},
-        "output": dict(told.output),
-        "has_state": told.has_state,
-        "sampled": told.sampled,
-        "undecoded": told.undecoded,
-        "written": told.written,
-        "rows": [json.loads(json.dumps(dict(row), default=str)) for row in told.rows],
-        "plan": told.plan,
+        "columns": {topic: dict(columns) for topic, columns in plan.columns.items()},
+        "output": dict(plan.output),
+        "has_state": plan.has_state,
+        "sampled": plan.sampled,
+        "undecoded": plan.undecoded,
+        "written": plan.written,
+        "rows": [json.loads(json.dumps(dict(row), default=str)) for row in plan.rows],
+        "plan": plan.plan,
     }
 
 
-def _text(told: DryRun) -> str:
-    way = "a stream of Spark with a checkpoint" if told.has_state else "batch by batch, without a checkpoint"
-    lines = [f"{one_line(topic)}: {_columns(columns)}" for topic, columns in told.columns.items()]
-    lines += [f"gives: {_columns(told.output)}", f"runs as: {way}", "", told.plan, ""]
-    written = f"{told.written:,}, for example:" if told.written > len(told.rows) else f"{told.written:,}:"
-    lines.append(f"Of {counted(told.sampled, 'message')} it would write {written if told.rows else 'nothing.'}")
-    lines += [json.dumps(dict(row), default=str, ensure_ascii=False) for row in told.rows]
-    if told.undecoded:
-        them = counted(told.undecoded, "message")
-        lines.append(f"{them} of the sample cannot be read, or not as the columns say; `payload_error` tells why.")
+def _text(plan: DryRun) -> str:
+    way = "a stream of Spark with a checkpoint" if plan.has_state else "batch by batch, without a checkpoint"
+    lines = [f"{one_line(topic)}: {_columns(columns)}" for topic, columns in plan.columns.items()]
+    lines += [f"gives: {_columns(plan.output)}", f"runs as: {way}", "", plan.plan, ""]
+    written = f"{plan.written:,}, for example:" if plan.written > len(plan.rows) else f"{plan.written:,}:"
+    lines.append(f"Of {counted(plan.sampled, 'message')} it would write {written if plan.rows else 'nothing.'}")
+    lines += [json.dumps(dict(row), default=str, ensure_ascii=False) for row in plan.rows]
+    if plan.undecoded:
+        messages = counted(plan.undecoded, "message")
+        lines.append(f"{messages} of the sample cannot be read, or not as the columns say; `payload_error` tells why.")
     return "\n".join(lines)
 
 
@@ -103,7 +127,7 @@ def _columns(columns: Mapping[str, str]) -> str:
     return ", ".join(f"{one_line(name)} {kind}" for name, kind in columns.items())
 
 
-MOVES_TOLD_S: Final = 10.0
+PROGRESS_S: Final = 10.0
 
 """Where nobody watches, how far it is is told so often at most."""
 
@@ -116,7 +140,7 @@ class Stages:
         self._file: TextIO | None = None
         self._shown: Any = None
         self._task: Any = None
-        self._told_at = 0.0
+        self._shown_at = 0.0
 
     def __enter__(self) -> Self:
         # A handle of its own: while Java is started, what goes to the usual one is written to a log.
@@ -130,9 +154,9 @@ class Stages:
     ) -> None:
         self.end()
 
-    def tell(self, stage: str) -> None:
+    def show(self, stage: str) -> None:
         """A stage begins."""
-        self._told_at = time.monotonic()
+        self._shown_at = time.monotonic()
         if self._shown is not None:
             self._shown.update(self._task, note=stage)
         elif self._file is not None:
@@ -141,8 +165,8 @@ class Stages:
 
     def move(self, note: str, *, is_news: bool = True) -> None:
         """The stage has got on; what is no news only changes the line that moves."""
-        if self._shown is not None or (is_news and time.monotonic() - self._told_at >= MOVES_TOLD_S):
-            self.tell(note)
+        if self._shown is not None or (is_news and time.monotonic() - self._shown_at >= PROGRESS_S):
+            self.show(note)
 
     def end(self) -> None:
         """Say nothing more."""
@@ -169,7 +193,7 @@ class Stages:
         self._shown.start()
 
 
-What = Annotated[
+KindOrName = Annotated[
     str,
     typer.Argument(
         metavar="NAME|KIND",
@@ -215,7 +239,7 @@ _NAME_MAX: Final = 190
 
 
 def run(
-    what: What,
+    kind_or_name: KindOrName,
     topics: TopicNames = None,
     once: Once = False,
     dry: Dry = False,
@@ -261,12 +285,12 @@ def run(
         start=start,
         settings=settings,
     )
-    pipeline = _undeclared_by(PipelineKind(what), flags, name) if what in set(PipelineKind) else None
+    pipeline = _undeclared_by(PipelineKind(kind_or_name), flags, name) if kind_or_name in set(PipelineKind) else None
     if pipeline is None:
-        _refuse_changes(what, flags, name)
+        _refuse_changes(kind_or_name, flags, name)
     _refuse_without_spark()
     is_declared = pipeline is None
-    pipeline, places = ask(brokers, timeout, lambda client: _look_up(client, what, pipeline, brokers))
+    pipeline, places = ask(brokers, timeout, lambda client: _look_up(client, kind_or_name, pipeline, brokers))
     if dry:
         show_dry_run(pipeline, brokers, master=master, memory=memory, as_json=as_json)
         return
@@ -279,12 +303,12 @@ def _undeclared_by(kind: PipelineKind, flags: Flags, name: str | None) -> Pipeli
     return _undeclared(kind, settings, () if flags.rules is None else read_rules(flags.rules), name)
 
 
-def _refuse_changes(what: str, flags: Flags, name: str | None) -> None:
+def _refuse_changes(kind_or_name: str, flags: Flags, name: str | None) -> None:
     """A declared pipeline is run as it is declared; only the place of its tables may be another machine's."""
     given = [flag for flag in flags.given() if flag != "--lake"] + ([] if name is None else ["--name"])
     if given:
         raise typer.BadParameter(
-            f"{given[0]} is for a pipeline that is not declared; {what!r} is run as it is, and changed by "
+            f"{given[0]} is for a pipeline that is not declared; {kind_or_name!r} is run as it is, and changed by "
             "millstream pipeline update"
         )
 
@@ -311,19 +335,20 @@ def _refuse_without_spark() -> None:
         raise CommandFailed(missing)
 
 
-async def _look_up(client: Client, name: str, pipeline: Pipeline | None, brokers: str) -> tuple[Pipeline, Places]:
+async def _look_up(
+    client: Client, name: str, pipeline: Pipeline | None, brokers: str
+) -> tuple[Pipeline, PipelineStorage]:
     """The pipeline, as it is declared if it is not given, and where the nodes have their tables and checkpoints.
 
     Raise `UnknownTopic` when there is nothing that it could read: Spark takes long to start.
     """
-    from millstream.client.admin.pipelines import PipelineClient
-    from millstream.client.admin.places import places_of
-    from millstream.client.admin.topic_pipelines import pipeline_of
+    from millstream.client.admin.pipeline_storage import storage_of
+    from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 
-    places = await places_of(client)
+    places = await storage_of(client)
     if pipeline is None:
-        (told,) = await PipelineClient(client).describe([name])
-        pipeline = pipeline_of(told)
+        (described,) = await PipelineClient(client).describe([name])
+        pipeline = pipeline_of(described)
     wanted = sorted(pipeline.flows())
     if wanted and not (await client.metadata(wanted)).topics:
         raise UnknownTopic(
@@ -338,7 +363,7 @@ class _ByHand:
     def __init__(
         self,
         pipeline: Pipeline,
-        places: Places,
+        places: PipelineStorage,
         brokers: str,
         *,
         is_declared: bool,
@@ -353,10 +378,10 @@ class _ByHand:
         self._folder = self._place("--folder", folder, places.folder, places)
         self._stopping = threading.Event()
         self._stages = Stages(pipeline.name)
-        self._rows_told = 0
+        self._rows_shown = 0
         self._began = time.monotonic()
 
-    def _place(self, flag: str, given: str | None, of_node: str, places: Places) -> str:
+    def _place(self, flag: str, given: str | None, of_node: str, places: PipelineStorage) -> str:
         if given is not None:
             return given
         lands = self._pipeline.kind is PipelineKind.LAND
@@ -373,7 +398,7 @@ class _ByHand:
 
         link = Link(self._brokers, f"pipeline-run-{os.getpid()}", max(DEFAULT_TIMEOUT_S, SESSION_S))
         claim = Claim(link, self._pipeline.group, is_declared=self._is_declared, when_lost=self._stopping.set)
-        with ended_in_order():
+        with unwound_by_sigterm():
             try:
                 self._take(claim)
                 with self._stages, tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
@@ -394,9 +419,9 @@ class _ByHand:
     def _start(self, master: str, memory: str, *, log: str) -> SparkSession:
         from millstream.pipelines.runtime.spark_session import open_session
 
-        self._stages.tell("starting Spark …")
+        self._stages.show("starting Spark …")
         spark = open_session(master, memory=memory, settings={}, log=log)
-        self._stages.tell("running")
+        self._stages.show("running")
         return spark
 
     def _running(self, claim: Claim, spark: SparkSession) -> ManualRun:
@@ -465,12 +490,12 @@ class _ByHand:
             "seconds": seconds,
             "counts": tally.counts,
         }
-        counts = "".join(f", {what} {number:,}" for what, number in sorted(tally.counts.items()) if number)
+        counts = "".join(f", {name} {number:,}" for name, number in sorted(tally.counts.items()) if number)
         batches = counted(tally.batches, "batch")
         text = f"{one_line(pipeline.name)}: {counted(tally.rows, 'message')} in {batches} and {seconds:g} s{counts}"
         print_answer(document, f"{text}; {tally.lag:,} left." if tally.lag else f"{text}.", as_json=as_json)
 
     def _stepped(self, tally: Tally) -> None:
         note = f"{tally.rows:,} messages, {tally.rows_per_s:,.0f}/s, {tally.lag:,} left"
-        self._stages.move(note, is_news=tally.rows != self._rows_told)
-        self._rows_told = tally.rows
+        self._stages.move(note, is_news=tally.rows != self._rows_shown)
+        self._rows_shown = tally.rows

@@ -17,8 +17,7 @@ import typer
 from millstream.cli.connection import ask, complete_topics
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import DEFAULT_BROKERS, DEFAULT_TIMEOUT_S, AsJson, Brokers, TimeoutSeconds
-from millstream.cli.output import as_json_text, counted, print_line, print_note
-from millstream.cli.progress import Progress
+from millstream.cli.output import Progress, as_json_text, counted, print_line, print_note
 from millstream.core.errors import (
     BatchTooLarge,
     CoordinatorUnavailable,
@@ -182,10 +181,10 @@ async def _publish(client: Client, order: _Order) -> int:
 
 async def _explained(client: Client, order: _Order, error: MillstreamError) -> MillstreamError:
     """What the cluster says of why it cannot be published to now, if it can be asked."""
-    from millstream.client.admin.explanation import explain
+    from millstream.client.admin.node_status import timeout_with_reasons
 
     with suppress(MillstreamError):
-        return await explain(client, f"cannot publish to {order.topic!r} now, {error}")
+        return await timeout_with_reasons(client, f"cannot publish to {order.topic!r} now, {error}")
     return error
 
 
@@ -230,7 +229,7 @@ async def _publish_group(publisher: Publisher, order: _Order, lines: list[bytes]
         raise error from failed
     if order.as_json or order.print_ids:
         # In one write: an input of a million lines has a million ids.
-        print_line("\n".join(_told(order, receipt) for receipt in receipts))
+        print_line("\n".join(_receipt_line(order, receipt) for receipt in receipts))
     return len(records)
 
 
@@ -258,7 +257,7 @@ def _records(order: _Order, lines: list[bytes], first: int) -> list[NewRecord]:
     return records
 
 
-def _told(order: _Order, receipt: Receipt) -> str:
+def _receipt_line(order: _Order, receipt: Receipt) -> str:
     if not order.as_json:
         return receipt.id
     place = {"topic": order.topic, "partition": receipt.partition, "offset": receipt.offset}

@@ -90,7 +90,7 @@ def serve(**given: Any) -> None:
     """Start a node."""
     import uvloop
 
-    from millstream.core.log_line import set_up_logging
+    from millstream.core.log_format import set_up_logging
 
     file, as_json = given.pop(_FILE), given.pop(_JSON)
     names = {attribute: name for name, (attribute, _) in Config.declared().items()}
@@ -104,23 +104,23 @@ async def _serve(config: Config, *, as_json: bool) -> None:
     from millstream.broker.node import Broker
     from millstream.child_processes import CHILD_PROCESSES
 
-    told = _Told()
+    signals = _StopSignal()
     broker = Broker(config, children=CHILD_PROCESSES)
-    if not await _started(broker, told):
+    if not await _started(broker, signals):
         return
     try:
         _announce(broker, config, as_json=as_json)
-        await _first_of(told.stop, broker.failed)
+        await _first_of(signals.stop, broker.failed)
     finally:
         await broker.stop()
     if broker.stop_failure is not None:
         raise CommandFailed(f"the node has stopped, but not cleanly: {broker.stop_failure}")
 
 
-async def _started(broker: Broker, told: _Told) -> bool:
+async def _started(broker: Broker, signals: _StopSignal) -> bool:
     """Start, which in a cluster may wait for others; False when the node was told to stop meanwhile."""
     starting = asyncio.ensure_future(broker.start())
-    await asyncio.wait([starting, told.stop], return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([starting, signals.stop], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
         await asyncio.wait([starting])
@@ -139,7 +139,7 @@ async def _first_of(stop: asyncio.Future[None], failed: asyncio.Future[None]) ->
         raise CommandFailed(f"the node stops, since a part of it failed: {error}; the log says more", code)
 
 
-class _Told:
+class _StopSignal:
     """Listens for the signals that end a node: the first one stops it in order, the second one at once."""
 
     def __init__(self) -> None:

@@ -103,8 +103,10 @@ async def push_note(client: Client, changes: Mapping[str, str | None]) -> str | 
     refusing = [str(node) for node in (await client.metadata([])).nodes if not await _may_push(client, node)]
     if not refusing:
         return None
-    who = f"node {refusing[0]} does" if len(refusing) == 1 else f"nodes {', '.join(refusing)} do"
-    return f"{one_line(host)} is a private address, to which {who} not push; nodes that may have --{_SETTING} true."
+    nodes_text = f"node {refusing[0]} does" if len(refusing) == 1 else f"nodes {', '.join(refusing)} do"
+    return (
+        f"{one_line(host)} is a private address, to which {nodes_text} not push; nodes that may have --{_SETTING} true."
+    )
 
 
 def _address(host: str) -> str | None:
@@ -168,9 +170,9 @@ def push_overrides(url: str | None, secret: str | None, headers: list[str] | Non
     return found
 
 
-def print_push(told: Mapping[str, Any]) -> None:
+def print_push(described: Mapping[str, Any]) -> None:
     """Show how push goes, node by node."""
-    rows = sorted(told.get("push", ()), key=lambda row: row["node"])
+    rows = sorted(described.get("push", ()), key=lambda row: row["node"])
     if not rows:
         return
     keys = ("node", "state", "concurrency", "in_flight", "accepted", "refused", "failed", "unreachable")
@@ -346,23 +348,23 @@ def create(
             if not if_missing:
                 raise
             created = False
-        (told,) = await subscriptions.describe([name])
-        if not created and (found := differences(told, topic, overrides)):
+        (described,) = await subscriptions.describe([name])
+        if not created and (found := differences(described, topic, overrides)):
             raise SubscriptionExists(
                 f"subscription {name!r} exists, and is declared otherwise: {'; '.join(found)}; change it with "
                 "millstream subscription update, or choose another name"
             )
-        return created, told, missing, await push_note(client, overrides) if created else None
+        return created, described, missing, await push_note(client, overrides) if created else None
 
     with _named_by_flags(by_flags):
-        created, told, missing, note = ask(brokers, timeout, question)
-    letters = told["settings"][DEAD_LETTER_TOPIC]
+        created, described, missing, note = ask(brokers, timeout, question)
+    letters = described["settings"][DEAD_LETTER_TOPIC]
     if as_json:
         document = {"subscription": name, "topics": topic, "created": created, "missing_topics": missing}
         print_json({**document, "dead_letter_topic": letters})
     else:
-        said = "Created subscription" if created else "There is already a subscription"
-        print_line(f"{said} {one_line(name)} on {', '.join(topic)}.")
+        text = "Created subscription" if created else "There is already a subscription"
+        print_line(f"{text} {one_line(name)} on {', '.join(topic)}.")
         if created and letters == NO_DEAD_LETTERS:
             print_note("Messages that fail for good are dropped, as --dead-letter none asks for.")
     for one in missing:
@@ -380,15 +382,15 @@ def list_(
 ) -> None:
     """List all subscriptions with their backlog."""
     found = [
-        told
-        for told in _ask(brokers, timeout, lambda subscriptions: subscriptions.describe())
-        if internal or not told["name"].startswith(OWN_PREFIX)
+        described
+        for described in _ask(brokers, timeout, lambda subscriptions: subscriptions.describe())
+        if internal or not described["name"].startswith(OWN_PREFIX)
     ]
     if as_json:
-        print_json({"subscriptions": [summary_of(told) for told in found]})
+        print_json({"subscriptions": [summary_of(described) for described in found]})
     elif found:
         keys = ("subscription", "topics", "backlog", "leased", "parked", "dead_lettered", "dropped", "paused")
-        rows = [summary_of(told) for told in found]
+        rows = [summary_of(described) for described in found]
         print_table(
             [key.replace("_", "-") for key in keys],
             [[", ".join(row[key]) if key == "topics" else row[key] for key in keys] for row in rows],
@@ -405,22 +407,22 @@ def describe(
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
     """Show a subscription's settings and the state of its queues."""
-    (told,) = _ask(brokers, timeout, lambda subscriptions: subscriptions.describe([name]))
+    (described,) = _ask(brokers, timeout, lambda subscriptions: subscriptions.describe([name]))
     if as_json:
-        print_json(told)
+        print_json(described)
         return
-    print_line(f"{one_line(name)} on {', '.join(told['topics']) or 'what its members subscribe to'}")
-    print_settings(told["settings"], told["overrides"])
+    print_line(f"{one_line(name)} on {', '.join(described['topics']) or 'what its members subscribe to'}")
+    print_settings(described["settings"], described["overrides"])
     print_line()
     keys = ("topic", "partition", "oldest", "backlog", "available", "leased", "parked", "blocked", "accepted")
     more = ("released", "expired", "dead_lettered", "dropped", "filtered")
-    queues = sorted(told["queues"], key=lambda queue: (queue["topic"], queue["partition"]))
+    queues = sorted(described["queues"], key=lambda queue: (queue["topic"], queue["partition"]))
     if queues:
         header = [key.replace("_", "-") for key in (*keys, *more)]
         print_table(header, [[queue[key] for key in (*keys, *more)] for queue in queues])
     else:
         print_line("No queue is open; its topics may not exist yet.")
-    print_push(told)
+    print_push(described)
 
 
 @app.command("update")
@@ -597,7 +599,7 @@ def _pulled(count: int, verb: Verb | None, *, is_leased: bool) -> str:
 
 def _show(messages: Iterable[LeasedMessage], *, as_json: bool) -> None:
     from millstream.cli.message_text import as_text
-    from millstream.client.admin.message_document import as_document
+    from millstream.client.admin.messages import as_document
 
     for message in messages:
         if as_json:
@@ -680,7 +682,7 @@ def _named_by_flags(given: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except InvalidSetting as error:
-        said = str(error)
+        text = str(error)
         for name in given:
-            said = said.replace(name, _FLAGS.get(name, name))
-        raise InvalidSetting(said) from error
+            text = text.replace(name, _FLAGS.get(name, name))
+        raise InvalidSetting(text) from error

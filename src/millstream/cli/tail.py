@@ -170,7 +170,7 @@ def _chosen(topic: TopicMetadata, wanted: list[int] | None) -> list[int]:
 
 def _shower(topic: TopicMetadata, *, raw: bool, as_json: bool) -> Show:
     from millstream.cli.message_text import as_text
-    from millstream.client.admin.message_document import as_document
+    from millstream.client.admin.messages import as_document
 
     if raw:
         return lambda message: (message.record.value or b"") + b"\n"

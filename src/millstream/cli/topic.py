@@ -96,7 +96,7 @@ def create(
     overrides.update({key: text for key, text in _card(owner, description, contract).items() if text})
 
     async def question(client: Client) -> tuple[bool, TopicMetadata, list[str]]:
-        from millstream.client.admin.topic_notes import notes_on_new
+        from millstream.client.admin.topic_notes import creation_notes
         from millstream.client.admin.topics import create_topic, find_topic
 
         created = True
@@ -115,15 +115,15 @@ def create(
             created = False
         await _land(client, name, wanted=land)
         topic = await find_topic(client, name)
-        return created, topic, await notes_on_new(client, topic) if created and replication is None else []
+        return created, topic, await creation_notes(client, topic) if created and replication is None else []
 
     created, topic, notes = ask(brokers, timeout, question)
     number = len(topic.partitions)
     answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": replication_of(topic)}
     made = {**answer, "created": created, **({"pipeline": f"{LAND_PREFIX}{name}"} if land else {})}
-    said = "Created topic" if created else "There is already a topic"
+    text = "Created topic" if created else "There is already a topic"
     landed = f", landed by pipeline {LAND_PREFIX}{name}" if land else ""
-    print_noted(made, f"{said} {name} with {counted(number, 'partition')}{landed}.", notes, as_json=as_json)
+    print_noted(made, f"{text} {name} with {counted(number, 'partition')}{landed}.", notes, as_json=as_json)
 
 
 @app.command("list")
@@ -204,7 +204,7 @@ def alter(
         raise typer.BadParameter("nothing to change; give --set, --unset, --partitions or what is said about the topic")
 
     async def question(client: Client) -> list[str]:
-        from millstream.client.admin.topic_notes import notes_on_change
+        from millstream.client.admin.topic_notes import change_notes
         from millstream.client.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
 
         topic = await find_topic(client, name, advice=_LIST_ADVICE)
@@ -214,7 +214,7 @@ def alter(
             await alter_topic(client, name, changes)
         if partitions is not None:
             await grow_topic(client, name, partitions)
-        return await notes_on_change(client, topic, changes, partitions)
+        return await change_notes(client, topic, changes, partitions)
 
     notes = ask(brokers, timeout, question)
     document = {"topic": name, "changed": changes, "partitions": partitions}
@@ -234,12 +234,12 @@ def delete(
 
     async def look(client: Client) -> list[str]:
         from millstream.client.admin.dead_letter import check_no_open_letters
-        from millstream.client.admin.topic_notes import notes_on_deletion
+        from millstream.client.admin.topic_notes import deletion_notes
         from millstream.client.admin.topics import find_topic
 
         if not force:
             await check_no_open_letters(client, name)
-        return await notes_on_deletion(client, await find_topic(client, name, advice=_LIST_ADVICE))
+        return await deletion_notes(client, await find_topic(client, name, advice=_LIST_ADVICE))
 
     async def question(client: Client) -> None:
         from millstream.client.admin.dead_letter import close_letters_of
@@ -299,10 +299,10 @@ def _row(one: dict[str, Any]) -> list[Any]:
 
 
 def _print_damage(described: dict[str, Any]) -> None:
-    from millstream.client.admin.damage import LostOffsets
+    from millstream.client.admin.node_status import DamagedOffsets
 
     lost = [
-        LostOffsets(described["topic"], one["partition"], each["first"], each["next"])
+        DamagedOffsets(described["topic"], one["partition"], each["first"], each["next"])
         for one in described["partitions"]
         for each in one["damage"] or ()
     ]

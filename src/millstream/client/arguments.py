@@ -8,33 +8,33 @@ from collections.abc import Sequence
 from millstream.core.errors import InvalidRequest
 
 
-def check_whole(name: str, value: object, least: int = 0, told: type[InvalidRequest] = InvalidRequest) -> None:
+def check_integer(name: str, value: object, least: int = 0, error: type[InvalidRequest] = InvalidRequest) -> None:
     """A whole number; neither a text of digits nor True is one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise told(f"{name} must be a whole number of at least {least}, not {value!r}")
+        raise error(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
-def check_number(name: str, value: object, least: float = 0.0, told: type[InvalidRequest] = InvalidRequest) -> None:
+def check_number(name: str, value: object, least: float = 0.0, error: type[InvalidRequest] = InvalidRequest) -> None:
     """A number that is one, and not infinite."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < least:
-        raise told(f"{name} must be a number of at least {least:g}, not {value!r}")
+        raise error(f"{name} must be a number of at least {least:g}, not {value!r}")
 
 
-def check_pair(name: str, value: object, told: type[InvalidRequest] = InvalidRequest) -> None:
+def check_pair(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
     """The least and the most of something, in seconds."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 2:
-        raise told(f"{name} must be a number of seconds, or two: the least and the most, not {value!r}")
+        raise error(f"{name} must be a number of seconds, or two: the least and the most, not {value!r}")
     for number in value:
-        check_number(name, number, told=told)
+        check_number(name, number, error=error)
 
 
-def check_text(name: str, value: object, told: type[InvalidRequest] = InvalidRequest) -> None:
+def check_text(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
     """A text."""
     if not isinstance(value, str):
-        raise told(f"{name} must be a text, not {value!r}")
+        raise error(f"{name} must be a text, not {value!r}")
 
 
-def check_truth(name: str, value: object, told: type[InvalidRequest] = InvalidRequest) -> None:
+def check_bool(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
     """True or False; a text such as "no" would count as true."""
     if not isinstance(value, bool):
-        raise told(f"{name} must be True or False, not {value!r}")
+        raise error(f"{name} must be True or False, not {value!r}")

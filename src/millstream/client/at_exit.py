@@ -16,18 +16,18 @@ from contextlib import suppress
 from typing import Protocol
 
 
-class Endable(Protocol):
+class ClosesAtExit(Protocol):
     """Something with an end that can be waited for."""
 
-    def end_at_exit(self) -> None:
+    def close_at_exit(self) -> None:
         """End in order, within a bounded time; called from the main thread, and only in the process that began."""
 
 
-_begun: list[tuple[int, weakref.ref[Endable]]] = []
+_begun: list[tuple[int, weakref.ref[ClosesAtExit]]] = []
 _registered: set[int] = set()
 
 
-def end_before_exit(thing: Endable) -> None:
+def close_before_exit(thing: ClosesAtExit) -> None:
     """Have `thing` ended when the interpreter ends, if it still exists then; what began last ends first."""
     if os.getpid() not in _registered:
         _registered.add(os.getpid())
@@ -44,4 +44,4 @@ def _end_everything() -> None:
         # A process that was forked off has the objects, but not the threads behind them.
         if thing is not None and pid == os.getpid():
             with suppress(Exception):
-                thing.end_at_exit()
+                thing.close_at_exit()

@@ -13,6 +13,7 @@ import asyncio
 import inspect
 import logging
 import os
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,13 +23,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, Unpack
 
 from millstream.client import tracing
-from millstream.client.arguments import check_number, check_text, check_truth, check_whole
+from millstream.client.arguments import check_bool, check_integer, check_number, check_text
 from millstream.client.declaration import Declared, Wanted, declare, wanted_settings
-from millstream.client.lane import ACKS_NONE
 from millstream.client.live_receiver import LiveReceiver
 from millstream.client.message_stream import MessageStream
+from millstream.client.node_sender import ACKS_NONE
 from millstream.client.payload import Delay, GivenHeaders, NewMessage, encoded, headers_of, key_bytes
-from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, COMPRESSIONS, Publisher
+from millstream.client.publisher import ACKS_ALL, BATCH_BYTES, BUFFER_BYTES, COMPRESSIONS, MESSAGE_ID, Publisher
 from millstream.client.receipt import Receipt
 from millstream.client.receipt_book import ReceiptBook
 from millstream.client.receiver import Receiver
@@ -36,7 +37,8 @@ from millstream.client.source import Source
 from millstream.client.subscriber import DRAIN_S, Handler, Subscriber
 from millstream.core.errors import InvalidRequest, InvalidSubscription, InvalidTopicName, PublishFailed, UnknownTopic
 from millstream.core.topic import check_topic_name
-from millstream.protocol.private.delivery_state import MessageDelivery
+from millstream.protocol.private.delivery_state import WAIT_MS_MAX, MessageDelivery, delivery_state
+from millstream.protocol.private.publish_once import partition_of, publish_once
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import Client
@@ -79,8 +81,8 @@ def connect(
     }
     for name, seconds in times.items():
         check_number(name, seconds)
-    check_whole("batch_bytes", batch_bytes, 1)
-    check_whole("buffer_bytes", buffer_bytes, 1)
+    check_integer("batch_bytes", batch_bytes, 1)
+    check_integer("buffer_bytes", buffer_bytes, 1)
     client = Client.connect(
         ",".join(addresses),
         client_id=client_id,
@@ -251,9 +253,7 @@ class Connection:
             raise InvalidRequest(f"receipt must be what publish has returned, not {receipt!r}")
         check_text("subscription", subscription)
         check_number("wait", wait)
-        from millstream.client.publishing_once import delivery
-
-        return await delivery(self.client, receipt, subscription, wait)
+        return await _delivery(self.client, receipt, subscription, wait)
 
     async def _send(
         self,
@@ -264,11 +264,9 @@ class Connection:
         partition: int | None,
         deduplicate: bool,
     ) -> Receipt:
-        check_truth("deduplicate", deduplicate)
+        check_bool("deduplicate", deduplicate)
         if deduplicate:
-            from millstream.client.publishing_once import publish_deduplicated
-
-            receipt = await publish_deduplicated(self.client, topic, NewRecord(key, value, headers), partition)
+            receipt = await _publish_deduplicated(self.client, topic, NewRecord(key, value, headers), partition)
         else:
             receipt = await self.publisher.send(topic, key, value, headers, -1, partition)
         if self._book is not None:
@@ -317,9 +315,9 @@ class Connection:
         declared: the handler gets what is published from now on.
         """
         _check_handler(handler)
-        check_whole("concurrency", concurrency, 1, InvalidSubscription)
-        check_whole("in_flight", in_flight, 1, InvalidSubscription)
-        check_truth("live", live, InvalidSubscription)
+        check_integer("concurrency", concurrency, 1, InvalidSubscription)
+        check_integer("in_flight", in_flight, 1, InvalidSubscription)
+        check_bool("live", live, InvalidSubscription)
         settings = wanted_settings(wanted)
         source: Source
         if live:
@@ -353,7 +351,7 @@ class Connection:
 
         What is wanted of it is said as for `subscribe`.
         """
-        check_whole("in_flight", in_flight, 1, InvalidSubscription)
+        check_integer("in_flight", in_flight, 1, InvalidSubscription)
         settings = wanted_settings(wanted)
 
         async def begin() -> Source:
@@ -380,7 +378,7 @@ class Connection:
         if not name:
             raise InvalidSubscription("a subscription needs a name; live=True listens without one")
         check_text("name", name, InvalidSubscription)
-        check_truth("update", update, InvalidSubscription)
+        check_bool("update", update, InvalidSubscription)
         return await declare(self._subscriptions, name, _listed(topics), settings, update=update)
 
     def _receiver(self, declared: Declared, *, credit: int, ahead: int) -> Receiver:
@@ -429,7 +427,7 @@ async def _left_now(leaving: asyncio.Task[None], source: Source) -> None:
     """Give up what is not settled, too."""
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
-    await source.give_back()
+    await source.return_untaken()
     await source.close()
 
 
@@ -489,3 +487,40 @@ def _record(value: Any) -> NewRecord:
     content, kind = encoded(value.value)
     headers = headers_of(value.headers, kind, value.id, value.delay)
     return NewRecord(key_bytes(value.key), content, tracing.outgoing(headers, value.correlation_id))
+
+
+async def _publish_deduplicated(client: Client, topic: str, record: NewRecord, partition: int | None) -> Receipt:
+    """Publish a message unless one with its id was published a while ago; the receipt is that of the first."""
+    given = next((value for name, value in record.headers if name == MESSAGE_ID and value), None)
+    if given is None:
+        raise InvalidRequest("a message is told from others by its id: deduplicate=True needs id=…")
+    if partition is not None:
+        check_integer("partition", partition)
+    found = (await client.metadata([topic], create=True)).topics.get(topic)
+    if found is None:
+        raise UnknownTopic(f"topic {topic!r} does not exist; create it with: millstream topic create {topic}")
+    at = partition_of(record.key, given, len(found.partitions)) if partition is None else partition
+    if record.timestamp_ms < 0:
+        record = record._replace(timestamp_ms=int(time.time() * 1000))
+    (placed,) = await publish_once(client, topic, at, [record])
+    return Receipt(topic, at, placed.offset, placed.timestamp_ms, str(found.topic_id), given.decode(errors="replace"))
+
+
+async def _delivery(client: Client, receipt: Receipt, subscription: str, wait_s: float) -> MessageDelivery:
+    """Where a message is in a subscription; waits for its end at most so long."""
+    if receipt.offset < 0:
+        raise InvalidRequest("where this message lies is not known, since it was published without acknowledgement")
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + wait_s
+    while True:
+        wait_ms = max(0, int((deadline - loop.time()) * 1000))
+        found = await delivery_state(
+            client,
+            subscription,
+            receipt.topic,
+            receipt.partition,
+            receipt.offset,
+            wait_ms=min(wait_ms, WAIT_MS_MAX),
+        )
+        if found.is_final or wait_ms <= WAIT_MS_MAX:
+            return found

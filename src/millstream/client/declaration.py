@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from typing import Any, Final, TypedDict
 
 from millstream.client.admin.subscriptions import differences, start_of
-from millstream.client.arguments import check_number, check_pair, check_text, check_truth, check_whole
+from millstream.client.arguments import check_bool, check_integer, check_number, check_pair, check_text
 from millstream.core.errors import InvalidRequest, InvalidSubscription, SubscriptionExists
 from millstream.core.subscription import (
     AT_TIME,
@@ -91,10 +91,10 @@ async def _agree(
 ) -> Declared:
     (there,) = await subscriptions.describe([name])
     known: dict[str, str] = there["settings"]
-    told = differences(there, topics, settings)
-    if told and not update:
+    found = differences(there, topics, settings)
+    if found and not update:
         raise SubscriptionExists(
-            f"subscription {name!r} is declared otherwise: {'; '.join(told)}; update=True changes it"
+            f"subscription {name!r} is declared otherwise: {'; '.join(found)}; update=True changes it"
         )
     changed = {
         setting: value for setting, value in settings.items() if setting != START and known.get(setting) != value
@@ -123,7 +123,7 @@ def _text(setting: str) -> _Reading:
 
 def _truth(setting: str) -> _Reading:
     def read(name: str, value: Any) -> dict[str, str]:
-        check_truth(name, value, InvalidSubscription)
+        check_bool(name, value, InvalidSubscription)
         return {setting: str(value).lower()}
 
     return read
@@ -131,7 +131,7 @@ def _truth(setting: str) -> _Reading:
 
 def _whole(setting: str) -> _Reading:
     def read(name: str, value: Any) -> dict[str, str]:
-        check_whole(name, value, told=InvalidSubscription)
+        check_integer(name, value, error=InvalidSubscription)
         return {setting: str(value)}
 
     return read
@@ -139,7 +139,7 @@ def _whole(setting: str) -> _Reading:
 
 def _seconds(setting: str) -> _Reading:
     def read(name: str, value: Any) -> dict[str, str]:
-        check_number(name, value, told=InvalidSubscription)
+        check_number(name, value, error=InvalidSubscription)
         return {setting: str(int(value * 1000))}
 
     return read
@@ -180,8 +180,8 @@ def _start(start: Start) -> str:
     if not isinstance(start, str):
         raise InvalidSubscription(f"start must be a text, a time or a timedelta, not {start!r}")
     try:
-        said = start if start.startswith(AT_TIME) else start_of(start)
-        SubscriptionSettings.from_strings({START: said})
-        return said
+        text = start if start.startswith(AT_TIME) else start_of(start)
+        SubscriptionSettings.from_strings({START: text})
+        return text
     except InvalidRequest as error:
         raise InvalidSubscription(f"start: {error}") from error

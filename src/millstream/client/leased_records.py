@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from millstream.client.held import Held
+from millstream.client.lease import Lease
 from millstream.client.message import Message
 from millstream.core.errors import CorruptBatch
 from millstream.protocol.private.subscription_messages import LeasedRange
@@ -20,11 +20,13 @@ _VARINT_BYTES_MAX: Final = 10
 _NULL: Final = 0x01
 
 
-def read_leased(batches: bytes, leases: list[LeasedRange], held: Held, *, aborted: Aborted = ()) -> list[Message]:
+def read_leased(
+    batches: bytes, leased_ranges: list[LeasedRange], lease: Lease, *, aborted: Aborted = ()
+) -> list[Message]:
     """The messages of the leases, in their order; the ranges ascend."""
     messages: list[Message] = []
     left_out = AbortedBatches(aborted)
-    waiting = list(reversed(leases))
+    waiting = list(reversed(leased_ranges))
     for header in iterate_whole_headers(batches):
         if left_out.holds(header.last_offset, header.attributes, header.producer_id):
             continue
@@ -37,30 +39,30 @@ def read_leased(batches: bytes, leases: list[LeasedRange], held: Held, *, aborte
         check_crc(batches, header)
         section = records_section(batches, header)
         try:
-            _read_batch(section, header, waiting, held, messages)
+            _read_batch(section, header, waiting, lease, messages)
         except IndexError:
             raise CorruptBatch("a record batch ends within a record") from None
     return messages
 
 
 def _read_batch(
-    section: bytes, header: BatchHeader, waiting: list[LeasedRange], held: Held, messages: list[Message]
+    section: bytes, header: BatchHeader, waiting: list[LeasedRange], lease: Lease, messages: list[Message]
 ) -> None:
     if header.record_count != header.last_offset_delta + 1:
-        _read_sparse(section, header, waiting, held, messages)
+        _read_sparse(section, header, waiting, lease, messages)
         return
     # Nothing of the batch is missing, so a record's place in it gives its offset.
     offset, at = int(header.base_offset), 0
     while waiting and waiting[-1].first <= header.last_offset:
-        lease = waiting[-1]
-        while offset < lease.first:
+        leased_range = waiting[-1]
+        while offset < leased_range.first:
             length, at = _number(section, at)
             at += length
             offset += 1
-        last = min(lease.last, header.last_offset)
-        at = _read_run(section, header, at, range(offset, last + 1), held, lease.attempt, messages)
+        last = min(leased_range.last, header.last_offset)
+        at = _read_run(section, header, at, range(offset, last + 1), lease, leased_range.attempt, messages)
         offset = last + 1
-        if lease.last > header.last_offset:
+        if leased_range.last > header.last_offset:
             return
         waiting.pop()
 
@@ -70,7 +72,7 @@ def _read_run(
     header: BatchHeader,
     at: int,
     offsets: range,
-    held: Held,
+    lease: Lease,
     attempt: int,
     messages: list[Message],
 ) -> int:
@@ -129,13 +131,13 @@ def _read_run(
         if at >= end or end > size:
             raise CorruptBatch(f"the record at offset {offset} is longer than it says")
         timestamp_ms = base_ms + delta_ms if append_ms is None else append_ms
-        add(Message(held, offset, timestamp_ms, key, value, section[at:end], attempt))
+        add(Message(lease, offset, timestamp_ms, key, value, section[at:end], attempt))
         at = end
     return at
 
 
 def _read_sparse(
-    section: bytes, header: BatchHeader, waiting: list[LeasedRange], held: Held, messages: list[Message]
+    section: bytes, header: BatchHeader, waiting: list[LeasedRange], lease: Lease, messages: list[Message]
 ) -> None:
     """Read a batch from which compaction has taken records."""
     at, append_ms = 0, _append_ms(header)
@@ -155,7 +157,7 @@ def _read_sparse(
             if at >= end or end > len(section):
                 raise CorruptBatch(f"the record at offset {offset} is longer than it says")
             timestamp_ms = header.base_timestamp_ms + delta_ms if append_ms is None else append_ms
-            messages.append(Message(held, offset, timestamp_ms, key, value, section[at:end], waiting[-1].attempt))
+            messages.append(Message(lease, offset, timestamp_ms, key, value, section[at:end], waiting[-1].attempt))
         at = end
 
 

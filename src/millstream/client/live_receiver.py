@@ -12,18 +12,18 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from millstream.client.held import Held
+from millstream.client.lease import Lease
 from millstream.client.leased_records import read_leased
 from millstream.client.message import Message
-from millstream.client.settling import REPEATED
+from millstream.client.settling import RETRIED
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic
 from millstream.core.ids import NodeId, Offset, PartitionIndex
-from millstream.core.side_by_side import until_one_ends
+from millstream.core.tasks import run_until_first
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.subscription_messages import LeasedRange
 from millstream.protocol.records.batch import iterate_whole_headers
 from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.protocol.wire.fetching import READ_COMMITTED, FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer, FetchLimits
 
 _logger = logging.getLogger(__name__)
 
@@ -88,17 +88,17 @@ class LiveReceiver:
             self._room.set()
         return taken
 
-    async def arrival(self) -> None:
+    async def wait_for_message(self) -> None:
         """Wait until there may be a message, or the end."""
         self._idle.append(self._loop.create_future())
         await self._idle[-1]
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether no message will come any more."""
         return (self._stopping or self.error is not None) and not self._buffer
 
-    def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
+    def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """There is nobody to tell."""
 
     def accept(self, message: Message) -> None:
@@ -108,19 +108,19 @@ class LiveReceiver:
         """There is nobody to tell."""
         return []
 
-    def leave_alone(self, message: Message) -> None:
+    def stop_renewing(self, message: Message) -> None:
         """There is nothing to renew."""
 
-    def leave_alone_all(self, messages: Sequence[Message]) -> None:
+    def stop_renewing_all(self, messages: Sequence[Message]) -> None:
         """There is nothing to renew."""
 
     def throttle(self, limit: int | None) -> None:
         """What waits here is nobody else's, and stays."""
 
-    def put_back(self) -> None:
+    def return_buffered(self) -> None:
         """There is nobody to give it to."""
 
-    async def give_back(self) -> None:
+    async def return_untaken(self) -> None:
         """There is nothing to give back."""
         await self.stop()
 
@@ -147,9 +147,9 @@ class LiveReceiver:
         if not task.cancelled() and (error := task.exception()) is not None:
             if isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
-            told = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
-            _logger.error("%s: nothing is received any more: %s", self.subscription, told)
-            self.error = told
+            cause = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
+            _logger.error("%s: nothing is received any more: %s", self.subscription, cause)
+            self.error = cause
             self._wake(len(self._idle))
 
     async def _find(self, begin: Offset) -> None:
@@ -181,9 +181,9 @@ class LiveReceiver:
                     leader = await self._client.leader_of(place.topic, place.partition)
                     by_leader.setdefault(leader, []).append(place)
                 self._moved.clear()
-                await until_one_ends((self._moved.wait(), *map(self._follow, by_leader.values())))
+                await run_until_first((self._moved.wait(), *map(self._follow, by_leader.values())))
                 pause_s = BACKOFF_S_MIN
-            except REPEATED as error:
+            except RETRIED as error:
                 _logger.debug("%s: nothing for now: %s", self.subscription, error)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, BACKOFF_S_MAX)
@@ -198,7 +198,7 @@ class LiveReceiver:
             except OffsetOutOfRange:
                 await self._skip(places)
                 continue
-            self._take_in(answers)
+            self._receive(answers)
             known = len(self._positions)
             if not any(len(answer.records) for answer in answers.values()):
                 await self._find(Offset(0))
@@ -214,12 +214,12 @@ class LiveReceiver:
                     _logger.warning("%s: offset %s of %s is gone", self.subscription, self._positions[place], place)
                 self._positions[place] = ends[place.partition].offset
 
-    def _take_in(self, answers: Mapping[TopicPartition, FetchAnswer]) -> None:
+    def _receive(self, answers: Mapping[TopicPartition, FetchAnswer]) -> None:
         before = len(self._buffer)
         for place, answer in answers.items():
-            held = Held(place.topic, self._topic_ids[place.topic], place.partition, settler=self.settling)
+            lease = Lease(place.topic, self._topic_ids[place.topic], place.partition, settler=self.settling)
             everything = [LeasedRange(self._positions[place], _OFFSET_MAX, 0, 0)]
-            self._buffer += read_leased(bytes(answer.records), everything, held, aborted=answer.aborted)
+            self._buffer += read_leased(bytes(answer.records), everything, lease, aborted=answer.aborted)
             for header in iterate_whole_headers(answer.records):
                 self._positions[place] = max(self._positions[place], header.next_offset)
         if self._buffer:

@@ -17,7 +17,7 @@ from millstream.core.verb import Verb
 from millstream.protocol.records.record import Headers, decode_headers
 
 if TYPE_CHECKING:
-    from millstream.client.held import Held
+    from millstream.client.lease import Lease
 
 NO_HEADERS: Final = b"\x00"
 
@@ -28,7 +28,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
     A struct of msgspec, since one is made for every message, and in Python alone that takes four times as long.
     """
 
-    _held: Held
+    _lease: Lease
     offset: int
     timestamp_ms: int
     key: bytes | None
@@ -47,22 +47,22 @@ class Message(msgspec.Struct, eq=False, gc=False):
     @property
     def topic(self) -> str:
         """The topic it was published to."""
-        return self._held.topic
+        return self._lease.topic
 
     @property
     def partition(self) -> int:
         """The partition it lies in."""
-        return self._held.partition
+        return self._lease.partition
 
     @property
     def subscription(self) -> str | None:
         """The subscription that delivered it; None for a live stream."""
-        return self._held.subscription
+        return self._lease.subscription
 
     @property
     def id(self) -> str:
         """The first `message-id` header if its publisher set one, else `topic-id/partition/offset`."""
-        return message_id(self._held.topic_id, self.partition, self.offset, self.all_headers)
+        return message_id(self._lease.topic_id, self.partition, self.offset, self.all_headers)
 
     @property
     def timestamp(self) -> datetime:
@@ -72,7 +72,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
     @property
     def deadline(self) -> datetime | None:
         """Until when nobody else gets it; None for a live stream."""
-        deadline_ms = self._held.deadline_ms
+        deadline_ms = self._lease.deadline_ms
         return None if deadline_ms is None else datetime.fromtimestamp(deadline_ms / 1000, UTC)
 
     # -- what is in it --------------------------------------------------------------------------------------
@@ -138,13 +138,13 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     async def extend(self, seconds: float | None = None) -> None:
         """Keep it for so much longer from now on, else for the declared lease."""
-        await self._held.settler.settle(self, Verb.EXTEND, _ms(seconds), "")
+        await self._lease.settler.settle(self, Verb.EXTEND, _ms(seconds), "")
 
     async def _settle(self, verb: int, delay: float | None = None, reason: str = "") -> None:
-        if self.is_settled and self._held.is_leased:
+        if self.is_settled and self._lease.is_leased:
             raise InvalidRecordState(f"message {self.id} is settled already, or its lease is over")
         check_text("reason", reason)
-        answer = self._held.settler.settle(self, verb, _ms(delay), reason)
+        answer = self._lease.settler.settle(self, verb, _ms(delay), reason)
         await answer
 
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Self
 
-from millstream.client.arguments import check_whole
+from millstream.client.arguments import check_integer
 from millstream.client.message import Message
 from millstream.client.source import Source
 from millstream.core.errors import InvalidRequest
@@ -36,7 +36,7 @@ class MessageStream:
             raise StopAsyncIteration
         receiver = await self._started()
         if self._current is not None:
-            receiver.leave_alone(self._current)
+            receiver.stop_renewing(self._current)
         while True:
             message = receiver.take()
             if message is not None:
@@ -44,25 +44,25 @@ class MessageStream:
                 return message
             if receiver.error is not None:
                 raise receiver.error
-            if receiver.is_over:
+            if receiver.is_exhausted:
                 raise StopAsyncIteration
-            await receiver.arrival()
+            await receiver.wait_for_message()
 
     async def batches(self, count: int = 1000) -> AsyncIterator[list[Message]]:
         """The messages that are there, at most so many at a time; `ack` settles them together."""
-        check_whole("count", count, 1)
+        check_integer("count", count, 1)
         source = await self._started()
         while True:
             messages = source.take_many(count)
             if messages:
                 yield messages
-                source.leave_alone_all(messages)
+                source.stop_renewing_all(messages)
                 continue
             if source.error is not None:
                 raise source.error
-            if source.is_over:
+            if source.is_exhausted:
                 return
-            await source.arrival()
+            await source.wait_for_message()
 
     async def ack(self, messages: Sequence[Message]) -> None:
         """These are done: none of them is delivered again. Returns when that is durable.
@@ -73,8 +73,8 @@ class MessageStream:
         if not isinstance(messages, Sequence) or set(map(type, messages)) - {Message}:
             raise InvalidRequest(f"messages must be a list of messages that this has given, not {messages!r:.100}")
         source = await self._started()
-        told = await asyncio.gather(*source.accept_many(messages), return_exceptions=True)
-        for outcome in told:
+        outcomes = await asyncio.gather(*source.accept_many(messages), return_exceptions=True)
+        for outcome in outcomes:
             if outcome is not None:
                 raise outcome
 
@@ -106,5 +106,5 @@ class MessageStream:
         """Take no more messages, and give back those that nobody has seen."""
         self.is_closed = True
         if self._receiver is not None:
-            await self._receiver.give_back()
+            await self._receiver.return_untaken()
             await self._receiver.close()

@@ -37,7 +37,7 @@ _SMALL: Final = tuple(_varint(value) for value in range(_TABLE_SIZE))
 """Zigzag numbers of one and two bytes, from 0 on."""
 
 
-class Together:
+class SharedResult:
     """Messages that one caller published together; it is woken once, when the last of them is settled."""
 
     __slots__ = ("future", "given_ids", "left", "receipts", "timestamps_ms")
@@ -65,7 +65,7 @@ class Together:
 Single = tuple[int, "asyncio.Future[Receipt]", int, "str | None"]
 """The record's number in its batch, who waits for it, its time and the id its publisher gave it."""
 
-Share = tuple[int, Together, list[int]]
+Share = tuple[int, SharedResult, list[int]]
 """The first record's number, whose messages these are, and which of them."""
 
 
@@ -173,14 +173,14 @@ class OutgoingBatch:
                 offset = base_offset + position if base_offset >= 0 else -1
                 time_ms = append_time_ms if append_time_ms >= 0 else timestamp_ms
                 future.set_result(new(Receipt, (topic, partition, offset, time_ms, topic_id, given_id)))
-        for first, together, indexes in self.shares:
+        for first, shared, indexes in self.shares:
             offset, step = (base_offset + first, 1) if base_offset >= 0 else (-1, 0)
-            receipts, times_ms, ids = together.receipts, together.timestamps_ms, together.given_ids
+            receipts, times_ms, ids = shared.receipts, shared.timestamps_ms, shared.given_ids
             for index in indexes:
                 time_ms = append_time_ms if append_time_ms >= 0 else times_ms[index]
                 receipts[index] = new(Receipt, (topic, partition, offset, time_ms, topic_id, ids[index]))
                 offset += step
-            together.settle(len(indexes))
+            shared.settle(len(indexes))
         self._end()
 
     def failed(self, error: MillstreamError, by_record: Sequence[MillstreamError] = ()) -> None:
@@ -189,10 +189,10 @@ class OutgoingBatch:
         for position, future, _, _ in self.singles:
             if not future.done():
                 future.set_exception(errors[position])
-        for first, together, indexes in self.shares:
+        for first, shared, indexes in self.shares:
             for position, index in enumerate(indexes, first):
-                together.receipts[index] = errors[position]
-            together.settle(len(indexes))
+                shared.receipts[index] = errors[position]
+            shared.settle(len(indexes))
         self._end()
 
     def halves(self, compression: int) -> tuple[OutgoingBatch, OutgoingBatch]:
@@ -244,6 +244,6 @@ def _headers(headers: Headers) -> bytes:
 
 def _cut(share: Share, numbers: Mapping[int, int]) -> Share | None:
     """The records of a share that have a number in another batch, where they follow each other too."""
-    start, together, indexes = share
+    start, shared, indexes = share
     kept = [(numbers[place], index) for place, index in enumerate(indexes, start) if place in numbers]
-    return (kept[0][0], together, [index for _, index in kept]) if kept else None
+    return (kept[0][0], shared, [index for _, index in kept]) if kept else None

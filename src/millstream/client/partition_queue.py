@@ -27,10 +27,10 @@ from millstream.core.errors import (
 )
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.records.record import Headers
-from millstream.protocol.wire.producing import Produced
+from millstream.protocol.wire.produce import Produced
 
 if TYPE_CHECKING:
-    from millstream.client.lane import Lane
+    from millstream.client.node_sender import NodeSender
 
 IN_FLIGHT_MAX: Final = 5
 """How many batches of a producer a broker remembers."""
@@ -62,8 +62,8 @@ class PartitionQueue:
         "given_up",
         "identity",
         "index",
-        "lane",
         "recovering",
+        "sender",
         "sent",
         "timeout_s",
         "topic",
@@ -90,7 +90,7 @@ class PartitionQueue:
         self.batch_bytes = batch_bytes
         self.compression = compression
         self.timeout_s = timeout_s
-        self.lane: Lane | None = None
+        self.sender: NodeSender | None = None
         """Where the leader is; None while nobody knows."""
         self.identity: ProducerIdentity | None = None
         """None while a new one has to be taken."""
@@ -140,7 +140,7 @@ class PartitionQueue:
     @property
     def can_send(self) -> bool:
         """Whether a batch may go now."""
-        if self.troubled or self.identity is None or self.lane is None:
+        if self.troubled or self.identity is None or self.sender is None:
             return False
         if self.recovering or not self._proven:
             return not any(batch.in_flight for batch in self.sent) and bool(self.sent or self.waiting)
@@ -298,7 +298,7 @@ class PartitionQueue:
 
 def _unsure(error: MillstreamError) -> MillstreamError:
     """The same error for messages that were sent, of which nobody knows what came."""
-    told = error.__class__.__new__(error.__class__)
-    told.__dict__.update(error.__dict__)
-    told.args = (f"{error}; whether this was stored before is not known",)
-    return told
+    copy = error.__class__.__new__(error.__class__)
+    copy.__dict__.update(error.__dict__)
+    copy.args = (f"{error}; whether this was stored before is not known",)
+    return copy

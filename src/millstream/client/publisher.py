@@ -17,9 +17,9 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
 
-from millstream.client.arguments import check_whole
-from millstream.client.lane import ACKS_NONE, Lane
-from millstream.client.outgoing_batch import Together
+from millstream.client.arguments import check_integer
+from millstream.client.node_sender import ACKS_NONE, NodeSender
+from millstream.client.outgoing_batch import SharedResult
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
 from millstream.core.errors import (
@@ -37,7 +37,7 @@ from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.refusal import TRANSIENT, refusal
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 _KEYS_MAX: Final = 10_000
 
@@ -45,7 +45,7 @@ _KEYS_MAX: Final = 10_000
 
 
 class TopicRoute:
-    """The partitions of one topic: a key always leads to the same; messages without go together, batch by batch."""
+    """The partitions of one topic: a key always leads to the same; messages without one go together, batch by batch."""
 
     __slots__ = ("_by_key", "_sticky", "is_used", "name", "queues", "topic_id")
 
@@ -79,17 +79,17 @@ class TopicRoute:
 
     def _any(self) -> PartitionQueue:
         queue = self._sticky
-        if queue.waiting and len(queue.waiting) == 1 and queue.lane is not None:
+        if queue.waiting and len(queue.waiting) == 1 and queue.sender is not None:
             return queue
         if len(self.queues) > 1:
             # The last batch has left or is full, or its leader is unknown: go on with a partition that has a leader.
             at = queue.index
             turn = self.queues[at + 1 :] + self.queues[: at + 1]
-            self._sticky = next((one for one in turn if one.lane is not None), turn[0])
+            self._sticky = next((one for one in turn if one.sender is not None), turn[0])
         return self._sticky
 
     def _fixed(self, partition: int) -> PartitionQueue:
-        check_whole("partition", partition)
+        check_integer("partition", partition)
         if not partition < len(self.queues):
             last = len(self.queues) - 1
             raise UnknownTopic(f"topic {self.name!r} has no partition {partition}; the last is {last}")
@@ -172,9 +172,9 @@ class Publisher:
         self._identity: ProducerIdentity | None = None if acks == ACKS_ALL else NOT_IDEMPOTENT
         self._topics: dict[str, TopicRoute] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
-        self._lanes: dict[NodeId, Lane] = {}
+        self._senders: dict[NodeId, NodeSender] = {}
         self._troubled: dict[PartitionQueue, None] = {}
-        self._mending: asyncio.Task[None] | None = None
+        self._recovering: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
         """Runs while anything is under way, and ends what takes longer than it may."""
         self._refresh: asyncio.TimerHandle | None = None
@@ -223,8 +223,8 @@ class Publisher:
             self._refresh = self._loop.call_later(_REFRESH_S, self._begin_refresh)
         future: asyncio.Future[Receipt] = self._loop.create_future()
         batch.singles.append((position, future, timestamp_ms, _given_id(headers) if headers else None))
-        if queue.lane is not None:
-            queue.lane.kick(queue)
+        if queue.sender is not None:
+            queue.sender.notify(queue)
         try:
             return await future
         except UnknownTopic as error:
@@ -244,7 +244,7 @@ class Publisher:
         if not records:
             return []
         now_ms = int(time.time() * 1000)
-        together = Together(
+        shared = SharedResult(
             self._loop.create_future(),
             [now_ms if record.timestamp_ms < 0 else record.timestamp_ms for record in records],
             [_given_id(record.headers) if record.headers else None for record in records],
@@ -263,18 +263,18 @@ class Publisher:
                     await asyncio.sleep(0)
                 while self._buffered >= self._buffer_bytes and not self._closed:
                     await self._room()
-                self._add(route.choose(key, partition), _plain(key), _plain(value), headers, together, index)
+                self._add(route.choose(key, partition), _plain(key), _plain(value), headers, shared, index)
         except MillstreamError as error:
             if index == 0 and error is not route.queues[0].given_up:
                 raise
             # Those before are on their way, and their outcome is told as well.
-            together.fail_from(index, error)
-        await together.future
+            shared.fail_from(index, error)
+        await shared.future
         gone = route.queues[0].given_up
-        if isinstance(gone, UnknownTopic) and all(outcome is gone for outcome in together.receipts):
+        if isinstance(gone, UnknownTopic) and all(outcome is gone for outcome in shared.receipts):
             # Nothing of the list was stored in the topic that was known here, so it begins anew.
             return await self.publish_many(topic, records, partition=partition)
-        return _receipts(together)
+        return _receipts(shared)
 
     def _add(
         self,
@@ -282,22 +282,22 @@ class Publisher:
         key: bytes | None,
         value: bytes | None,
         headers: Headers,
-        together: Together,
+        shared: SharedResult,
         index: int,
     ) -> None:
         batch = queue.room(self._loop.time(), _size(key, value, headers))
         position = batch.count
-        self._buffered += queue.write(batch, key, value, headers, together.timestamps_ms[index])
+        self._buffered += queue.write(batch, key, value, headers, shared.timestamps_ms[index])
         if self._expiry is None:
             self._expiry = self._loop.call_at(batch.deadline, self._expire)
         shares = batch.shares
         # While this caller waited for room, another's message may have come between.
-        if shares and shares[-1][1] is together and shares[-1][0] + len(shares[-1][2]) == position:
+        if shares and shares[-1][1] is shared and shares[-1][0] + len(shares[-1][2]) == position:
             shares[-1][2].append(index)
         else:
-            shares.append((position, together, [index]))
-        if queue.lane is not None:
-            queue.lane.kick(queue)
+            shares.append((position, shared, [index]))
+        if queue.sender is not None:
+            queue.sender.notify(queue)
 
     # -- the end --------------------------------------------------------------------------------------------
 
@@ -310,8 +310,8 @@ class Publisher:
                     if not batch.is_done:
                         waiting.append(self._loop.create_future())
                         batch.flushers.append(waiting[-1])
-        for lane in self._lanes.values():
-            lane.hurry()
+        for sender in self._senders.values():
+            sender.send_now()
         for future in waiting:
             await future
 
@@ -330,15 +330,15 @@ class Publisher:
             await self._end(routes)
 
     async def _end(self, routes: Sequence[TopicRoute]) -> None:
-        tasks = [*self._opening.values(), *(one for one in (self._mending, self._refreshing) if one is not None)]
+        tasks = [*self._opening.values(), *(one for one in (self._recovering, self._refreshing) if one is not None)]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for timer in (self._expiry, self._refresh):
             if timer is not None:
                 timer.cancel()
-        for lane in self._lanes.values():
-            lane.close()
+        for sender in self._senders.values():
+            sender.close()
         given_up = RequestTimedOut("the publisher was closed before this was acknowledged")
         for route in routes:
             for queue in route.queues:
@@ -357,7 +357,7 @@ class Publisher:
                 if due is not None and (next_due is None or due < next_due):
                     next_due = due
                 if queue.troubled:
-                    self._mend(queue)
+                    self._recover(queue)
         self._expiry = None
         if next_due is not None:
             self._expiry = self._loop.call_at(max(next_due, now + _EXPIRY_S_MIN), self._expire)
@@ -425,7 +425,7 @@ class Publisher:
         while True:
             try:
                 found = await self._ask_topic(topic, create=True)
-                lanes = await self._lanes_to(found)
+                senders = await self._senders_for(found)
                 if self._identity is None:
                     self._identity = await self._take_identity()
                 break
@@ -435,7 +435,7 @@ class Publisher:
             await asyncio.sleep(pause_s)
             pause_s = min(pause_s * 2, BACKOFF_S_MAX)
         route = self._topics[topic] = TopicRoute(topic, str(found.topic_id), self._new_queues(found, 0))
-        self._place(route.queues, found, lanes)
+        self._place(route.queues, found, senders)
 
     async def _ask_topic(self, topic: str, *, create: bool) -> TopicMetadata:
         found = await self._client.metadata([topic], create=create)
@@ -443,7 +443,7 @@ class Publisher:
             if not found.topics[topic].partitions:
                 raise NotLeader(f"topic {topic!r} has no partitions yet")
             return found.topics[topic]
-        error = refusal(found.errors.get(topic, 3), None, about=f"publish to {topic!r}")
+        error = error_from_code(found.errors.get(topic, 3), None, about=f"publish to {topic!r}")
         if isinstance(error, UnknownTopic):
             hint = f"create it with: millstream topic create {topic}"
             raise UnknownTopic(f"topic {topic!r} does not exist and the broker does not create it; {hint}")
@@ -498,43 +498,45 @@ class Publisher:
                 queue.begin(self._identity)
         return queues
 
-    def _place(self, queues: Sequence[PartitionQueue], found: TopicMetadata, lanes: Mapping[int, Lane | None]) -> None:
+    def _place(
+        self, queues: Sequence[PartitionQueue], found: TopicMetadata, senders: Mapping[int, NodeSender | None]
+    ) -> None:
         """Bring every queue to the node that leads its partition; those without a leader stay in trouble."""
         leaders = {one.partition: one.leader_id for one in found.partitions.values()}
         for queue in queues:
             if queue.given_up is not None:
                 continue
-            lane = lanes.get(leaders.get(PartitionIndex(queue.index), NodeId(-1)))
-            if queue.lane is not None and queue.lane is not lane:
-                queue.lane.drop(queue)
-            queue.lane = lane
-            queue.troubled = lane is None or queue.identity is None
-            if lane is None:
+            sender = senders.get(leaders.get(PartitionIndex(queue.index), NodeId(-1)))
+            if queue.sender is not None and queue.sender is not sender:
+                queue.sender.drop(queue)
+            queue.sender = sender
+            queue.troubled = sender is None or queue.identity is None
+            if sender is None:
                 queue.failures += 1
                 queue.cause = "its partition has no leader that can be reached"
-                self._mend(queue)
+                self._recover(queue)
             elif queue.needs_identity:
-                self._mend(queue)
+                self._recover(queue)
             elif queue.can_send:
-                lane.kick(queue)
+                sender.notify(queue)
 
-    async def _lanes_to(self, found: TopicMetadata) -> dict[int, Lane | None]:
+    async def _senders_for(self, found: TopicMetadata) -> dict[int, NodeSender | None]:
         leaders = {one.leader_id for one in found.partitions.values() if one.leader_id >= 0}
-        return {leader: await self._lane(leader) for leader in leaders}
+        return {leader: await self._sender_for(leader) for leader in leaders}
 
-    async def _lane(self, node: NodeId) -> Lane | None:
-        lane = self._lanes.get(node)
-        if lane is None:
-            lane = self._lanes[node] = Lane(
-                node, acks=self._acks, linger_s=self._linger_s, timeout_s=self._timeout_s, mend=self._mend
+    async def _sender_for(self, node: NodeId) -> NodeSender | None:
+        sender = self._senders.get(node)
+        if sender is None:
+            sender = self._senders[node] = NodeSender(
+                node, acks=self._acks, linger_s=self._linger_s, timeout_s=self._timeout_s, recover=self._recover
             )
-        if not lane.is_open:
+        if not sender.is_open:
             try:
-                pool = await self._client.pool_of(node)
-                lane.open(pool, await pool.shared())
+                pool = await self._client.pool_for(node)
+                sender.open(pool, await pool.shared())
             except (BrokerUnreachable, RequestTimedOut):
                 return None
-        return lane
+        return sender
 
     async def _take_identity(self) -> ProducerIdentity:
         from kio.schema.init_producer_id.v5 import request
@@ -543,30 +545,30 @@ class Publisher:
         asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
         answer = await self._client.send(None, asked)
         if answer.error_code:
-            raise refusal(answer.error_code, None, about="a producer id")
+            raise error_from_code(answer.error_code, None, about="a producer id")
         return ProducerIdentity(answer.producer_id, answer.producer_epoch)
 
     # -- trouble --------------------------------------------------------------------------------------------
 
-    def _mend(self, queue: PartitionQueue) -> None:
+    def _recover(self, queue: PartitionQueue) -> None:
         if queue.given_up is not None:
             return
         self._troubled[queue] = None
-        if self._mending is None and not self._closed:
-            self._mending = self._loop.create_task(self._mend_all())
-            self._mending.add_done_callback(self._mended)
+        if self._recovering is None and not self._closed:
+            self._recovering = self._loop.create_task(self._recover_all())
+            self._recovering.add_done_callback(self._recovered)
 
-    def _mended(self, task: asyncio.Task[None]) -> None:
-        self._mending = None
+    def _recovered(self, task: asyncio.Task[None]) -> None:
+        self._recovering = None
         if task.cancelled() or self._closed:
             return
         if (error := task.exception()) is not None:
             for topic in {queue.topic for queue in self._troubled}:
-                self._forget(topic, _told(error))
+                self._forget(topic, _as_millstream_error(error))
         for queue in list(self._troubled):
-            self._mend(queue)
+            self._recover(queue)
 
-    async def _mend_all(self) -> None:
+    async def _recover_all(self) -> None:
         """Find out where to send what failed, again and again until it is under way."""
         while self._troubled:
             tried = min(queue.failures for queue in self._troubled)
@@ -575,7 +577,7 @@ class Publisher:
             for topic in {queue.topic for queue in self._troubled}:
                 queues = [queue for queue in self._troubled if queue.topic == topic]
                 try:
-                    await self._mend_topic(topic, queues)
+                    await self._recover_topic(topic, queues)
                 except (*TRANSIENT, RequestTimedOut, UnknownTopic) as error:
                     if isinstance(error, UnknownTopic) and min(queue.failures for queue in queues) >= _UNKNOWN_MAX:
                         self._forget(topic, UnknownTopic(f"topic {topic!r} was deleted while this was published"))
@@ -585,20 +587,20 @@ class Publisher:
                         queue.cause = str(error)
                 except Exception as error:
                     # It would be the same the next time. Other topics may fare better.
-                    self._forget(topic, _told(error))
+                    self._forget(topic, _as_millstream_error(error))
 
-    async def _mend_topic(self, topic: str, queues: Sequence[PartitionQueue]) -> None:
+    async def _recover_topic(self, topic: str, queues: Sequence[PartitionQueue]) -> None:
         """Set the queues of one topic going; they are in trouble until that is done."""
         for queue in queues:
             if queue.needs_identity:
                 queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._take_identity())
         # What waits is for the topic that was there; if it was deleted, that is not to be undone.
         found = await self._ask_topic(topic, create=False)
-        lanes = await self._lanes_to(found)
+        senders = await self._senders_for(found)
         for queue in queues:
             self._troubled.pop(queue, None)
         self._renew(topic, found)
-        self._place(queues, found, lanes)
+        self._place(queues, found, senders)
 
     def _renew(self, topic: str, found: TopicMetadata) -> None:
         """Take in a topic that was made anew, or has got more partitions."""
@@ -611,7 +613,7 @@ class Publisher:
         elif len(found.partitions) > len(route.queues):
             route.extend(added := self._new_queues(found, len(route.queues)))
             for queue in added:
-                self._mend(queue)
+                self._recover(queue)
 
     def _forget(self, topic: str, error: MillstreamError) -> None:
         """Give up what is published to a topic; whoever publishes next looks it up again.
@@ -628,18 +630,18 @@ class Publisher:
         for queue in route.queues:
             queue.fail_all(error)
             self._troubled.pop(queue, None)
-            if queue.lane is not None:
-                queue.lane.drop(queue)
+            if queue.sender is not None:
+                queue.sender.drop(queue)
 
 
-def _told(error: BaseException) -> MillstreamError:
+def _as_millstream_error(error: BaseException) -> MillstreamError:
     return error if isinstance(error, MillstreamError) else InvalidRequest(f"the publisher failed: {error!r}")
 
 
-def _receipts(together: Together) -> list[Receipt]:
-    receipts = [one for one in together.receipts if type(one) is Receipt]
-    if len(receipts) < len(together.receipts):
-        raise PublishFailed(together.receipts)
+def _receipts(shared: SharedResult) -> list[Receipt]:
+    receipts = [one for one in shared.receipts if type(one) is Receipt]
+    if len(receipts) < len(shared.receipts):
+        raise PublishFailed(shared.receipts)
     return receipts
 
 

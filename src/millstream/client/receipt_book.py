@@ -53,10 +53,10 @@ class Finding(msgspec.Struct, frozen=True):
     """A message that the log does not have as the book says."""
 
     kept: Kept
-    what: str
+    problem: str
 
     def __str__(self) -> str:
-        return f"{self.kept.id} at {self.kept.topic}-{self.kept.partition}@{self.kept.offset}: {self.what}"
+        return f"{self.kept.id} at {self.kept.topic}-{self.kept.partition}@{self.kept.offset}: {self.problem}"
 
 
 def digest_of(value: bytes | None) -> str:
@@ -148,15 +148,15 @@ async def _check_partition(client: Client, topic: str, partition: int, expected:
         except OffsetOutOfRange:
             start, end = await _bounds(client, topic, partition)
             gone = [offset for offset in left if not start <= offset < end]
-            why = "retention has deleted it, or the topic was made anew"
-            findings += [Finding(left.pop(offset), why) for offset in gone]
+            reason = "retention has deleted it, or the topic was made anew"
+            findings += [Finding(left.pop(offset), reason) for offset in gone]
             continue
         found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(answer.records))}
         reached = max(found, default=wanted)
         for offset in [offset for offset in left if offset <= reached]:
-            what = _difference(left[offset], found.get(offset))
-            if what is not None:
-                findings.append(Finding(left[offset], what))
+            problem = _difference(left[offset], found.get(offset))
+            if problem is not None:
+                findings.append(Finding(left[offset], problem))
             del left[offset]
     return findings
 

@@ -16,10 +16,10 @@ from operator import attrgetter
 from time import monotonic
 from typing import Final
 
-from millstream.client.held import Held
+from millstream.client.lease import Lease
 from millstream.client.leased_records import read_leased
 from millstream.client.message import Message
-from millstream.client.settling import REPEATED, Awaited, Order, Settling
+from millstream.client.settling import RETRIED, Completion, Settlement, Settler
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.core.subscription import AT_MOST_ONCE
@@ -27,7 +27,7 @@ from millstream.core.verb import Verb
 from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, Receive
 from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ Share = Callable[[int, int], int]
 """How many messages one more node may be asked for, while so many are asked for already, of so many nodes."""
 
 
-TakeIn = Callable[[NodeId, Leased], None]
+OnLeased = Callable[[NodeId, Leased], None]
 
 """Called with what a node gives."""
 
@@ -68,18 +68,18 @@ class Polls:
         worker: str,
         *,
         share: Share,
-        take_in: TakeIn,
+        on_leased: OnLeased,
         failed: Callable[[MillstreamError], None],
     ) -> None:
         self._client = client
         self._subscription = subscription
         self._worker = worker
         self._share = share
-        self._take_in = take_in
+        self._receive = on_leased
         self._failed = failed
         """Told why nothing comes any more."""
         self._loop = asyncio.get_running_loop()
-        self.hungry: deque[asyncio.Future[int]] = deque()
+        self.waiting_polls: deque[asyncio.Future[int]] = deque()
         """Polls that wait for credit; each is told how many messages it may ask for."""
         self.is_stopping = False
         """Whether nobody is asked any more."""
@@ -101,10 +101,10 @@ class Polls:
                 task.add_done_callback(partial(self._ended, node))
         return nodes
 
-    def feed(self) -> None:
+    def grant_credit(self) -> None:
         """Let polls ask for what there is room for."""
-        while self.hungry and not self.is_stopping and (share := self._share(self.asked, len(self._tasks))):
-            waiting = self.hungry.popleft()
+        while self.waiting_polls and not self.is_stopping and (share := self._share(self.asked, len(self._tasks))):
+            waiting = self.waiting_polls.popleft()
             if not waiting.done():
                 self.asked += share
                 waiting.set_result(share)
@@ -122,7 +122,7 @@ class Polls:
         self.is_stopping = True
         tasks = list(self._tasks.values())
         self._requests.withdraw()
-        for waiting in self.hungry:
+        for waiting in self.waiting_polls:
             if not waiting.done():
                 waiting.set_result(0)
         try:
@@ -141,8 +141,8 @@ class Polls:
         self._tasks.pop(node, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             self.is_stopping = True
-            told = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
-            self._failed(told)
+            cause = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
+            self._failed(cause)
 
     async def _poll(self, node: NodeId) -> None:
         pause_s = 0.0
@@ -155,43 +155,45 @@ class Polls:
             try:
                 leased = await self._ask(node, wanted)
                 pause_s = 0.0
-            except REPEATED as error:
+            except RETRIED as error:
                 _logger.debug("node %s gives nothing of %r for now: %s", node, self._subscription, error)
                 pause_s = min(max(BACKOFF_S_MIN, pause_s * 2), BACKOFF_S_MAX)
             finally:
                 self.asked -= wanted
                 del self._sent[node]
             if leased is not None:
-                self._take_in(node, leased)
+                self._receive(node, leased)
             # What this node did not give may be asked of another one.
-            self.feed()
-            if not await self._is_there(node):
+            self.grant_credit()
+            if not await self._is_in_cluster(node):
                 return
             if pause_s:
                 await asyncio.sleep(pause_s)
 
-    async def _is_there(self, node: NodeId) -> bool:
+    async def _is_in_cluster(self, node: NodeId) -> bool:
         """Whether the cluster still has a node; others that it has got are asked from now on."""
         if self._loop.time() - self._asked_nodes < _NODES_S:
             return True
         try:
             return node in await self.follow_nodes()
-        except REPEATED:
+        except RETRIED:
             return True
 
     async def _reserve(self) -> int:
         """How many messages to ask for; waits until there is room, behind the polls that wait already."""
         waiting: asyncio.Future[int] = self._loop.create_future()
-        self.hungry.append(waiting)
-        self.feed()
+        self.waiting_polls.append(waiting)
+        self.grant_credit()
         return await waiting
 
     async def _ask(self, node: NodeId, wanted: int) -> Leased:
         request = Receive(self._subscription, self._worker, wanted, _BYTES_MAX, WAIT_MS)
-        pool = await self._client.pool_of(node)
+        pool = await self._client.pool_for(node)
         leased = await self._requests.ask(pool, request, timeout_s=WAIT_MS / 1000 + _ANSWER_S_MAX)
         if leased.answer.error:
-            raise refusal(leased.answer.error, leased.answer.message, about=f"subscription {self._subscription!r}")
+            raise error_from_code(
+                leased.answer.error, leased.answer.message, about=f"subscription {self._subscription!r}"
+            )
         return leased
 
 
@@ -232,30 +234,34 @@ class Receiver:
         self._is_settled_at_once = delivery == AT_MOST_ONCE
         self._loop = asyncio.get_running_loop()
         self._buffer: deque[Message] = deque()
-        self._held = 0
-        self._polls = Polls(client, subscription, worker, share=self._share, take_in=self._take_in, failed=self._failed)
-        self.settling = Settling(client, subscription, worker, lost=self._lost, oldest_sent=self._polls.oldest_sent)
-        self._hungry, self._feed = self._polls.hungry, self._polls.feed
+        self._in_flight = 0
+        self._polls = Polls(
+            client, subscription, worker, share=self._share, on_leased=self._receive, failed=self._failed
+        )
+        self.settling = Settler(
+            client, subscription, worker, on_lost=self._on_lost, oldest_sent=self._polls.oldest_sent
+        )
+        self._waiting_polls, self._grant_credit = self._polls.waiting_polls, self._polls.grant_credit
         self._idle: deque[asyncio.Future[None]] = deque()
         """Workers that wait for a message."""
-        self._left_alone: dict[Message, asyncio.TimerHandle] = {}
+        self._not_renewed: dict[Message, asyncio.TimerHandle] = {}
         """Messages whose lease is not renewed any more, and what is due when it is over."""
-        self._helds: set[Held] = set()
+        self._leases: set[Lease] = set()
         """All of which a message is not settled."""
         self._empty = asyncio.Event()
         """Set when the last of them is."""
         self._last_seen: dict[tuple[bytes, int], int] = {}
         """The last message that each partition has given; what comes from before it may be here, or settled."""
-        self._unsure: set[Message] = set()
+        self._unconfirmed: set[Message] = set()
         """Messages that nobody gets before it is known whether they are leased."""
-        self._sures: set[asyncio.Task[None]] = set()
+        self._confirmations: set[asyncio.Task[None]] = set()
         """What finds that out."""
-        self._lost_in_hand: dict[tuple[bytes, int, int], Message] = {}
+        self._lost_in_progress: dict[tuple[bytes, int, int], Message] = {}
         """Messages that somebody works on although their lease was lost."""
         self._limit: int | None = None
         """How many messages may wait here, while the handler fails for everything."""
         self._stopping = False
-        self._puts_back = False
+        self._returns_buffered = False
         self.error: MillstreamError | None = None
         """Why nothing comes any more."""
 
@@ -263,19 +269,19 @@ class Receiver:
         """Begin to receive from every node."""
         await self._polls.follow_nodes()
 
-    def leave_alone(self, message: Message) -> None:
+    def stop_renewing(self, message: Message) -> None:
         """Do not renew the lease of a message any more; whoever took it went on to the next one."""
-        if self._lost_in_hand:
-            self._out_of_hand(message)
-        if not message.is_settled and message not in self._left_alone:
-            left_s = message._held.valid_until - monotonic()
-            self._left_alone[message] = self._loop.call_later(left_s, self.done, message)
+        if self._lost_in_progress:
+            self._forget_lost(message)
+        if not message.is_settled and message not in self._not_renewed:
+            left_s = message._lease.valid_until - monotonic()
+            self._not_renewed[message] = self._loop.call_later(left_s, self.done, message)
 
-    def leave_alone_all(self, messages: Sequence[Message]) -> None:
+    def stop_renewing_all(self, messages: Sequence[Message]) -> None:
         """The same of several, of which most are settled."""
-        if self._lost_in_hand or not all(map(_is_settled, messages)):
+        if self._lost_in_progress or not all(map(_is_settled, messages)):
             for message in messages:
-                self.leave_alone(message)
+                self.stop_renewing(message)
 
     # -- messages -------------------------------------------------------------------------------------------
 
@@ -284,11 +290,11 @@ class Receiver:
         buffer = self._buffer
         while buffer:
             message = buffer.popleft()
-            if self._hungry and (len(buffer) == self._low or not buffer):
-                self._feed()
+            if self._waiting_polls and (len(buffer) == self._low or not buffer):
+                self._grant_credit()
             if message.is_settled:
                 continue
-            if monotonic() >= message._held.fresh_until:
+            if monotonic() >= message._lease.fresh_until:
                 # Its lease may be over, and somebody else may have it by now.
                 self._confirm([message])
                 continue
@@ -302,23 +308,23 @@ class Receiver:
         buffer = self._buffer
         taken = [buffer.popleft() for _ in range(min(count, len(buffer)))]
         now = monotonic()
-        if any(map(_is_settled, taken)) or any(now >= held.fresh_until for held in self._helds):
+        if any(map(_is_settled, taken)) or any(now >= lease.fresh_until for lease in self._leases):
             taken = [one for one in taken if not one.is_settled]
-            self._confirm([one for one in taken if now >= one._held.fresh_until])
-            taken = [one for one in taken if now < one._held.fresh_until]
+            self._confirm([one for one in taken if now >= one._lease.fresh_until])
+            taken = [one for one in taken if now < one._lease.fresh_until]
         if self._is_settled_at_once:
             for message in taken:
                 self.done(message)
-        if self._hungry:
-            self._feed()
+        if self._waiting_polls:
+            self._grant_credit()
         return taken
 
-    async def arrival(self) -> None:
+    async def wait_for_message(self) -> None:
         """Wait until there may be a message, or the end."""
         waiting: asyncio.Future[None] = self._loop.create_future()
         self._idle.append(waiting)
-        if self._hungry:
-            self._feed()
+        if self._waiting_polls:
+            self._grant_credit()
         try:
             await waiting
         except asyncio.CancelledError:
@@ -330,7 +336,7 @@ class Receiver:
             raise
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether no message will come any more."""
         return (self._stopping or self.error is not None) and not self._buffer
 
@@ -339,31 +345,31 @@ class Receiver:
         if message.is_settled:
             return
         message.is_settled = True
-        if self._left_alone and (due := self._left_alone.pop(message, None)) is not None:
+        if self._not_renewed and (due := self._not_renewed.pop(message, None)) is not None:
             due.cancel()
-        self._held -= 1
-        held = message._held
-        held.left -= 1
-        if held.left == 0:
-            self._finished(held)
-        if self._hungry and not self._buffer:
-            self._feed()
+        self._in_flight -= 1
+        lease = message._lease
+        lease.left -= 1
+        if lease.left == 0:
+            self._finished(lease)
+        if self._waiting_polls and not self._buffer:
+            self._grant_credit()
 
     def accept(self, message: Message) -> None:
         """A message is done, and nobody waits for the answer: it is told with others that came with it."""
         if message.is_settled:
-            self._out_of_hand(message)
+            self._forget_lost(message)
             return
-        held = message._held
-        order = held.accepting or self.settling.accepting(held)
-        order.offsets.append(message.offset)
+        lease = message._lease
+        settlement = lease.open_accept or self.settling.open_accept(lease)
+        settlement.offsets.append(message.offset)
         message.is_settled = True
-        self._held -= 1
-        held.left -= 1
-        if held.left == 0:
-            self._finished(held)
-        if self._hungry and not self._buffer:
-            self._feed()
+        self._in_flight -= 1
+        lease.left -= 1
+        if lease.left == 0:
+            self._finished(lease)
+        if self._waiting_polls and not self._buffer:
+            self._grant_credit()
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell the broker; the future ends when it is durable."""
@@ -371,10 +377,10 @@ class Receiver:
             self.done(message)
         else:
             lease_s = self._lease_s if delay_ms is None else delay_ms / 1000
-            message._held.valid_until = max(message._held.valid_until, monotonic() + lease_s)
-            if self._left_alone and (due := self._left_alone.pop(message, None)) is not None:
+            message._lease.valid_until = max(message._lease.valid_until, monotonic() + lease_s)
+            if self._not_renewed and (due := self._not_renewed.pop(message, None)) is not None:
                 due.cancel()
-                self._left_alone[message] = self._loop.call_later(lease_s, self.done, message)
+                self._not_renewed[message] = self._loop.call_later(lease_s, self.done, message)
         if self._is_settled_at_once:
             answer: asyncio.Future[None] = self._loop.create_future()
             answer.set_result(None)
@@ -386,32 +392,32 @@ class Receiver:
 
         One fails if there are messages that were settled before, or whose lease is over; the others are told.
         """
-        refused = [message for message in messages if message.is_settled and message._held.is_leased]
-        by_held: dict[Held, list[int]] = {}
-        held: Held | None = None
+        refused = [message for message in messages if message.is_settled and message._lease.is_leased]
+        by_lease: dict[Lease, list[int]] = {}
+        lease: Lease | None = None
         for message in messages:
             if not message.is_settled:
                 message.is_settled = True
-                if message._held is not held:
+                if message._lease is not lease:
                     # Those that came together mostly stand together.
-                    held = message._held
-                    add = by_held.setdefault(held, []).append
+                    lease = message._lease
+                    add = by_lease.setdefault(lease, []).append
                 add(message.offset)
-                if self._left_alone and (due := self._left_alone.pop(message, None)) is not None:
+                if self._not_renewed and (due := self._not_renewed.pop(message, None)) is not None:
                     due.cancel()
         answers: list[asyncio.Future[None]] = []
-        for held, offsets in by_held.items():
+        for lease, offsets in by_lease.items():
             answers.append(self._loop.create_future())
-            self.settling.tell(Order(held, offsets, Verb.ACCEPT, awaited=Awaited(answers[-1])))
-            self._held -= len(offsets)
-            held.left -= len(offsets)
-            if held.left == 0:
-                self._finished(held)
-        if self._hungry:
-            self._feed()
+            self.settling.enqueue(Settlement(lease, offsets, Verb.ACCEPT, completion=Completion(answers[-1])))
+            self._in_flight -= len(offsets)
+            lease.left -= len(offsets)
+            if lease.left == 0:
+                self._finished(lease)
+        if self._waiting_polls:
+            self._grant_credit()
         if refused:
             answers.append(self._loop.create_future())
-            Awaited(answers[-1]).told(
+            Completion(answers[-1]).part_settled(
                 InvalidRecordState(
                     f"{len(refused)} of {len(messages)} messages are settled already, or their lease is over; "
                     f"the first is {refused[0].id}"
@@ -419,53 +425,53 @@ class Receiver:
             )
         return answers
 
-    def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
+    def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """As `settle`, for whoever does not wait for the answer."""
         if message.is_settled:
-            self._out_of_hand(message)
+            self._forget_lost(message)
         else:
             self.done(message)
             if not self._is_settled_at_once:
-                self.settling.tell(Order(message._held, [message.offset], verb, delay_ms, reason))
+                self.settling.enqueue(Settlement(message._lease, [message.offset], verb, delay_ms, reason))
 
-    def _finished(self, held: Held) -> None:
+    def _finished(self, lease: Lease) -> None:
         """All messages of one answer are settled: by how long that took, hold more or fewer ahead."""
-        if held.timer is not None:
-            held.timer.cancel()
-        held.messages.clear()
-        self._helds.discard(held)
-        if not self._helds:
+        if lease.timer is not None:
+            lease.timer.cancel()
+        lease.messages.clear()
+        self._leases.discard(lease)
+        if not self._leases:
             self._empty.set()
-        took_s = monotonic() - held.received
+        took_s = monotonic() - lease.received
         if took_s < _QUICK_S:
             self._ahead = min(self._credit, self._ahead * 2)
         elif took_s > _SLOW_S:
             self._ahead = max(self._ahead_min, self._ahead // 2)
         self._low = self._ahead * 3 // 4
-        if self._hungry:
-            self._feed()
+        if self._waiting_polls:
+            self._grant_credit()
 
-    def _lost(self, order: Order) -> None:
+    def _on_lost(self, settlement: Settlement) -> None:
         """Messages that are still here have no lease any more."""
-        offsets = set(order.offsets)
-        lost = [one for one in order.held.messages if one.offset in offsets and not one.is_settled]
-        waiting = {*self._buffer, *self._unsure, *self._left_alone} if lost else set()
+        offsets = set(settlement.offsets)
+        lost = [one for one in settlement.lease.messages if one.offset in offsets and not one.is_settled]
+        waiting = {*self._buffer, *self._unconfirmed, *self._not_renewed} if lost else set()
         for message in lost:
             if message not in waiting:
-                self._lost_in_hand[*order.held.where, message.offset] = message
+                self._lost_in_progress[*settlement.lease.where, message.offset] = message
             self.done(message)
 
-    def _out_of_hand(self, message: Message) -> None:
+    def _forget_lost(self, message: Message) -> None:
         """Nobody works on a message any more."""
-        key = (*message._held.where, message.offset)
-        if self._lost_in_hand.get(key) is message:
-            del self._lost_in_hand[key]
+        key = (*message._lease.where, message.offset)
+        if self._lost_in_progress.get(key) is message:
+            del self._lost_in_progress[key]
 
     def throttle(self, limit: int | None) -> None:
         """Have at most so many messages wait here, and return the others; None for as many as usual."""
         self._limit = limit
         if limit is None or limit > 0:
-            self._feed()
+            self._grant_credit()
         else:
             self._polls.withdraw()
         self._return_excess()
@@ -473,13 +479,13 @@ class Receiver:
     def _return_excess(self) -> None:
         if self._limit is not None and not self._is_settled_at_once:
             while len(self._buffer) > self._limit:
-                self.tell(self._buffer.pop(), Verb.RETURN, 0, "the handler fails for every message")
+                self.settle_nowait(self._buffer.pop(), Verb.RETURN, 0, "the handler fails for every message")
 
     # -- the end --------------------------------------------------------------------------------------------
 
-    def put_back(self) -> None:
+    def return_buffered(self) -> None:
         """Ask for no more, and return what waits here, unless it is done already: then it is still to be taken."""
-        self._stopping = self._puts_back = self._polls.is_stopping = True
+        self._stopping = self._returns_buffered = self._polls.is_stopping = True
         if not self._is_settled_at_once:
             self._return_all()
 
@@ -488,13 +494,13 @@ class Receiver:
         self._stopping = True
         await self._polls.stop()
         # Nothing is known of what these would have confirmed: they return it.
-        sures = list(self._sures)
-        for sure in sures:
-            sure.cancel()
-        await asyncio.gather(*sures, return_exceptions=True)
+        confirmations = list(self._confirmations)
+        for confirmation in confirmations:
+            confirmation.cancel()
+        await asyncio.gather(*confirmations, return_exceptions=True)
         self._wake(len(self._idle))
 
-    async def give_back(self) -> None:
+    async def return_untaken(self) -> None:
         """Stop, and return what nobody has taken, so that others get it at once."""
         await self.stop()
         self._return_all()
@@ -502,15 +508,15 @@ class Receiver:
 
     def _return_all(self) -> None:
         while self._buffer:
-            self.tell(self._buffer.popleft(), Verb.RETURN, 0, "the worker was stopped")
+            self.settle_nowait(self._buffer.popleft(), Verb.RETURN, 0, "the worker was stopped")
 
     async def leave(self) -> None:
         """Give back what nobody has taken, and close when what was taken is settled or its lease is over."""
-        await self.give_back()
-        for held in list(self._helds):
-            for message in held.messages:
-                self.leave_alone(message)
-        while self._helds:
+        await self.return_untaken()
+        for lease in list(self._leases):
+            for message in lease.messages:
+                self.stop_renewing(message)
+        while self._leases:
             self._empty.clear()
             await self._empty.wait()
         await self.settling.flush()
@@ -520,10 +526,10 @@ class Receiver:
         """Stop, and give up what is not settled."""
         await self.stop()
         self._buffer.clear()
-        for held in list(self._helds):
-            for message in list(held.messages):
+        for lease in list(self._leases):
+            for message in list(lease.messages):
                 self.done(message)
-        self._lost_in_hand.clear()
+        self._lost_in_progress.clear()
         await self._polls.close()
         await self.settling.close()
 
@@ -538,41 +544,41 @@ class Receiver:
         """How many messages one more node may be asked for, while others are; 0 if too few to be worth a request."""
         waiting = len(self._buffer)
         if self._limit is not None:
-            return int(self._held < self._credit and waiting + len(self._unsure) + asked < self._limit)
+            return int(self._in_flight < self._credit and waiting + len(self._unconfirmed) + asked < self._limit)
         room = self._ahead - waiting - asked
-        credit = self._credit - self._held - asked
+        credit = self._credit - self._in_flight - asked
         free = min(room, credit)
         if free > 0 and (waiting == 0 or free * 4 >= self._ahead):
             return max(1, free // max(1, nodes))
         # Somebody waits for a message, and nobody knows which node will have one: each is asked for one at least, so
         # as many may come too many as there are nodes.
-        return 1 if self._idle and not waiting and self._held < self._credit else 0
+        return 1 if self._idle and not waiting and self._in_flight < self._credit else 0
 
-    def _take_in(self, node: NodeId, leased: Leased) -> None:
+    def _receive(self, node: NodeId, leased: Leased) -> None:
         before = len(self._buffer)
         for part in leased.answer.partitions:
             if part.lease_ms is not None:
                 self._lease_s = part.lease_ms / 1000
-            attempts = {lease.attempt for lease in part.leases}
+            attempts = {leased_range.attempt for leased_range in part.leases}
             if len(attempts) == 1:
-                self._buffer += self._hold(node, part, part.leases, leased)
+                self._buffer += self._add_leased(node, part, part.leases, leased)
                 continue
             messages: list[Message] = []
             for attempt in attempts:
-                leases = [lease for lease in part.leases if lease.attempt == attempt]
-                messages += self._hold(node, part, leases, leased)
+                leased_ranges = [leased_range for leased_range in part.leases if leased_range.attempt == attempt]
+                messages += self._add_leased(node, part, leased_ranges, leased)
             self._buffer += sorted(messages, key=attrgetter("offset"))
         self._return_excess()
-        if self._puts_back:
-            self.put_back()
+        if self._returns_buffered:
+            self.return_buffered()
         self._wake(len(self._buffer) - before)
 
-    def _hold(
-        self, node: NodeId, part: PartitionMessages, leases: list[LeasedRange], leased: Leased
+    def _add_leased(
+        self, node: NodeId, part: PartitionMessages, leased_ranges: list[LeasedRange], leased: Leased
     ) -> Sequence[Message]:
         """Read messages and keep their leases, all of the same delivery; says which of them are to be handed out."""
         now = monotonic()
-        held = Held(
+        lease = Lease(
             part.topic,
             part.topic_id,
             part.partition,
@@ -582,31 +588,31 @@ class Receiver:
             received=now,
             lease_s=None if self._is_settled_at_once else self._lease_s,
             fresh_until=leased.fresh_until(part),
-            deadline_ms=min((lease.deadline_ms for lease in leases), default=None),
-            attempt=leases[0].attempt,
+            deadline_ms=min((leased_range.deadline_ms for leased_range in leased_ranges), default=None),
+            attempt=leased_ranges[0].attempt,
         )
-        messages = read_leased(part.batches, leases, held)
+        messages = read_leased(part.batches, leased_ranges, lease)
         if messages:
-            held.messages = list(messages)
-            held.left = len(messages)
-            self._helds.add(held)
-            self._held += len(messages)
+            lease.messages = list(messages)
+            lease.left = len(messages)
+            self._leases.add(lease)
+            self._in_flight += len(messages)
             if not self._is_settled_at_once:
                 # Half of what is left, if the answer was long on its way.
-                left_s = min(self._lease_s, max(0.0, held.fresh_until - now))
-                held.timer = self._loop.call_later(left_s / 2, self._renew, held)
-                last_seen = self._last_seen.get(held.where, -1)
-                self._last_seen[held.where] = max(last_seen, messages[-1].offset)
+                left_s = min(self._lease_s, max(0.0, lease.fresh_until - now))
+                lease.timer = self._loop.call_later(left_s / 2, self._renew, lease)
+                last_seen = self._last_seen.get(lease.where, -1)
+                self._last_seen[lease.where] = max(last_seen, messages[-1].offset)
                 if messages[0].offset <= last_seen:
-                    messages = self._sifted(held, leased.sent_at)
-                if now >= held.fresh_until:
+                    messages = self._without_duplicates(lease, leased.sent_at)
+                if now >= lease.fresh_until:
                     self._confirm(messages)
                     return []
         return messages
 
     # -- what comes again -----------------------------------------------------------------------------------
 
-    def _sifted(self, held: Held, asked: float) -> list[Message]:
+    def _without_duplicates(self, lease: Lease, asked: float) -> list[Message]:
         """Those that are neither here already nor settled; after a node's restart, messages are leased anew.
 
         A message that somebody has, or that waits here, goes on under its new lease. One that was asked for before it
@@ -614,36 +620,36 @@ class Receiver:
         """
         here = {
             one.offset: one
-            for other in self._helds
-            if other is not held and other.where == held.where
+            for other in self._leases
+            if other is not lease and other.where == lease.where
             for one in other.messages
             if not one.is_settled
         }
         new: list[Message] = []
-        for at, message in enumerate(held.messages):
-            copy = here.get(message.offset) or self._lost_in_hand.pop((*held.where, message.offset), None)
+        for at, message in enumerate(lease.messages):
+            copy = here.get(message.offset) or self._lost_in_progress.pop((*lease.where, message.offset), None)
             if copy is None:
                 new.append(message)
-            elif copy in self._left_alone:
+            elif copy in self._not_renewed:
                 self.done(copy)
                 new.append(message)
             else:
-                held.messages[at] = copy
-                self._go_on_under(held, copy)
-        unsure = self.settling.in_doubt(held, {message.offset for message in new}, asked)
-        if unsure:
-            self._set_aside(held, [message for message in new if message.offset in unsure])
-            new = [message for message in new if message.offset not in unsure]
+                lease.messages[at] = copy
+                self._transfer_to(lease, copy)
+        unconfirmed = self.settling.possibly_settled(lease, {message.offset for message in new}, asked)
+        if unconfirmed:
+            self._confirm_later(lease, [message for message in new if message.offset in unconfirmed])
+            new = [message for message in new if message.offset not in unconfirmed]
         return new
 
-    def _go_on_under(self, held: Held, message: Message) -> None:
+    def _transfer_to(self, lease: Lease, message: Message) -> None:
         """A message that is here has got another lease, which counts from now on."""
-        before, message._held = message._held, held
+        before, message._lease = message._lease, lease
         if message.is_settled:
             # Its first lease was lost, and its place was free.
             message.is_settled = False
             return
-        self._held -= 1
+        self._in_flight -= 1
         before.messages.remove(message)
         before.left -= 1
         if before.left == 0:
@@ -651,71 +657,71 @@ class Receiver:
 
     def _confirm(self, messages: Sequence[Message]) -> None:
         """Find out whether messages are held before anybody gets them; others that came with them wait as well."""
-        for held in {message._held for message in messages}:
-            waiting = [one for one in self._buffer if one._held is held]
+        for lease in {message._lease for message in messages}:
+            waiting = [one for one in self._buffer if one._lease is lease]
             if waiting:
-                self._buffer = deque(one for one in self._buffer if one._held is not held)
-            self._set_aside(held, [*(one for one in messages if one._held is held), *waiting])
+                self._buffer = deque(one for one in self._buffer if one._lease is not lease)
+            self._confirm_later(lease, [*(one for one in messages if one._lease is lease), *waiting])
 
-    def _set_aside(self, held: Held, messages: list[Message]) -> None:
-        self._unsure.update(messages)
-        task = self._loop.create_task(self._make_sure(held, messages))
-        self._sures.add(task)
-        task.add_done_callback(self._sures.discard)
+    def _confirm_later(self, lease: Lease, messages: list[Message]) -> None:
+        self._unconfirmed.update(messages)
+        task = self._loop.create_task(self._confirm_leases(lease, messages))
+        self._confirmations.add(task)
+        task.add_done_callback(self._confirmations.discard)
 
-    async def _make_sure(self, held: Held, messages: list[Message]) -> None:
+    async def _confirm_leases(self, lease: Lease, messages: list[Message]) -> None:
         """Hand out messages that are leased when everything that was said of them has its answer.
 
         The broker knows that: it extends no lease of a message that is settled, or another worker's by now.
         """
         offsets = {message.offset for message in messages}
         try:
-            while orders := self.settling.open_about(held, offsets):
-                await orders[0].ended()
-            await self._extend(held).ended()
+            while settlements := self.settling.pending_for(lease, offsets):
+                await settlements[0].ended()
+            await self._extend(lease).ended()
         except asyncio.CancelledError:
-            self._unsure.difference_update(messages)
+            self._unconfirmed.difference_update(messages)
             for message in messages:
-                self.tell(message, Verb.RETURN, 0, "the worker was stopped")
+                self.settle_nowait(message, Verb.RETURN, 0, "the worker was stopped")
             raise
-        self._unsure.difference_update(messages)
-        # Those that are not leased any more have been given up by `_lost`.
+        self._unconfirmed.difference_update(messages)
+        # Those that are not leased any more have been given up by `_on_lost`.
         leased = [message for message in messages if not message.is_settled]
         self._buffer += leased
         self._return_excess()
-        if self._puts_back:
-            self.put_back()
+        if self._returns_buffered:
+            self.return_buffered()
         self._wake(len(leased))
 
-    def _renew(self, held: Held) -> None:
+    def _renew(self, lease: Lease) -> None:
         """Half of the time is over: extend the leases of what is not settled."""
-        if not self._extend(held).is_ended:
-            lease_s = held.lease_s or self._lease_s
-            held.timer = self._loop.call_later(lease_s / 2, self._renew, held)
+        if not self._extend(lease).is_complete:
+            lease_s = lease.lease_s or self._lease_s
+            lease.timer = self._loop.call_later(lease_s / 2, self._renew, lease)
 
-    def _extend(self, held: Held) -> Awaited:
+    def _extend(self, lease: Lease) -> Completion:
         """Extend the leases of what is not settled; when the broker has answered, they hold from now on."""
-        sent_at, left_alone = monotonic(), self._left_alone
+        sent_at, not_renewed = monotonic(), self._not_renewed
         # The time is named: another lease may have been declared meanwhile, and these go on as they began.
-        lease_s = held.lease_s or self._lease_s
+        lease_s = lease.lease_s or self._lease_s
         lease_ms = int(lease_s * 1000)
 
         def extended() -> None:
-            # Messages that could not be extended have been given up by `_lost`.
-            longer_s = fresh_until(sent_at, lease_ms) - held.fresh_until
+            # Messages that could not be extended have been given up by `_on_lost`.
+            longer_s = fresh_until(sent_at, lease_ms) - lease.fresh_until
             if longer_s > 0:
-                held.fresh_until += longer_s
-                if held.deadline_ms is not None:
-                    held.deadline_ms += int(longer_s * 1000)
+                lease.fresh_until += longer_s
+                if lease.deadline_ms is not None:
+                    lease.deadline_ms += int(longer_s * 1000)
 
-        awaited = Awaited(None, when_ended=extended)
-        offsets = [one.offset for one in held.messages if not one.is_settled and one not in left_alone]
+        completion = Completion(None, on_complete=extended)
+        offsets = [one.offset for one in lease.messages if not one.is_settled and one not in not_renewed]
         if offsets:
-            held.valid_until = max(held.valid_until, sent_at + lease_s)
-            self.settling.tell(Order(held, offsets, Verb.EXTEND, lease_ms, awaited=awaited))
+            lease.valid_until = max(lease.valid_until, sent_at + lease_s)
+            self.settling.enqueue(Settlement(lease, offsets, Verb.EXTEND, lease_ms, completion=completion))
         else:
-            awaited.told(None)
-        return awaited
+            completion.part_settled(None)
+        return completion
 
     def _wake(self, count: int) -> None:
         idle = self._idle

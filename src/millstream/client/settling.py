@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 
 import msgspec
 
-from millstream.client.accepted_ranges import AcceptedRanges
-from millstream.client.held import Held
+from millstream.client.lease import Lease
 from millstream.client.message import Message
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId
@@ -31,40 +31,105 @@ from millstream.protocol.private.subscription_messages import (
     SettleRequest,
 )
 from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
-from millstream.protocol.wire.refusal import TRANSIENT, refusal
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
+
+RANGES_MAX: Final = 1000
+
+Where = tuple[bytes, int]
+"""The id of a topic, since another one may have its name by now, and the partition."""
+
+
+class _AcceptedRange:
+    """Consecutive messages, and when the last of them was known to be accepted."""
+
+    __slots__ = ("first", "last", "time", "where")
+
+    def __init__(self, time: float, where: Where, first: int, last: int) -> None:
+        self.time = time
+        self.where = where
+        self.first = first
+        self.last = last
+
+
+class AcceptedRanges:
+    """Ranges of messages, in the order in which they were accepted."""
+
+    def __init__(self, oldest_open: Callable[[], float]) -> None:
+        self._oldest_open = oldest_open
+        """When the oldest request was sent that has no answer yet; infinity if there is none."""
+        self._ranges: deque[_AcceptedRange] = deque()
+        self._forgotten = -math.inf
+        """Of what was asked for before, it is not known any more what was accepted since."""
+
+    def __len__(self) -> int:
+        return len(self._ranges)
+
+    def add(self, time: float, where: Where, first: int, last: int) -> None:
+        """Consecutive messages are known to be accepted since now."""
+        ranges = self._ranges
+        if ranges:
+            newest = ranges[-1]
+            if newest.last + 1 == first and newest.where == where:
+                newest.last, newest.time = last, time
+                return
+        if len(ranges) >= RANGES_MAX:
+            self._forget()
+        ranges.append(_AcceptedRange(time, where, first, last))
+
+    def since(self, time: float, where: Where, offsets: Collection[int]) -> set[int]:
+        """Which of the messages that were asked for then may have been accepted since."""
+        if time <= self._forgotten:
+            return set(offsets)
+        found: set[int] = set()
+        for one in reversed(self._ranges):
+            if one.time < time:
+                break
+            if one.where == where:
+                found |= {offset for offset in offsets if one.first <= offset <= one.last}
+        return found
+
+    def _forget(self) -> None:
+        """Make room: drop what no open request needs, or everything."""
+        ranges, oldest = self._ranges, self._oldest_open()
+        while ranges and ranges[0].time < oldest:
+            ranges.popleft()
+        if len(ranges) >= RANGES_MAX:
+            self._forgotten = ranges[-1].time
+            ranges.clear()
+
 
 _logger = logging.getLogger(__name__)
 
-REPEATED: Final = (*TRANSIENT, RequestTimedOut)
+RETRIED: Final = (*TRANSIENT, RequestTimedOut)
 """What is tried again, at whoever leads the partition then."""
 
 
 ACCEPTED: Final = "accepted"
 
 
-class Awaited:
+class Completion:
     """An answer that somebody waits for; an order that is told in parts has it when each of them was told."""
 
-    __slots__ = ("_ended", "answer", "error", "parts", "when_ended")
+    __slots__ = ("_ended", "answer", "error", "on_complete", "parts")
 
-    def __init__(self, answer: asyncio.Future[None] | None, *, when_ended: Callable[[], None] | None = None) -> None:
+    def __init__(self, answer: asyncio.Future[None] | None, *, on_complete: Callable[[], None] | None = None) -> None:
         self.answer = answer
         """None if nobody wants to know what the answer is."""
-        self.when_ended = when_ended
+        self.on_complete = on_complete
         """Called when every part was told, whatever the answer is."""
         self._ended: asyncio.Future[None] | None = None
         self.parts = 1
         self.error: MillstreamError | None = None
         """The first that a part met."""
 
-    def told(self, error: MillstreamError | None) -> None:
+    def part_settled(self, error: MillstreamError | None) -> None:
         """One part was told."""
         self.parts -= 1
         self.error = self.error or error
         if self.parts:
             return
-        if self.when_ended is not None:
-            self.when_ended()
+        if self.on_complete is not None:
+            self.on_complete()
         if self._ended is not None:
             self._ended.set_result(None)
         if self.answer is None or self.answer.done():
@@ -77,13 +142,13 @@ class Awaited:
             self.answer.exception()
 
     @property
-    def is_ended(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether every part was told."""
         return not self.parts
 
     async def ended(self) -> None:
         """Wait until every part was told, whatever the answer is."""
-        if self.is_ended:
+        if self.is_complete:
             return
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
@@ -91,60 +156,63 @@ class Awaited:
         await asyncio.wait([self._ended])
 
 
-class Order:
+class Settlement:
     """What is to be told of some messages that came together, and who waits for the answer."""
 
-    __slots__ = ("awaited", "delay_ms", "held", "is_alone", "is_repeated", "offsets", "reason", "verb")
+    __slots__ = ("completion", "delay_ms", "is_alone", "is_retry", "lease", "offsets", "reason", "verb")
 
     def __init__(
         self,
-        held: Held,
+        lease: Lease,
         offsets: list[int],
         verb: int,
         delay_ms: int | None = None,
         reason: str = "",
-        awaited: Awaited | None = None,
+        completion: Completion | None = None,
         *,
         is_alone: bool = False,
-        is_repeated: bool = False,
+        is_retry: bool = False,
     ) -> None:
-        self.held = held
+        self.lease = lease
         self.offsets = offsets
         self.verb = verb
         self.delay_ms = delay_ms
         self.reason = reason
-        self.awaited = awaited
+        self.completion = completion
         self.is_alone = is_alone
         """Whether it is sent in a range of its own."""
-        self.is_repeated = is_repeated
+        self.is_retry = is_retry
         """Whether it was sent before, and may have been carried out then."""
 
     @property
-    def is_awaited(self) -> bool:
+    def has_waiter(self) -> bool:
         """Whether somebody wants to know the answer."""
-        return self.awaited is not None and self.awaited.answer is not None
+        return self.completion is not None and self.completion.answer is not None
 
     async def ended(self) -> None:
         """Wait until it has been told, whatever the answer is."""
-        if self.awaited is None:
-            self.awaited = Awaited(None)
-        await self.awaited.ended()
+        if self.completion is None:
+            self.completion = Completion(None)
+        await self.completion.ended()
 
-    def in_parts(self, parts: list[list[int]], *, is_alone: bool = False) -> list[Order]:
+    def split(self, parts: list[list[int]], *, is_alone: bool = False) -> list[Settlement]:
         """The same of the messages in several orders; whoever waits does so for all of them."""
-        if self.awaited is not None:
-            self.awaited.parts += len(parts) - 1
-        more = {"is_alone": is_alone, "is_repeated": self.is_repeated}
-        return [Order(self.held, part, self.verb, self.delay_ms, self.reason, self.awaited, **more) for part in parts]
+        if self.completion is not None:
+            self.completion.parts += len(parts) - 1
+        more = {"is_alone": is_alone, "is_retry": self.is_retry}
+        return [
+            Settlement(self.lease, part, self.verb, self.delay_ms, self.reason, self.completion, **more)
+            for part in parts
+        ]
 
-    def is_like(self, other: Order) -> bool:
+    def can_merge(self, other: Settlement) -> bool:
         """Whether both may be told in one range."""
-        mine = (self.verb, self.delay_ms, self.reason, self.held.attempt)
-        others = (other.verb, other.delay_ms, other.reason, other.held.attempt)
+        mine = (self.verb, self.delay_ms, self.reason, self.lease.attempt)
+        others = (other.verb, other.delay_ms, other.reason, other.lease.attempt)
         return mine == others and not (self.is_alone or other.is_alone)
 
 
-Told = Callable[[Order, MillstreamError | None], None]
+OnSettled = Callable[[Settlement, MillstreamError | None], None]
 """Called with what came of an order."""
 
 
@@ -153,11 +221,13 @@ class _Range(NamedTuple):
 
     first: int
     last: int
-    orders: list[Order]
+    settlements: list[Settlement]
 
     def settled(self) -> SettledRange:
-        order = self.orders[0]
-        return SettledRange(self.first, self.last, order.verb, order.delay_ms, order.reason, order.held.attempt)
+        settlement = self.settlements[0]
+        return SettledRange(
+            self.first, self.last, settlement.verb, settlement.delay_ms, settlement.reason, settlement.lease.attempt
+        )
 
 
 class SettleLane:
@@ -170,25 +240,25 @@ class SettleLane:
         worker: str,
         node: NodeId | None,
         *,
-        told: Told,
-        elsewhere: Told,
-        parted: Callable[[Sequence[Order], Sequence[Order]], None],
+        on_settled: OnSettled,
+        on_moved: OnSettled,
+        on_split: Callable[[Sequence[Settlement], Sequence[Settlement]], None],
     ) -> None:
         self._client = client
         self._subscription = subscription
         self._worker = worker
         self._node = node
-        self._told = told
-        self._elsewhere = elsewhere
+        self._on_settled = on_settled
+        self._on_moved = on_moved
         """Told of orders that this node could not take."""
-        self._parted = parted
+        self._on_split = on_split
         """Told of orders that others took the place of, since one is told in parts."""
-        self._waiting: list[Order] = []
+        self._waiting: list[Settlement] = []
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, order: Order) -> None:
+    def add(self, settlement: Settlement) -> None:
         """Tell this with the next request."""
-        self._waiting.append(order)
+        self._waiting.append(settlement)
         self._begin()
 
     async def close(self) -> None:
@@ -197,8 +267,8 @@ class SettleLane:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         waiting, self._waiting = self._waiting, []
-        for order in waiting:
-            self._told(order, _given_up())
+        for settlement in waiting:
+            self._on_settled(settlement, _closed_error())
 
     def _begin(self) -> None:
         if self._task is None:
@@ -215,12 +285,12 @@ class SettleLane:
 
     async def _run(self) -> None:
         while self._waiting:
-            orders, self._waiting = self._waiting, []
+            settlements, self._waiting = self._waiting, []
             places: dict[tuple[str, int], list[_Range]] = {}
-            for place, listed in _by_place(orders).items():
+            for place, listed in _by_place(settlements).items():
                 ranges = places[place] = list(_ranges(listed))
-                if sum(len(one.orders) for one in ranges) > len(listed):
-                    self._parted(listed, [order for one in ranges for order in one.orders])
+                if sum(len(one.settlements) for one in ranges) > len(listed):
+                    self._on_split(listed, [settlement for one in ranges for settlement in one.settlements])
             try:
                 results = await self._ask(places)
             except BaseException as error:
@@ -228,9 +298,9 @@ class SettleLane:
                 if not isinstance(error, Exception):
                     raise
                 continue
-            for ranges, told in zip(places.values(), results, strict=True):
-                for one, (code, text) in zip(ranges, told, strict=True):
-                    self._conclude(one, refusal(code, text) if code else None)
+            for ranges, outcomes in zip(places.values(), results, strict=True):
+                for one, (code, text) in zip(ranges, outcomes, strict=True):
+                    self._conclude(one, error_from_code(code, text) if code else None)
 
     async def _ask(self, places: dict[tuple[str, int], list[_Range]]) -> list[list[tuple[int, str | None]]]:
         settles = [
@@ -240,76 +310,76 @@ class SettleLane:
         body = msgspec.msgpack.encode(SettleRequest(self._subscription, self._worker, settles))
         answer = _read(await self._client.private(self._node, SETTLE_KEY, body))
         if answer.error:
-            raise refusal(answer.error, answer.message)
-        if [len(told) for told in answer.results] != [len(ranges) for ranges in places.values()]:
+            raise error_from_code(answer.error, answer.message)
+        if [len(outcomes) for outcomes in answer.results] != [len(ranges) for ranges in places.values()]:
             raise ProtocolViolation("the broker does not answer for each of the messages that were settled")
         return answer.results
 
     def _fail(self, places: dict[tuple[str, int], list[_Range]], error: BaseException) -> None:
         """Nothing of a request is known to have been taken: tell everybody, whatever the reason is."""
-        tell = self._elsewhere if isinstance(error, REPEATED) else self._told
+        conclude = self._on_moved if isinstance(error, RETRIED) else self._on_settled
         if isinstance(error, MillstreamError):
-            told: MillstreamError = error
+            cause: MillstreamError = error
         elif isinstance(error, Exception):
             _logger.error("messages of %r could not be settled", self._subscription, exc_info=error)
-            told = ProtocolViolation(f"messages could not be settled: {error!r}")
+            cause = ProtocolViolation(f"messages could not be settled: {error!r}")
         else:
-            told = _given_up()
+            cause = _closed_error()
         for ranges in places.values():
             for one in ranges:
-                for order in one.orders:
-                    tell(order, told)
+                for settlement in one.settlements:
+                    conclude(settlement, cause)
 
     def _conclude(self, one: _Range, error: MillstreamError | None) -> None:
         if isinstance(error, InvalidRecordState) and one.first < one.last:
             # A range is taken as a whole or not at all: one message in it is not held any more, the others may be.
-            for order in one.orders:
-                parts = order.in_parts([[offset] for offset in order.offsets], is_alone=True)
-                self._parted([order], parts)
+            for settlement in one.settlements:
+                parts = settlement.split([[offset] for offset in settlement.offsets], is_alone=True)
+                self._on_split([settlement], parts)
                 self._waiting += parts
             return
-        tell = self._elsewhere if isinstance(error, REPEATED) else self._told
-        for order in one.orders:
-            tell(order, error)
+        conclude = self._on_moved if isinstance(error, RETRIED) else self._on_settled
+        for settlement in one.settlements:
+            conclude(settlement, error)
 
 
-def _by_place(orders: Sequence[Order]) -> dict[tuple[str, int], list[Order]]:
-    places: dict[tuple[str, int], list[Order]] = {}
-    for order in orders:
-        held = order.held
-        if held.accepting is order:
+def _by_place(settlements: Sequence[Settlement]) -> dict[tuple[str, int], list[Settlement]]:
+    places: dict[tuple[str, int], list[Settlement]] = {}
+    for settlement in settlements:
+        lease = settlement.lease
+        if lease.open_accept is settlement:
             # What is accepted from now on goes with the next request.
-            held.accepting = None
-        places.setdefault(held.place, []).append(order)
+            lease.open_accept = None
+        places.setdefault(lease.place, []).append(settlement)
     return places
 
 
-def _ranges(orders: list[Order]) -> Iterator[_Range]:
+def _ranges(settlements: list[Settlement]) -> Iterator[_Range]:
     """Orders of one partition as ranges: those about one message are merged where the same is told of neighbours."""
-    singles = [order for order in orders if len(order.offsets) == 1]
-    for order in orders:
-        if len(order.offsets) > 1:
-            yield from _runs(order)
+    singles = [settlement for settlement in settlements if len(settlement.offsets) == 1]
+    for settlement in settlements:
+        if len(settlement.offsets) > 1:
+            yield from _runs(settlement)
     # A message may be extended and settled in the same request; the first of both comes first.
-    singles.sort(key=lambda order: (order.verb != Verb.EXTEND, order.offsets[0]))
-    together: list[Order] = []
-    for order in singles:
+    singles.sort(key=lambda settlement: (settlement.verb != Verb.EXTEND, settlement.offsets[0]))
+    together: list[Settlement] = []
+    for settlement in singles:
         if together:
             before = together[-1]
-            if order.offsets[0] != before.offsets[0] + 1 or not order.is_like(before):
+            if settlement.offsets[0] != before.offsets[0] + 1 or not settlement.can_merge(before):
                 yield _Range(together[0].offsets[0], before.offsets[0], together)
                 together = []
-        together.append(order)
+        together.append(settlement)
     if together:
         yield _Range(together[0].offsets[0], together[-1].offsets[0], together)
 
 
-def _runs(order: Order) -> Iterator[_Range]:
-    offsets = order.offsets
+def _runs(settlement: Settlement) -> Iterator[_Range]:
+    offsets = settlement.offsets
     offsets.sort()
     first, last = offsets[0], offsets[-1]
     if last - first == len(offsets) - 1:
-        yield _Range(first, last, [order])
+        yield _Range(first, last, [settlement])
         return
     parts: list[list[int]] = []
     start = 0
@@ -317,16 +387,16 @@ def _runs(order: Order) -> Iterator[_Range]:
         if at == len(offsets) or offsets[at] != offsets[at - 1] + 1:
             parts.append(offsets[start:at])
             start = at
-    for part in order.in_parts(parts):
+    for part in settlement.split(parts):
         yield _Range(part.offsets[0], part.offsets[-1], [part])
 
 
-def _given_up() -> MillstreamError:
+def _closed_error() -> MillstreamError:
     return RequestTimedOut("closed before the broker answered; whether the message is settled is not known")
 
 
-def _not_known(order: Order, doubt: str) -> InvalidRecordState:
-    place = f"{order.held.topic}-{order.held.partition} at {order.offsets[0]}"
+def _unknown_outcome(settlement: Settlement, doubt: str) -> InvalidRecordState:
+    place = f"{settlement.lease.topic}-{settlement.lease.partition} at {settlement.offsets[0]}"
     return InvalidRecordState(f"{place} is not held, nor known to be accepted: {doubt}")
 
 
@@ -337,7 +407,7 @@ def _read(body: memoryview) -> SettleAnswer:
         raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
 
 
-class Settling:
+class Settler:
     """Settles the messages of one worker, wherever their partitions are led."""
 
     def __init__(
@@ -346,23 +416,23 @@ class Settling:
         subscription: str,
         worker: str,
         *,
-        lost: Callable[[Order], None],
+        on_lost: Callable[[Settlement], None],
         oldest_sent: Callable[[], float],
     ) -> None:
         self._client = client
         self._subscription = subscription
         self._worker = worker
-        self._lost = lost
+        self._on_lost = on_lost
         """Told of messages whose lease could not be kept."""
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[NodeId | None, SettleLane] = {}
-        self._moving: list[Order] = []
+        self._moving: list[Settlement] = []
         self._mover: asyncio.Task[None] | None = None
-        self._doubtful: deque[Order] = deque()
+        self._unverified: deque[Settlement] = deque()
         """Of which it is not known whether they were carried out."""
-        self._asker: asyncio.Task[None] | None = None
+        self._verifier: asyncio.Task[None] | None = None
         self._idle: list[asyncio.Future[None]] = []
-        self._open: set[Order] = set()
+        self._open: set[Settlement] = set()
         """What has no answer yet."""
         self._accepted = AcceptedRanges(oldest_sent)
         self._unsettled: dict[str, tuple[int, int, MillstreamError]] = {}
@@ -370,19 +440,19 @@ class Settling:
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         """Tell it; the future ends when it is durable."""
         answer: asyncio.Future[None] = self._loop.create_future()
-        self.tell(Order(message._held, [message.offset], verb, delay_ms, reason, Awaited(answer)))
+        self.enqueue(Settlement(message._lease, [message.offset], verb, delay_ms, reason, Completion(answer)))
         return answer
 
-    def accepting(self, held: Held) -> Order:
+    def open_accept(self, lease: Lease) -> Settlement:
         """An order to which accepted messages are added until it is sent."""
-        order = held.accepting = Order(held, [], Verb.ACCEPT)
-        self.tell(order)
-        return order
+        settlement = lease.open_accept = Settlement(lease, [], Verb.ACCEPT)
+        self.enqueue(settlement)
+        return settlement
 
-    def tell(self, order: Order) -> None:
+    def enqueue(self, settlement: Settlement) -> None:
         """Tell it with the next request."""
-        self._open.add(order)
-        self._lane(order.held.node).add(order)
+        self._open.add(settlement)
+        self._lane(settlement.lease.node).add(settlement)
 
     async def flush(self) -> None:
         """Wait until everything has been told."""
@@ -394,7 +464,7 @@ class Settling:
         """Give up what was not told."""
         for lane in list(self._lanes.values()):
             await lane.close()
-        for task in (self._mover, self._asker):
+        for task in (self._mover, self._verifier):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -407,81 +477,83 @@ class Settling:
                 self._subscription,
                 self._worker,
                 node,
-                told=self._told,
-                elsewhere=self._elsewhere,
-                parted=self._parted,
+                on_settled=self._on_settled,
+                on_moved=self._on_moved,
+                on_split=self._on_split,
             )
         return lane
 
-    def _parted(self, before: Sequence[Order], after: Sequence[Order]) -> None:
+    def _on_split(self, before: Sequence[Settlement], after: Sequence[Settlement]) -> None:
         self._open.difference_update(before)
         self._open.update(after)
 
-    def open_about(self, held: Held, offsets: set[int]) -> list[Order]:
+    def pending_for(self, lease: Lease, offsets: set[int]) -> list[Settlement]:
         """What was said of messages, by whichever lease, and has no answer yet."""
         return [
-            order
-            for order in self._open
-            if order.verb != Verb.EXTEND and order.held.where == held.where and not offsets.isdisjoint(order.offsets)
+            settlement
+            for settlement in self._open
+            if settlement.verb != Verb.EXTEND
+            and settlement.lease.where == lease.where
+            and not offsets.isdisjoint(settlement.offsets)
         ]
 
-    def in_doubt(self, held: Held, offsets: set[int], asked: float) -> set[int]:
+    def possibly_settled(self, lease: Lease, offsets: set[int], asked: float) -> set[int]:
         """Which of the messages that were asked for then may be settled, so that this lease of them is none any more.
 
         Something was said of them and has no answer yet, or they are known to be accepted since.
         """
-        found = self._accepted.since(asked, held.where, offsets)
-        for order in self.open_about(held, offsets):
-            found |= offsets.intersection(order.offsets)
+        found = self._accepted.since(asked, lease.where, offsets)
+        for settlement in self.pending_for(lease, offsets):
+            found |= offsets.intersection(settlement.offsets)
         return found
 
-    def _told(self, order: Order, error: MillstreamError | None) -> None:
+    def _on_settled(self, settlement: Settlement, error: MillstreamError | None) -> None:
         is_refused = isinstance(error, InvalidRecordState)
-        if is_refused and order.is_repeated and order.is_awaited and order.verb == Verb.ACCEPT:
+        if is_refused and settlement.is_retry and settlement.has_waiter and settlement.verb == Verb.ACCEPT:
             # The answer to the first request may have been lost: then nobody holds the message since it is accepted.
-            self._doubt(order)
+            self._verify_later(settlement)
             return
-        self._open.discard(order)
+        self._open.discard(settlement)
         if error is None:
-            if order.verb == Verb.ACCEPT and order.offsets:
-                self._accepted.add(monotonic(), order.held.where, order.offsets[0], order.offsets[-1])
+            if settlement.verb == Verb.ACCEPT and settlement.offsets:
+                self._accepted.add(monotonic(), settlement.lease.where, settlement.offsets[0], settlement.offsets[-1])
         else:
-            self._lost(order)
-            if order.verb != Verb.EXTEND and not order.is_awaited:
-                self._warn(order, error)
-        if order.awaited is not None:
-            order.awaited.told(error)
+            self._on_lost(settlement)
+            if settlement.verb != Verb.EXTEND and not settlement.has_waiter:
+                self._note_unsettled(settlement, error)
+        if settlement.completion is not None:
+            settlement.completion.part_settled(error)
         if not self._open:
             idle, self._idle = self._idle, []
             for waiting in idle:
                 if not waiting.done():
                     waiting.set_result(None)
 
-    def _warn(self, order: Order, error: MillstreamError) -> None:
+    def _note_unsettled(self, settlement: Settlement, error: MillstreamError) -> None:
         """Tell the log, once of all that an answer refuses: after a restart that may be all that was held."""
         if not self._unsettled:
-            self._loop.call_soon(self._warn_of_all)
-        place = f"{order.held.topic}-{order.held.partition}"
-        count, first, why = self._unsettled.get(place, (0, order.offsets[0], error))
-        self._unsettled[place] = count + len(order.offsets), min(first, order.offsets[0]), why
+            self._loop.call_soon(self._log_unsettled)
+        place = f"{settlement.lease.topic}-{settlement.lease.partition}"
+        count, first, error = self._unsettled.get(place, (0, settlement.offsets[0], error))
+        self._unsettled[place] = count + len(settlement.offsets), min(first, settlement.offsets[0]), error
 
-    def _warn_of_all(self) -> None:
+    def _log_unsettled(self) -> None:
         unsettled, self._unsettled = self._unsettled, {}
-        for place, (count, first, why) in unsettled.items():
-            _logger.warning("messages of %s, %d from %d on, may not be settled: %s", place, count, first, why)
+        for place, (count, first, error) in unsettled.items():
+            _logger.warning("messages of %s, %d from %d on, may not be settled: %s", place, count, first, error)
 
     # -- when leaders move ----------------------------------------------------------------------------------
 
-    def _elsewhere(self, order: Order, error: MillstreamError | None) -> None:
-        if monotonic() < order.held.valid_until:
-            order.is_repeated = True
-            self._moving.append(order)
+    def _on_moved(self, settlement: Settlement, error: MillstreamError | None) -> None:
+        if monotonic() < settlement.lease.valid_until:
+            settlement.is_retry = True
+            self._moving.append(settlement)
             self._begin_to_move()
-        elif order.is_awaited and order.verb == Verb.ACCEPT:
+        elif settlement.has_waiter and settlement.verb == Verb.ACCEPT:
             # It cannot be repeated any more, but it may have been carried out, and only the answer was lost.
-            self._doubt(order)
+            self._verify_later(settlement)
         else:
-            self._told(order, error)
+            self._on_settled(settlement, error)
 
     def _begin_to_move(self) -> None:
         if self._mover is None:
@@ -495,8 +567,8 @@ class Settling:
             _logger.error("the leaders of %r cannot be found", self._subscription, exc_info=error)
         if self._moving and (task.cancelled() or error is not None):
             moving, self._moving = self._moving, []
-            for order in moving:
-                self._told(order, _given_up() if error is None else RequestTimedOut(str(error)))
+            for settlement in moving:
+                self._on_settled(settlement, _closed_error() if error is None else RequestTimedOut(str(error)))
         if self._moving:
             self._begin_to_move()
 
@@ -508,55 +580,55 @@ class Settling:
             pause_s = min(pause_s * 2, BACKOFF_S_MAX)
             failure: MillstreamError | None = None
             try:
-                found = await self._client.metadata(sorted({order.held.topic for order in self._moving}))
-            except REPEATED as error:
+                found = await self._client.metadata(sorted({settlement.lease.topic for settlement in self._moving}))
+            except RETRIED as error:
                 failure = error
             moving, self._moving = self._moving, []
             if failure is not None:
-                for order in moving:
-                    self._elsewhere(order, failure)
+                for settlement in moving:
+                    self._on_moved(settlement, failure)
                 continue
-            for order in moving:
-                held = order.held
-                topic = found.topics.get(held.topic)
+            for settlement in moving:
+                lease = settlement.lease
+                topic = found.topics.get(lease.topic)
                 partitions = () if topic is None else topic.partitions.values()
-                leader = next((one.leader_id for one in partitions if one.partition == held.partition), -1)
+                leader = next((one.leader_id for one in partitions if one.partition == lease.partition), -1)
                 if leader < 0:
-                    self._elsewhere(order, RequestTimedOut(f"{held.topic}-{held.partition} has no leader now"))
+                    self._on_moved(settlement, RequestTimedOut(f"{lease.topic}-{lease.partition} has no leader now"))
                 else:
-                    held.node = NodeId(leader)
-                    self._lane(held.node).add(order)
+                    lease.node = NodeId(leader)
+                    self._lane(lease.node).add(settlement)
 
     # -- when it is not known what was carried out ----------------------------------------------------------------
 
-    def _doubt(self, order: Order) -> None:
+    def _verify_later(self, settlement: Settlement) -> None:
         """Ask what became of the messages of an order."""
-        order.is_repeated = False
-        self._doubtful.append(order)
-        if self._asker is None:
-            self._asker = self._loop.create_task(self._find_out())
-            self._asker.add_done_callback(self._found_out)
+        settlement.is_retry = False
+        self._unverified.append(settlement)
+        if self._verifier is None:
+            self._verifier = self._loop.create_task(self._verify())
+            self._verifier.add_done_callback(self._verified)
 
-    def _found_out(self, task: asyncio.Task[None]) -> None:
-        self._asker = None
-        while self._doubtful:
-            self._told(self._doubtful.popleft(), _given_up())
+    def _verified(self, task: asyncio.Task[None]) -> None:
+        self._verifier = None
+        while self._unverified:
+            self._on_settled(self._unverified.popleft(), _closed_error())
 
-    async def _find_out(self) -> None:
+    async def _verify(self) -> None:
         """Ask what became of messages; one that is accepted is not delivered again, whoever said so."""
-        while self._doubtful:
-            order, concluded = self._doubtful[0], 1
-            topic, partition = order.held.place
+        while self._unverified:
+            settlement, concluded = self._unverified[0], 1
+            topic, partition = settlement.lease.place
             try:
                 states = [
                     (await delivery_state(self._client, self._subscription, topic, partition, offset)).state
-                    for offset in order.offsets
+                    for offset in settlement.offsets
                 ]
                 doubt = next((state for state in states if state != ACCEPTED), None)
             except MillstreamError as error:
                 doubt = str(error)
-                if isinstance(error, REPEATED):
+                if isinstance(error, RETRIED):
                     # Nobody could be asked for a while, and the others do not wait as long one after the other.
-                    concluded = len(self._doubtful)
-            for one in [self._doubtful.popleft() for _ in range(concluded)]:
-                self._told(one, None if doubt is None else _not_known(one, doubt))
+                    concluded = len(self._unverified)
+            for one in [self._unverified.popleft() for _ in range(concluded)]:
+                self._on_settled(one, None if doubt is None else _unknown_outcome(one, doubt))

@@ -36,14 +36,14 @@ class Source(Protocol):
     def take_many(self, count: int) -> list[Message]:
         """The next messages, at most so many; none if none are here."""
 
-    async def arrival(self) -> None:
+    async def wait_for_message(self) -> None:
         """Wait until there may be a message, or the end."""
 
     @property
-    def is_over(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether no message will come any more."""
 
-    def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
+    def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
         """Settle a message without waiting for the answer."""
 
     def accept(self, message: Message) -> None:
@@ -52,22 +52,22 @@ class Source(Protocol):
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
         """Settle messages as done; the futures end when that is durable."""
 
-    def leave_alone(self, message: Message) -> None:
+    def stop_renewing(self, message: Message) -> None:
         """Do not renew the lease of a message any more."""
 
-    def leave_alone_all(self, messages: Sequence[Message]) -> None:
+    def stop_renewing_all(self, messages: Sequence[Message]) -> None:
         """The same of several, of which most are settled."""
 
     def throttle(self, limit: int | None) -> None:
         """Have at most so many messages wait here, and return the others; None for as many as usual."""
 
-    def put_back(self) -> None:
+    def return_buffered(self) -> None:
         """Return what waits here and is delivered again, now and as it comes; the rest is still to be taken."""
 
     async def stop(self) -> None:
         """Receive no more; what is here may still be taken."""
 
-    async def give_back(self) -> None:
+    async def return_untaken(self) -> None:
         """Stop, and return what nobody has taken."""
 
     async def leave(self) -> None:

@@ -95,7 +95,7 @@ class Breaker:
 
     def failed(self, message: Message) -> tuple[int, int | None]:
         """Note a failure; how the message is settled, and after which delay it comes again."""
-        place = (message._held.where, message.offset)
+        place = (message._lease.where, message.offset)
         if self.is_open:
             if message is not self._probe:
                 return Verb.RETURN, 0
@@ -232,7 +232,7 @@ class Subscriber:
         self._draining = True
         try:
             async with asyncio.timeout(timeout):
-                self._source.put_back()
+                self._source.return_buffered()
                 self._breaker.close()
                 await self._source.stop()
                 if self._workers:
@@ -254,11 +254,11 @@ class Subscriber:
     async def run_until_stopped(self) -> None:
         """Handle messages until SIGINT or SIGTERM comes, somebody drains this, or nothing can be received any more."""
         loop = asyncio.get_running_loop()
-        told = asyncio.Event()
+        stop_asked = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             with suppress(NotImplementedError, RuntimeError, ValueError):
-                loop.add_signal_handler(number, told.set)
-        waiting = loop.create_task(told.wait())
+                loop.add_signal_handler(number, stop_asked.set)
+        waiting = loop.create_task(stop_asked.wait())
         try:
             ends: list[asyncio.Future[Any]] = [waiting, self._stopped, *self._workers]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -283,7 +283,7 @@ class Subscriber:
         self._failure_log.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(_GIVE_BACK_S):
-                await self._source.give_back()
+                await self._source.return_untaken()
         await self._source.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
@@ -307,9 +307,9 @@ class Subscriber:
             if breaker.is_open:
                 await breaker.turn()
             while (message := take()) is None:
-                if source.is_over:
+                if source.is_exhausted:
                     return
-                await source.arrival()
+                await source.wait_for_message()
                 handled = 0
                 is_plain = self._is_async and not tracing.is_on()
             if breaker.is_open:
@@ -322,7 +322,7 @@ class Subscriber:
                     await self._call(message)
             except asyncio.CancelledError as error:
                 if cancelling() and not await self._goes_on():
-                    source.tell(message, Verb.RELEASE, 0, "the worker was stopped")
+                    source.settle_nowait(message, Verb.RELEASE, 0, "the worker was stopped")
                     raise
                 # Something that the handler waited for was cancelled, or the handler by itself.
                 self._failed(message, error)
@@ -366,25 +366,25 @@ class Subscriber:
 
     def _failed(self, message: Message, error: BaseException) -> None:
         try:
-            self._tell(message, error)
+            self._settle_failed(message, error)
         except Exception:
             # An error that cannot even say what it is must not keep the message here.
             _logger.exception("the handler of %r failed at message %s", self.name, message.id)
-            self._source.tell(message, Verb.RELEASE)
+            self._source.settle_nowait(message, Verb.RELEASE)
 
-    def _tell(self, message: Message, error: BaseException) -> None:
-        tell = self._source.tell
+    def _settle_failed(self, message: Message, error: BaseException) -> None:
+        settle = self._source.settle_nowait
         if isinstance(error, Reject | RetryLater):
             self._breaker.succeeded()
         if isinstance(error, Reject):
-            tell(message, Verb.REJECT, None, _reason(error))
+            settle(message, Verb.REJECT, None, _reason(error))
         elif isinstance(error, RetryLater):
-            tell(message, Verb.RELEASE, milliseconds(error.seconds), _reason(error))
+            settle(message, Verb.RELEASE, milliseconds(error.seconds), _reason(error))
         else:
             reason = _reason(error)
             verb, delay_ms = self._breaker.failed(message)
             self._failure_log.failed(message, error)
-            tell(message, verb, delay_ms, reason)
+            settle(message, verb, delay_ms, reason)
 
 
 def _cancelling() -> Callable[[], int]:

@@ -21,7 +21,7 @@ from datetime import datetime
 from types import FrameType, MethodType
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Self, TypeVar, cast, overload
 
-from millstream.client.at_exit import end_before_exit
+from millstream.client.at_exit import close_before_exit
 from millstream.client.connection import Connection, connect
 from millstream.client.loop_thread import LoopThread
 from millstream.client.message import Message
@@ -202,7 +202,7 @@ class SyncSubscriber(Facade[Subscriber]):
 
     def run_until_stopped(self) -> None:
         """Handle messages until Ctrl-C or SIGTERM comes, or nothing can be received any more; then drain."""
-        with _told_by_signals():
+        with _stopped_by_signals():
             self._thread.call(self._wrapped.run_until_stopped())
         self.drain()
 
@@ -222,7 +222,7 @@ class SyncConnection(Facade[Connection]):
         super().__init__(wrapped, thread)
         self._after = after
         self._is_closed = False
-        end_before_exit(self)
+        close_before_exit(self)
 
     def __enter__(self) -> Self:
         return self
@@ -242,7 +242,7 @@ class SyncConnection(Facade[Connection]):
             if self._after is not None:
                 self._after()
 
-    def end_at_exit(self) -> None:
+    def close_at_exit(self) -> None:
         """Close when the interpreter ends."""
         self.close()
 
@@ -273,23 +273,23 @@ def _synchronous(open_one: Callable[P, Connection]) -> Callable[P, SyncConnectio
 connect_sync = _synchronous(connect)
 
 
-class _Told(Exception):
+class _StopSignal(Exception):
     """A signal came."""
 
 
 @contextmanager
-def _told_by_signals() -> Iterator[None]:
+def _stopped_by_signals() -> Iterator[None]:
     """End the block, and nothing else, when a signal asks the process to end. Only the main thread hears of signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def tell(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise _Told
+    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise _StopSignal
 
-    before = signal.signal(signal.SIGTERM, tell)
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        with suppress(_Told, KeyboardInterrupt):
+        with suppress(_StopSignal, KeyboardInterrupt):
             yield
     finally:
         signal.signal(signal.SIGTERM, before)

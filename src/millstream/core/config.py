@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from millstream.core.errors import InvalidSetting, NotFound
-from millstream.core.nearest import suggestion
-from millstream.core.setting import Setting, setting, settings_of
+from millstream.core.setting import Setting, setting, settings_of, suggestion
 
 DECOMPRESSED_BYTES_MAX = 64 * 1024 * 1024
 COMPRESSION_RATIO_MAX = 1000

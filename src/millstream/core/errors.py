@@ -13,7 +13,7 @@ MillstreamError
 │   ├── InvalidSubscription
 │   ├── InvalidPipeline
 │   ├── InvalidTimestamp
-│   ├── InvalidExpression          a regular expression that cannot be used
+│   ├── InvalidRegex          a regular expression that cannot be used
 │   ├── FilterError                the filter of a subscription, with the place where it is wrong
 │   ├── MetadataTooLarge           what a consumer wants kept beside its offset
 │   ├── UnsupportedAssignor        a way to share partitions out that is not known here
@@ -51,7 +51,7 @@ MillstreamError
 │   └── SubscribedToTopic          offsets of a topic in use are not deleted
 ├── BatchRejected                  the batch was read and will never be accepted as it is
 │   ├── CorruptBatch               framing or CRC is wrong
-│   ├── MisfitBatch                valid, but it cannot take the place of what the disk lost
+│   ├── MismatchedBatch                valid, but it cannot take the place of what the disk lost
 │   ├── InvalidBatch               well framed, but not what a producer may send
 │   ├── BatchTooLarge
 │   └── UnsupportedCompression
@@ -172,7 +172,7 @@ class InvalidTimestamp(InvalidRequest):
     records: Sequence[RecordError] = ()
 
 
-class InvalidExpression(InvalidRequest):
+class InvalidRegex(InvalidRequest):
     """A regular expression that is wrong, too large, or cannot be matched in bounded time."""
 
 
@@ -334,7 +334,7 @@ class CorruptBatch(BatchRejected):
     """The framing or the CRC of a batch is wrong."""
 
 
-class MisfitBatch(BatchRejected):
+class MismatchedBatch(BatchRejected):
     """A batch of another replica is valid, but cannot take the place of what the disk lost."""
 
 

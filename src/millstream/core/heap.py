@@ -33,7 +33,7 @@ def keep_freed_memory() -> None:
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES_MAX)
 
 
-def leave_what_stays_alone() -> None:
+def freeze_heap() -> None:
     """Have the collector look only at what is made from now on, not at the thousands of objects of the modules."""
     gc.collect()
     gc.freeze()
@@ -43,12 +43,12 @@ def leave_what_stays_alone() -> None:
 _is_ours: Final = Event()
 
 
-def take_charge() -> None:
+def enable_trimming() -> None:
     """Say that this process is the broker's own. In that of somebody else memory is left as its program wants it."""
     _is_ours.set()
 
 
-def give_back_in(seconds: float) -> None:
+def trim_after(seconds: float) -> None:
     """Tell the system later, beside the loop, if the process is the broker's."""
     if _is_ours.is_set():
         loop = asyncio.get_running_loop()

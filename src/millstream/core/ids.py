@@ -26,6 +26,18 @@ NO_PRODUCER_ID = ProducerId(-1)
 NO_TIMESTAMP_MS = -1
 
 
+class OffsetRange(NamedTuple):
+    """Consecutive offsets of a partition; `end` is exclusive."""
+
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        """Return the number of offsets, 0 if the end is not after the start."""
+        return max(0, self.end - self.start)
+
+
 class EpochEnd(NamedTuple):
     """An epoch and the offset after its last record."""
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.nearest import suggestion
+from millstream.core.setting import suggestion
 from millstream.core.sql_token import Kind, Token, sql_tokens
-from millstream.core.text_place import wrong_setting
+from millstream.core.text_location import setting_error_at
 
 DECIMAL_DIGITS_MAX: Final = 38
 _DECIMAL_DIGITS: Final = 10
@@ -239,4 +239,4 @@ class _Reader:
             raise self._refused(token, f"{word} is missing")
 
     def _refused(self, token: Token, reason: str) -> InvalidSetting:
-        return wrong_setting(self._about, self._text, token.start, token.end, reason)
+        return setting_error_at(self._about, self._text, token.start, token.end, reason)

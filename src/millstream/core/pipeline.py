@@ -11,12 +11,11 @@ from typing import Any, Final, TypeVar
 from uuid import UUID
 
 from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopicName
-from millstream.core.expression import compile_expression
-from millstream.core.lake_place import QUARANTINE_ENDING, check_place, check_whole_place
-from millstream.core.nearest import suggestion
+from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import check_landed, parse_columns
+from millstream.core.regex import compile_regex
 from millstream.core.select_statement import read_select
-from millstream.core.setting import setting, settings_of
+from millstream.core.setting import setting, settings_of, suggestion
 from millstream.core.topic import INTERNAL_TOPICS, check_topic_name
 
 NAME_LENGTH_MAX: Final = 200
@@ -268,7 +267,7 @@ class LandSettings(PipelineSettings):
         if not self.topics and not self.pattern:
             raise InvalidSetting("say what is landed: either `topics` or `pattern`")
         if self.pattern:
-            compile_expression(self.pattern)
+            compile_regex(self.pattern)
         for name in self.topic_names:
             check_topic_name(name)
         if self.schema and self.decode == NO_DECODING:
@@ -277,15 +276,15 @@ class LandSettings(PipelineSettings):
     def check_texts(self) -> None:
         """Raise `InvalidSetting` for a schema that no table can have, for names that clash, and for odd places."""
         if self.lake:
-            check_whole_place(self.lake)
+            check_absolute_lake_url(self.lake)
         if self.schema:
             check_landed(parse_columns(self.schema))
         names = self.topic_names
         for name in names:
             if names.count(name) > 1:
                 raise InvalidSetting(f"`topics` names {name!r} twice")
-            if self.decode != NO_DECODING and name + QUARANTINE_ENDING in names:
-                raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
+            if self.decode != NO_DECODING and name + QUARANTINE_SUFFIX in names:
+                raise InvalidSetting(f"topic {name + QUARANTINE_SUFFIX!r} has the name of the quarantine of {name!r}")
 
     @property
     def topic_names(self) -> list[str]:
@@ -300,7 +299,7 @@ class LandSettings(PipelineSettings):
         """Says of names of topics whether they are landed; for whoever asks of many."""
         if not self.pattern:
             return frozenset(self.topic_names).__contains__
-        expression = compile_expression(self.pattern)
+        expression = compile_regex(self.pattern)
         return lambda topic: expression.fullmatch(topic) is not None
 
 
@@ -355,7 +354,7 @@ class TransformSettings(MovingSettings):
             parse_columns(text, about=f"the schema of {topic!r}")
         self.delays()
         for place in named_texts("tables", self.tables).values():
-            check_place(place)
+            check_lake_url(place)
         statement = read_select(self.sql)
         topics = self.topics()
         if not topics and statement.is_clear:

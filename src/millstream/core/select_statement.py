@@ -11,7 +11,7 @@ from typing import Final
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.sql_token import Kind, Token, sql_tokens
-from millstream.core.text_place import wrong_setting
+from millstream.core.text_location import setting_error_at
 
 ABOUT: Final = "`sql`"
 
@@ -47,7 +47,7 @@ def read_select(text: str) -> SelectStatement:
     if not tokens:
         raise InvalidSetting(f"{ABOUT} is empty: give a SELECT statement")
     if not (tokens[0].says(*_BEGINS) or tokens[0].marks("(")):
-        raise wrong_setting(
+        raise setting_error_at(
             ABOUT, text, tokens[0].start, tokens[0].end, "a statement of a transform is a SELECT and nothing else"
         )
     _check_brackets(tokens, text)
@@ -65,7 +65,7 @@ def _check_one(tokens: Sequence[Token], text: str) -> int:
         if token.marks(";"):
             ends_at = min(ends_at, token.start)
         elif ends_at < len(text) and token.kind is not Kind.END:
-            raise wrong_setting(ABOUT, text, token.start, token.end, "a second statement begins here; give one only")
+            raise setting_error_at(ABOUT, text, token.start, token.end, "a second statement begins here; give one only")
     return ends_at
 
 
@@ -75,10 +75,10 @@ def _check_brackets(tokens: Sequence[Token], text: str) -> None:
         if token.marks(*_OPENING):
             opened.append(token)
         elif token.marks(*_OPENING.values()) and (not opened or _OPENING[opened.pop().text] != token.text):
-            raise wrong_setting(ABOUT, text, token.start, token.end, f"nothing is closed by this {token.text!r}")
+            raise setting_error_at(ABOUT, text, token.start, token.end, f"nothing is closed by this {token.text!r}")
     if opened:
         token = opened[-1]
-        raise wrong_setting(ABOUT, text, token.start, token.end, f"this {token.text!r} is not closed")
+        raise setting_error_at(ABOUT, text, token.start, token.end, f"this {token.text!r} is not closed")
 
 
 def _own_names(tokens: Sequence[Token]) -> Iterator[str]:
@@ -135,13 +135,15 @@ class _Relations:
     def _relation(self, at: int) -> Iterator[str]:
         token, after = self._tokens[at], self._after(at)
         if token.kind is Kind.TEXT:
-            raise wrong_setting(ABOUT, self._text, token.start, token.end, "names stand in backquotes, not in quotes")
+            raise setting_error_at(
+                ABOUT, self._text, token.start, token.end, "names stand in backquotes, not in quotes"
+            )
         if token.kind is Kind.MARK or after.marks("("):
             # No name, or a function that gives rows.
             return
         if after.marks(".", "-") and after.start == token.end:
             joined = self._joined(at)
-            raise wrong_setting(
+            raise setting_error_at(
                 ABOUT,
                 self._text,
                 token.start,
@@ -149,7 +151,7 @@ class _Relations:
                 f"write `{joined}` in backquotes if that is the name of a topic or a table",
             )
         if token.kind is Kind.WORD and not token.text.isascii():
-            raise wrong_setting(ABOUT, self._text, token.start, token.end, f"write `{token.text}` in backquotes")
+            raise setting_error_at(ABOUT, self._text, token.start, token.end, f"write `{token.text}` in backquotes")
         yield token.text
 
     def _joined(self, at: int) -> str:

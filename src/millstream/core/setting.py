@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,3 +128,11 @@ def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
     for field in dataclasses.fields(holder):
         if _KEY in field.metadata:
             yield field.name, field.metadata[_KEY]
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'retention.ms'?` when a known name is close, else nothing."""
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -6,7 +6,7 @@ import re
 from enum import Enum, auto
 from typing import Final, NamedTuple
 
-from millstream.core.text_place import wrong_setting
+from millstream.core.text_location import setting_error_at
 
 _TOKEN: Final = re.compile(
     r"(?P<blank>\s+|--[^\n]*)"
@@ -61,7 +61,7 @@ def sql_tokens(about: str, text: str) -> list[Token]:
     while at < len(text):
         found = _TOKEN.match(text, at)
         if found is None or found.lastgroup == "open":
-            raise wrong_setting(about, text, at, at + 1, "this quote is not closed")
+            raise setting_error_at(about, text, at, at + 1, "this quote is not closed")
         at = found.end()
         if found.lastgroup == "comment":
             at = _comment_end(about, text, found.start())
@@ -84,7 +84,7 @@ def _comment_end(about: str, text: str, start: int) -> int:
     while True:
         edge = _COMMENT_EDGE.search(text, at)
         if edge is None:
-            raise wrong_setting(about, text, start, start + 2, "this comment is not closed")
+            raise setting_error_at(about, text, start, start + 2, "this comment is not closed")
         depth += 1 if edge[0] == "/*" else -1
         at = edge.end()
         if not depth:

@@ -17,8 +17,7 @@ from zlib import crc32
 from millstream.core import push
 from millstream.core.errors import InvalidSetting, InvalidSubscription
 from millstream.core.ids import Offset, PartitionIndex
-from millstream.core.nearest import suggestion
-from millstream.core.setting import HIDDEN, Setting, setting, settings_of
+from millstream.core.setting import HIDDEN, Setting, setting, settings_of, suggestion
 from millstream.core.topic import check_topic_name
 
 NAME_LENGTH_MAX = 249

@@ -12,8 +12,7 @@ from uuid import UUID
 
 from millstream.core.errors import InvalidSetting, InvalidTopicName
 from millstream.core.ids import PartitionIndex
-from millstream.core.nearest import suggestion
-from millstream.core.setting import Setting, setting, settings_of
+from millstream.core.setting import Setting, setting, settings_of, suggestion
 
 _REMOTE = "retention through remote storage is not available; a topic keeps all its segments on the node's own disk"
 

@@ -34,7 +34,7 @@ from millstream.gateway.api.services import Services
 from millstream.gateway.api.table import ROUTES
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.pressure import Pressure
-from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarts, Health
+from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarting, Health
 
 Ask = Callable[[], Awaitable[dict[str, Any]]]
 """Asks the broker for all its numbers; see `broker/kafka/apis/node_status.py` for the answer."""
@@ -158,6 +158,6 @@ def _unavailable(request: Request, reasons: list[str]) -> JSONResponse:
 
 
 def _broker_unavailable(request: Request, error: Exception) -> JSONResponse:
-    starts = isinstance(error, BrokerStarts)
+    starts = isinstance(error, BrokerStarting)
     reason = f"the broker starts: {error}" if starts else f"the broker does not answer: {error}"
     return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

@@ -18,13 +18,13 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from millstream.core.log_line import set_up_logging
+from millstream.core.log_format import set_up_logging
 from millstream.gateway.api.services import Services
 from millstream.gateway.app import build_app
 from millstream.gateway.origin_check import OriginCheck
 from millstream.gateway.protocol import CONNECTIONS_MAX, SURPLUS_MAX, Protocol
 from millstream.protocol.messages.lean_kio import import_lean_kio
-from millstream.protocol.wire.node_status import BrokerLine, BrokerStatus
+from millstream.protocol.wire.node_status import BrokerStatus, BrokerStatusPipe
 
 DRAIN_S = 3
 OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX)
@@ -75,7 +75,7 @@ async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[st
     """Serve until the broker hangs up."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
-    status, broker = BrokerStatus(kafka_address), BrokerLine(line)
+    status, broker = BrokerStatus(kafka_address), BrokerStatusPipe(line)
     services = Services(kafka_address, starting=lambda: broker.starting)
     server = Server(build_app(status.ask, broker.health, services, OriginCheck(hosts)))
     server.when_stopped = services.stop
@@ -88,7 +88,7 @@ async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[st
         line.close()
 
 
-def _handle_status(server: Server, line: socket.socket, broker: BrokerLine) -> None:
+def _handle_status(server: Server, line: socket.socket, broker: BrokerStatusPipe) -> None:
     piece = line.recv(65536)
     if piece:
         broker.feed(piece)

@@ -10,7 +10,7 @@ from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId
 from millstream.protocol.messages.codec import RequestHeader
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
     ReplicaAnswers,

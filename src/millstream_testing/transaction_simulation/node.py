@@ -37,8 +37,8 @@ from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable, Mi
 from millstream.core.ids import NodeId, Offset
 from millstream.core.topic import CONSUMER_OFFSETS, TopicPartition
 from millstream.protocol.messages.codec import RequestHeader, is_flexible
-from millstream.protocol.wire.producing import PRODUCE_KEY, Produced, read_produced, write_produce
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.produce import PRODUCE_KEY, Produced, read_produced, write_produce
 from millstream_testing.simulation.node import PRODUCE_TIMEOUT_S, Run, SimulatedNode
 from millstream_testing.simulation.process import Process
 from millstream_testing.transaction_simulation.peers import OrderedRoutes, SimulatedPeers
@@ -201,7 +201,7 @@ class TransactionNode(SimulatedNode):
         response = await self.serving().offset_commit.handle(TxnOffsetCommitCall(version, request), _CLIENT)
         code = response.topics[0].partitions[0].error_code
         if code:
-            raise refusal(code, None, about=f"offsets of {group}")
+            raise error_from_code(code, None, about=f"offsets of {group}")
 
     # -- batches ----------------------------------------------------------------------------------------------
 

@@ -10,13 +10,13 @@ import pytest
 
 from millstream.client.admin import backlog
 from millstream.client.admin.backlog import Backlogs, Reader, reader_of
-from millstream.client.admin.topic_pipelines import Reading
+from millstream.client.admin.topic_notes import Reading
 from millstream.core.errors import CoordinatorUnavailable, MillstreamError, NotLeader
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.topic import TopicPartition
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
-from millstream.protocol.wire.offset_listing import Listed, ListedOffset
+from millstream.protocol.wire.list_offsets import Listed, ListedOffset
 from millstream_testing.pipeline_script import landing
 
 EARLIEST, LATEST = -2, -1

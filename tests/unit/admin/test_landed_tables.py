@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from millstream.client.admin import landed_tables
-from millstream.client.admin.landed_tables import tables_of
-from millstream.client.admin.places import Places
+from millstream.client.admin import pipeline_storage
+from millstream.client.admin.pipeline_storage import PipelineStorage, tables_of
 from millstream.core.errors import BrokerUnreachable
 
 
@@ -31,13 +30,13 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     """The nodes that were asked for their places; node 3 does not answer."""
     nodes: list[int | None] = []
 
-    async def places_of(client: Any, *, node: int | None = None) -> Places:
+    async def storage_of(client: Any, *, node: int | None = None) -> PipelineStorage:
         nodes.append(node)
         if node == 3:
             raise BrokerUnreachable("node 3 cannot be reached")
-        return Places("/data/lake/", "/data/pipelines", "/data")
+        return PipelineStorage("/data/lake/", "/data/pipelines", "/data")
 
-    monkeypatch.setattr(landed_tables, "places_of", places_of)
+    monkeypatch.setattr(pipeline_storage, "storage_of", storage_of)
     return nodes
 
 

@@ -17,7 +17,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
-from millstream.protocol.wire.fetching import FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import FetchAnswer, FetchLimits
 
 ONE, TWO = NodeId(1), NodeId(2)
 HANG_S = 60.0

@@ -12,7 +12,7 @@ from millstream import __version__
 from millstream.cli import broker_check
 from millstream.cli.doctor import Severity
 from millstream.cli.exit_code import ExitCode
-from millstream.client.admin.damage import LostOffsets
+from millstream.client.admin.node_status import DamagedOffsets
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 
 
@@ -104,7 +104,7 @@ async def test_a_gateway_that_says_nothing_is_told_so(gateway: str, monkeypatch:
 
 def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
     assert [one.severity for one in broker_check._damage([])] == [Severity.OK]
-    found = list(broker_check._damage([("", LostOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
+    found = list(broker_check._damage([("", DamagedOffsets("orders", 0, 3, at)) for at in range(10, 17)]))
     assert {one.severity for one in found} == {Severity.PROBLEM}
     assert found[0].detail == "orders-0: the disk lost the offsets 3 to 9"
     assert "group reset GROUP --topic orders --partition 0 --to 10" in found[0].advice
@@ -112,7 +112,7 @@ def test_lost_offsets_are_problems_that_say_what_to_do() -> None:
 
 
 def test_lost_offsets_that_another_replica_may_have_are_a_warning() -> None:
-    (found,) = broker_check._damage([("node 2: ", LostOffsets("orders", 0, 3, 10, True))])
+    (found,) = broker_check._damage([("node 2: ", DamagedOffsets("orders", 0, 3, 10, True))])
     assert (found.severity, found.detail) == (Severity.WARNING, "node 2: orders-0: the disk lost the offsets 3 to 9")
     assert "fetched from another replica" in found.advice
 
@@ -129,6 +129,6 @@ def test_what_waits_beyond_its_retention_is_a_warning() -> None:
 
 
 def test_lost_states_of_transactions_are_no_matter_of_groups() -> None:
-    (found,) = broker_check._damage([("", LostOffsets("__transaction_state", 0, 3, 4))])
+    (found,) = broker_check._damage([("", DamagedOffsets("__transaction_state", 0, 3, 4))])
     assert "millstream transaction list --hanging" in found.advice
     assert "group reset" not in found.advice

@@ -6,12 +6,12 @@ import io
 
 from rich.console import Console
 
-from millstream.cli.demo_account import Account
+from millstream.cli.demo import Account
 
 
 def test_brackets_are_no_markup() -> None:
     told = io.StringIO()
     account = Account(Console(file=told))
-    account.tell("pip install 'millstream[spark]'")
+    account.say("pip install 'millstream[spark]'")
     account.check(True, "offsets [0] are there", "")
     assert told.getvalue() == "   pip install 'millstream[spark]'\n   ✓ offsets [0] are there\n"

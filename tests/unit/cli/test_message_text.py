@@ -5,7 +5,7 @@ from uuid import UUID
 import pytest
 
 from millstream.cli.message_text import as_text
-from millstream.client.admin.message_document import as_document
+from millstream.client.admin.messages import as_document
 from millstream.core.ids import Offset
 from millstream.core.message_id import message_id
 from millstream.protocol.records.record import Headers, Record

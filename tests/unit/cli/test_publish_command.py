@@ -8,7 +8,7 @@ import pytest
 
 from millstream.cli import publish
 from millstream.client import publisher as publishing
-from millstream.client.admin import explanation
+from millstream.client.admin import node_status
 from millstream.core.errors import BrokerUnreachable, PublishFailed, RequestTimedOut, StorageFailure
 from millstream.protocol.wire.client import Client
 
@@ -29,14 +29,14 @@ class Publisher:
 
 
 async def said(monkeypatch: pytest.MonkeyPatch, error: Exception, status: Any) -> Exception:
-    async def node_status(_client: Client) -> Any:
+    async def no_status(_client: Client) -> Any:
         if status is None:
             raise BrokerUnreachable("away")
         return status
 
     monkeypatch.setattr(publishing, "Publisher", Publisher)
     monkeypatch.setattr(Publisher, "error", error)
-    monkeypatch.setattr(explanation, "node_status", node_status)
+    monkeypatch.setattr(node_status, "node_status", no_status)
     order = publish._Order(
         topic="orders",
         value="x",

@@ -8,8 +8,7 @@ import signal
 import pytest
 
 from millstream.cli.exit_code import CommandFailed, ExitCode
-from millstream.cli.pipeline_run import Stages
-from millstream.cli.termination import ended_in_order
+from millstream.cli.pipeline_run import Stages, unwound_by_sigterm
 
 
 def test_a_command_that_is_told_to_end_puts_its_things_away(capfd: pytest.CaptureFixture[str]) -> None:
@@ -17,9 +16,9 @@ def test_a_command_that_is_told_to_end_puts_its_things_away(capfd: pytest.Captur
     put_away = []
 
     def work() -> None:
-        with ended_in_order(), Stages("land-orders") as stages:
+        with unwound_by_sigterm(), Stages("land-orders") as stages:
             try:
-                stages.tell("starting Spark …")
+                stages.show("starting Spark …")
                 stages.move("0 messages")
                 os.kill(os.getpid(), signal.SIGTERM)
             finally:
@@ -38,6 +37,6 @@ def test_a_command_that_is_told_to_end_puts_its_things_away(capfd: pytest.Captur
 
 def test_one_that_ends_by_itself_leaves_the_signal_as_it_was() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with ended_in_order():
+    with unwound_by_sigterm():
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before

@@ -91,7 +91,7 @@ async def test_faults_lose_and_double_nothing(ledger: ProducerLedger, seed: int)
             return [await publisher.publish("orders", record(f"{name}:{at}", f"k{name}")) for at in range(10)]
 
         many = publisher.publish_many("orders", [record(f"m:{at}") for at in range(300)], partition=0)
-        *workers, together = await asyncio.gather(*(work(name) for name in range(6)), many)
+        *workers, shared = await asyncio.gather(*(work(name) for name in range(6)), many)
     everything = [value for log in ledger.stored.values() for value in log]
     assert len(everything) == len(set(everything)) == 361
     for name, receipts in enumerate(workers):
@@ -99,7 +99,7 @@ async def test_faults_lose_and_double_nothing(ledger: ProducerLedger, seed: int)
             f"{name}:{at}".encode() for at in range(10)
         ]
         assert [one.offset for one in receipts] == sorted(one.offset for one in receipts)
-    assert [ledger.stored["orders", 0][one.offset] for one in together] == [f"m:{at}".encode() for at in range(300)]
+    assert [ledger.stored["orders", 0][one.offset] for one in shared] == [f"m:{at}".encode() for at in range(300)]
 
 
 async def test_a_batch_that_is_too_large_is_halved_and_a_message_that_is_gives_an_error(ledger: ProducerLedger) -> None:

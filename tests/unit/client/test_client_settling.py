@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
-from millstream.client.held import Held
+from millstream.client.lease import Lease
 from millstream.client.message import Message
-from millstream.client.settling import Awaited, Order, Settling
+from millstream.client.settling import Completion, Settlement, Settler
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRecordState,
@@ -38,9 +38,9 @@ class NoSettler:
 class Node:
     """Takes ranges, save those in which there is a message that nobody holds."""
 
-    def __init__(self, *lost: int) -> None:
-        self.lost = set(lost)
-        self.told: list[SettledRange] = []
+    def __init__(self, *on_lost: int) -> None:
+        self.on_lost = set(on_lost)
+        self.settled: list[SettledRange] = []
 
     async def private(self, node: NodeId | None, key: int, body: bytes) -> memoryview:
         request = msgspec.msgpack.decode(body, type=SettleRequest)
@@ -48,54 +48,54 @@ class Node:
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
 
     def _result(self, verb: SettledRange) -> tuple[int, str | None]:
-        if self.lost & {*range(verb.first, verb.last + 1)}:
+        if self.on_lost & {*range(verb.first, verb.last + 1)}:
             return INVALID_RECORD_STATE, "not held"
-        self.told.append(verb)
+        self.settled.append(verb)
         return 0, None
 
 
-def settling_at(node: Any, lost: list[int] | None = None) -> Settling:
-    def note(order: Order) -> None:
-        if lost is not None:
-            lost.extend(order.offsets)
+def settling_at(node: Any, on_lost: list[int] | None = None) -> Settler:
+    def note(settlement: Settlement) -> None:
+        if on_lost is not None:
+            on_lost.extend(settlement.offsets)
 
-    return Settling(node, "billing", "worker", lost=note, oldest_sent=lambda: math.inf)
+    return Settler(node, "billing", "worker", on_lost=note, oldest_sent=lambda: math.inf)
 
 
-def held() -> Held:
+def lease() -> Lease:
     now = time.monotonic()
-    return Held("orders", b"0" * 16, 0, settler=NoSettler(), node=NodeId(1), received=now, lease_s=30.0)
+    return Lease("orders", b"0" * 16, 0, settler=NoSettler(), node=NodeId(1), received=now, lease_s=30.0)
 
 
-def order_of(offsets: list[int]) -> tuple[Order, asyncio.Future[None]]:
+def order_of(offsets: list[int]) -> tuple[Settlement, asyncio.Future[None]]:
     answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    return Order(held(), offsets, Verb.ACCEPT, awaited=Awaited(answer)), answer
+    return Settlement(lease(), offsets, Verb.ACCEPT, completion=Completion(answer)), answer
 
 
 @pytest.mark.parametrize("offsets", [[1, 2, 3, 5], [5, 7, 8], [3, 4, 5, 6], [5]])
 async def test_one_message_that_is_lost_is_an_error_and_the_others_are_told(offsets: list[int]) -> None:
-    node, lost = Node(5), list[int]()
-    settling = settling_at(node, lost)
-    order, answer = order_of(list(offsets))
-    settling.tell(order)
+    node, on_lost = Node(5), list[int]()
+    settling = settling_at(node, on_lost)
+    settlement, answer = order_of(list(offsets))
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
     with pytest.raises(InvalidRecordState, match="not held"):
         await answer
-    assert lost == [5]
-    told = [offset for one in node.told for offset in range(one.first, one.last + 1)]
-    assert sorted(told) == [offset for offset in offsets if offset != 5]
+    assert on_lost == [5]
+    settled = [offset for one in node.settled for offset in range(one.first, one.last + 1)]
+    assert sorted(settled) == [offset for offset in offsets if offset != 5]
 
 
 async def test_the_log_is_told_once_of_all_that_an_answer_refuses(caplog: pytest.LogCaptureFixture) -> None:
-    lost = list[int]()
-    settling = settling_at(Node(*range(200)), lost)
-    settling.tell(Order(held(), list(range(100)), Verb.ACCEPT))
-    settling.tell(Order(held(), list(range(100, 200)), Verb.ACCEPT))
+    on_lost = list[int]()
+    settling = settling_at(Node(*range(200)), on_lost)
+    settling.enqueue(Settlement(lease(), list(range(100)), Verb.ACCEPT))
+    settling.enqueue(Settlement(lease(), list(range(100, 200)), Verb.ACCEPT))
     async with asyncio.timeout(HANG_S):
         await settling.flush()
     await asyncio.sleep(0)
-    assert len(lost) == 200
+    assert len(on_lost) == 200
     (line,) = caplog.messages
     assert line == "messages of orders-0, 200 from 0 on, may not be settled: not held"
 
@@ -103,11 +103,11 @@ async def test_the_log_is_told_once_of_all_that_an_answer_refuses(caplog: pytest
 async def test_all_parts_are_told_before_the_answer_comes() -> None:
     node = Node()
     settling = settling_at(node)
-    order, answer = order_of([9, 1, 2, 5])
-    settling.tell(order)
+    settlement, answer = order_of([9, 1, 2, 5])
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await answer
-    assert [(one.first, one.last) for one in node.told] == [(1, 2), (5, 5), (9, 9)]
+    assert [(one.first, one.last) for one in node.settled] == [(1, 2), (5, 5), (9, 9)]
 
 
 class Failing(Node):
@@ -129,14 +129,14 @@ class Failing(Node):
         partition = SimpleNamespace(partition=0, leader_id=2)
         return SimpleNamespace(topics={"orders": SimpleNamespace(partitions={0: partition})})
 
-    async def at_leader(self, topic: str, partition: int, attempt: Any) -> Any:
+    async def call_leader(self, topic: str, partition: int, attempt: Any) -> Any:
         return await attempt(NodeId(2))
 
 
 async def test_an_error_that_nobody_expected_reaches_whoever_waits() -> None:
     settling = settling_at(Failing(ValueError("what is this")))
-    order, answer = order_of([1, 3])
-    settling.tell(order)
+    settlement, answer = order_of([1, 3])
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
     with pytest.raises(ProtocolViolation, match="what is this"):
@@ -151,9 +151,9 @@ async def test_who_waits_is_told_when_everything_is_closed() -> None:
 
     settling = settling_at(Silent())
     (first, sent), (second, waiting) = order_of([1]), order_of([2])
-    settling.tell(first)
+    settling.enqueue(first)
     await asyncio.sleep(0)
-    settling.tell(second)
+    settling.enqueue(second)
     await settling.close()
     for answer in (sent, waiting):
         with pytest.raises(RequestTimedOut, match="not known"):
@@ -162,8 +162,8 @@ async def test_who_waits_is_told_when_everything_is_closed() -> None:
 
 async def test_who_waits_for_a_leader_is_told_when_everything_is_closed() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost")))
-    order, answer = order_of([1])
-    settling.tell(order)
+    settlement, answer = order_of([1])
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         while not settling._moving:
             await asyncio.sleep(0)
@@ -174,16 +174,16 @@ async def test_who_waits_for_a_leader_is_told_when_everything_is_closed() -> Non
 
 async def test_an_accept_whose_answer_was_lost_is_found_to_be_accepted() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost")))
-    order, answer = order_of([4, 5, 6])
-    settling.tell(order)
+    settlement, answer = order_of([4, 5, 6])
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await answer
 
 
 async def test_an_accept_that_came_too_late_is_an_error() -> None:
     settling = settling_at(Failing(RequestTimedOut("lost"), state="leased"))
-    order, answer = order_of([4, 5, 6])
-    settling.tell(order)
+    settlement, answer = order_of([4, 5, 6])
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         with pytest.raises(InvalidRecordState, match="orders-0 at 5 is not held, nor known to be accepted: leased"):
             await answer
@@ -193,25 +193,25 @@ async def test_messages_of_different_deliveries_are_told_apart() -> None:
     node = Node()
     settling = settling_at(node)
     for offset in range(1, 5):
-        order, _ = order_of([offset])
-        order.held.attempt = 1 if offset < 3 else 2
-        settling.tell(order)
+        settlement, _ = order_of([offset])
+        settlement.lease.attempt = 1 if offset < 3 else 2
+        settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
-    assert [(one.first, one.last, one.attempt) for one in node.told] == [(1, 2, 1), (3, 4, 2)]
+    assert [(one.first, one.last, one.attempt) for one in node.settled] == [(1, 2, 1), (3, 4, 2)]
 
 
-@pytest.mark.parametrize(("state", "told"), [("accepted", None), ("waiting", "nor known to be accepted: waiting")])
-async def test_an_accept_that_is_lost_when_the_lease_is_over_is_asked_about(state: str, told: str | None) -> None:
+@pytest.mark.parametrize(("state", "reason"), [("accepted", None), ("waiting", "nor known to be accepted: waiting")])
+async def test_an_accept_that_is_lost_when_the_lease_is_over_is_asked_about(state: str, reason: str | None) -> None:
     settling = settling_at(Failing(BrokerUnreachable("lost"), state=state))
-    order, answer = order_of([4])
-    order.held.valid_until = 0.0
-    settling.tell(order)
+    settlement, answer = order_of([4])
+    settlement.lease.valid_until = 0.0
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
-        if told is None:
+        if reason is None:
             await answer
         else:
-            with pytest.raises(InvalidRecordState, match=told):
+            with pytest.raises(InvalidRecordState, match=reason):
                 await answer
 
 
@@ -219,22 +219,22 @@ async def test_many_that_cannot_be_asked_about_do_not_wait_one_after_the_other()
     class Gone(Failing):
         asked = 0
 
-        async def at_leader(self, topic: str, partition: int, attempt: Any) -> Any:
+        async def call_leader(self, topic: str, partition: int, attempt: Any) -> Any:
             self.asked += 1
             # Everybody whose request was lost waits here by then.
-            while len(settling._doubtful) < 3:
+            while len(settling._unverified) < 3:
                 await asyncio.sleep(0)
             raise BrokerUnreachable("nobody there")
 
     node = Gone(*[BrokerUnreachable("lost")] * 3)
     settling = settling_at(node)
-    orders = [order_of([offset]) for offset in (1, 4, 7)]
-    for order, _ in orders:
-        order.held.valid_until = 0.0
-        settling.tell(order)
+    settlements = [order_of([offset]) for offset in (1, 4, 7)]
+    for settlement, _ in settlements:
+        settlement.lease.valid_until = 0.0
+        settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
-    for _, answer in orders:
+    for _, answer in settlements:
         with pytest.raises(InvalidRecordState, match="nobody there"):
             await answer
     assert node.asked == 1
@@ -250,24 +250,24 @@ async def test_what_is_told_to_a_node_that_leads_no_more_is_told_to_the_next_lea
 
     node = Moved(NotLeader("another one leads"))
     settling = settling_at(node)
-    order, answer = order_of([1, 2])
-    settling.tell(order)
+    settlement, answer = order_of([1, 2])
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await answer
     assert node.asked == [NodeId(1), NodeId(2)]
-    assert [(one.first, one.last) for one in node.told] == [(1, 2)]
+    assert [(one.first, one.last) for one in node.settled] == [(1, 2)]
 
 
 async def test_nobody_is_asked_about_what_nobody_waits_for() -> None:
     class Asked(Failing):
-        async def at_leader(self, topic: str, partition: int, attempt: Any) -> Any:
+        async def call_leader(self, topic: str, partition: int, attempt: Any) -> Any:
             raise NotImplementedError
 
-    lost = list[int]()
-    settling = settling_at(Asked(BrokerUnreachable("lost")), lost)
-    order = Order(held(), [4, 5, 6], Verb.ACCEPT)
-    order.held.valid_until = 0.0
-    settling.tell(order)
+    on_lost = list[int]()
+    settling = settling_at(Asked(BrokerUnreachable("lost")), on_lost)
+    settlement = Settlement(lease(), [4, 5, 6], Verb.ACCEPT)
+    settlement.lease.valid_until = 0.0
+    settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
-    assert lost == [4, 5, 6]
+    assert on_lost == [4, 5, 6]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import millstream
-from millstream.cli.held_port import HeldPort
+from millstream.cli.reserved_port import ReservedPort
 from millstream.client.declaration import wanted_settings
 from millstream.core.errors import (
     BrokerUnreachable,
@@ -57,7 +57,7 @@ def test_all_is_what_acks_is_called_elsewhere() -> None:
 
 
 async def test_whoever_connects_to_nobody_is_told_what_python_can_do() -> None:
-    nobodys = HeldPort()
+    nobodys = ReservedPort()
     address = nobodys.address
     with pytest.raises(BrokerUnreachable, match=r"to millstream\.connect") as told:
         async with millstream.connect(address, connect_timeout=0.1):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.client.held import Held
+from millstream.client.lease import Lease
 from millstream.client.leased_records import read_leased
 from millstream.client.message import Message
 from millstream.core.errors import CorruptBatch
@@ -35,8 +35,8 @@ class NoSettler:
         raise NotImplementedError
 
 
-def held() -> Held:
-    return Held("orders", b"0" * 16, 3, settler=NoSettler())
+def lease() -> Lease:
+    return Lease("orders", b"0" * 16, 3, settler=NoSettler())
 
 
 def log_of(parts: list[list[NewRecord]], compression: int = 0, timestamp_type: int = 0) -> bytes:
@@ -59,7 +59,7 @@ def test_leases_are_read_and_nothing_else(parts: list[list[NewRecord]], data: st
         else:
             leases.append(LeasedRange(offset, offset, offset % 7 + 1, 0))
     log = log_of(parts, data.draw(st.sampled_from([0, 1, 4])), data.draw(st.sampled_from([0, LOG_APPEND_TIME])))
-    found = read_leased(log, leases, held())
+    found = read_leased(log, leases, lease())
     truth = [record for record in decode_records(log) if record.offset in set(wanted)]
     assert [(one.offset, one.timestamp_ms, one.key, one.value, one.all_headers) for one in found] == truth
     attempts = {at: lease.attempt for lease in leases for at in range(lease.first, lease.last + 1)}
@@ -77,7 +77,7 @@ def test_batches_that_compaction_has_thinned_are_read(part: list[NewRecord], dat
         rebuild_batch(header, section, [one for at, one in enumerate(raw_records(section, header)) if at in kept])
     )
     first, last = sorted((data.draw(st.integers(95, 112)), data.draw(st.integers(95, 112))))
-    found = read_leased(log, [LeasedRange(first, last, 1, 0)], held())
+    found = read_leased(log, [LeasedRange(first, last, 1, 0)], lease())
     truth = [record for record in decode_records(log) if first <= record.offset <= last]
     assert [(one.offset, one.timestamp_ms, one.key, one.value, one.all_headers) for one in found] == truth
 
@@ -88,8 +88,8 @@ def test_control_batches_and_aborted_ones_are_left_out() -> None:
     control = encode_batch(one, base_offset=1, control=True)
     log = bytes(aborted + control + encode_batch([NewRecord(None, b"b", (), 1)], base_offset=2))
     everything = [LeasedRange(0, OFFSET_MAX, 0, 0)]
-    assert [one.value for one in read_leased(log, everything, held(), aborted=((7, 0),))] == [b"b"]
-    assert [one.value for one in read_leased(log, everything, held())] == [b"a", b"b"]
+    assert [one.value for one in read_leased(log, everything, lease(), aborted=((7, 0),))] == [b"b"]
+    assert [one.value for one in read_leased(log, everything, lease())] == [b"a", b"b"]
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_records_that_are_none_are_told(section: bytes) -> None:
             record_count=count,
         )
         with pytest.raises(CorruptBatch):
-            read_leased(bytes(batch), [LeasedRange(0, 9, 1, 0)], held())
+            read_leased(bytes(batch), [LeasedRange(0, 9, 1, 0)], lease())

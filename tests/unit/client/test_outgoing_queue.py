@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from kio.schema.errors import ErrorCode
 
-from millstream.client.lane import Lane
+from millstream.client.node_sender import NodeSender
 from millstream.client.outgoing_batch import OutgoingBatch
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
@@ -27,7 +27,7 @@ from millstream.protocol.messages import codec
 from millstream.protocol.records.record import decode_records
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.pool import Pool
-from millstream.protocol.wire.producing import Produced
+from millstream.protocol.wire.produce import Produced
 
 VERSION = 12
 IDENTITY = ProducerIdentity(7, 0)
@@ -58,8 +58,11 @@ def answer(code: ErrorCode, base_offset: int = -1) -> memoryview:
     return memoryview(codec.write_response(0, VERSION, 1, response))[4:]
 
 
-def lane(node: int, troubled: list[PartitionQueue]) -> tuple[Lane, ChannelByHand]:
-    made, channel = Lane(NodeId(node), acks=-1, linger_s=0, timeout_s=100, mend=troubled.append), ChannelByHand()
+def sender(node: int, troubled: list[PartitionQueue]) -> tuple[NodeSender, ChannelByHand]:
+    made, channel = (
+        NodeSender(NodeId(node), acks=-1, linger_s=0, timeout_s=100, recover=troubled.append),
+        ChannelByHand(),
+    )
     made.open(cast("Pool", None), cast("Channel", channel))
     return made, channel
 
@@ -87,11 +90,11 @@ async def turn() -> None:
 
 async def test_a_queue_that_moved_goes_on_when_the_last_answer_of_its_old_node_is_in() -> None:
     troubled: list[PartitionQueue] = []
-    (old, old_channel), (new, new_channel) = lane(1, troubled), lane(2, troubled)
+    (old, old_channel), (new, new_channel) = sender(1, troubled), sender(2, troubled)
     queue = queue_of()
-    queue.lane = old
+    queue.sender = old
     first = add(queue)
-    old.kick(queue)
+    old.notify(queue)
     await turn()
     old_channel.asked[0].set_result(answer(ErrorCode.none, 0))
     await first
@@ -99,13 +102,13 @@ async def test_a_queue_that_moved_goes_on_when_the_last_answer_of_its_old_node_i
     for asked in (2, 3):
         receipts.append(add(queue))
         queue.waiting_bytes += 64 * 1024  # Much has gathered, so a second request goes beside the first.
-        old.kick(queue)
+        old.notify(queue)
         await turn()
         assert len(old_channel.asked) == asked
     old_channel.asked[1].set_result(answer(ErrorCode.not_leader_or_follower))
     await turn()
     assert troubled == [queue]
-    queue.lane, queue.troubled = new, False
+    queue.sender, queue.troubled = new, False
     assert not queue.can_send
     old_channel.asked[2].set_result(answer(ErrorCode.out_of_order_sequence_number))
     await turn()
@@ -119,17 +122,17 @@ async def test_a_queue_that_moved_goes_on_when_the_last_answer_of_its_old_node_i
 
 async def test_an_answer_that_cannot_be_read_is_as_good_as_none() -> None:
     troubled: list[PartitionQueue] = []
-    way, channel = lane(1, troubled)
+    way, channel = sender(1, troubled)
     queue = queue_of()
-    queue.lane = way
+    queue.sender = way
     receipt = add(queue)
-    way.kick(queue)
+    way.notify(queue)
     await turn()
     channel.asked[0].set_result(memoryview(b"\x00\x00\x00\x01\x00\xff\xff"))
     await turn()
     assert troubled == [queue]
     queue.troubled = False
-    way.kick(queue)
+    way.notify(queue)
     await turn()
     channel.asked[1].set_result(answer(ErrorCode.none, 4))
     assert (await receipt).offset == 4
@@ -247,8 +250,8 @@ async def test_a_queue_that_is_given_up_says_what_is_in_doubt_and_takes_nothing_
 
 
 def queue_take(queue: PartitionQueue) -> OutgoingBatch:
-    """What the lane does when the queue may send."""
-    queue.lane = queue.lane or cast("Lane", object())
+    """What the sender does when the queue may send."""
+    queue.sender = queue.sender or cast("NodeSender", object())
     queue.troubled = False
     assert queue.can_send
     return queue.take()

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from millstream.client.declaration import Wanted, wanted_settings
-from millstream.client.held import Held
+from millstream.client.lease import Lease
 from millstream.client.leased_records import read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
 from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription
@@ -132,10 +132,10 @@ def test_a_message_has_one_id() -> None:
     given = headers_of([("message-id", None), ("message-id", "a"), ("message-id", "b")], ())
     written = encode_batch([NewRecord(None, b"", given)], base_offset=0)
     nobody: Any = None
-    held = Held("orders", UUID(int=7).bytes, 3, settler=nobody)
-    (message,) = read_leased(bytes(written), [LeasedRange(0, 0, 1, 0)], held)
-    assert message.id == message_id(held.topic_id, 3, 0, given) == "a"
+    lease = Lease("orders", UUID(int=7).bytes, 3, settler=nobody)
+    (message,) = read_leased(bytes(written), [LeasedRange(0, 0, 1, 0)], lease)
+    assert message.id == message_id(lease.topic_id, 3, 0, given) == "a"
     (message,) = read_leased(
-        bytes(encode_batch([NewRecord(None, b"")], base_offset=0)), [LeasedRange(0, 0, 1, 0)], held
+        bytes(encode_batch([NewRecord(None, b"")], base_offset=0)), [LeasedRange(0, 0, 1, 0)], lease
     )
     assert message.id == f"{UUID(int=7)}/3/0"

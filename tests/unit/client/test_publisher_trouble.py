@@ -215,14 +215,14 @@ async def test_a_node_that_cannot_be_reached_while_a_topic_is_opened_makes_no_se
     ledger: ProducerLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with asyncio.timeout(HANG_S), ledger.publishing() as publisher:
-        reach, refusals = publisher._client.pool_of, [NotLeader("moving"), BrokerUnreachable("not yet")]
+        reach, refusals = publisher._client.pool_for, [NotLeader("moving"), BrokerUnreachable("not yet")]
 
-        async def pool_of(node: NodeId | None) -> Pool:
+        async def pool_for(node: NodeId | None) -> Pool:
             if refusals:
                 raise refusals.pop(0)
             return await reach(node)
 
-        monkeypatch.setattr(publisher._client, "pool_of", pool_of)
+        monkeypatch.setattr(publisher._client, "pool_for", pool_for)
         receipts = await asyncio.gather(
             *(publisher.publish("orders", record, partition=0) for record in records(5)),
             publisher.publish_many("orders", records(5), partition=0),

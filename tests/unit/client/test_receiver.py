@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.client import accepted_ranges
 from millstream.client import receiver as module
-from millstream.client.accepted_ranges import AcceptedRanges
-from millstream.client.held import Held
+from millstream.client import settling
+from millstream.client.lease import Lease
 from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
+from millstream.client.settling import AcceptedRanges
 from millstream.core.errors import BrokerUnreachable, InvalidRecordState
 from millstream.core.ids import NodeId
 from millstream.core.verb import Verb
@@ -155,7 +155,7 @@ async def until(holds: Callable[[], object]) -> None:
 async def test_every_node_is_asked_although_there_is_little_credit(credit: int, ahead: int) -> None:
     cluster = Cluster(1, 2, 3)
     async with receiving(cluster, credit=credit, ahead=ahead) as receiver:
-        waiting = asyncio.create_task(receiver.arrival())
+        waiting = asyncio.create_task(receiver.wait_for_message())
         await until(lambda: all(cluster.asked.values()))
         assert sum(map(sum, cluster.asked.values())) <= ahead + 2
         for _ in range(5):
@@ -184,13 +184,13 @@ async def test_no_more_than_the_credit_is_asked_for_while_nobody_waits() -> None
 async def test_polls_get_credit_in_their_order() -> None:
     cluster = Cluster(1, 2, 3)
     async with receiving(cluster, credit=1, ahead=1):
-        order: list[int] = []
+        settlement: list[int] = []
         for _ in range(6):
-            await until(lambda: sum(map(len, cluster.asked.values())) == len(order) + 1)
-            (node,) = (node for node in cluster.nodes if len(cluster.asked[node]) > order.count(node))
-            order.append(node)
+            await until(lambda: sum(map(len, cluster.asked.values())) == len(settlement) + 1)
+            (node,) = (node for node in cluster.nodes if len(cluster.asked[node]) > settlement.count(node))
+            settlement.append(node)
             cluster.give(node, 0)
-        assert order == [1, 2, 3, 1, 2, 3]
+        assert settlement == [1, 2, 3, 1, 2, 3]
 
 
 async def test_a_busy_node_does_not_hide_one_that_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +207,8 @@ async def test_a_busy_node_does_not_hide_one_that_comes_later(monkeypatch: pytes
 async def test_whoever_does_not_wait_any_more_is_forgotten() -> None:
     cluster = Cluster(1)
     async with receiving(cluster) as receiver:
-        first, second = (asyncio.create_task(receiver.arrival()) for _ in range(2))
-        third = asyncio.create_task(receiver.arrival())
+        first, second = (asyncio.create_task(receiver.wait_for_message()) for _ in range(2))
+        third = asyncio.create_task(receiver.wait_for_message())
         await until(lambda: len(receiver._idle) == 3)
         third.cancel()
         await asyncio.wait([third])
@@ -225,7 +225,7 @@ async def test_a_list_with_messages_that_are_not_held_is_an_error_and_the_others
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 4)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         messages = receiver.take_many(4)
         receiver.done(messages[1])
         stream = MessageStream(started(receiver))
@@ -235,7 +235,7 @@ async def test_a_list_with_messages_that_are_not_held_is_an_error_and_the_others
         with pytest.raises(InvalidRecordState, match="4 of 4 messages"):
             await stream.ack(messages)
         cluster.give(1, 2)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         first, second = receiver.take_many(2)
         await stream.ack([first, second, second])
 
@@ -244,7 +244,7 @@ async def test_what_is_done_when_it_is_handed_out_may_be_acknowledged() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, delivery="at-most-once") as receiver:
         cluster.give(1, 2)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         await MessageStream(started(receiver)).ack(receiver.take_many(2))
         assert cluster.settled == []
 
@@ -253,12 +253,12 @@ async def test_what_is_left_unsettled_is_given_up_when_its_lease_is_over() -> No
     cluster = Cluster(1)
     async with receiving(cluster, credit=5, ahead=5) as receiver:
         cluster.give(1, 5)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         first, *others = receiver.take_many(5)
         assert len(cluster.asked[1]) == 1
-        first._held.valid_until = monotonic()
+        first._lease.valid_until = monotonic()
         for message in [first, *others]:
-            receiver.leave_alone(message)
+            receiver.stop_renewing(message)
         extended = others[-1]
         extending = asyncio.create_task(extended.extend(HANG_S))
         await extending
@@ -277,22 +277,22 @@ async def test_a_batch_is_left_alone_when_the_next_is_asked_for() -> None:
         batches = MessageStream(started(receiver)).batches(2)
         first = await anext(batches)
         second = await anext(batches)
-        assert set(first) == set(receiver._left_alone)
+        assert set(first) == set(receiver._not_renewed)
         await second[0].ack()
         assert len(await anext(batches)) == 1
-        assert set(receiver._left_alone) == {*first, second[1]}
+        assert set(receiver._not_renewed) == {*first, second[1]}
 
 
 async def test_what_is_settled_is_not_kept() -> None:
     def helds() -> int:
         gc.collect()
-        return sum(type(one) is Held and one.settler is receiver for one in gc.get_objects())
+        return sum(type(one) is Lease and one.settler is receiver for one in gc.get_objects())
 
     cluster = Cluster(1)
     async with receiving(cluster, ahead=100) as receiver:
         for _ in range(3):
             cluster.give(1, 100)
-            await receiver.arrival()
+            await receiver.wait_for_message()
             for message in receiver.take_many(100):
                 receiver.accept(message)
         del message
@@ -306,9 +306,9 @@ async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
         records = [NewRecord(None, b"%d" % number) for number in range(4)]
         leases = [LeasedRange(0, 0, 1, 0), LeasedRange(1, 2, 3, 0), LeasedRange(3, 3, 1, 0)]
         part = PartitionMessages("orders", b"0" * 16, 0, leases, bytes(encode_batch(records, base_offset=0)))
-        receiver._take_in(NodeId(1), Leased(ReceiveAnswer(0, None, [part]), monotonic()))
+        receiver._receive(NodeId(1), Leased(ReceiveAnswer(0, None, [part]), monotonic()))
         messages = receiver.take_many(4)
-        assert [(one.offset, one.attempt, one._held.attempt) for one in messages] == [
+        assert [(one.offset, one.attempt, one._lease.attempt) for one in messages] == [
             (0, 1, 1),
             (1, 3, 3),
             (2, 3, 3),
@@ -323,13 +323,13 @@ async def test_a_lease_that_was_changed_is_followed() -> None:
         cluster.give(1, 1, lease_ms=5000)
         await until(lambda: len(receiver._buffer) == 2)
         old, new = receiver.take_many(2)
-        assert (old._held.lease_s, new._held.lease_s) == (30.0, 5.0)
-        assert new._held.valid_until <= monotonic() + 5
+        assert (old._lease.lease_s, new._lease.lease_s) == (30.0, 5.0)
+        assert new._lease.valid_until <= monotonic() + 5
         for message in (old, new):
-            receiver._renew(message._held)
+            receiver._renew(message._lease)
         await receiver.settling.flush()
         assert cluster.extended_ms == [30_000, 5000]
-        assert old._held.valid_until > monotonic() + 5 >= new._held.valid_until
+        assert old._lease.valid_until > monotonic() + 5 >= new._lease.valid_until
 
 
 @pytest.mark.parametrize(("delivery", "kept"), [("at-least-once", 0), ("at-most-once", 3)])
@@ -337,9 +337,9 @@ async def test_what_waits_is_put_back_unless_nobody_would_get_it_again(delivery:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10, delivery=delivery) as receiver:
         cluster.give(1, 2)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         await until(lambda: len(cluster.asked[1]) == 2)
-        receiver.put_back()
+        receiver.return_buffered()
         # An answer that is on its way comes all the same.
         cluster.give(1, 1)
         await receiver.stop()
@@ -353,7 +353,7 @@ async def test_whoever_leaves_may_settle_what_he_has() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 4)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         first, second = receiver.take_many(2)
         leaving = asyncio.create_task(receiver.leave())
         await until(lambda: len(cluster.settled) == 2)
@@ -371,7 +371,7 @@ async def test_whoever_leaves_may_settle_what_he_has() -> None:
 
 async def arrived(receiver: Receiver) -> None:
     """Wait until an answer was taken in, though nothing of it may be for anybody."""
-    await until(lambda: len(receiver._hungry) + receiver._polls.asked)
+    await until(lambda: len(receiver._waiting_polls) + receiver._polls.asked)
     for _ in range(20):
         await asyncio.sleep(0)
 
@@ -380,46 +380,46 @@ async def test_a_message_in_hand_that_is_leased_anew_goes_on_and_is_not_given_tw
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 3)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         messages = receiver.take_many(1)
         cluster.give_again(1, 0, 3, attempt=2)
         await arrived(receiver)
         messages += receiver.take_many(10)
         assert [one.offset for one in messages] == [0, 1, 2]
-        assert (receiver._held, len(receiver._helds)) == (3, 1)
+        assert (receiver._in_flight, len(receiver._leases)) == (3, 1)
         for message in messages:
             await message.ack()
         assert cluster.settled == [(Verb.ACCEPT, offset) for offset in range(3)]
         assert cluster.attempts == [2, 2, 2]
-        assert (receiver._held, len(receiver._helds)) == (0, 0)
+        assert (receiver._in_flight, len(receiver._leases)) == (0, 0)
 
 
 async def test_a_message_in_hand_whose_lease_was_lost_goes_on_when_it_is_leased_anew() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 2)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         first, second = receiver.take_many(2)
         cluster.done = {0, 1}
-        receiver._renew(first._held)
+        receiver._renew(first._lease)
         await until(lambda: first.is_settled and second.is_settled)
         # Nobody works on the second one any more, so it is for whoever comes.
         receiver.accept(second)
         cluster.done.clear()
         cluster.give_again(1, 0, 2, attempt=2)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         (again,) = receiver.take_many(10)
         assert (again.offset, again.attempt) == (1, 2)
         await first.ack()
         await again.ack()
-        assert (cluster.attempts, receiver._held, receiver._lost_in_hand) == ([2, 2], 0, {})
+        assert (cluster.attempts, receiver._in_flight, receiver._lost_in_progress) == ([2, 2], 0, {})
 
 
 async def test_a_message_that_is_accepted_while_it_is_leased_anew_is_not_given_again() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 2)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         first, second = receiver.take_many(2)
         # The first has no answer yet when it comes again, the second was asked for before it was accepted.
         await until(lambda: len(cluster.asked[1]) == 2)
@@ -428,19 +428,19 @@ async def test_a_message_that_is_accepted_while_it_is_leased_anew_is_not_given_a
         accepted = asyncio.create_task(first.ack())
         await until(lambda: 0 in cluster.done)
         cluster.give_again(1, 0, 2)
-        await until(lambda: receiver._unsure)
+        await until(lambda: receiver._unconfirmed)
         cluster.answering.set()
         await accepted
-        await until(lambda: not receiver._unsure)
+        await until(lambda: not receiver._unconfirmed)
         assert receiver.take() is None
-        assert (receiver._held, len(receiver._helds)) == (0, 0)
+        assert (receiver._in_flight, len(receiver._leases)) == (0, 0)
         # What is asked for afterwards is given for a reason, such as a seek.
         await until(lambda: len(cluster.asked[1]) == 3)
         cluster.give(1, 0)
         await until(lambda: len(cluster.asked[1]) == 4)
         cluster.done.clear()
         cluster.give_again(1, 0, 2)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         assert [one.offset for one in receiver.take_many(10)] == [0, 1]
 
 
@@ -448,7 +448,7 @@ async def test_a_message_that_was_given_anew_after_it_was_accepted_is_found_to_b
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 1)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         (first,) = receiver.take_many(1)
         await until(lambda: len(cluster.asked[1]) == 2)
         await first.ack()
@@ -456,7 +456,7 @@ async def test_a_message_that_was_given_anew_after_it_was_accepted_is_found_to_b
         cluster.done.clear()
         cluster.give_again(1, 0)
         async with asyncio.timeout(HANG_S):
-            await receiver.arrival()
+            await receiver.wait_for_message()
         (again,) = receiver.take_many(1)
         assert (again.offset, again is not first) == (0, True)
         await again.ack()
@@ -466,11 +466,11 @@ async def test_what_was_left_unsettled_comes_again() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.give(1, 1)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         (first,) = receiver.take_many(1)
-        receiver.leave_alone(first)
+        receiver.stop_renewing(first)
         cluster.give_again(1, 0, attempt=2)
-        await receiver.arrival()
+        await receiver.wait_for_message()
         (again,) = receiver.take_many(1)
         assert (again.offset, again.attempt, first.is_settled) == (0, 2, True)
         await again.ack()
@@ -481,7 +481,7 @@ async def test_a_topic_made_anew_has_other_messages() -> None:
     async with receiving(cluster, ahead=10) as receiver:
         for topic_id in (b"0" * 16, b"1" * 16):
             answer = ReceiveAnswer(0, None, [leased(0, 2, 0, topic_id=topic_id)])
-            receiver._take_in(NodeId(1), Leased(answer, monotonic()))
+            receiver._receive(NodeId(1), Leased(answer, monotonic()))
         assert len(receiver.take_many(10)) == 4
 
 
@@ -503,12 +503,12 @@ async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confir
     cluster.done = {0} if is_asked else set()
     async with receiving(cluster, ahead=10) as receiver:
         cluster.answering.clear()
-        receiver._take_in(NodeId(1), late(30_000, waited_ms=waited_ms, ago_s=60.0))
+        receiver._receive(NodeId(1), late(30_000, waited_ms=waited_ms, ago_s=60.0))
         if is_asked:
             await until(lambda: cluster.settled)
             assert receiver.take() is None
             cluster.answering.set()
-            await receiver.arrival()
+            await receiver.wait_for_message()
             assert (cluster.settled[0], set(cluster.extended_ms)) == ((Verb.EXTEND, 0), {30_000})
         assert [one.offset for one in receiver.take_many(10)] == ([1] if is_asked else [0, 1])
 
@@ -516,50 +516,50 @@ async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confir
 async def test_what_has_waited_here_for_longer_than_its_lease_is_confirmed_first() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        receiver._take_in(NodeId(1), late(30_000))
+        receiver._receive(NodeId(1), late(30_000))
         (first,) = receiver.take_many(1)
         # Extensions are sent, and have no answer: nobody knows whether the broker has got them.
         cluster.answering.clear()
-        receiver._renew(first._held)
-        first._held.fresh_until = monotonic()
+        receiver._renew(first._lease)
+        first._lease.fresh_until = monotonic()
         assert receiver.take() is None
         cluster.done = {1}
         cluster.answering.set()
-        await until(lambda: not receiver._unsure)
+        await until(lambda: not receiver._unconfirmed)
         assert receiver.take() is None
-        assert (receiver._held, len(receiver._buffer)) == (1, 0)
+        assert (receiver._in_flight, len(receiver._buffer)) == (1, 0)
         await first.ack()
 
 
 async def test_an_extension_counts_from_when_it_was_sent_and_once_it_is_answered() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
-        receiver._take_in(NodeId(1), late(30_000))
-        held = receiver.take_many(1)[0]._held
-        before, deadline_ms = held.fresh_until, held.deadline_ms
+        receiver._receive(NodeId(1), late(30_000))
+        lease = receiver.take_many(1)[0]._lease
+        before, deadline_ms = lease.fresh_until, lease.deadline_ms
         cluster.answering.clear()
         sent_at = monotonic()
-        receiver._renew(held)
+        receiver._renew(lease)
         await until(lambda: cluster.extended_ms)
-        assert held.fresh_until == before
+        assert lease.fresh_until == before
         cluster.answering.set()
         await receiver.settling.flush()
-        assert before < held.fresh_until < sent_at + 30
-        assert (held.deadline_ms or 0) > (deadline_ms or 0)
+        assert before < lease.fresh_until < sent_at + 30
+        assert (lease.deadline_ms or 0) > (deadline_ms or 0)
 
 
 async def test_what_is_not_confirmed_when_the_worker_stops_goes_back() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         cluster.answering.clear()
-        receiver._take_in(NodeId(1), late(30_000, ago_s=60.0))
+        receiver._receive(NodeId(1), late(30_000, ago_s=60.0))
         await until(lambda: cluster.settled)
-        stopping = asyncio.create_task(receiver.give_back())
-        await until(lambda: not receiver._unsure)
+        stopping = asyncio.create_task(receiver.return_untaken())
+        await until(lambda: not receiver._unconfirmed)
         cluster.answering.set()
         await stopping
         assert [one for one in cluster.settled if one[0] == Verb.RETURN] == [(Verb.RETURN, 0), (Verb.RETURN, 1)]
-        assert receiver._held == 0
+        assert receiver._in_flight == 0
 
 
 HERE, THERE = (b"a", 0), (b"a", 1)
@@ -581,7 +581,7 @@ def test_what_was_accepted_while_a_request_was_open_is_known_or_in_doubt(
     accepted: list[tuple[float, tuple[bytes, int], int]] = []
     ranges = AcceptedRanges(lambda: min(polls.values(), default=math.inf))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accepted_ranges, "RANGES_MAX", ranges_max)
+        patch.setattr(settling, "RANGES_MAX", ranges_max)
         for now, (kind, *rest) in enumerate(steps):
             if kind == "send":
                 polls.setdefault(rest[0], float(now))
@@ -602,7 +602,7 @@ def test_what_was_accepted_while_a_request_was_open_is_known_or_in_doubt(
 def test_ranges_that_no_open_request_needs_are_forgotten_first() -> None:
     open_since = [0.0]
     ranges = AcceptedRanges(lambda: open_since[0])
-    for at in range(accepted_ranges.RANGES_MAX):
+    for at in range(settling.RANGES_MAX):
         ranges.add(float(at), (HERE, THERE)[at % 2], at, at)
     open_since[0] = 990.0
     ranges.add(1000.0, HERE, 5000, 5000)

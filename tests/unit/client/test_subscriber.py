@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from millstream.client import subscriber as module
-from millstream.client.held import Held
 from millstream.client.idempotent_handler import IdempotentHandler
+from millstream.client.lease import Lease
 from millstream.client.message import Message
 from millstream.client.outcome import Reject, RetryLater
 from millstream.client.subscriber import Handler, Subscriber
@@ -30,11 +30,11 @@ class Given:
     error: MillstreamError | None = None
 
     def __init__(self, count: int) -> None:
-        held = Held("orders", b"0" * 16, 0, settler=self)
-        self.messages = [Message(held, offset, 0, None, b"", b"\x00", 1) for offset in range(count)]
+        lease = Lease("orders", b"0" * 16, 0, settler=self)
+        self.messages = [Message(lease, offset, 0, None, b"", b"\x00", 1) for offset in range(count)]
         self.settling = self
-        self.told: dict[int, tuple[int, int | None, str]] = {}
-        self.is_over = False
+        self.settled: dict[int, tuple[int, int | None, str]] = {}
+        self.is_exhausted = False
         self._count = count
         self.limits: list[int | None] = []
         self.limit: int | None = None
@@ -50,28 +50,28 @@ class Given:
     def take_many(self, count: int) -> list[Message]:
         raise NotImplementedError
 
-    async def arrival(self) -> None:
+    async def wait_for_message(self) -> None:
         self._woken.clear()
         await self._woken.wait()
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
         raise NotImplementedError
 
-    def tell(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
-        self.told[message.offset] = verb, delay_ms, reason
-        if len(self.told) == self._count:
+    def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
+        self.settled[message.offset] = verb, delay_ms, reason
+        if len(self.settled) == self._count:
             self._all.set()
 
     def accept(self, message: Message) -> None:
-        self.tell(message, Verb.ACCEPT)
+        self.settle_nowait(message, Verb.ACCEPT)
 
     def accept_many(self, messages: object) -> list[asyncio.Future[None]]:
         raise NotImplementedError
 
-    def leave_alone(self, message: Message) -> None:
+    def stop_renewing(self, message: Message) -> None:
         raise NotImplementedError
 
-    def leave_alone_all(self, messages: Sequence[Message]) -> None:
+    def stop_renewing_all(self, messages: Sequence[Message]) -> None:
         raise NotImplementedError
 
     async def flush(self) -> None:
@@ -82,14 +82,14 @@ class Given:
         self.limit = limit
         self._woken.set()
 
-    def put_back(self) -> None:
+    def return_buffered(self) -> None:
         pass
 
     async def stop(self) -> None:
-        self.is_over = True
+        self.is_exhausted = True
         self._woken.set()
 
-    async def give_back(self) -> None:
+    async def return_untaken(self) -> None:
         await self.stop()
 
     async def leave(self) -> None:
@@ -107,14 +107,14 @@ async def forget(delete: bool) -> None:
     pass
 
 
-async def told_of(count: int, handler: Handler) -> dict[int, tuple[int, int | None, str]]:
+async def settled_by(count: int, handler: Handler) -> dict[int, tuple[int, int | None, str]]:
     source = Given(count)
     subscriber = Subscriber(source, handler, concurrency=1, forget=forget)
     await subscriber.start()
     await source.all_told()
     assert not any(worker.done() for worker in subscriber._workers)
     await subscriber.drain()
-    return source.told
+    return source.settled
 
 
 async def test_what_a_handler_waited_for_may_be_cancelled() -> None:
@@ -124,8 +124,8 @@ async def test_what_a_handler_waited_for_may_be_cancelled() -> None:
             waiting.cancel()
             await waiting
 
-    told = await told_of(3, handle)
-    assert told == {
+    settled = await settled_by(3, handle)
+    assert settled == {
         0: (Verb.RELEASE, None, "CancelledError: CancelledError"),
         1: (Verb.ACCEPT, None, ""),
         2: (Verb.ACCEPT, None, ""),
@@ -147,9 +147,9 @@ async def test_a_handler_that_cancels_its_own_task_has_failed(when: str) -> None
                 await asyncio.sleep(HANG_S)
         await asyncio.sleep(0) if message.offset else None
 
-    told = await told_of(3, handle)
+    settled = await settled_by(3, handle)
     is_done = when in ("without waiting", "and goes on")
-    assert told == {
+    assert settled == {
         0: (Verb.ACCEPT, None, "") if is_done else (Verb.RELEASE, None, "CancelledError: CancelledError"),
         1: (Verb.ACCEPT, None, ""),
         2: (Verb.ACCEPT, None, ""),
@@ -169,7 +169,7 @@ def test_a_program_that_ends_is_not_held_up_by_a_handler() -> None:
             await asyncio.sleep(0)
 
     asyncio.run(main())
-    assert sources[0].told == {0: (Verb.RELEASE, 0, "the worker was stopped")}
+    assert sources[0].settled == {0: (Verb.RELEASE, 0, "the worker was stopped")}
 
 
 @pytest.mark.parametrize("is_plain", [False, True])
@@ -181,7 +181,7 @@ async def test_what_is_no_exception_by_name_is_an_error_of_the_handler(is_plain:
     async def handle(message: Message) -> None:
         fail(message)
 
-    assert await told_of(2, fail if is_plain else handle) == {
+    assert await settled_by(2, fail if is_plain else handle) == {
         0: (Verb.RELEASE, None, "Failed: one euro is missing"),
         1: (Verb.ACCEPT, None, ""),
     }
@@ -198,7 +198,7 @@ async def test_a_worker_that_is_stopped_gives_its_message_back() -> None:
     await subscriber.start()
     await begun.wait()
     await subscriber.drain(timeout=0)
-    assert source.told == {0: (Verb.RELEASE, 0, "the worker was stopped")}
+    assert source.settled == {0: (Verb.RELEASE, 0, "the worker was stopped")}
 
 
 @pytest.mark.parametrize("seconds", [math.inf, math.nan, "5", 1e300, None])
@@ -213,9 +213,9 @@ async def test_a_delay_that_is_no_time_is_an_error_of_the_handler(seconds: Any) 
         if message.offset == 0:
             raise RetryLater(seconds)
 
-    told = await told_of(2, handle)
-    assert told[0][:2] == (Verb.RELEASE, None)
-    assert told[1][0] == Verb.ACCEPT
+    settled = await settled_by(2, handle)
+    assert settled[0][:2] == (Verb.RELEASE, None)
+    assert settled[1][0] == Verb.ACCEPT
 
 
 async def test_an_error_that_cannot_say_what_it_is_releases_the_message() -> None:
@@ -226,7 +226,7 @@ async def test_an_error_that_cannot_say_what_it_is_releases_the_message() -> Non
     async def handle(message: Message) -> None:
         raise (Unspeakable, Reject, RetryLater)[message.offset](*((), ("half \ud800",), (2.5, "soon"))[message.offset])
 
-    assert await told_of(3, handle) == {
+    assert await settled_by(3, handle) == {
         0: (Verb.RELEASE, None, ""),
         1: (Verb.REJECT, None, "half ?"),
         2: (Verb.RELEASE, 2500, "soon"),
@@ -249,14 +249,14 @@ async def test_as_many_plain_functions_run_at_once_as_are_allowed(is_idempotent:
     await subscriber.drain()
     if idempotent is not None:
         await idempotent.close()
-    assert source.told == dict.fromkeys(range(count), (Verb.ACCEPT, None, ""))
+    assert source.settled == dict.fromkeys(range(count), (Verb.ACCEPT, None, ""))
 
 
 # -- a handler that fails for everything -------------------------------------------------------------------------
 
 
 def verbs(source: Given) -> list[int]:
-    return [source.told[offset][0] for offset in sorted(source.told)]
+    return [source.settled[offset][0] for offset in sorted(source.settled)]
 
 
 async def test_a_handler_that_fails_for_everything_tries_one_message_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +300,7 @@ async def test_a_message_that_was_tried_often_leaves_its_place_to_another(monkey
     await subscriber.start()
     await source.all_told()
     await subscriber.drain()
-    assert source.told[10][:2] == (Verb.RELEASE, 60_000)
+    assert source.settled[10][:2] == (Verb.RELEASE, 60_000)
     assert verbs(source)[11:] == [Verb.ACCEPT] * 9
 
 
@@ -355,7 +355,7 @@ async def test_failures_of_a_kind_are_logged_once_and_counted(
         if message.offset % 4 == 0:
             raise KeyError(message.offset)
 
-    await told_of(12, handle)
+    await settled_by(12, handle)
     said = [(record.getMessage(), record.exc_info is not None) for record in caplog.records]
     assert [is_traceback for _, is_traceback in said] == [True, True, False]
     assert said[-1][0] == "the handler of 'billing' failed 7 times more, not logged"

@@ -17,7 +17,7 @@ from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_session import EtcdSession
 from millstream.broker.cluster.etcd_store import EtcdStore
 from millstream.broker.cluster.store import Event, Put
-from millstream.cli.held_port import HeldPort
+from millstream.cli.reserved_port import ReservedPort
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 from millstream_testing.clock import ManualClock
@@ -78,7 +78,7 @@ async def ask(store: EtcdStore, call: Callable[[etcd_members.EtcdMember], object
 
 
 async def test_another_member_answers_when_one_is_away(connect: Connect, etcd: EtcdServer) -> None:
-    nobodys = HeldPort()
+    nobodys = ReservedPort()
     store = connect(nobodys.address, address_of(etcd))
     assert await store.change([Put("a", "1")]) is not None
     assert (await store.read("a")).entries["a"].value == "1"
@@ -86,7 +86,7 @@ async def test_another_member_answers_when_one_is_away(connect: Connect, etcd: E
 
 
 async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
-    nobodys = HeldPort()
+    nobodys = ReservedPort()
     store = connect(nobodys.address)
     heard: list[bool] = []
     store.when_changed(lambda: heard.append(store.available))
@@ -121,7 +121,7 @@ async def test_what_answers_in_the_place_of_etcd_is_told(connect: Connect, answe
 
 
 async def test_who_is_not_there_is_told(connect: Connect) -> None:
-    nobodys = HeldPort()
+    nobodys = ReservedPort()
     with pytest.raises(StoreRefused, match=r"cannot be reached \(.*refused"):
         await connect(nobodys.address).read("a")
 

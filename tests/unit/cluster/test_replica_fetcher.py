@@ -22,7 +22,7 @@ from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream.protocol.wire.replica_fetching import ReplicaAnswer, ReplicaAnswers, ReplicaFetch
+from millstream.protocol.wire.replica_fetch import ReplicaAnswer, ReplicaAnswers, ReplicaFetch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 

@@ -14,7 +14,7 @@ from millstream.broker.cluster.replica_link import SMALL_ANSWERS_MAX, WireLink
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.protocol.messages.codec import RequestHeader
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.replica_fetch import (
     VERSION,
     ReplicaAnswer,
     ReplicaAnswers,

@@ -6,7 +6,7 @@ import pytest
 
 from millstream.broker.groups.consumer import expression as module
 from millstream.broker.groups.consumer.expression import Expressions
-from millstream.core.errors import InvalidExpression
+from millstream.core.errors import InvalidRegex
 from millstream_testing.state_log import MemoryTopics
 
 
@@ -45,9 +45,9 @@ def test_the_whole_name_has_to_match(topics: MemoryTopics, expression: str, matc
 )
 def test_what_is_wrong_or_unbounded_is_refused(topics: MemoryTopics, expression: str) -> None:
     expressions = Expressions(topics)
-    with pytest.raises(InvalidExpression):
+    with pytest.raises(InvalidRegex):
         expressions.check(expression)
-    with pytest.raises(InvalidExpression):
+    with pytest.raises(InvalidRegex):
         expressions.matches(expression)
 
 
@@ -76,7 +76,7 @@ def test_a_name_is_looked_at_once(topics: MemoryTopics, monkeypatch: pytest.Monk
         def fullmatch(self, name: str) -> None:
             looked_at.append(name)
 
-    monkeypatch.setattr(module, "compile_expression", lambda _: Counting())
+    monkeypatch.setattr(module, "compile_regex", lambda _: Counting())
     expressions = Expressions(topics)
     for _ in range(3):
         expressions.matches("x")

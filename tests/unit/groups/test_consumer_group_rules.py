@@ -15,7 +15,7 @@ from millstream.core.errors import (
     FencedMemberEpoch,
     GroupFull,
     GroupNotEmpty,
-    InvalidExpression,
+    InvalidRegex,
     PolicyViolation,
     StaleMemberEpoch,
     SubscribedToTopic,
@@ -368,12 +368,12 @@ def test_names_and_expressions_together(trial: ConsumerTrial) -> None:
 
 def test_a_wrong_expression_is_refused_and_changes_nothing(trial: ConsumerTrial) -> None:
     wrong = SimulatedConsumer("m0", expression="(")
-    assert isinstance(trial.send(wrong.request()).error, InvalidExpression)
+    assert isinstance(trial.send(wrong.request()).error, InvalidRegex)
     assert trial.log == []
     right = SimulatedConsumer("m0", expression="orders")
     trial.settle(right)
     right.expression = "[z-a]"
-    assert isinstance(trial.send(right.request(full=True)).error, InvalidExpression)
+    assert isinstance(trial.send(right.request(full=True)).error, InvalidRegex)
     assert size_of(trial.consumers().members["m0"].position.assigned) == 4
 
 
@@ -383,7 +383,7 @@ def test_a_group_uses_only_so_many_expressions() -> None:
     for consumer in crowd:
         trial.beat(consumer)
     one_more = SimulatedConsumer("m100", expression="orders|x100")
-    assert isinstance(trial.send(one_more.request()).error, InvalidExpression)
+    assert isinstance(trial.send(one_more.request()).error, InvalidRegex)
     one_more.expression = "orders|x7"
     trial.beat(one_more)
     trial.leave(crowd[0])

@@ -13,7 +13,7 @@ from millstream.core import child_process as supervised_child
 from millstream.gateway import child
 from millstream.gateway.child import HttpChild
 from millstream.protocol.wire import node_status as broker_status
-from millstream.protocol.wire.node_status import QUESTION, BrokerLine
+from millstream.protocol.wire.node_status import QUESTION, BrokerStatusPipe
 
 STATUS = {"node_id": 7, "version": "0.1.0", "reasons": [], "warnings": []}
 
@@ -114,7 +114,7 @@ async def test_the_last_status_stands_while_a_busy_broker_does_not_answer(monkey
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.settimeout(10)
-        line = BrokerLine(ours)
+        line = BrokerStatusPipe(ours)
         line.feed(json.dumps({"starting": None, "status": STATUS}).encode() + b"\n")
         first = await line.health()
         second = await line.health()

@@ -35,7 +35,7 @@ class Cluster:
         self.refreshed += 1
         raise BrokerUnreachable("away")
 
-    async def at_leader(self, _topic: str, _partition: int, attempt: Any) -> Any:
+    async def call_leader(self, _topic: str, _partition: int, attempt: Any) -> Any:
         return await attempt(NodeId(1))
 
     async def private(self, _node: NodeId, key: int, body: bytes, **_: Any) -> memoryview:

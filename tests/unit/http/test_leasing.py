@@ -100,7 +100,7 @@ class Cluster:
     async def metadata(self, topics: Any = None) -> Any:
         return SimpleNamespace(nodes=self.nodes)
 
-    async def pool_of(self, node: int) -> Node:
+    async def pool_for(self, node: int) -> Node:
         return self.nodes[node]
 
     async def private(self, node: int, key: int, body: bytes, **_: Any) -> memoryview:

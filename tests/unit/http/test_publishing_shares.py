@@ -36,7 +36,7 @@ class Broker:
         self.client = self.publishing = self
         self.pressure = Pressure()
 
-    def pause_of(self, _topic: str) -> float:
+    def throttle_of(self, _topic: str) -> float:
         return 0.0
 
     async def metadata(self, _topics: Any, *, create: bool) -> Any:

@@ -58,7 +58,7 @@ class Others:
     def __init__(self, leader: Node) -> None:
         self.leader = leader
 
-    async def at_leader(
+    async def call_leader(
         self, _topic: str, _partition: int, attempt: Callable[[NodeId], Awaitable[SettleAnswer]]
     ) -> SettleAnswer:
         return await attempt(LEADER)

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from millstream.core.errors import CorruptBatch
+from millstream.core.ids import OffsetRange
 from millstream.gateway.api import record_reader as bounds
-from millstream.gateway.api.record_reader import ReadRecords, RecordReader, Span
+from millstream.gateway.api.record_reader import ReadRecords, RecordReader
 from millstream.protocol.private.leasing import Leased
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
 from millstream.protocol.records import compression
@@ -106,7 +107,7 @@ async def test_a_batch_that_decompresses_to_too_much_is_not_read(
     leased = await unpacking.read_leased(None, answer(batches, (0, 4)), MIB)
     assert offsets(leased) == ([], [], [0, 1, 2, 3, 4])
     with pytest.raises(CorruptBatch):
-        await unpacking.read(batches, header_of(batches), [Span(0, 5)], MIB)
+        await unpacking.read(batches, header_of(batches), [OffsetRange(0, 5)], MIB)
 
 
 async def test_a_large_batch_is_read_in_slices(unpacking: RecordReader) -> None:
@@ -114,7 +115,7 @@ async def test_a_large_batch_is_read_in_slices(unpacking: RecordReader) -> None:
     batches = batch(values, COMPRESSION_ZSTD)
     header, start, found = header_of(batches), 0, []
     while start <= header.last_offset:
-        piece = await unpacking.read(batches, header, [Span(start, header.next_offset)], 50_000)
+        piece = await unpacking.read(batches, header, [OffsetRange(start, header.next_offset)], 50_000)
         assert sum(len(one.value or b"") for one in piece.records) <= 50_000
         found += [one.value for one in piece.records]
         start = piece.next_offset

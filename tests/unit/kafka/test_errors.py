@@ -9,7 +9,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.core import errors
-from millstream.protocol.wire.refusal import TRANSIENT, code_name, refusal
+from millstream.protocol.wire.error_codes import TRANSIENT, code_name, error_from_code
 
 # These never reach a client, so their codes do not matter.
 INTERNAL: set[type[errors.MillstreamError]] = {
@@ -57,22 +57,25 @@ def test_what_lies_outside_the_tree_is_not_told() -> None:
 
 @pytest.mark.parametrize("code", [code for code in ErrorCode if code is not ErrorCode.none])
 def test_a_code_becomes_an_error_with_that_code(code: ErrorCode) -> None:
-    error = refusal(code, None, about="fetch from t-0")
+    error = error_from_code(code, None, about="fetch from t-0")
     assert code_name(code) in str(error)
     assert str(error).startswith("fetch from t-0: ")
     if not isinstance(error, errors.RequestRefused):
-        again = refusal(error_code(error), None, about="x")
+        again = error_from_code(error_code(error), None, about="x")
         assert type(again) is type(error)
     else:
         assert error.code == code
 
 
 def test_the_brokers_own_words_are_kept() -> None:
-    assert str(refusal(40, "retention.ms must be a number", about="alter")) == "alter: retention.ms must be a number"
-    assert "error code 999" in str(refusal(999, None, about="x"))
+    assert (
+        str(error_from_code(40, "retention.ms must be a number", about="alter"))
+        == "alter: retention.ms must be a number"
+    )
+    assert "error code 999" in str(error_from_code(999, None, about="x"))
 
 
 def test_what_passes_by_itself_is_known() -> None:
-    assert isinstance(refusal(6, None, about="x"), TRANSIENT)
-    assert isinstance(refusal(14, None, about="x"), TRANSIENT)
-    assert not isinstance(refusal(3, None, about="x"), TRANSIENT)
+    assert isinstance(error_from_code(6, None, about="x"), TRANSIENT)
+    assert isinstance(error_from_code(14, None, about="x"), TRANSIENT)
+    assert not isinstance(error_from_code(3, None, about="x"), TRANSIENT)

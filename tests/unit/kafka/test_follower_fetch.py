@@ -26,7 +26,7 @@ from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.records.record import NewRecord, encode_batch
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
     PartitionKey,

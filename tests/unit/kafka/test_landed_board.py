@@ -151,6 +151,6 @@ async def test_pipelines_are_read_when_they_change_and_not_when_retention_asks(
     await desk.tell("one", 30)
     assert desk.floor() == 30
     monkeypatch.setattr(LandSettings, "from_strings", lambda _: pytest.fail("settings were read again"))
-    monkeypatch.setattr("millstream.core.pipeline.compile_expression", lambda _: pytest.fail("compiled again"))
+    monkeypatch.setattr("millstream.core.pipeline.compile_regex", lambda _: pytest.fail("compiled again"))
     desk.topics.version += 1
     assert desk.floor() == 30

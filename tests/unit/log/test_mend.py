@@ -13,7 +13,7 @@ import pytest
 from millstream.broker.log.log import Log
 from millstream.broker.log.mend import Mend, fit_batches
 from millstream.broker.log.store import LogStore
-from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MisfitBatch, StorageFailure
+from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.raw_record import empty_batch
@@ -187,7 +187,7 @@ def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore,
     with pytest.raises(CorruptBatch):
         fit_batches(log, lost, wrong_crc)
     for batches in (wrong_offset, wrong_epoch):
-        with pytest.raises(MisfitBatch):
+        with pytest.raises(MismatchedBatch):
             fit_batches(log, lost, batches)
     assert fit_batches(log, lost, right) == (right, 18)
 

@@ -39,9 +39,9 @@ async def test_it_happens_beside_the_loop_and_only_in_a_process_of_ones_own(
     monkeypatch.setattr(heap, "_trim", lambda: trim)
     monkeypatch.setattr(heap, "_is_ours", threading.Event())
     if is_ours:
-        heap.take_charge()
+        heap.enable_trimming()
     waiting = put_off(monkeypatch, loop)
-    heap.give_back_in(0)
+    heap.trim_after(0)
     assert len(waiting) == is_ours
     if is_ours:
         assert await done.get() != threading.get_ident()

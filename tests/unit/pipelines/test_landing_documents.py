@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.jobs.land.decoding import Misfit, parsed, value_for
 from millstream.pipelines.jobs.land.job import ROUNDS_MAX
 from millstream.pipelines.jobs.land.layout import column_of, payload_fields
@@ -179,7 +179,7 @@ def check(folder: Path, published: list[bytes | None]) -> None:
     """Every message is there once, as it was published and as its columns take it; the others say why not."""
     whole = deltalake.DeltaTable(str(folder / "t"))
     table = pa.table(whole.to_pyarrow_table()).sort_by("offset")
-    odd = folder / f"t{QUARANTINE_ENDING}"
+    odd = folder / f"t{QUARANTINE_SUFFIX}"
     refused = pa.table(deltalake.DeltaTable(str(odd)).to_pyarrow_table()).to_pylist() if odd.exists() else []
     fields = payload_fields(pa.schema(whole.schema().to_arrow()))
     there = [row["offset"] for row in refused]

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from millstream.cli.pipeline_run import _undeclared
-from millstream.client.admin.places import places_in
+from millstream.client.admin.pipeline_storage import storage_in
 from millstream.core.errors import GroupNotEmpty, InvalidPipeline, InvalidSetting
 from millstream.core.pipeline import PipelineKind, Rule
 from millstream.pipelines.jobs.job import JobContext, Step
@@ -147,5 +147,5 @@ def test_one_that_is_not_declared_has_a_name_under_which_it_goes_on() -> None:
 
 
 def test_places_are_in_the_data_folder_unless_the_node_says_otherwise() -> None:
-    assert places_in("/data")[:2] == ("/data/lake", "/data/pipelines")
-    assert places_in("/data", lake="s3://bucket/lake", folder="/shared")[:2] == ("s3://bucket/lake", "/shared")
+    assert storage_in("/data")[:2] == ("/data/lake", "/data/pipelines")
+    assert storage_in("/data", lake="s3://bucket/lake", folder="/shared")[:2] == ("s3://bucket/lake", "/shared")

@@ -15,7 +15,7 @@ from millstream.core.ids import Offset
 from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
 from millstream.protocol.filter.batch import RecordBatch
 from millstream.protocol.filter.filter import compile_filter
-from millstream.protocol.filter.uses import Uses
+from millstream.protocol.filter.node import Uses
 from millstream.protocol.records.record import Record
 
 VALUES: list[Any] = [

@@ -7,7 +7,7 @@ import pytest
 from millstream.core.errors import InvalidSetting
 from millstream.pipelines.source.options import read_options, write_options
 from millstream.pipelines.source.position import EARLIEST, LATEST, ByTime, Named, Timestamps
-from millstream.protocol.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
+from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
 
 
 def test_names_are_those_of_sparks_kafka_source_in_any_case() -> None:

@@ -19,7 +19,7 @@ from millstream.pipelines.source.row_producer import RowProducer
 from millstream.protocol.private.transactions import TransactionalProducer
 from millstream.protocol.records.batch import read_header
 from millstream.protocol.records.record import Record, decode_records
-from millstream.protocol.wire.producing import Produced
+from millstream.protocol.wire.produce import Produced
 
 PARTITIONS = 3
 IDENTITY = TransactionalProducer("spark/q/0/0/a", ProducerId(7), 0)

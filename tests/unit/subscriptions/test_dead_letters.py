@@ -26,7 +26,7 @@ from millstream.core.subscription import READ_UNCOMMITTED, SubscriptionSettings
 from millstream.core.verb import Verb
 from millstream.protocol.records.batch import COMPRESSION_GZIP, read_header
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
-from millstream.protocol.wire.refusal import TRANSIENT
+from millstream.protocol.wire.error_codes import TRANSIENT
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0

@@ -48,7 +48,7 @@ from millstream.protocol.records.batch import (
 )
 from millstream.protocol.records.record import NewRecord, Record, decode_records, encode_batch
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
 
 WAIT_S = 60.0
@@ -523,7 +523,7 @@ async def test_a_message_that_is_being_repaired_is_revived_later_and_not_missing
         try:
             return [*await delivery.revive({Offset(0): bytes(LETTER_BYTES)}, {})]
         except StorageFailure as error:
-            raise refusal(error_code(error), str(error)) from error
+            raise error_from_code(error_code(error), str(error)) from error
 
     monkeypatch.setattr(Partition, "read", read_or_repair)
     monkeypatch.setattr(SubscriptionClient, "revive", revive)

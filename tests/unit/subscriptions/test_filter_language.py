@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.core.ids import NO_TIMESTAMP_MS, Offset
-from millstream.protocol.filter.batch import RecordBatch
+from millstream.protocol.filter.batch import PAYLOAD_DEPTH_MAX, RecordBatch
 from millstream.protocol.filter.filter import compile_filter
-from millstream.protocol.filter.payload import DEPTH_MAX
 from millstream.protocol.records.record import Record
 
 ORDER = (
@@ -220,7 +219,7 @@ NOT_JSON = {
     "a number beyond a double": b'{"total": 1500, "x": 1e400}',
     "NaN": b'{"total": NaN}',
     "half a character": b'{"total": 1500, "s": "\\ud800"}',
-    "too deep": b'{"total": 1500, "x": ' + b"[" * DEPTH_MAX + b"]" * DEPTH_MAX + b"}",
+    "too deep": b'{"total": 1500, "x": ' + b"[" * PAYLOAD_DEPTH_MAX + b"]" * PAYLOAD_DEPTH_MAX + b"}",
     "far too deep": b'{"total": 1500, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "a number of 5000 digits": b'{"total": 1500, "x": ' + b"1" * 5000 + b"}",
     "a mark before it": b'\xef\xbb\xbf{"total": 1500}',
@@ -246,7 +245,7 @@ def test_the_last_of_doubled_fields_counts() -> None:
 
 
 def test_nesting_is_read_as_deep_as_is_stated() -> None:
-    deep = b'{"total": 1500, "x": ' + b"[" * (DEPTH_MAX - 1) + b"]" * (DEPTH_MAX - 1) + b"}"
+    deep = b'{"total": 1500, "x": ' + b"[" * (PAYLOAD_DEPTH_MAX - 1) + b"]" * (PAYLOAD_DEPTH_MAX - 1) + b"}"
     assert answer("payload.total = 1500", deep) is True
     wide = b'{"total": 1500, "x": [' + b",".join([b"[]"] * 1000) + b"]}"
     assert answer("payload.total = 1500", wide) is True

@@ -29,7 +29,7 @@ from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire import client as module
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import NodeMetadata
-from millstream.protocol.wire.fetching import FetchLimits
+from millstream.protocol.wire.fetch import FetchLimits
 from millstream.protocol.wire.pool import BORROWED_MAX
 from millstream_testing.scripted_broker import (
     API_VERSIONS,
@@ -408,7 +408,7 @@ async def test_whoever_is_named_is_asked_before_others_that_are_open(broker: Scr
     try:
         async with connect(broker) as client:
             await client.metadata(())
-            await client.pool_of(NodeId(0))
+            await client.pool_for(NodeId(0))
             await client.metadata(())
         assert (other.connections, other.asked(METADATA), broker.asked(METADATA)) == (1, 0, 2)
     finally:
@@ -575,8 +575,8 @@ async def test_only_nodes_that_lead_a_topic_matter_for_its_pause() -> None:
         node = NodeMetadata(node_id=NodeId(number), host=f"node-{number}", port=9092, rack=None)
         client._nodes[node.node_id] = node
         client._leaders[TopicPartition(f"topic-{number}", PartitionIndex(0))] = node.node_id
-    assert client.pause_of("topic-1") == 0
+    assert client.throttle_of("topic-1") == 0
     client._pool("node-1", 9092).mute(5)
-    assert 0 < client.pause_of("topic-1") <= 5
-    assert (client.pause_of("topic-2"), client.pause_of("unknown")) == (0, 0)
+    assert 0 < client.throttle_of("topic-1") <= 5
+    assert (client.throttle_of("topic-2"), client.throttle_of("unknown")) == (0, 0)
     await client.close()

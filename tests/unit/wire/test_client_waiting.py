@@ -74,7 +74,7 @@ async def test_a_member_that_waits_holds_nothing_else_up(broker: ScriptedBroker)
 
 async def test_a_connection_whose_request_was_withdrawn_is_not_used_again(broker: ScriptedBroker) -> None:
     async with connect(broker) as client:
-        pool = await client.pool_of(NODE)
+        pool = await client.pool_for(NODE)
         async with pool.borrowed() as withdrawn:
             withdrawn.end_writing()
             with pytest.raises(BrokerUnreachable):

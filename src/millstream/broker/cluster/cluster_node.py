@@ -41,7 +41,7 @@ from millstream.core.config import Config
 from millstream.core.errors import CatalogUnavailable, MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
-from millstream.core.supervise import Supervise
+from millstream.core.tasks import Supervise
 
 _logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from millstream.core.errors import CorruptState, MillstreamError, StoreRefused, 
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, counter, gauge
 from millstream.core.partition_state import PartitionState
-from millstream.core.side_by_side import until_one_ends
+from millstream.core.tasks import run_until_first
 from millstream.core.topic import Topic, TopicSettings
 
 _logger = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Controller:
         )
         self._dirty = set(self._view.states)
         self._wake.set()
-        await until_one_ends((self._watch_place(term), self._keep_leaders(term), self._reconciliation.run()))
+        await run_until_first((self._watch_place(term), self._keep_leaders(term), self._reconciliation.run()))
 
     async def _watch_place(self, term: Term) -> None:
         while self._view.controller_revision == term.revision:

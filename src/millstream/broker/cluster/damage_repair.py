@@ -22,15 +22,15 @@ from millstream.core.errors import (
     DamagedRange,
     LogUnavailable,
     MillstreamError,
-    MisfitBatch,
+    MismatchedBatch,
     OffsetOutOfRange,
     StorageFailure,
 )
 from millstream.core.ids import NO_EPOCH, Epoch, NodeId, Offset
 from millstream.core.metric import Metric, counter, gauge
 from millstream.protocol.records.batch import iterate_headers
-from millstream.protocol.wire.refusal import refusal
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.replica_fetch import (
     CLOSED_SESSION_EPOCH,
     PartitionKey,
     ReplicaAnswer,
@@ -115,7 +115,7 @@ class DamageRepair:
 
     async def _repair_range(self, partition: Partition, lost: LostRange) -> None:
         undecided: MillstreamError | None = None
-        cannot: MisfitBatch | StorageFailure | None = None
+        cannot: MismatchedBatch | StorageFailure | None = None
         for node in self._others(partition):
             try:
                 batches = await self._fetch(partition, node, lost)
@@ -127,7 +127,7 @@ class DamageRepair:
                     await partition.put_back(lost, batches)
                     self._repaired += 1
                     return
-            except (MisfitBatch, StorageFailure) as error:
+            except (MismatchedBatch, StorageFailure) as error:
                 cannot = error
             except MillstreamError as error:
                 # The answer was damaged, or the log changed meanwhile.
@@ -188,9 +188,9 @@ class DamageRepair:
         answers = await link.fetch(fetch)
         answer = answers.partitions.get(key)
         if answers.code or answer is None:
-            raise refusal(answers.code or -1, None, about=f"repair of {partition.log.partition}")
+            raise error_from_code(answers.code or -1, None, about=f"repair of {partition.log.partition}")
         if answer.code:
-            raise refusal(answer.code, None, about=f"repair of {partition.log.partition}")
+            raise error_from_code(answer.code, None, about=f"repair of {partition.log.partition}")
         return answer
 
     def _tell(self, level: int, what: str, partition: Partition, lost: LostRange, error: Exception | None) -> None:

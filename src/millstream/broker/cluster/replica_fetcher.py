@@ -19,8 +19,8 @@ from millstream.broker.replication.partition import Partition
 from millstream.core.backoff import Backoff
 from millstream.core.errors import LogUnavailable, MillstreamError, NotLeader, UnknownTopic, UnknownTopicId
 from millstream.core.ids import NO_EPOCH, NO_OFFSET, Epoch, NodeId, Offset
-from millstream.protocol.wire.refusal import OFFSET_OUT_OF_RANGE, refusal
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.error_codes import OFFSET_OUT_OF_RANGE, error_from_code
+from millstream.protocol.wire.replica_fetch import (
     FIRST_SESSION_EPOCH,
     NO_SESSION,
     PartitionKey,
@@ -286,7 +286,7 @@ class ReplicaFetcher:
     async def _take(self, answers: ReplicaAnswers) -> None:
         """Carry out an answer, and wait until what it brought is as durable as the next fetch will say it is."""
         if answers.code:
-            raise refusal(answers.code, None, about=f"fetch from node {self.leader}")
+            raise error_from_code(answers.code, None, about=f"fetch from node {self.leader}")
         self._session_id = answers.session_id
         self._session_epoch = next_session_epoch(self._session_epoch)
         syncing: list[tuple[PartitionKey, _Followed, asyncio.Future[None]]] = []
@@ -325,7 +325,7 @@ class ReplicaFetcher:
             self._changed[key] = None
             return cut
         if answer.code:
-            raise refusal(answer.code, None, about=f"fetch of {partition.log.partition}")
+            raise error_from_code(answer.code, None, about=f"fetch of {partition.log.partition}")
         if answer.diverging is not None:
             cut = partition.truncate(answer.diverging, leader_epoch=epoch)
             self._changed[key] = None

@@ -10,7 +10,7 @@ from millstream.broker.cluster.membership import Node
 from millstream.core.errors import BrokerUnreachable
 from millstream.core.ids import NodeId
 from millstream.protocol.wire.channel import Channel
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
     ReplicaAnswers,

@@ -27,7 +27,7 @@ from millstream.core.errors import CorruptState, StoreRefused, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, gauge
 from millstream.core.partition_state import PartitionState, Versioned
-from millstream.protocol.wire.replica_fetching import PartitionKey
+from millstream.protocol.wire.replica_fetch import PartitionKey
 
 _logger = logging.getLogger(__name__)
 

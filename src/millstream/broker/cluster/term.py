@@ -10,7 +10,7 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.keys import PartitionKey, partition_key
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Expect, Put
 from millstream.core.partition_state import PartitionState
-from millstream.core.side_by_side import side_by_side
+from millstream.core.tasks import gather_or_cancel
 
 _AT_ONCE_MAX = 8
 """Changes under way at the same time, so that ten thousand elections do not wait for each other's disk."""
@@ -51,7 +51,7 @@ class Term:
             while batch := list(islice(left, CHANGES_MAX)):
                 overtaken.extend(await self._propose(batch))
 
-        await side_by_side(work() for _ in range(_AT_ONCE_MAX))
+        await gather_or_cancel(work() for _ in range(_AT_ONCE_MAX))
         return overtaken
 
     async def _propose(self, batch: list[Proposal]) -> list[Proposal]:

@@ -24,7 +24,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.InvalidSessionTimeout: ErrorCode.invalid_session_timeout,
     errors.InvalidTransactionTimeout: ErrorCode.invalid_transaction_timeout,
     errors.InvalidTimestamp: ErrorCode.invalid_timestamp,
-    errors.InvalidExpression: ErrorCode.invalid_regular_expression,
+    errors.InvalidRegex: ErrorCode.invalid_regular_expression,
     errors.MetadataTooLarge: ErrorCode.offset_metadata_too_large,
     errors.UnsupportedAssignor: ErrorCode.unsupported_assignor,
     errors.UnsupportedVersion: ErrorCode.unsupported_version,

@@ -33,7 +33,7 @@ from millstream.broker.replication.shared_reads import SharedReads
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
 from millstream.core.ids import NO_OFFSET, NodeId, Offset
 from millstream.protocol.messages.codec import RequestHeader
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.replica_fetch import (
     CLOSED_SESSION_EPOCH,
     FIRST_SESSION_EPOCH,
     NO_SESSION,

@@ -113,7 +113,7 @@ from millstream.broker.pipeline_notes import PipelineNotes
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.metric import MetricSource
-from millstream.core.supervise import Supervise
+from millstream.core.tasks import Supervise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from millstream.broker.kafka.apis.subscription_seek import AT_OFFSET, Sought, Su
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import NotLeader
 from millstream.core.topic import Topic
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 UNKNOWN: Final = -1
 
@@ -93,5 +93,5 @@ class ShareOffsets:
     async def _ask(self, node: Any, key: int, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(bytes(await self._service.ask_node(node, key, json.dumps(body).encode())))
         if answer["error"]:
-            raise refusal(answer["error"], answer["message"])
+            raise error_from_code(answer["error"], answer["message"])
         return answer

@@ -45,7 +45,7 @@ from millstream.core.subscription import (
     SubscriptionSettings,
     start_key,
 )
-from millstream.core.supervise import Supervise
+from millstream.core.tasks import Supervise
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.subscription_messages import LIST_KEY
 from millstream.protocol.wire.client import Client
@@ -234,11 +234,11 @@ class SubscriptionService:
         writers = [one.name for one in self.declared.all() if self.declared.settings_of(one).dead_letter_topic == topic]
         if not writers and self.declared.get(LETTERS_PREFIX + topic) is None:
             return
-        from millstream.protocol.private.open_letters import letters_would_be_lost, open_letters
+        from millstream.protocol.private.dead_letters import open_letters, open_letters_error
 
         letters = await open_letters(self._wire_client(), topic)
         if letters:
-            raise PolicyViolation(letters_would_be_lost(topic, letters, writers))
+            raise PolicyViolation(open_letters_error(topic, letters, writers))
 
     async def check_no_letters(self, name: str) -> None:
         """Raise `GroupNotEmpty` for a subscription with open letters, which nobody could redrive without it."""
@@ -246,7 +246,7 @@ class SubscriptionService:
         topic = settings.dead_letter_topic
         if not settings.has_dead_letters or self.topics.get(topic) is None:
             return
-        from millstream.protocol.private.open_letters import open_letters
+        from millstream.protocol.private.dead_letters import open_letters
 
         letters = await open_letters(self._wire_client(), topic)
         if letters:

@@ -20,7 +20,7 @@ from millstream.broker.log.log import Log
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment, cleaned_path
 from millstream.broker.log.swap import swap_in
-from millstream.core.errors import LogUnavailable, MillstreamError, MisfitBatch, StorageFailure
+from millstream.core.errors import LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
 from millstream.protocol.records.raw_record import empty_batch
 
@@ -30,7 +30,7 @@ COPY_BYTES = 1024 * 1024
 def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]:
     """Those of another replica's batches that belong in a lost range, and the offset after them.
 
-    `CorruptBatch` if they are damaged themselves, `MisfitBatch` if they cannot have been there: they have to begin
+    `CorruptBatch` if they are damaged themselves, `MismatchedBatch` if they cannot have been there: they have to begin
     where the range does, to follow each other, and to be of epochs that fit those around them. Batches without records,
     in which compaction joins offsets, are cut to fit.
     """
@@ -43,9 +43,11 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
         check_crc(batches, header)
         is_first = not fitted and header.base_offset <= expected < header.next_offset
         if not is_first and header.base_offset != expected:
-            raise MisfitBatch(f"{log.partition}: a replica gave offset {header.base_offset} in the place of {expected}")
+            raise MismatchedBatch(
+                f"{log.partition}: a replica gave offset {header.base_offset} in the place of {expected}"
+            )
         if not latest <= header.leader_epoch <= last:
-            raise MisfitBatch(
+            raise MismatchedBatch(
                 f"{log.partition}: a replica gave a batch of epoch {header.leader_epoch} at offset {expected}, "
                 f"between epochs {latest} and {last}"
             )
@@ -60,7 +62,7 @@ def _fit(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buf
     if begins and header.next_offset <= lost.next_offset:
         return memoryview(batches)[header.position : header.end_position]
     if header.record_count:
-        raise MisfitBatch(
+        raise MismatchedBatch(
             f"{log.partition}: a replica has offsets {header.base_offset} to {header.last_offset} in one batch, "
             f"and {lost.first} to {lost.next_offset - 1} are lost here"
         )

@@ -198,7 +198,7 @@ class Replica:
         return Offset(max(lost[0].first, log.start_offset)) if lost else log.end_offset
 
     async def put_back(self, lost: LostRange, batches: Buffer) -> None:
-        """Put what another replica has into the place of what the disk lost; `MisfitBatch` if it does not fit."""
+        """Put what another replica has into the place of what the disk lost; `MismatchedBatch` if it does not fit."""
         fitted, next_offset = fit_batches(self.log, lost, batches)
         await self._store.mend(Mend(self.log, lost, fitted, next_offset))
 

@@ -54,7 +54,7 @@ from millstream.core.errors import (
     PolicyViolation,
     RepairPending,
 )
-from millstream.core.heap import give_back_in
+from millstream.core.heap import trim_after
 from millstream.core.ids import Epoch, Offset
 from millstream.core.metric import LATENCY_BOUNDS_S, Histogram
 from millstream.core.subscription import AT_LEAST_ONCE, QueueKey, SubscriptionSettings
@@ -716,7 +716,7 @@ class Delivery:
         self._looked += seen.next_offset - seen.first
         if self._looked >= TRIM_OFFSETS and self.queue.fold.unfinished >= TRIM_OFFSETS:
             self._looked = 0
-            give_back_in(TRIM_S)
+            trim_after(TRIM_S)
 
     def _after(self) -> None:
         """What follows from every change."""

@@ -25,7 +25,7 @@ from millstream.broker.subscriptions.filter_worker_message import (
 )
 from millstream.broker.subscriptions.look import open_batch
 from millstream.core.errors import BatchRejected
-from millstream.core.heap import leave_what_stays_alone
+from millstream.core.heap import freeze_heap
 from millstream.protocol.filter.evaluation import evaluate
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.batch import read_header
@@ -66,7 +66,7 @@ def main() -> None:
     """Serve the broker."""
     # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    leave_what_stays_alone()
+    freeze_heap()
     try:
         serve(sys.stdin.buffer, sys.stdout.buffer)
     except BrokenPipeError:

@@ -39,7 +39,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.subscription import QueueKey
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 UNDER_WAY_MAX: Final = 4
 
@@ -262,7 +262,7 @@ class RoutedStateStore:
         body = await self._peers.ask_privately(node, LOAD_KEY, write_load(key, leader_epoch))
         answer = _read(body, QueueLoaded)
         if answer.error:
-            raise refusal(answer.error, answer.message, about="the state of a queue")
+            raise error_from_code(answer.error, answer.message, about="the state of a queue")
         return StoredQueue(answer.snapshot, answer.sequence)
 
     async def _settled(self, key: QueueKey, deadline: float) -> None:
@@ -291,10 +291,13 @@ class RoutedStateStore:
         body = await self._peers.ask_privately(node, WRITE_KEY, write_writes(index, writes))
         answer = _read(body, QueuesWritten)
         if answer.error:
-            raise refusal(answer.error, answer.message, about="the states of queues")
+            raise error_from_code(answer.error, answer.message, about="the states of queues")
         if len(answer.errors) != len(writes):
             raise ProtocolViolation(f"{len(writes)} writes were answered by {len(answer.errors)}")
-        return [refusal(code, message, about="a write of a queue") if code else None for code, message in answer.errors]
+        return [
+            error_from_code(code, message, about="a write of a queue") if code else None
+            for code, message in answer.errors
+        ]
 
     def _leader(self, index: PartitionIndex) -> NodeId:
         node = self._local.leader_of(index)

@@ -33,7 +33,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId, PartitionIndex, ProducerId
 from millstream.core.topic import TopicPartition, by_topic
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 Answers = Mapping[TopicPartition, MillstreamError | None]
 
@@ -102,12 +102,12 @@ def _request(who: ProducerRef, partitions: Sequence[TopicPartition], *, add: boo
 
 def _answers(response: Any) -> Answers:
     if response.error_code:
-        raise refusal(response.error_code, None, about="the coordinator of a transaction")
+        raise error_from_code(response.error_code, None, about="the coordinator of a transaction")
     answers: dict[TopicPartition, MillstreamError | None] = {}
     for transaction in response.results_by_transaction:
         for topic in transaction.topic_results:
             for one in topic.results_by_partition:
                 partition = TopicPartition(topic.name, PartitionIndex(one.partition_index))
                 code = one.partition_error_code
-                answers[partition] = refusal(code, None, about=f"{partition}") if code else None
+                answers[partition] = error_from_code(code, None, about=f"{partition}") if code else None
     return answers

@@ -25,7 +25,7 @@ from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.marker import Marker
 from millstream.core.partition_state import PartitionState
 from millstream.core.topic import Topic, TopicPartition, by_topic
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 MARKERS_AT_ONCE_MAX: Final = 500
 
@@ -159,7 +159,7 @@ def _answers(parcel: _Parcel, result: Any) -> Answers:
         for one in topic.partitions:
             partition = TopicPartition(topic.name, PartitionIndex(one.partition_index))
             code = one.error_code
-            error = refusal(code, None, about=f"a marker for {partition}") if code else None
+            error = error_from_code(code, None, about=f"a marker for {partition}") if code else None
             answers[partition] = None if error is None else _to_be_tried_again(error)
     return answers
 

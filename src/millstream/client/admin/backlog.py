@@ -14,13 +14,13 @@ from typing import NamedTuple
 from millstream.client.admin.groups import Committed, committed_by_group
 from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP
 from millstream.core.errors import MillstreamError
-from millstream.core.expression import compile_expression
 from millstream.core.pipeline import LATEST, LandSettings, Pipeline, PipelineKind
+from millstream.core.regex import compile_regex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, TopicMetadata
-from millstream.protocol.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
-from millstream.protocol.wire.offset_listing import ListedOffset
+from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
+from millstream.protocol.wire.list_offsets import ListedOffset
 
 
 class Reader(NamedTuple):
@@ -59,7 +59,7 @@ def reader_of(pipeline: Pipeline) -> Reader | None:
         settings = pipeline.settings
         topics = frozenset(pipeline.flows())
         pattern = settings.pattern if isinstance(settings, LandSettings) else ""
-        compiled = compile_expression(pattern) if pattern else None
+        compiled = compile_regex(pattern) if pattern else None
     except MillstreamError:
         return None
     return Reader(pipeline.name, pipeline.kind, pipeline.group, topics, compiled, settings.start == LATEST)
@@ -106,9 +106,9 @@ class Backlogs:
         self._ends = await self._listed(every, LATEST_TIMESTAMP, READ_COMMITTED, self._ends)
         places: dict[str, dict[TopicPartition, int | None]] = {}
         for reader, topics in read.items():
-            told = committed[reader.group]
-            if not isinstance(told, MillstreamError):
-                places[reader.name] = self._places(reader, topics, told)
+            offsets = committed[reader.group]
+            if not isinstance(offsets, MillstreamError):
+                places[reader.name] = self._places(reader, topics, offsets)
         # Where a partition starts matters only to those that are not at its end.
         asked = {
             where

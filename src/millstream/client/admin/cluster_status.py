@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from millstream.client.admin.damage import node_status
+from millstream.client.admin.node_status import node_status
 
 if TYPE_CHECKING:
     from millstream.core.ids import NodeId
@@ -96,7 +96,7 @@ async def cluster_status(client: Client) -> ClusterStatus:
     """Ask for the whole cluster, then each node for itself."""
     metadata = await client.metadata()
     answers = await asyncio.gather(*(node_status(client, node) for node in metadata.nodes))
-    told = dict(zip(metadata.nodes, answers, strict=True))
+    by_node = dict(zip(metadata.nodes, answers, strict=True))
     behind = [one for answer in answers if answer is not None for one in _behind(answer)]
     leads, replicas = _counted(metadata)
     lacking: Counter[int] = Counter()
@@ -106,7 +106,7 @@ async def cluster_status(client: Client) -> ClusterStatus:
         cluster_id=metadata.cluster_id,
         controller=metadata.controller_id if metadata.controller_id >= 0 else None,
         nodes=[
-            _node(node, metadata, told.get(node), leads=leads[node], replicas=replicas[node], behind=lacking[node])
+            _node(node, metadata, by_node.get(node), leads=leads[node], replicas=replicas[node], behind=lacking[node])
             # One that carries replicas belongs to the cluster, also while it is away.
             for node in sorted({*metadata.nodes, *replicas})
         ],

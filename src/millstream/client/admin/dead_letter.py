@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from time import time
@@ -39,16 +40,17 @@ from millstream.core.subscription import (
     START,
 )
 from millstream.core.verb import Verb
-from millstream.protocol.private.open_letters import letters_would_be_lost, stored_letters
+from millstream.protocol.private.dead_letters import open_letters_error, stored_letters
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord, encode_batch
-from millstream.protocol.wire.refusal import TRANSIENT, refusal
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 if TYPE_CHECKING:
+    from millstream.protocol.private.subscriptions import LeasedMessage
     from millstream.protocol.wire.client import Client
 
 
-class LetterPost:
+class DeadLetterProducer:
     """One idempotent producer: what has to be sent again in a failover is stored once."""
 
     def __init__(self, client: Client) -> None:
@@ -79,7 +81,7 @@ class LetterPost:
         if topic not in self._partitions:
             found = await self._client.metadata([topic])
             if topic not in found.topics:
-                error = refusal(found.errors.get(topic, 3), None, about=f"topic {topic!r}")
+                error = error_from_code(found.errors.get(topic, 3), None, about=f"topic {topic!r}")
                 if isinstance(error, UnknownTopic):
                     raise UnknownTopic(
                         f"topic {topic!r} does not exist; create it with: millstream topic create {topic}, "
@@ -96,7 +98,7 @@ class LetterPost:
         asked = messages.InitProducerIdRequest(transactional_id=None, transaction_timeout=timedelta(minutes=1))
         answer = await self._client.send(None, asked)
         if answer.error_code:
-            raise refusal(answer.error_code, None, about="a producer id")
+            raise error_from_code(answer.error_code, None, about="a producer id")
         return answer.producer_id, answer.producer_epoch
 
 
@@ -194,7 +196,7 @@ class DeadLetterDesk:
         # Letters that are closed, of which the queues of their messages were not told yet.
         self._closed: dict[Queue, list[Letter]] = {}
         self._letter_topic_id = UUID(int=0)
-        self._post = LetterPost(client)
+        self._post = DeadLetterProducer(client)
         self.held_by_others = 0
         self.unreached = 0
 
@@ -202,12 +204,12 @@ class DeadLetterDesk:
         """Begin to count the letters, if nobody has before."""
         settings = {LEASE: str(LEASE_MS), IN_FLIGHT_MAX: str(HELD_MAX)}
         try:
-            told = await self._described(*TRANSIENT)
+            described = await self._described(*TRANSIENT)
         except UnknownGroup:
             with suppress(SubscriptionExists):
                 await self._subscriptions.create(self._name, [self.topic], {START: EARLIEST, ATTEMPTS: "0", **settings})
             return
-        if any(told["settings"].get(name) != value for name, value in settings.items()):
+        if any(described["settings"].get(name) != value for name, value in settings.items()):
             await self._subscriptions.alter(self._name, settings)
 
     @asynccontextmanager
@@ -325,16 +327,16 @@ class DeadLetterDesk:
 
     async def _is_at_end(self) -> bool:
         """Whether all queues were asked, and nothing is left that could be had; in a failover some are missing."""
-        told = await self._described(*_PASSES)
+        described = await self._described(*_PASSES)
         found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         partitions = set() if found is None else set(found.partitions)
-        self.unreached = len(partitions - {queue["partition"] for queue in told["queues"]})
-        self.held_by_others = max(0, sum(queue["leased"] for queue in told["queues"]) - len(self._held))
-        return not self.unreached and not any(queue["available"] for queue in told["queues"])
+        self.unreached = len(partitions - {queue["partition"] for queue in described["queues"]})
+        self.held_by_others = max(0, sum(queue["leased"] for queue in described["queues"]) - len(self._held))
+        return not self.unreached and not any(queue["available"] for queue in described["queues"])
 
     async def _described(self, *passing: type[MillstreamError]) -> dict[str, Any]:
-        (told,) = await self._patiently(lambda: self._subscriptions.describe([self._name]), *passing)
-        return told
+        (described,) = await self._patiently(lambda: self._subscriptions.describe([self._name]), *passing)
+        return described
 
     async def _settle(self, letters: Iterable[LeasedMessage], verb: int) -> list[MillstreamError | None]:
         """Settle letters at whoever leads them now; leases outlive a failover, mostly."""
@@ -345,10 +347,10 @@ class DeadLetterDesk:
         async def attempt() -> None:
             nonlocal left
             some = [listed[at]._replace(node=self._leaders[listed[at].partition]) for at in left]
-            told = await self._subscriptions.settle(
+            errors = await self._subscriptions.settle(
                 self._name, self._worker, some, verb, delay_ms=None if verb == Verb.EXTEND else 0
             )
-            for at, error in zip(left, told, strict=True):
+            for at, error in zip(left, errors, strict=True):
                 results[at] = error
             left = [at for at in left if isinstance(results[at], _PASSES)]
             failed = next((results[at] for at in left), None)
@@ -415,10 +417,10 @@ async def _patiently(
 
 async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
     """Every topic that is declared as a dead letter topic."""
-    told = await SubscriptionClient(client).describe()
+    described = await SubscriptionClient(client).describe()
     writers: dict[str, list[str]] = {}
     opened: dict[str, int] = {}
-    for one in told:
+    for one in described:
         topic = one["settings"].get(DEAD_LETTER_TOPIC, NO_DEAD_LETTERS)
         if topic != NO_DEAD_LETTERS:
             writers.setdefault(topic, []).append(one["name"])
@@ -443,8 +445,8 @@ async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
         if name in one.subscriptions:
             return one.topic
     with suppress(UnknownGroup):
-        (told,) = await SubscriptionClient(client).describe([name])
-        raise NotFound(f"subscription {told['name']!r} has no dead letter topic")
+        (described,) = await SubscriptionClient(client).describe([name])
+        raise NotFound(f"subscription {described['name']!r} has no dead letter topic")
     raise NotFound(f"no subscription is called {name!r} or has it as its dead letter topic; see millstream dlq list")
 
 
@@ -452,7 +454,7 @@ async def check_no_open_letters(client: Client, topic: str) -> None:
     """Raise `Conflict` for a dead letter topic that holds open letters."""
     found = await _dead_letter_topic(client, topic)
     if found is not None and found.letters:
-        raise Conflict(letters_would_be_lost(topic, found.letters, found.subscriptions))
+        raise Conflict(open_letters_error(topic, found.letters, found.subscriptions))
 
 
 async def close_letters_of(client: Client, topic: str) -> None:
@@ -467,3 +469,136 @@ async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | No
     with suppress(MillstreamError, ValueError):
         return next((one for one in await dead_letter_topics(client) if one.topic == topic), None)
     return None
+
+
+Wanted = Callable[["LeasedMessage"], bool]
+Act = Callable[["DeadLetterDesk", "LeasedMessage"], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a pass over the letters went."""
+
+    done: int = 0
+    unmatched: int = 0
+    doubtful: int = 0
+    """Done, but their leases were lost meanwhile, so that they may be open still."""
+    held: int = 0
+    """Held by other commands."""
+    refused: dict[str, int] = field(default_factory=dict)
+    """Left open since their messages cannot be delivered again, by the reason."""
+    revived: dict[str, int] = field(default_factory=dict)
+    """Delivered again, by their subscription."""
+    unreached: int = 0
+    """Partitions that nobody leads now."""
+    has_begun: bool = False
+    is_sending: bool = False
+
+
+def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
+    """Which letters were left open, why, and what publishes their messages anyway."""
+    count = sum(refused.values())
+    subject = "1 letter is" if count == 1 else f"{count:,} letters are"
+    return f"{subject} left open: {'; '.join(sorted(refused))}. To publish from the letters instead: {remedy}"
+
+
+async def process_letters(
+    desk: DeadLetterDesk,
+    act: Act,
+    outcome: Outcome,
+    *,
+    wanted: Wanted | None,
+    limit: int | None,
+    keep: bool,
+    on_progress: Callable[[int], None] = lambda _done: None,
+) -> None:
+    """Do something with every open letter that is meant, and close it unless they are to be kept open."""
+    await desk.open()
+    outcome.has_begun = True
+    async with desk.holding():
+        await _pass(desk, act, outcome, wanted=wanted, limit=limit, keep=keep, on_progress=on_progress)
+    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+
+
+async def redrive_letters(
+    desk: DeadLetterDesk,
+    outcome: Outcome,
+    *,
+    wanted: Wanted | None,
+    limit: int | None,
+    on_progress: Callable[[int], None] = lambda _done: None,
+) -> None:
+    """Have every open letter that is meant delivered again by its own subscription, and close it.
+
+    The letters are gathered first, so that messages come back in the order of their offsets, not in that in which they
+    died.
+    """
+    chosen: list[LeasedMessage] = []
+
+    async def choose(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
+        chosen.append(without_content(letter))
+
+    await desk.open()
+    outcome.has_begun = True
+    async with desk.holding():
+        await _pass(desk, choose, outcome, wanted=wanted, limit=limit, keep=True, on_progress=on_progress)
+        outcome.done = 0
+        chosen.sort(key=_origin_key)
+        for start in range(0, len(chosen), BATCH):
+            some = chosen[start : start + BATCH]
+            reasons = await desk.revive(some)
+            done = [letter for letter, reason in zip(some, reasons, strict=True) if reason is None]
+            outcome.is_sending = True
+            outcome.doubtful += await desk.close(done)
+            outcome.is_sending = False
+            outcome.done += len(done)
+            _add(outcome.refused, [reason for reason in reasons if reason is not None])
+            _add(outcome.revived, [headers_of(letter)["dlq-subscription"] for letter in done])
+            on_progress(outcome.done)
+        await desk.forget_closed()
+    outcome.held, outcome.unreached = desk.held_by_others, desk.unreached
+
+
+def _origin_key(letter: LeasedMessage) -> tuple[str, str, int, int]:
+    """Where the message came from, so that letters can be sorted by it."""
+    origin = origin_of(letter)
+    if origin is None:
+        return "", "", 0, letter.record.offset
+    return origin.queue.subscription, origin.queue.topic, origin.queue.partition, origin.letter.offset
+
+
+def _add(counts: dict[str, int], found: Iterable[str]) -> None:
+    for one in found:
+        counts[one] = counts.get(one, 0) + 1
+
+
+async def _pass(
+    desk: DeadLetterDesk,
+    act: Act,
+    outcome: Outcome,
+    *,
+    wanted: Wanted | None,
+    limit: int | None,
+    keep: bool,
+    on_progress: Callable[[int], None],
+) -> None:
+    def missing() -> int:
+        # Whoever looks for some has to take more than are wanted; others do not keep letters from anybody.
+        left = BATCH if limit is None else limit - outcome.done
+        return BATCH if wanted is not None and left > 0 else left
+
+    async for letters in desk.letters(missing):
+        for letter in letters:
+            if limit is not None and outcome.done >= limit:
+                return
+            if wanted is not None and not wanted(letter):
+                outcome.unmatched += 1
+                continue
+            outcome.is_sending = True
+            await act(desk, letter)
+            if not keep:
+                outcome.doubtful += await desk.close([letter])
+            outcome.is_sending = False
+            outcome.done += 1
+        if not keep:
+            on_progress(outcome.done)

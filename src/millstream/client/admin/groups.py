@@ -18,12 +18,12 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, PartitionIndex
-from millstream.core.side_by_side import side_by_side
+from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.primitives import Reader
 from millstream.protocol.private.transactions import GROUP_COORDINATOR
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 if TYPE_CHECKING:
     from millstream.client.admin.position import Position
@@ -152,7 +152,7 @@ async def list_groups(client: Client) -> list[tuple[str, str, str]]:
     for node in (await client.metadata([])).nodes:
         answer = await client.send(node, messages.ListGroupsRequest())
         if answer.error_code:
-            raise refusal(answer.error_code, None, about="the list of groups")
+            raise error_from_code(answer.error_code, None, about="the list of groups")
         for group in answer.groups:
             found[group.group_id] = (group.group_id, group.group_state, group.group_type or CLASSIC)
     return sorted(found.values())
@@ -179,7 +179,7 @@ async def _describe_consumers(client: Client, name: str) -> Group | None:
     if described.error_code == _GROUP_ID_NOT_FOUND:
         return None
     if described.error_code:
-        raise refusal(described.error_code, described.error_message, about=f"group {name!r}")
+        raise error_from_code(described.error_code, described.error_message, about=f"group {name!r}")
     members = tuple(
         Member(one.member_id, one.client_id, one.client_host, _named_partitions(one.assignment.topic_partitions))
         for one in described.members
@@ -200,7 +200,7 @@ async def _describe_classic(client: Client, name: str) -> Group | None:
     if described.error_code == _GROUP_ID_NOT_FOUND or described.group_state == DEAD:
         return None
     if described.error_code:
-        raise refusal(described.error_code, described.error_message, about=f"group {name!r}")
+        raise error_from_code(described.error_code, described.error_message, about=f"group {name!r}")
     members = tuple(
         Member(one.member_id, one.client_id, one.client_host, assigned_partitions(one.member_assignment))
         for one in described.members
@@ -242,8 +242,8 @@ async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, 
         else:
             by_node.setdefault(where, []).append(name)
     asked = [(node, part) for node, groups in by_node.items() for part in _parts(groups)]
-    for told in await side_by_side(_offsets_or_errors(client, *one) for one in asked):
-        found.update(told)
+    for answers in await gather_or_cancel(_offsets_or_errors(client, *one) for one in asked):
+        found.update(answers)
     return found
 
 
@@ -256,7 +256,7 @@ async def _coordinators(client: Client, names: Sequence[str]) -> dict[str, NodeI
         asked = messages.FindCoordinatorRequest(key_type=GROUP_COORDINATOR, coordinator_keys=tuple(part))
         for one in (await client.send(None, asked)).coordinators:
             about = f"coordinator of {one.key!r}"
-            refused = refusal(one.error_code, one.error_message, about=about) if one.error_code else None
+            refused = error_from_code(one.error_code, one.error_message, about=about) if one.error_code else None
             found[one.key] = refused or NodeId(one.node_id)
     return found
 
@@ -269,13 +269,13 @@ async def _offsets_or_errors(
     client: Client, node: NodeId, names: Sequence[str]
 ) -> dict[str, Committed | MillstreamError]:
     try:
-        told = await _ask_offsets(client, node, names)
+        answers = await _ask_offsets(client, node, names)
     except MillstreamError as error:
         return dict.fromkeys(names, error)
     found: dict[str, Committed | MillstreamError] = {}
     for name in names:
         try:
-            found[name] = _committed(told, name)
+            found[name] = _committed(answers, name)
         except MillstreamError as error:
             found[name] = error
     return found
@@ -290,12 +290,12 @@ async def _ask_offsets(client: Client, node: NodeId, names: Sequence[str]) -> di
     return {one.group_id: one for one in answer.groups}
 
 
-def _committed(told: Mapping[str, Any], name: str) -> Committed:
-    answer = told.get(name)
+def _committed(answers: Mapping[str, Any], name: str) -> Committed:
+    answer = answers.get(name)
     if answer is None:
         raise ProtocolViolation(f"the answer with offsets does not name group {name!r}")
     if answer.error_code:
-        raise refusal(answer.error_code, None, about=f"offsets of group {name!r}")
+        raise error_from_code(answer.error_code, None, about=f"offsets of group {name!r}")
     return {
         TopicPartition(topic.name, PartitionIndex(one.partition_index)): one.committed_offset
         for topic in answer.topics
@@ -356,9 +356,9 @@ async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartit
                 if one.error_code == _UNKNOWN_MEMBER_ID:
                     raise GroupNotEmpty(busy_sentence(name))
                 if one.error_code:
-                    raise refusal(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
+                    raise error_from_code(one.error_code, None, about=f"reset {topic.name}-{one.partition_index}")
 
-    await client.at_coordinator(name, attempt, kind=GROUP_COORDINATOR)
+    await client.call_coordinator(name, attempt, kind=GROUP_COORDINATOR)
 
 
 async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:
@@ -381,7 +381,7 @@ async def delete_group(client: Client, name: str) -> None:
     asked = messages.DeleteGroupsRequest(groups_names=(name,))
     result = (await client.send(await client.coordinator(name), asked)).results[0]
     if result.error_code:
-        error = refusal(result.error_code, None, about=f"delete group {name!r}")
+        error = error_from_code(result.error_code, None, about=f"delete group {name!r}")
         raise GroupNotEmpty(busy_sentence(name)) if isinstance(error, GroupNotEmpty) else error
 
 

@@ -21,8 +21,8 @@ from millstream.core.errors import (
     UnknownGroup,
 )
 from millstream.core.ids import NodeId
-from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, PipelineKind, Rule
-from millstream.core.side_by_side import side_by_side
+from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE, LAND_PREFIX, Pipeline, PipelineKind, Rule
+from millstream.core.tasks import gather_or_cancel
 from millstream.protocol.private.pipeline_messages import (
     ALTER_KEY,
     CREATE_KEY,
@@ -33,10 +33,10 @@ from millstream.protocol.private.pipeline_messages import (
     PipelineChanges,
     PipelineNames,
     RuleChanges,
-    ToldRule,
+    RuleMessage,
 )
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 LISTED_S: Final = 5.0
 """A node that has not told of its pipelines by then hangs, and is left out."""
@@ -81,7 +81,7 @@ class PipelineClient:
             name=name,
             kind=str(kind),
             settings=dict(settings),
-            rules=[ToldRule.of(rule) for rule in rules],
+            rules=[RuleMessage.of(rule) for rule in rules],
             wanted=is_wanted,
             validate_only=True,
         )
@@ -144,7 +144,7 @@ class PipelineClient:
         self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
     ) -> RulesChanged:
         """Put rules in, and take others out."""
-        put = [ToldRule.of(rule) for rule in rules]
+        put = [RuleMessage.of(rule) for rule in rules]
         body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
         answer = await self._ask(None, RULES_KEY, body)
         return RulesChanged(answer["rules"], answer.get("notes", []))
@@ -157,12 +157,12 @@ class PipelineClient:
         """
         body = PipelineNames(names=None if names is None else list(names))
         nodes = sorted((await self._client.metadata(())).nodes)
-        answers = await side_by_side(self._listed(node, body) for node in nodes)
+        answers = await gather_or_cancel(self._listed(node, body) for node in nodes)
         failed = [answer for answer in answers if isinstance(answer, MillstreamError)]
         found: dict[str, dict[str, Any]] = {}
         for answer in answers:
-            for told in () if isinstance(answer, MillstreamError) else answer["pipelines"]:
-                found[told["name"]] = _newer(found.get(told["name"]), told)
+            for described in () if isinstance(answer, MillstreamError) else answer["pipelines"]:
+                found[described["name"]] = _newer(found.get(described["name"]), described)
         if not found and failed:
             raise failed[0]
         silent = [f"{error}" for error in failed]
@@ -188,17 +188,17 @@ class PipelineClient:
         if answer["error"] == _DUPLICATE_RESOURCE:
             raise PipelineExists(answer["message"])
         if answer["error"]:
-            raise refusal(answer["error"], answer["message"])
+            raise error_from_code(answer["error"], answer["message"])
         return answer
 
 
-def _newer(known: dict[str, Any] | None, told: dict[str, Any]) -> dict[str, Any]:
+def _newer(known: dict[str, Any] | None, described: dict[str, Any]) -> dict[str, Any]:
     """What two nodes tell of a pipeline, put together; the report comes from the one that runs it."""
     if known is None:
-        return told
-    newest = told if told["version"] > known["version"] else known
-    reports = [report for report in (known["report"], told["report"]) if report is not None]
-    lags = [lag for lag in (known.get("lag"), told.get("lag")) if lag is not None]
+        return described
+    newest = described if described["version"] > known["version"] else known
+    reports = [report for report in (known["report"], described["report"]) if report is not None]
+    lags = [lag for lag in (known.get("lag"), described.get("lag")) if lag is not None]
     # A node that has it waiting tells why it does not run it; another one may.
     report = min(reports, key=lambda report: report["state"] == "waiting", default=None)
     return {**newest, "report": report, "lag": lags[-1] if lags else None}
@@ -212,26 +212,37 @@ async def land_topic(client: Client, topic: str, *, validate_only: bool = False)
     return name
 
 
-def state_of(told: Mapping[str, Any]) -> str:
+def state_of(described: Mapping[str, Any]) -> str:
     """The state of a pipeline: what is declared counts before what the driver says, which may not know it yet."""
-    if not told["wanted"]:
+    if not described["wanted"]:
         return "stopped"
-    if told["parked"]:
+    if described["parked"]:
         return "parked"
-    report = told["report"]
+    report = described["report"]
     return "waiting" if report is None else str(report["state"])
 
 
-def summary_of(told: Mapping[str, Any]) -> dict[str, Any]:
+def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
     """A pipeline in one line."""
-    report = told["report"] or {"last_error": " ".join(told["notes"])}
+    report = described["report"] or {"last_error": " ".join(described["notes"])}
     return {
-        "pipeline": told["name"],
-        "kind": told["kind"],
-        "state": told["state"],
+        "pipeline": described["name"],
+        "kind": described["kind"],
+        "state": described["state"],
         "rows": report.get("rows", 0),
         "rows_per_s": report.get("rows_per_s", 0.0),
-        "lag": told.get("lag", report.get("lag")),
+        "lag": described.get("lag", report.get("lag")),
         "restarts": report.get("restarts", 0),
-        "error": told["parked"] or ("" if told["state"] in _WELL else report.get("last_error", "")),
+        "error": described["parked"] or ("" if described["state"] in _WELL else report.get("last_error", "")),
     }
+
+
+def pipeline_of(described: Mapping[str, Any]) -> Pipeline:
+    """A pipeline as nodes tell of it; it has its rules if it was asked for by name."""
+    return Pipeline(
+        pipeline_id=UUID(described["pipeline_id"]),
+        name=described["name"],
+        kind=PipelineKind(described["kind"]),
+        overrides=described["overrides"],
+        rules=tuple(RuleMessage(**rule).rule() for rule in described["rules"]),
+    )

@@ -10,29 +10,29 @@ from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import BY_DURATION, PAUSED, START, shown
 
 
-def summary_of(told: dict[str, Any]) -> dict[str, Any]:
+def summary_of(described: dict[str, Any]) -> dict[str, Any]:
     """A subscription in one line."""
     summed = ("backlog", "leased", "parked", "dead_lettered", "dropped")
-    sums = {key: sum(queue[key] for queue in told["queues"]) for key in summed}
+    sums = {key: sum(queue[key] for queue in described["queues"]) for key in summed}
     return {
-        "subscription": told["name"],
-        "topics": told["topics"],
+        "subscription": described["name"],
+        "topics": described["topics"],
         **sums,
-        "paused": told["settings"][PAUSED] == "true",
+        "paused": described["settings"][PAUSED] == "true",
     }
 
 
-def differences(told: dict[str, Any], topics: Sequence[str], settings: Mapping[str, str]) -> list[str]:
+def differences(described: dict[str, Any], topics: Sequence[str], settings: Mapping[str, str]) -> list[str]:
     """Where a subscription that exists differs from what is asked for, a phrase each."""
-    known: dict[str, str] = told["settings"]
+    known: dict[str, str] = described["settings"]
     found = [
         f"{name} is {known.get(name)!r}, not {value!r}"
         for name, value in sorted(shown(settings).items())
         # Where it began is no difference to one that has begun.
         if name != START and known.get(name) != value
     ]
-    if set(topics) != set(told["topics"]):
-        found.append(f"its topics are {', '.join(sorted(told['topics']))}, not {', '.join(sorted(topics))}")
+    if set(topics) != set(described["topics"]):
+        found.append(f"its topics are {', '.join(sorted(described['topics']))}, not {', '.join(sorted(topics))}")
     return found
 
 

@@ -16,7 +16,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.records.batch import BatchHeader, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_records
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.fetching import READ_UNCOMMITTED, FetchAnswer, FetchLimits
+from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
 
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 FOLLOW_WAIT_MS = 5_000
@@ -25,7 +25,7 @@ LOOK_S = 5.0
 
 REACH_FACTOR = 4
 _RETRY_S = 0.2
-_NOBODY = NodeId(-1)
+_NO_LEADER = NodeId(-1)
 
 T = TypeVar("T")
 _Fetched = dict[TopicPartition, FetchAnswer]
@@ -183,7 +183,7 @@ class Tailer:
         led: dict[NodeId, list[TopicPartition]] = {}
         for where in self._positions:
             known = partitions.get(where.partition)
-            led.setdefault(_NOBODY if known is None else known.leader_id, []).append(where)
+            led.setdefault(_NO_LEADER if known is None else known.leader_id, []).append(where)
         return led
 
     def _take(self, where: TopicPartition, answer: FetchAnswer) -> Fetched:
@@ -238,11 +238,11 @@ class Tailer:
 
     async def _step_over(self) -> bool:
         """Go on behind what the disk of the broker lost, and say so; False when it knows of nothing there."""
-        from millstream.client.admin.damage import ask_lost
+        from millstream.client.admin.node_status import find_damage
         from millstream.client.admin.topics import find_topic
 
         found = await find_topic(self._client, self._topic)
-        lost = await ask_lost(self._client, found, [where.partition for where in self._positions]) or ()
+        lost = await find_damage(self._client, found, [where.partition for where in self._positions]) or ()
         moved = False
         for one in lost:
             where = TopicPartition(one.topic, PartitionIndex(one.partition))

@@ -2,23 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from millstream.client.admin.topic_pipelines import readings_of
+from millstream.client.admin.backlog import Backlog, Backlogs, Reader, reader_of
+from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 from millstream.client.admin.topics import default_replication, replication_of
 from millstream.core.errors import MillstreamError
+from millstream.core.pipeline import PipelineKind
 from millstream.core.subscription import OWN_PREFIX
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
+
+class Reading(NamedTuple):
+    """A pipeline that reads a topic, and how far it is; None if that is not known now."""
+
+    reader: Reader
+    backlog: Backlog | None
+
+    def sentence(self, topic: str) -> str:
+        """What whoever is about to delete the topic should know."""
+        lands = self.reader.kind is PipelineKind.LAND
+        verb, done = ("lands", "landed") if lands else ("reads", "taken")
+        subject = f"Pipeline {self.reader.name} {verb} {topic}"
+        if self.backlog is None:
+            return f"{subject}; how much of it is {done} is not known now."
+        left = self.backlog.left
+        if left:
+            messages = "1 message is" if left == 1 else f"{left:,} messages are"
+            return f"{subject}, of which {messages} not {done} yet."
+        which = "message since it began" if self.reader.from_latest else "message"
+        return f"{subject}; every {which} is {done}."
+
+
+async def pipelines_reading(client: Client, topic: TopicMetadata) -> list[Reading]:
+    """The pipelines that read a topic, by their names; empty if that cannot be told."""
+    # Another kind of broker answers nothing that could be read.
+    with suppress(MillstreamError, ValueError):
+        pipelines = PipelineClient(client)
+        found = await pipelines.describe()
+        # Rules are told only of pipelines that are named.
+        routes = [described["name"] for described in found if described["kind"] == PipelineKind.ROUTE]
+        ruled = {described["name"]: described for described in await pipelines.describe(routes)} if routes else {}
+        declared = [reader_of(pipeline_of(ruled.get(described["name"], described))) for described in found]
+        readers = [one for one in declared if one is not None and one.takes(topic)]
+        backlogs: Mapping[str, Backlog] = {}
+        with suppress(MillstreamError):
+            backlogs = await Backlogs(client).in_topic(readers, topic)
+        return [Reading(one, backlogs.get(one.name)) for one in readers]
+    return []
+
+
 _DELETING: Final = frozenset({"cleanup.policy", "retention.ms", "retention.bytes", "retention.until.landed"})
 """Settings by which messages may be deleted that somebody still waits for."""
 
 
-async def notes_on_new(client: Client, topic: TopicMetadata) -> list[str]:
+async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
     """What is to be known of a topic that was made with as many copies as the node gives it."""
     # It is only for a note, so a broker that does not tell is no failure.
     with suppress(MillstreamError):
@@ -26,12 +68,12 @@ async def notes_on_new(client: Client, topic: TopicMetadata) -> list[str]:
         copies = replication_of(topic)
         if usual is not None and copies < usual:
             has = "copy instead" if copies == 1 else "copies instead"
-            why = "since no more nodes are alive; copies are not added when others come"
-            return [f"It has {copies} {has} of {usual}, {why}."]
+            reason = "since no more nodes are alive; copies are not added when others come"
+            return [f"It has {copies} {has} of {usual}, {reason}."]
     return []
 
 
-async def notes_on_change(
+async def change_notes(
     client: Client, topic: TopicMetadata, changed: Iterable[str], partitions: int | None
 ) -> list[str]:
     """What is to be known when settings of a topic are changed, or it is given more partitions."""
@@ -39,35 +81,35 @@ async def notes_on_change(
     if partitions is not None and partitions > len(topic.partitions):
         notes.append("New messages of a key may go to another partition than its old ones.")
     if not _DELETING.isdisjoint(changed):
-        waiting = [one for one in await readings_of(client, topic) if one.backlog is None or one.backlog.left]
+        waiting = [one for one in await pipelines_reading(client, topic) if one.backlog is None or one.backlog.left]
         notes += [one.sentence(topic.name) for one in waiting]
     return notes
 
 
-async def notes_on_deletion(client: Client, topic: TopicMetadata) -> list[str]:
+async def deletion_notes(client: Client, topic: TopicMetadata) -> list[str]:
     """Who reads a topic that is about to be deleted, and what they have not taken of it."""
-    pipelines = [one.sentence(topic.name) for one in await readings_of(client, topic)]
+    pipelines = [one.sentence(topic.name) for one in await pipelines_reading(client, topic)]
     return [*pipelines, *await _subscriptions(client, topic)]
 
 
 async def _subscriptions(client: Client, topic: TopicMetadata) -> list[str]:
     # Another kind of broker answers nothing that could be read.
     with suppress(MillstreamError, ValueError):
-        told = await SubscriptionClient(client).describe()
-        shown = [one for one in told if not one["name"].startswith(OWN_PREFIX)]
+        described = await SubscriptionClient(client).describe()
+        shown = [one for one in described if not one["name"].startswith(OWN_PREFIX)]
         return [_sentence(one, topic) for one in shown if topic.name in one["topics"]]
     return []
 
 
-def _sentence(told: dict[str, Any], topic: TopicMetadata) -> str:
-    said = f"Subscription {told['name']} reads {topic.name}"
-    queues = {queue["partition"]: queue for queue in told["queues"] if queue["topic"] == topic.name}
+def _sentence(described: dict[str, Any], topic: TopicMetadata) -> str:
+    subject = f"Subscription {described['name']} reads {topic.name}"
+    queues = {queue["partition"]: queue for queue in described["queues"] if queue["topic"] == topic.name}
     left, dropped, dead = (sum(one[key] for one in queues.values()) for key in ("backlog", "dropped", "dead_lettered"))
     if len(queues) < len(topic.partitions):
         # Queues that nobody has looked at since their leader began to lead are not counted.
-        return f"{said}; how much of it is delivered is not known now."
+        return f"{subject}; how much of it is delivered is not known now."
     counted = ((left, "not delivered yet"), (dropped, "dropped"), (dead, "dead-lettered"))
     notes = [f"{'1 message is' if n == 1 else f'{n:,} messages are'} {how}" for n, how in counted if n]
     if notes:
-        return f"{said}, of which {' and '.join(notes)}."
-    return f"{said}; every message is delivered."
+        return f"{subject}, of which {' and '.join(notes)}."
+    return f"{subject}; every message is delivered."

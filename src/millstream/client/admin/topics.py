@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 from millstream.client.admin.position import EARLIEST_TIMESTAMP, LATEST_TIMESTAMP, Position
 from millstream.core.errors import InvalidSetting, UnknownTopic
 from millstream.core.ids import NodeId
-from millstream.core.nearest import suggestion
+from millstream.core.setting import suggestion
 from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.fetching import READ_UNCOMMITTED
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.fetch import READ_UNCOMMITTED
 
 if TYPE_CHECKING:
-    from millstream.client.admin.damage import LostOffsets
+    from millstream.client.admin.node_status import DamagedOffsets
     from millstream.protocol.wire.client import Client
     from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
@@ -36,14 +36,14 @@ def replication_of(topic: TopicMetadata) -> int:
 
 async def describe_topic(client: Client, name: str, *, advice: str | None = None) -> dict[str, Any]:
     """A topic's partitions, offsets and settings, and what the disk lost of it."""
-    from millstream.client.admin.damage import ask_lost
+    from millstream.client.admin.node_status import find_damage
     from millstream.client.admin.topics import find_topic, offset_bounds, topic_configs
 
     topic = await find_topic(client, name, advice=advice)
     bounds, configs = await asyncio.gather(
         offset_bounds(client, name, list(topic.partitions)), topic_configs(client, name)
     )
-    lost = await ask_lost(client, topic, topic.partitions)
+    lost = await find_damage(client, topic, topic.partitions)
     return {
         "topic": name,
         "id": str(topic.topic_id),
@@ -66,7 +66,7 @@ async def describe_topic(client: Client, name: str, *, advice: str | None = None
     }
 
 
-def _damage_of(lost: list[LostOffsets] | None, partition: int) -> list[dict[str, int]] | None:
+def _damage_of(lost: list[DamagedOffsets] | None, partition: int) -> list[dict[str, int]] | None:
     if lost is None:
         return None
     return [{"first": one.first, "next": one.next_offset} for one in lost if one.partition == partition]
@@ -100,7 +100,7 @@ async def find_topic(client: Client, name: str, *, advice: str | None = None) ->
     found = await client.metadata([name])
     if name in found.topics:
         return found.topics[name]
-    error = refusal(found.errors.get(name, 3), None, about=f"topic {name!r}")
+    error = error_from_code(found.errors.get(name, 3), None, about=f"topic {name!r}")
     if isinstance(error, UnknownTopic):
         what_to_do = advice or f"create it with: millstream topic create {name}"
         raise UnknownTopic(f"topic {name!r} does not exist; {what_to_do}")
@@ -190,8 +190,8 @@ async def default_replication(client: Client, node: NodeId) -> int | None:
         resource_type=_NODE_RESOURCE, resource_name=str(node), configuration_keys=keys
     )
     (result,) = (await client.send(node, messages.DescribeConfigsRequest(resources=(resource,)))).results
-    told = {} if result.error_code else {one.name: one.value for one in result.configs}
-    return int(told[_DEFAULT_REPLICATION]) if told.get(_ETCD) and told.get(_DEFAULT_REPLICATION) else None
+    values = {} if result.error_code else {one.name: one.value for one in result.configs}
+    return int(values[_DEFAULT_REPLICATION]) if values.get(_ETCD) and values.get(_DEFAULT_REPLICATION) else None
 
 
 async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
@@ -208,10 +208,10 @@ async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
     if not resources:
         return {}
     answer = await client.send(None, messages.DescribeConfigsRequest(resources=resources))
-    told = {result.resource_name: result.configs for result in answer.results if not result.error_code}
+    configs_by_topic = {result.resource_name: result.configs for result in answer.results if not result.error_code}
     return {
         name: int(one.value)
-        for name, configs in told.items()
+        for name, configs in configs_by_topic.items()
         for one in configs
         if one.name == _MIN_IN_SYNC and one.value
     }
@@ -243,5 +243,5 @@ async def offsets_at(
 
 def _checked(result: Any, about: str) -> Any:
     if result.error_code:
-        raise refusal(result.error_code, getattr(result, "error_message", None), about=about)
+        raise error_from_code(result.error_code, getattr(result, "error_message", None), about=about)
     return result

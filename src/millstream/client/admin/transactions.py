@@ -12,7 +12,7 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.primitives import Reader, Writer
 from millstream.protocol.private.transactions import TRANSACTION_COORDINATOR, Transactions
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 _DESCRIBE_KEY = 65
 _NOT_FOUND = 105
@@ -83,7 +83,7 @@ async def list_transactions(
     for node in (await client.metadata([])).nodes:
         answer = await client.send(node, asked)
         if answer.error_code:
-            raise refusal(answer.error_code, None, about="the list of transactions")
+            raise error_from_code(answer.error_code, None, about="the list of transactions")
         if answer.unknown_state_filters:
             raise InvalidRequest(
                 f"there is no state {answer.unknown_state_filters[0]!r}; a transaction is in one of {', '.join(STATES)}"
@@ -105,7 +105,7 @@ async def describe_transaction(client: Client, transactional_id: str) -> Describ
         body.no_tags()
         return _read_described(await client.private(node, _DESCRIBE_KEY, bytes(body.buffer)), node)
 
-    return await client.at_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+    return await client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
 
 
 def _read_described(body: memoryview, node: NodeId) -> DescribedTransaction:
@@ -119,7 +119,7 @@ def _read_described(body: memoryview, node: NodeId) -> DescribedTransaction:
             f"transactional id {transactional_id!r} does not exist; millstream transaction list shows those that do"
         )
     if code:
-        raise refusal(code, None, about=f"transactional id {transactional_id!r}")
+        raise error_from_code(code, None, about=f"transactional id {transactional_id!r}")
     timeout_ms, started_ms, producer_id, epoch = reader.int32(), reader.int64(), reader.int64(), reader.int16()
     partitions: list[TopicPartition] = []
     for _ in range(reader.array_length()):
@@ -157,7 +157,7 @@ async def open_transactions(client: Client, topics: Iterable[str] | None = None)
             for one in topic.partitions:
                 where = TopicPartition(topic.name, PartitionIndex(one.partition_index))
                 if one.error_code:
-                    raise refusal(one.error_code, one.error_message, about=f"the producers of {where}")
+                    raise error_from_code(one.error_code, one.error_message, about=f"the producers of {where}")
                 found += [_opened(where, leader, each) for each in one.active_producers]
     return [one for one in found if one.start_offset >= 0]
 
@@ -242,5 +242,5 @@ async def abort_on_partition(
     answer = await client.send(found.leader, messages.WriteTxnMarkersRequest(markers=(marker,)))
     code = answer.markers[0].topics[0].partitions[0].error_code
     if code:
-        raise refusal(code, None, about=f"the marker for {where}")
+        raise error_from_code(code, None, about=f"the marker for {where}")
     return found

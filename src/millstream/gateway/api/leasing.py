@@ -23,7 +23,7 @@ from millstream.protocol.private.leasing import LeaseRequests
 from millstream.protocol.private.subscription_messages import Receive, ReceiveAnswer
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient, remaining
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import TRANSIENT, refusal
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 _logger = logging.getLogger(__name__)
 
@@ -157,7 +157,7 @@ class Leasing:
         return messages[:wanted]
 
     async def _from(self, node: NodeId, request: Receive) -> list[LeasedMessage]:
-        pool = await self._client.pool_of(node)
+        pool = await self._client.pool_for(node)
         try:
             leased = await self._requests.ask(pool, request, timeout_s=ANSWER_S + request.wait_ms / 1000)
         except RequestTimedOut:
@@ -211,5 +211,5 @@ def _fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
 
 
 def _refused(answer: ReceiveAnswer, subscription: str) -> MillstreamError:
-    error = refusal(answer.error, answer.message)
+    error = error_from_code(answer.error, answer.message)
     return error if answer.message or not isinstance(error, NotFound) else NotFound(f"no subscription {subscription!r}")

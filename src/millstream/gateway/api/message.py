@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from millstream.client.admin.message_document import utc
+from millstream.client.admin.messages import utc
 from millstream.core.message_id import message_id
 from millstream.protocol.records.record import Headers, Record
 

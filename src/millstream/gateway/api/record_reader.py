@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from uuid import UUID
 
 from millstream.core.errors import CorruptBatch
-from millstream.core.ids import NodeId, Offset
+from millstream.core.ids import NodeId, Offset, OffsetRange
 from millstream.gateway.api.message import document_bytes, message_bytes
 from millstream.protocol.private.leasing import Leased
 from millstream.protocol.private.subscription_messages import LeasedRange
@@ -31,13 +31,6 @@ MESSAGE_BYTES_MAX: Final = 32 * 1024 * 1024
 """No larger message is sent over HTTP, as it is and as JSON, in which a control character takes six bytes."""
 
 Measure = Callable[[Record], int]
-
-
-class Span(NamedTuple):
-    """Consecutive offsets to read; the end is exclusive."""
-
-    start: int
-    end: int
 
 
 class Slice(NamedTuple):
@@ -70,7 +63,13 @@ class RecordReader:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(
-        self, batches: Buffer, header: BatchHeader, ranges: Sequence[Span], bytes_max: int, *, large_bytes_max: int = 0
+        self,
+        batches: Buffer,
+        header: BatchHeader,
+        ranges: Sequence[OffsetRange],
+        bytes_max: int,
+        *,
+        large_bytes_max: int = 0,
     ) -> Slice:
         """Read records of a batch until they take `bytes_max`, at least one; raise `CorruptBatch` if that fails.
 
@@ -90,7 +89,7 @@ class RecordReader:
 
     async def read_one(self, batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
         """Read the record at an offset, or None if the batch has none there."""
-        found = await self.read(batches, header, [Span(offset, offset + 1)], 0)
+        found = await self.read(batches, header, [OffsetRange(offset, offset + 1)], 0)
         if found.oversized:
             raise CorruptBatch(found.oversized)
         return found.records[0] if found.records else None
@@ -157,9 +156,9 @@ class _LeasedBatch:
         self.leases = leases
         self._by_offset = {offset: one for one in leases for offset in range(one.first, one.last + 1)}
 
-    def ranges(self, start: int) -> list[Span]:
+    def ranges(self, start: int) -> list[OffsetRange]:
         """The leased offsets from one on."""
-        return [Span(max(one.first, start), one.last + 1) for one in self.leases if one.last >= start]
+        return [OffsetRange(max(one.first, start), one.last + 1) for one in self.leases if one.last >= start]
 
     def message(self, record: Record) -> LeasedMessage:
         """A record with its lease."""
@@ -188,7 +187,7 @@ def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) ->
 def _read(
     batches: Buffer,
     header: BatchHeader,
-    ranges: Sequence[Span],
+    ranges: Sequence[OffsetRange],
     bytes_max: int,
     decompressed_bytes_max: int | None,
     measure: Measure,
@@ -210,7 +209,7 @@ def _read(
 
 
 def _wanted(
-    batches: Buffer, header: BatchHeader, ranges: Iterable[Span], decompressed_bytes_max: int | None
+    batches: Buffer, header: BatchHeader, ranges: Iterable[OffsetRange], decompressed_bytes_max: int | None
 ) -> Iterator[Record]:
     waiting = list(reversed(list(ranges)))
     if not waiting:

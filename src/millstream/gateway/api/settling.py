@@ -21,7 +21,7 @@ from millstream.protocol.private.delivery_state import ACCEPTED, delivery_state
 from millstream.protocol.private.subscriptions import LeasedMessage, SubscriptionClient
 from millstream.protocol.records.record import Record
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import TRANSIENT
+from millstream.protocol.wire.error_codes import TRANSIENT
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):

@@ -17,7 +17,7 @@ import msgspec
 
 from millstream.broker.push_board import PushReport
 from millstream.core.config import parse_address
-from millstream.core.log_line import set_up_logging
+from millstream.core.log_format import set_up_logging
 from millstream.core.push import headers_of, keys_of
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.gateway.api.message import message_bytes
@@ -31,8 +31,8 @@ from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.private.leasing import LeaseRequests
 from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
 from millstream.protocol.wire.pool import Pool
-from millstream.protocol.wire.refusal import refusal
 
 _logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Line:
         """Wait for messages of this node and read them within bounds; a call that is given up leaves nothing leased."""
         leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
         if leased.answer.error:
-            raise refusal(leased.answer.error, leased.answer.message)
+            raise error_from_code(leased.answer.error, leased.answer.message)
         try:
             return await self._unpacking.read_leased(None, leased, wanted.max_bytes)
         except BaseException:

@@ -21,7 +21,7 @@ from millstream.protocol.private.subscription_messages import (
 )
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import TRANSIENT, refusal
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 _logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Settler:
             ones = by_place[place]
             moved = []
             for one, (code, text) in zip(ones, outcomes, strict=True):
-                refused = refusal(code, text) if code else None
+                refused = error_from_code(code, text) if code else None
                 if refused is None or isinstance(refused, InvalidRecordState):
                     _resolve(one, refused)
                 else:
@@ -115,20 +115,20 @@ class Settler:
 
             answer = await self._request(ask, [part])
             for code, text in answer.results[0]:
-                refused = refusal(code, text) if code else None
+                refused = error_from_code(code, text) if code else None
                 if isinstance(refused, TRANSIENT):
                     raise refused
             return answer
 
         try:
             async with asyncio.timeout(ELSEWHERE_S):
-                answer = await self._client.at_leader(topic, partition, attempt)
+                answer = await self._client.call_leader(topic, partition, attempt)
         except (MillstreamError, TimeoutError) as error:
             for one in settlements:
                 _resolve(one, error)
             return
         for one, (code, text) in zip(settlements, answer.results[0], strict=True):
-            _resolve(one, refusal(code, text) if code else None)
+            _resolve(one, error_from_code(code, text) if code else None)
 
     async def _request(self, ask: Ask, parts: list[PartitionSettles]) -> SettleAnswer:
         body = msgspec.msgpack.encode(SettleRequest(self._subscription, self._worker, parts))
@@ -137,7 +137,7 @@ class Settler:
         except msgspec.MsgspecError as error:
             raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
         if answer.error:
-            raise refusal(answer.error, answer.message)
+            raise error_from_code(answer.error, answer.message)
         if [len(outcomes) for outcomes in answer.results] != [len(part.verbs) for part in parts]:
             raise ProtocolViolation("the broker's answer does not fit what was said")
         return answer

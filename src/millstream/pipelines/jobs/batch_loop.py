@@ -31,7 +31,7 @@ from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitio
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
 from millstream.pipelines.source.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
-from millstream.protocol.private.transactions import OfGroup, TransactionalProducer, Transactions
+from millstream.protocol.private.transactions import GroupMember, TransactionalProducer, Transactions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -200,7 +200,7 @@ class BatchLoop:
 
     async def prepare_offsets(self, batch: Batch, end: Offsets) -> TransactionalProducer:
         """The member of a batch that commits where it ends, if this one still runs the pipeline."""
-        member = OfGroup(*self._context.member())
+        member = GroupMember(*self._context.member())
         source = SourceOffsets(self._pipeline.group, end, member)
         transactions = Transactions(self.link.client)
         return await prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source)

@@ -10,7 +10,7 @@ from millstream.core.ids import NodeId
 from millstream.pipelines.jobs.job import GroupMember
 from millstream.protocol.private.transactions import GROUP_COORDINATOR
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 _UNSTABLE: Final = 88
 
@@ -30,7 +30,7 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
     async def attempt(node: NodeId) -> dict[str, dict[int, int]]:
         answer = (await client.send(node, asked)).groups[0]
         if answer.error_code:
-            raise refusal(answer.error_code, None, about=f"offsets of group {group!r}")
+            raise error_from_code(answer.error_code, None, about=f"offsets of group {group!r}")
         found: dict[str, dict[int, int]] = {}
         for topic in answer.topics:
             for one in topic.partitions:
@@ -40,12 +40,12 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
                         f"an open transaction holds the offset of group {group!r} in {topic.name}-{one.partition_index}"
                     )
                 if one.error_code:
-                    raise refusal(one.error_code, None, about=f"offsets of group {group!r}")
+                    raise error_from_code(one.error_code, None, about=f"offsets of group {group!r}")
                 if one.committed_offset >= 0:
                     found.setdefault(topic.name, {})[one.partition_index] = one.committed_offset
         return found
 
-    return await client.at_coordinator(group, attempt, kind=GROUP_COORDINATOR)
+    return await client.call_coordinator(group, attempt, kind=GROUP_COORDINATOR)
 
 
 async def commit_offsets(client: Client, group: str, offsets: Offsets, member: GroupMember) -> None:
@@ -76,6 +76,6 @@ async def commit_offsets(client: Client, group: str, offsets: Offsets, member: G
         for topic in (await client.send(node, asked)).topics:
             for one in topic.partitions:
                 if one.error_code:
-                    raise refusal(one.error_code, None, about=f"offset of group {group!r} in {topic.name}")
+                    raise error_from_code(one.error_code, None, about=f"offset of group {group!r} in {topic.name}")
 
-    await client.at_coordinator(group, attempt, kind=GROUP_COORDINATOR)
+    await client.call_coordinator(group, attempt, kind=GROUP_COORDINATOR)

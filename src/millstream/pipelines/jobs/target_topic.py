@@ -9,7 +9,7 @@ from typing import Any, Final
 from millstream.core.errors import TopicExists
 from millstream.pipelines.source.link import Link
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 AT_ONCE_MAX: Final = 100
 BY_BROKER: Final = -1
@@ -40,7 +40,7 @@ async def _create(client: Client, names: list[str], partitions: int) -> None:
     answer = await client.send(None, messages.CreateTopicsRequest(topics=topics, timeout=_TIMEOUT))
     for made in answer.topics:
         if made.error_code:
-            error = refusal(made.error_code, made.error_message, about=f"create topic {made.name!r}")
+            error = error_from_code(made.error_code, made.error_message, about=f"create topic {made.name!r}")
             # Somebody else may have made it at the same time.
             if not isinstance(error, TopicExists):
                 raise error

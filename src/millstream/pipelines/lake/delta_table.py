@@ -19,7 +19,7 @@ import pyarrow.fs
 import pyarrow.parquet as pq
 
 from millstream.core.errors import Conflict, CorruptState, StalePlan
-from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.lake.active_files import active_files, topic_of
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE
@@ -67,7 +67,7 @@ class DeltaTable:
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.log = DeltaLog(storage)
-        self.quarantine = DeltaLog(storage.beside(QUARANTINE_ENDING))
+        self.quarantine = DeltaLog(storage.beside(QUARANTINE_SUFFIX))
         self._known: set[TopicPartition] = set()
         """The partitions that the table was seen with: one that has lost them is another table."""
 

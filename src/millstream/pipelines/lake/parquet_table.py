@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.compaction import SMALL_BYTES, Compacted
 from millstream.pipelines.lake.delta_log import DeltaLog
@@ -129,7 +129,7 @@ class ParquetTable:
         self, topic_id: str, partition: int, start: int, end: int, columns: Sequence[str] | None = None
     ) -> Iterator[pa.RecordBatch]:
         """Rows of the quarantine likewise."""
-        files = self._files(QUARANTINE_ENDING)
+        files = self._files(QUARANTINE_SUFFIX)
         return self._staged.scan_quarantined_in(files, Rows(topic_id, partition, start, end), columns)
 
     def landed_since(self, moment: datetime, columns: Sequence[str]) -> Iterator[tuple[datetime, pa.RecordBatch]]:
@@ -142,7 +142,7 @@ class ParquetTable:
     def _publish(self) -> None:
         """Move what is committed to where it is read."""
         _publish(self._staged.log, self.storage)
-        _publish(self._staged.quarantine, self.storage.beside(QUARANTINE_ENDING))
+        _publish(self._staged.quarantine, self.storage.beside(QUARANTINE_SUFFIX))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from deltalake.exceptions import DeltaError
 from deltalake.fs import DeltaStorageHandler
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.lake_place import check_place
+from millstream.core.lake_url import check_lake_url
 
 STAGED: Final = "_staged"
 
@@ -33,7 +33,7 @@ class Storage:
     @classmethod
     def at(cls, url: str, options: Mapping[str, str] | None = None) -> Storage:
         """The storage at a path or a URL; raises `InvalidSetting` for URLs that mean nothing here."""
-        check_place(url)
+        check_lake_url(url)
         scheme, colon, _rest = url.partition("://")
         if not colon:
             return cls(str(Path(url).absolute()))

@@ -21,7 +21,7 @@ import msgspec
 from millstream.broker.cluster.pipeline_owner import PipelineOwner
 from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.pipeline_board import PipelineBoard
-from millstream.client.admin.places import places_in
+from millstream.client.admin.pipeline_storage import storage_in
 from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
 from millstream.core.errors import MillstreamError, UnknownPipeline
@@ -53,7 +53,7 @@ def driver_options(config: Config, kafka: str) -> Options:
     """What a node with these settings says to its driver, which reaches it there; other machines may not."""
     data = os.path.abspath(config.data)
     is_local = config.pipelines_master.partition("[")[0] in ("", "local")
-    places = places_in(data, lake=config.pipelines_lake, folder=config.pipelines_folder)
+    places = storage_in(data, lake=config.pipelines_lake, folder=config.pipelines_folder)
     return Options(
         kafka=kafka if is_local else config.advertise or kafka,
         node=config.node_id,

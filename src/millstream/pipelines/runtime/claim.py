@@ -32,7 +32,7 @@ from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE
 from millstream.pipelines.jobs.job import GroupMember
 from millstream.pipelines.source.link import Link
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class Claim:
             answer = await self._link.client.send(coordinator, request)
             code = code_of(answer)
             if code and code not in fine:
-                raise refusal(code, None, about=f"group {self._group!r}")
+                raise error_from_code(code, None, about=f"group {self._group!r}")
             return answer
 
-        return await self._link.client.at_coordinator(self._group, attempt, kind=_GROUP_COORDINATOR)
+        return await self._link.client.call_coordinator(self._group, attempt, kind=_GROUP_COORDINATOR)

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from millstream.core.log_line import set_up_logging
+from millstream.core.log_format import set_up_logging
 from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.job import JobContext, JobKind

@@ -14,7 +14,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final
 
 from millstream.core import errors
-from millstream.protocol.wire.refusal import TRANSIENT
+from millstream.protocol.wire.error_codes import TRANSIENT
 
 if TYPE_CHECKING:
     import pyarrow as pa

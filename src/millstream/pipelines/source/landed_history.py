@@ -15,8 +15,8 @@ from typing import NamedTuple
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from millstream.client.admin.pipeline_storage import storage_of
 from millstream.client.admin.pipelines import PipelineClient
-from millstream.client.admin.places import places_of
 from millstream.core.errors import InvalidSetting, MillstreamError
 from millstream.core.pipeline import LandSettings, PipelineKind
 from millstream.pipelines.lake.columns import QUARANTINE
@@ -168,7 +168,7 @@ async def _landings(link: Link, lake: str | None) -> list[tuple[LandSettings, st
             continue
         settings = LandSettings.from_strings(described["overrides"])
         if not settings.lake and root is None:
-            root = (await places_of(client)).lake
+            root = (await storage_of(client)).lake
         found.append((settings, (lake or settings.lake or root or "").rstrip("/")))
     return found
 

@@ -23,9 +23,9 @@ from millstream.pipelines.source.position import (
     Position,
     Timestamps,
 )
-from millstream.protocol.wire.fetching import READ_UNCOMMITTED, FetchLimits
-from millstream.protocol.wire.offset_listing import ListedOffset
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchLimits
+from millstream.protocol.wire.list_offsets import ListedOffset
 
 _logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class OffsetResolver:
         found = self.link.call(self.link.client.metadata(names))
         for name in names:
             if name in found.errors:
-                error = refusal(found.errors[name], None, about=f"topic {name!r}")
+                error = error_from_code(found.errors[name], None, about=f"topic {name!r}")
                 if isinstance(error, UnknownTopic):
                     hint = f"create it with: millstream topic create {name}"
                     raise UnknownTopic(f"topic {name!r} does not exist at {self._options.brokers}; {hint}")

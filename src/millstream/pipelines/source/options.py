@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.nearest import suggestion
+from millstream.core.setting import suggestion
 from millstream.pipelines.source.position import (
     EARLIEST,
     EARLIEST_LANDED,
@@ -29,9 +29,9 @@ from millstream.pipelines.source.position import (
     parse_times,
 )
 from millstream.pipelines.source.source_offsets import SourceOffsets
-from millstream.protocol.private.transactions import OfGroup
+from millstream.protocol.private.transactions import GroupMember
 from millstream.protocol.records.arrow import NAMES
-from millstream.protocol.wire.fetching import READ_COMMITTED, READ_UNCOMMITTED
+from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
 
 BROKERS: Final = "kafka.bootstrap.servers"
 DEFAULT_BROKERS: Final = "localhost:9092"
@@ -268,7 +268,7 @@ def _source(found: _Given) -> SourceOffsets | None:
     offsets = parse_offsets("sourceOffsets", text, minimum=0)
     if not any(offsets.values()):
         raise InvalidSetting("option sourceOffsets names no partition")
-    return SourceOffsets(group, offsets, OfGroup(member or "", -1 if generation is None else generation))
+    return SourceOffsets(group, offsets, GroupMember(member or "", -1 if generation is None else generation))
 
 
 class _Given:

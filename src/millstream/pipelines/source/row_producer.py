@@ -26,7 +26,7 @@ from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.encoder import Source, encode_source, source_of
 from millstream.protocol.records.layout import Int32s, Int64s
 from millstream.protocol.records.partitioner import choose_partitions
-from millstream.protocol.wire.producing import Produced
+from millstream.protocol.wire.produce import Produced
 
 CODECS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 
@@ -107,11 +107,11 @@ class RowProducer:
             partitions = self._count(topic)
             columns = from_arrow(rows, default_timestamp_ms=int(time.time() * 1000))
             chosen = self._choose(rows, columns, partitions, topic)
-            # Sorted once, the rows of a partition are a stretch, however many partitions there are.
+            # Sorted once, the rows of a partition are one slice, however many partitions there are.
             order, bounds = _sorted(chosen, partitions)
             source = source_of(columns, order)
             for partition in np.flatnonzero(np.diff(bounds)).tolist():
-                self._send(topic, partition, source.stretch(int(bounds[partition]), int(bounds[partition + 1])))
+                self._send(topic, partition, source.rows(int(bounds[partition]), int(bounds[partition + 1])))
 
     def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
         fixed = self._options.topic

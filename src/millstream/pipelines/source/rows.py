@@ -29,7 +29,7 @@ from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.arrow import to_arrow
 from millstream.protocol.records.columns import Columns
 from millstream.protocol.records.decoder import FIELDS, Batches, decode_columns, find_batches
-from millstream.protocol.wire.fetching import READ_COMMITTED, FetchAnswer
+from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer
 
 _EMPTY = b"{}"
 

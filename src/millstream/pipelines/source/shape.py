@@ -20,7 +20,7 @@ from pyspark.sql.types import (
 )
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.nearest import suggestion
+from millstream.core.setting import suggestion
 from millstream.pipelines.source.options import ReadOptions
 from millstream.protocol.records.arrow import NAMES
 

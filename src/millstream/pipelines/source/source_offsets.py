@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from millstream.pipelines.source.position import Offsets
-from millstream.protocol.private.transactions import OfGroup, TransactionalProducer, Transactions
+from millstream.protocol.private.transactions import GroupMember, TransactionalProducer, Transactions
 
 OFFSETS_TASK: Final = 1_000_000_000
 """Stands in the place of a task's number in the attempt that commits offsets."""
 
-NO_MEMBER: Final = OfGroup()
+NO_MEMBER: Final = GroupMember()
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class SourceOffsets:
 
     group: str
     offsets: Offsets = field(hash=False)
-    member: OfGroup = NO_MEMBER
+    member: GroupMember = NO_MEMBER
 
 
 async def prepare_offsets(

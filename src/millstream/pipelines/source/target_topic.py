@@ -13,7 +13,7 @@ from millstream.core.topic import check_topic_name
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions
 from millstream.protocol.private.transactions import PREPARE_KEY
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ def count_partitions(link: Link, topic: str) -> int:
         found = link.call(link.client.metadata([topic], create=True))
         if topic not in found.errors:
             return len(found.topics[topic].partitions)
-        error = refusal(found.errors[topic], None, about=f"topic {topic!r}")
+        error = error_from_code(found.errors[topic], None, about=f"topic {topic!r}")
         if not isinstance(error, UnknownTopic) or supports_batch_commit(link) or time.monotonic() > deadline:
             break
         time.sleep(_PAUSE_S)

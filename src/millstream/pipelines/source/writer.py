@@ -35,7 +35,7 @@ from pyspark.sql.types import (
 )
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.nearest import suggestion
+from millstream.core.setting import suggestion
 from millstream.pipelines.source.options import WriteOptions
 from millstream.pipelines.source.spark_errors import without_traceback
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from millstream.core.ids import NO_TIMESTAMP_MS
-from millstream.protocol.filter.node import Column, Header, Payload
-from millstream.protocol.filter.uses import Uses
+from millstream.protocol.filter.node import Column, Header, Path, Payload, Step, Uses
+from millstream.protocol.filter.operation import SCALARS
 
 if TYPE_CHECKING:
-    from millstream.protocol.records.columns import Columns
+    from millstream.protocol.records.columns import BinaryColumn, Columns, HeaderColumn
     from millstream.protocol.records.record import Record
 
 _MILLISECOND_US = 1000
@@ -76,8 +79,6 @@ class DecodedBatch(ABC):
 
     def _parse(self, source: Payload) -> None:
         # Loaded with the first filter that looks into payloads.
-        from millstream.protocol.filter.payload import read_fields
-
         known = {known.path for known in self._columns if isinstance(known, Payload)}
         fields = read_fields(self._payloads(), (self._uses.paths | {source.path}) - known)
         self._columns.update({Payload(path): column for path, column in fields.items()})
@@ -101,8 +102,6 @@ class ColumnBatch(DecodedBatch):
         return [*self._source.timestamps_ms.tolist()]
 
     def _keys(self) -> list[str | None]:
-        from millstream.protocol.filter.message_text import column_texts
-
         keys = self._source.keys
         return [None] * len(self) if keys is None else column_texts(keys)
 
@@ -111,8 +110,6 @@ class ColumnBatch(DecodedBatch):
         return [None] * len(self) if values is None else values.to_list()
 
     def _headers(self, name: str) -> list[str | None]:
-        from millstream.protocol.filter.message_text import header_texts
-
         headers = self._source.headers
         return [None] * len(self) if headers is None else header_texts(headers, name)
 
@@ -134,14 +131,165 @@ class RecordBatch(DecodedBatch):
         return [record.timestamp_ms for record in self._source]
 
     def _keys(self) -> list[str | None]:
-        from millstream.protocol.filter.message_text import text
-
         return [text(record.key) for record in self._source]
 
     def _payloads(self) -> Sequence[bytes | None]:
         return [record.value for record in self._source]
 
     def _headers(self, name: str) -> list[str | None]:
-        from millstream.protocol.filter.message_text import last_header
-
         return [last_header(record.headers, name) for record in self._source]
+
+
+PAYLOAD_DEPTH_MAX = 128
+BYTES_MAX = 16 * 1024 * 1024
+"""A larger payload counts as one that is not JSON."""
+
+PARSED_BYTES = 64 * 1024
+"""Payloads that are kept parsed at a time. Objects of Python take up to thirty times the bytes of their text, and what
+is dropped before it leaves the processor's caches is made in half the time."""
+
+NESTED = object()
+"""Stands for an object or array, of which a filter can tell only that it is not NULL."""
+
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+_decode = msgspec.json.Decoder().decode
+
+
+def read_fields(payloads: Sequence[bytes | None], paths: Collection[Path]) -> dict[Path, list[Any]]:
+    """For every path, its value in every payload; None where there is none."""
+    fields: dict[Path, list[Any]] = {path: [] for path in paths}
+    for chunk in _payload_chunks(payloads):
+        walked: dict[Path, list[Any]] = {(): _parse_all(chunk)}
+        for path, column in fields.items():
+            found = _walk_path(walked, path)
+            column += found if len(chunk) == len(payloads) else _without_trees(found)
+    return fields
+
+
+def _payload_chunks(payloads: Sequence[bytes | None]) -> Iterator[Sequence[bytes | None]]:
+    """Runs of payloads of `PARSED_BYTES` or a little more; a large payload ends its run."""
+    start = size = 0
+    for at, payload in enumerate(payloads):
+        size += len(payload) if payload is not None else 0
+        if size > PARSED_BYTES:
+            yield payloads[start : at + 1]
+            start, size = at + 1, 0
+    if start < len(payloads):
+        yield payloads[start:] if start else payloads
+
+
+def _parse_all(payloads: Sequence[bytes | None]) -> list[Any]:
+    """In one go if all of them are JSON, as they mostly are; else one by one."""
+    if payloads and len(payloads[-1] or b"") > BYTES_MAX:
+        return [_parse(payload) for payload in payloads]
+    try:
+        parsed = [None if payload is None else _decode(payload) for payload in payloads]
+    except _UNREADABLE:
+        return [_parse(payload) for payload in payloads]
+    for at, payload in enumerate(payloads):
+        if (
+            payload is not None
+            and len(payload) > 2 * PAYLOAD_DEPTH_MAX
+            and _may_be_deep(payload)
+            and _is_deep(parsed[at])
+        ):
+            parsed[at] = None
+    return parsed
+
+
+def _parse(payload: bytes | None) -> Any:
+    if payload is None or len(payload) > BYTES_MAX:
+        return None
+    try:
+        parsed = _decode(payload)
+    except _UNREADABLE:
+        return None
+    return None if _may_be_deep(payload) and _is_deep(parsed) else parsed
+
+
+def _may_be_deep(payload: bytes) -> bool:
+    return payload.count(b"[") + payload.count(b"{") > PAYLOAD_DEPTH_MAX
+
+
+def _is_deep(parsed: Any) -> bool:
+    level: list[Any] = [parsed]
+    for _ in range(PAYLOAD_DEPTH_MAX):
+        level = [inner for outer in level for inner in _inner(outer) if inner.__class__ in (dict, list)]
+        if not level:
+            return False
+    return True
+
+
+def _inner(outer: Any) -> Iterable[Any]:
+    if outer.__class__ is dict:
+        return outer.values()
+    return outer if outer.__class__ is list else ()
+
+
+def _walk_path(walked: dict[Path, list[Any]], path: Path) -> list[Any]:
+    """The column of a path; what it has in common with another path is walked once."""
+    known = len(path)
+    while path[:known] not in walked:
+        known -= 1
+    column = walked[path[:known]]
+    for at in range(known, len(path)):
+        column = walked[path[: at + 1]] = _step_into(column, path[at])
+    return column
+
+
+def _step_into(column: list[Any], step: Step) -> list[Any]:
+    if isinstance(step, str):
+        return [outer.get(step) if outer.__class__ is dict else None for outer in column]
+    return [outer[step] if outer.__class__ is list and step < len(outer) else None for outer in column]
+
+
+def _without_trees(column: list[Any]) -> list[Any]:
+    return [field if field is None or field.__class__ in SCALARS else NESTED for field in column]
+
+
+def text(data: bytes | None) -> str | None:
+    """One field."""
+    return None if data is None else data.decode("utf-8", "replace")
+
+
+def column_texts(column: BinaryColumn) -> list[str | None]:
+    """Every row of a column."""
+    data = column.data.tobytes()
+    if not data.isascii():
+        return [text(row) for row in column.to_list()]
+    whole = data.decode("ascii")
+    rows: list[str | None] = [whole[start:end] for start, end in pairwise(column.offsets.tolist())]
+    if column.null_count:
+        import numpy as np
+
+        for row in np.flatnonzero(~column.is_valid()).tolist():
+            rows[row] = None
+    return rows
+
+
+def header_texts(headers: HeaderColumn, name: str) -> list[str | None]:
+    """For every record the last header of a name; no Python runs for headers of other names."""
+    import numpy as np
+
+    wanted = np.frombuffer(name.encode("utf-8", "replace"), np.uint8)
+    starts = headers.keys.offsets[:-1]
+    found = np.flatnonzero(np.diff(headers.keys.offsets) == wanted.size)
+    for at, byte in enumerate(wanted.tolist()):
+        found = found[headers.keys.data[starts[found] + at] == byte]
+    texts: list[str | None] = [None] * len(headers)
+    rows = np.searchsorted(headers.offsets, found, side="right") - 1
+    values = headers.values
+    data = values.data.tobytes()
+    starts, ends, valid = values.offsets[found], values.offsets[found + 1], values.is_valid()[found]
+    bounds = zip(rows.tolist(), starts.tolist(), ends.tolist(), valid.tolist(), strict=True)
+    for row, start, end, is_valid in bounds:
+        texts[row] = data[start:end].decode("utf-8", "replace") if is_valid else None
+    return texts
+
+
+def last_header(headers: Sequence[tuple[str, bytes | None]], name: str) -> str | None:
+    """The last header of a name."""
+    for key, value in reversed(headers):
+        if key == name:
+            return text(value)
+    return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from millstream.protocol.filter.batch import ColumnBatch, DecodedBatch, RecordBatch
 from millstream.protocol.filter.filter import Filter
-from millstream.protocol.filter.uses import Uses
+from millstream.protocol.filter.node import Uses
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.batch import Buffer
 from millstream.protocol.records.record import decode_records

@@ -13,9 +13,8 @@ from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from millstream.protocol.filter.batch import DecodedBatch
-from millstream.protocol.filter.canonical import canonical_text
 from millstream.protocol.filter.code import Program
-from millstream.protocol.filter.uses import Uses
+from millstream.protocol.filter.node import Uses, canonical_text
 
 if TYPE_CHECKING:
     import numpy as np

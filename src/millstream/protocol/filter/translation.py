@@ -13,8 +13,8 @@ from sqlglot.dialects.spark import Spark
 from sqlglot.errors import ParseError, TokenError
 
 from millstream.core.errors import FilterError
-from millstream.core.nearest import suggestion
-from millstream.core.text_place import place_in
+from millstream.core.setting import suggestion
+from millstream.core.text_location import locate
 from millstream.protocol.filter import value
 from millstream.protocol.filter.like_pattern import ESCAPE, InvalidPattern, compile_like
 from millstream.protocol.filter.node import (
@@ -51,7 +51,7 @@ from millstream.protocol.filter.node import (
 
 def refusal(text: str, start: int, end: int, reason: str) -> FilterError:
     """The error for what stands in the text from `start` up to, not including, `end`."""
-    place = place_in(text, start, end)
+    place = locate(text, start, end)
     message = f"filter, line {place.line}, column {place.column}: {reason}\n{place.picture}"
     return FilterError(message, line=place.line, column=place.column, reason=reason)
 
@@ -177,10 +177,10 @@ def _with_field_names(found: list[Token]) -> list[Token]:
 
 
 def _syntax_error(text: str, found: list[Token], error: ParseError) -> FilterError:
-    told = error.errors[0] if error.errors else {}
-    where = (told.get("line"), told.get("col"))
+    details = error.errors[0] if error.errors else {}
+    where = (details.get("line"), details.get("col"))
     token = next((token for token in found if (token.line, token.col) == where), found[-1])
-    description = str(told.get("description") or "")
+    description = str(details.get("description") or "")
     reason = "this was not expected here"
     if description.startswith("Required keyword"):
         reason = "something is missing before or after this"

@@ -16,8 +16,7 @@ from operator import attrgetter
 from typing import Any, Final
 from uuid import UUID
 
-from millstream.protocol.messages.shape import default_of
-from millstream.protocol.private.annotation import is_entity, item_of, unwrapped
+from millstream.protocol.messages.shape import default_of, is_entity, item_of, unwrapped
 
 Write = Callable[[bytearray, Any], None]
 """Appends one value to the buffer."""

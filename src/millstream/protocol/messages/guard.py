@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any, Final
 
 from millstream.core.errors import ProtocolViolation
-from millstream.protocol.private.annotation import is_entity, item_of, unwrapped
+from millstream.protocol.messages.shape import is_entity, item_of, unwrapped
 
 
 class Span:

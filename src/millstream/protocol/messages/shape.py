@@ -10,11 +10,28 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, Final, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Final, TypeVar, get_args, get_origin
 
-from millstream.protocol.private.annotation import is_entity, item_of, unwrapped
+
+def unwrapped(field_type: Any) -> tuple[Any, bool]:
+    """Split `X | None` into `(X, True)`, and leave `X` as `(X, False)`."""
+    if get_origin(field_type) is UnionType:
+        return next(part for part in get_args(field_type) if part is not NoneType), True
+    return field_type, False
+
+
+def item_of(kind: Any) -> Any:
+    """The type of the items of an array, or None when it is no array."""
+    return get_args(kind)[0] if get_origin(kind) is tuple else None
+
+
+def is_entity(kind: Any) -> bool:
+    """Whether a type is a message nested in another."""
+    return is_dataclass(kind)
+
 
 T = TypeVar("T")
 Convert = Callable[[Any], Any]

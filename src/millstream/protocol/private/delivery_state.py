@@ -9,7 +9,7 @@ import msgspec
 from millstream.core.errors import ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 DELIVERY_STATE_KEY: Final = 32039
 ACCEPTED: Final = "accepted"
@@ -61,13 +61,13 @@ async def delivery_state(
     body = msgspec.msgpack.encode(request)
 
     async def attempt(leader: NodeId) -> MessageDelivery:
-        told = await client.private(leader, DELIVERY_STATE_KEY, body, waits=wait_ms > 0)
+        frame = await client.private(leader, DELIVERY_STATE_KEY, body, waits=wait_ms > 0)
         try:
-            answer = msgspec.msgpack.decode(told, type=DeliveryStateAnswer)
+            answer = msgspec.msgpack.decode(frame, type=DeliveryStateAnswer)
         except msgspec.MsgspecError as error:
             raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
         if answer.error:
-            raise refusal(answer.error, answer.message, about=f"{topic}-{partition} at {offset}")
+            raise error_from_code(answer.error, answer.message, about=f"{topic}-{partition} at {offset}")
         return MessageDelivery(answer.state, answer.attempt, answer.next_ms, answer.is_final)
 
-    return await client.at_leader(topic, partition, attempt)
+    return await client.call_leader(topic, partition, attempt)

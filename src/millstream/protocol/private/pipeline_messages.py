@@ -33,7 +33,7 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True):
     topics: list[LandedTopic]
 
 
-class ToldRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A rule of a route, as it is written in JSON."""
 
     name: str
@@ -43,7 +43,7 @@ class ToldRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     subscription: str = ""
 
     @classmethod
-    def of(cls, rule: Rule) -> ToldRule:
+    def of(cls, rule: Rule) -> RuleMessage:
         """A rule as it is told."""
         return cls(
             name=rule.name,
@@ -70,7 +70,7 @@ class NewPipeline(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: str
     settings: dict[str, str] = {}
-    rules: list[ToldRule] = []
+    rules: list[RuleMessage] = []
     wanted: bool = True
     validate_only: bool = False
 
@@ -89,7 +89,7 @@ class RuleChanges(msgspec.Struct, frozen=True, kw_only=True):
     """Rules that are put in, and the names of those that are taken out."""
 
     name: str
-    put: list[ToldRule] = []
+    put: list[RuleMessage] = []
     delete: list[str] = []
     validate_only: bool = False
 

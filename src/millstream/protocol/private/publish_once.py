@@ -21,7 +21,7 @@ from millstream.core.partitioner import partition_for_key
 from millstream.protocol.records.batch import COMPRESSION_NONE
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 PUBLISH_ONCE_KEY: Final = 32038
 TIMEOUT_MS: Final = 30_000
@@ -83,19 +83,19 @@ async def publish_once(
     body = msgspec.msgpack.encode(PublishOnceRequest(topic, partition, batch, window_ms, timeout_ms))
 
     async def attempt(leader: NodeId) -> PublishOnceAnswer:
-        told = await client.private(leader, PUBLISH_ONCE_KEY, body)
+        frame = await client.private(leader, PUBLISH_ONCE_KEY, body)
         try:
-            answer = msgspec.msgpack.decode(told, type=PublishOnceAnswer)
+            answer = msgspec.msgpack.decode(frame, type=PublishOnceAnswer)
         except msgspec.MsgspecError as error:
             raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
         if answer.error:
-            refused = refusal(answer.error, answer.message, about=f"publish to {topic}-{partition}")
+            refused = error_from_code(answer.error, answer.message, about=f"publish to {topic}-{partition}")
             raise QuotaExceeded(str(refused), wait_s=answer.throttle_ms / 1000) if answer.throttle_ms else refused
         return answer
 
     while True:
         try:
-            answer = await client.at_leader(topic, partition, attempt, create=True)
+            answer = await client.call_leader(topic, partition, attempt, create=True)
             break
         except QuotaExceeded as error:
             patience_s -= error.wait_s

@@ -70,8 +70,8 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
         """Why there is nothing, if that is since the client has had too much."""
         if self.partitions or not self.throttle_ms:
             return None
-        said = f"this client is beyond its consumer_byte_rate for {self.throttle_ms} ms yet"
-        return QuotaExceeded(said, wait_s=self.throttle_ms / 1000)
+        reason = f"this client is beyond its consumer_byte_rate for {self.throttle_ms} ms yet"
+        return QuotaExceeded(reason, wait_s=self.throttle_ms / 1000)
 
 
 class SettledRange(msgspec.Struct, frozen=True, array_like=True):

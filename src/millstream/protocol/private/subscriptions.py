@@ -37,7 +37,7 @@ from millstream.protocol.private.subscription_messages import (
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_batch
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 _TURN_MS: Final = 200
 _NODES_S: Final = 1.0
@@ -132,7 +132,7 @@ class SubscriptionClient:
             missing: list[int] = (await self._ask(leader, REVIVE_KEY, body))["missing"]
             return missing
 
-        return await self._client.at_leader(topic, partition, attempt)
+        return await self._client.call_leader(topic, partition, attempt)
 
     async def describe(
         self, names: Sequence[str] | None = None, places: Iterable[tuple[str, int]] = ()
@@ -141,26 +141,26 @@ class SubscriptionClient:
 
         Of a single one, queues that have begun are opened, and those on the partitions of `places`.
         """
-        found = await self._told({"names": None if names is None else list(names)})
-        closed = {*places, *(tuple(place) for told in found.values() for place in told["kept"])} - {
-            (queue["topic"], queue["partition"]) for told in found.values() for queue in told["queues"]
+        found = await self._describe_all({"names": None if names is None else list(names)})
+        closed = {*places, *(tuple(place) for described in found.values() for place in described["kept"])} - {
+            (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
         }
         if names is not None and len(found) == 1 and closed:
             # Nobody has asked for them since their leader began to lead.
-            found = await self._told({"names": list(names), "open": sorted(closed)})
+            found = await self._describe_all({"names": list(names), "open": sorted(closed)})
         return [found[name] for name in sorted(found)]
 
-    async def _told(self, body: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    async def _describe_all(self, body: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         """What all nodes tell of subscriptions, put together."""
         found: dict[str, dict[str, Any]] = {}
         for node in await self._nodes():
-            for told in (await self._ask(node, LIST_KEY, body))["subscriptions"]:
-                known = found.setdefault(told["name"], told)
-                if known is not told:
+            for described in (await self._ask(node, LIST_KEY, body))["subscriptions"]:
+                known = found.setdefault(described["name"], described)
+                if known is not described:
                     for part in ("queues", "push", "kept"):
-                        known[part] += told[part]
+                        known[part] += described[part]
                     # Of a share group, each node knows some.
-                    known["topics"] += [topic for topic in told["topics"] if topic not in known["topics"]]
+                    known["topics"] += [topic for topic in described["topics"] if topic not in known["topics"]]
         return found
 
     async def seek(
@@ -287,20 +287,22 @@ class SubscriptionClient:
         try:
             answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
             if answer.error:
-                raise refusal(answer.error, answer.message)
+                raise error_from_code(answer.error, answer.message)
         except MillstreamError as error:
             # Other nodes can be told of their messages all the same.
             for run in runs:
                 results[run.start : run.stop] = [error] * len(run)
             return []
         refused: list[range] = []
-        for own, told in zip(asked.values(), answer.results, strict=True):
-            for run, (code, text) in zip(own, told, strict=True):
+        for own, outcomes in zip(asked.values(), answer.results, strict=True):
+            for run, (code, text) in zip(own, outcomes, strict=True):
                 if not code:
                     results[run.start : run.stop] = [None] * len(run)
                     continue
                 for at in run:
-                    results[at] = refusal(code, text, about="" if text else f"message {listed[at].record.offset}")
+                    results[at] = error_from_code(
+                        code, text, about="" if text else f"message {listed[at].record.offset}"
+                    )
                 if len(run) > 1:
                     refused.append(run)
         return refused
@@ -313,7 +315,7 @@ class SubscriptionClient:
             )
             answer = _read(body, ReceiveAnswer)
             if answer.error:
-                raise refusal(answer.error, answer.message)
+                raise error_from_code(answer.error, answer.message)
             if (held_back := answer.held_back) is not None:
                 raise held_back
         except MillstreamError:
@@ -333,7 +335,7 @@ class SubscriptionClient:
     async def _ask(self, node: NodeId | None, key: int, body: Mapping[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, json.dumps(body).encode())))
         if answer["error"]:
-            raise refusal(answer["error"], answer["message"])
+            raise error_from_code(answer["error"], answer["message"])
         return answer
 
 

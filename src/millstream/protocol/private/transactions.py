@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from millstream.core.errors import ConcurrentTransactions, CoordinatorUnavailable, MillstreamError, ProtocolViolation
 from millstream.core.ids import NodeId, ProducerId
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 GROUP_COORDINATOR: Final = 0
 TRANSACTION_COORDINATOR: Final = 1
@@ -40,7 +40,7 @@ class TransactionalProducer(NamedTuple):
     epoch: int
 
 
-class OfGroup(NamedTuple):
+class GroupMember(NamedTuple):
     """Who commits offsets of a group: one of its members, or nobody, whom only a group without members lets do so."""
 
     member_id: str = ""
@@ -68,7 +68,7 @@ class Transactions:
             _check(answer.error_code, f"producer of {transactional_id!r}")
             return TransactionalProducer(transactional_id, ProducerId(answer.producer_id), answer.producer_epoch)
 
-        return await self._client.at_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+        return await self._client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
 
     async def end(self, producer: TransactionalProducer, *, commit: bool) -> TransactionalProducer:
         """Commit or abort; the producer for the next transaction comes back."""
@@ -89,10 +89,10 @@ class Transactions:
                 return producer
             return producer._replace(producer_id=ProducerId(answer.producer_id), epoch=answer.producer_epoch)
 
-        return await self._client.at_coordinator(producer.transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+        return await self._client.call_coordinator(producer.transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
 
     async def commit_offsets(
-        self, producer: TransactionalProducer, group: str, offsets: Mapping[str, Mapping[int, int]], who: OfGroup
+        self, producer: TransactionalProducer, group: str, offsets: Mapping[str, Mapping[int, int]], member: GroupMember
     ) -> None:
         """Have offsets of a group, by topic and partition, count when the transaction is committed."""
         from kio.schema.txn_offset_commit.v5 import request
@@ -103,9 +103,9 @@ class Transactions:
             group_id=group,
             producer_id=producer.producer_id,
             producer_epoch=producer.epoch,
-            generation_id=who.generation,
-            member_id=who.member_id,
-            group_instance_id=who.instance_id,
+            generation_id=member.generation,
+            member_id=member.member_id,
+            group_instance_id=member.instance_id,
             topics=tuple(
                 messages.TxnOffsetCommitRequestTopic(
                     name=topic,
@@ -126,7 +126,7 @@ class Transactions:
                 for one in topic.partitions:
                     _check(one.error_code, f"offset of group {group!r} in {topic.name}-{one.partition_index}")
 
-        await self._client.at_coordinator(group, attempt, kind=GROUP_COORDINATOR)
+        await self._client.call_coordinator(group, attempt, kind=GROUP_COORDINATOR)
 
     async def prepare(self, producer: TransactionalProducer) -> None:
         """Everything of one part of a batch is written and acknowledged; only the batch decides from here on."""
@@ -158,7 +158,7 @@ class Transactions:
             _check(answer["error"], f"{transactional_id!r}", answer.get("message"))
             return answer
 
-        return await self._client.at_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
+        return await self._client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
 
 
 def _place_of(query: str) -> str:
@@ -187,7 +187,7 @@ def _document(content: memoryview) -> dict[str, Any]:
 def _check(code: int, about: str, message: str | None = None) -> None:
     if not code:
         return
-    error: MillstreamError = refusal(code, message, about=about)
+    error: MillstreamError = error_from_code(code, message, about=about)
     if isinstance(error, ConcurrentTransactions):
         # It passes by itself, as all that a coordinator asks to be tried again.
         raise CoordinatorUnavailable(str(error))

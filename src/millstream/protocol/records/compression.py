@@ -72,9 +72,9 @@ def set_limits(decompressed_bytes_max: int, ratio_max: int) -> tuple[int, int]:
 
 
 def _limits_of_environment() -> tuple[int, int]:
-    told = (os.environ.get(DECOMPRESSED_BYTES_VARIABLE, ""), os.environ.get(RATIO_VARIABLE, ""))
-    bytes_max = int(told[0]) if told[0].isdigit() else DECOMPRESSED_BYTES_MAX
-    return bytes_max, int(told[1]) if told[1].isdigit() else COMPRESSION_RATIO_MAX
+    given = (os.environ.get(DECOMPRESSED_BYTES_VARIABLE, ""), os.environ.get(RATIO_VARIABLE, ""))
+    bytes_max = int(given[0]) if given[0].isdigit() else DECOMPRESSED_BYTES_MAX
+    return bytes_max, int(given[1]) if given[1].isdigit() else COMPRESSION_RATIO_MAX
 
 
 _limits = _limits_of_environment()

@@ -40,7 +40,7 @@ class Source:
     offsets: Int64s
     timestamps_ms: Int64s
 
-    def stretch(self, first: int, end: int) -> Source:
+    def rows(self, first: int, end: int) -> Source:
         """The records from one number up to another; nothing is copied."""
         return Source(
             self.records[first:end],

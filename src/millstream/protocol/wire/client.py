@@ -25,20 +25,20 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset, PartitionIndex
-from millstream.core.side_by_side import side_by_side
+from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import load_request_class, load_response_class, response_body_at
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.messages.shape import reshape
 from millstream.protocol.records.batch import read_header
-from millstream.protocol.wire import fetching, offset_listing, producing
+from millstream.protocol.wire import fetch, list_offsets, produce
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
-from millstream.protocol.wire.fetching import FetchAnswer, FetchLimits
-from millstream.protocol.wire.offset_listing import Listed, ListedOffset
+from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
+from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchLimits
+from millstream.protocol.wire.list_offsets import Listed, ListedOffset
 from millstream.protocol.wire.pool import BORROWED_MAX, Pool
-from millstream.protocol.wire.producing import Produced
-from millstream.protocol.wire.refusal import TRANSIENT, refusal
+from millstream.protocol.wire.produce import Produced
 
 _logger = logging.getLogger(__name__)
 
@@ -165,11 +165,11 @@ class Client:
             frame = await (await pool.shared()).exchange(api_key, version, [body], timeout_s=self._timeout_s)
         return frame[response_body_at(api_key, version, frame) :]
 
-    async def pool_of(self, node: NodeId | None) -> Pool:
+    async def pool_for(self, node: NodeId | None) -> Pool:
         """The connections to a node (any, if None), for whoever minds requests and answers by itself."""
         return await self._reach(node)
 
-    def pause_of(self, topic: str) -> float:
+    def throttle_of(self, topic: str) -> float:
         """For how many seconds more a leader of a topic's partitions asks to be left alone; of several, the longest."""
         # Asked before every publish over HTTP, and hardly ever is there one.
         for pool in self._pools.values():
@@ -206,7 +206,7 @@ class Client:
         """The node that coordinates a consumer group."""
         return await self._retrying(lambda: self._find_coordinator(group))
 
-    async def at_coordinator(self, name: str, attempt: Callable[[NodeId], Awaitable[T]], *, kind: int) -> T:
+    async def call_coordinator(self, name: str, attempt: Callable[[NodeId], Awaitable[T]], *, kind: int) -> T:
         """Do something at the coordinator of a name, again and at the new one when it moves or an answer is lost."""
 
         async def once() -> T:
@@ -214,7 +214,7 @@ class Client:
 
         return await self._retrying(once)
 
-    async def at_leader(
+    async def call_leader(
         self, topic: str, partition: int, attempt: Callable[[NodeId], Awaitable[T]], *, create: bool = False
     ) -> T:
         """Do something at the leader of a partition, again and at the new one when it moves or an answer is lost."""
@@ -280,7 +280,7 @@ class Client:
         max_bytes: int = 1024 * 1024,
         max_wait_ms: int = 500,
         min_bytes: int = 1,
-        isolation: int = fetching.READ_UNCOMMITTED,
+        isolation: int = READ_UNCOMMITTED,
     ) -> FetchAnswer:
         """Read from one partition; waits up to `max_wait_ms` for `min_bytes` to be there."""
         wanted = TopicPartition(topic, PartitionIndex(partition))
@@ -288,7 +288,7 @@ class Client:
 
         async def attempt() -> FetchAnswer:
             leader = await self._leader(topic, partition)
-            return fetching.only(await self._fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
+            return fetch.only(await self._fetch_from(leader, {wanted: Offset(offset)}, limits), wanted)
 
         return await self._retrying(attempt)
 
@@ -305,7 +305,7 @@ class Client:
             by_leader.setdefault(leader, {})[partition] = offset
         fetched: dict[TopicPartition, FetchAnswer] = {}
         fetches = (self._fetch_from(leader, wanted, limits) for leader, wanted in by_leader.items())
-        for answered in await side_by_side(fetches):
+        for answered in await gather_or_cancel(fetches):
             for partition, found in answered.items():
                 if isinstance(found, TRANSIENT):
                     self._leaders.pop(partition, None)
@@ -316,7 +316,7 @@ class Client:
         return fetched
 
     async def list_offsets(
-        self, topic: str, times_ms: Mapping[int, int], *, isolation: int = fetching.READ_UNCOMMITTED
+        self, topic: str, times_ms: Mapping[int, int], *, isolation: int = READ_UNCOMMITTED
     ) -> dict[int, ListedOffset]:
         """Look up offsets by time, per partition: -2 earliest, -1 latest, -3 of the largest timestamp, else a time."""
 
@@ -328,13 +328,13 @@ class Client:
             listed: dict[int, ListedOffset] = {}
             for leader, wanted in by_leader.items():
                 found = await self._list_from(leader, wanted, isolation)
-                listed.update({where.partition: offset_listing.listed_in(found, where) for where in wanted})
+                listed.update({where.partition: list_offsets.listed_in(found, where) for where in wanted})
             return listed
 
         return await self._retrying(attempt)
 
     async def list_offsets_of(
-        self, times_ms: Mapping[TopicPartition, int], *, isolation: int = fetching.READ_UNCOMMITTED
+        self, times_ms: Mapping[TopicPartition, int], *, isolation: int = READ_UNCOMMITTED
     ) -> Listed:
         """Look up offsets in many topics at once, with one request per leader, or few if they are very many.
 
@@ -349,7 +349,7 @@ class Client:
         for where, time_ms in times_ms.items():
             if where in self._leaders:
                 by_leader.setdefault(self._leaders[where], {})[where] = time_ms
-        for found in await side_by_side(self._list_or_fail(*one, isolation) for one in by_leader.items()):
+        for found in await gather_or_cancel(self._list_or_fail(*one, isolation) for one in by_leader.items()):
             listed.update(found)
         for where, one in listed.items():
             if isinstance(one, MillstreamError):
@@ -379,7 +379,7 @@ class Client:
             return known
         answer = await self._ask_metadata([topic], create=create)
         if topic in answer.errors:
-            raise refusal(answer.errors[topic], None, about=f"topic {topic!r}")
+            raise error_from_code(answer.errors[topic], None, about=f"topic {topic!r}")
         partitions = answer.topics[topic].partitions if topic in answer.topics else {}
         if wanted.partition not in partitions:
             raise UnknownTopic(f"topic {topic!r} has {len(partitions)} partitions, there is no number {partition}")
@@ -400,18 +400,18 @@ class Client:
         transactional_id: str | None,
     ) -> Produced:
         channel = await pool.shared()
-        version = channel.version_for(producing.PRODUCE_KEY, newest=producing.NEWEST, oldest=producing.OLDEST)
-        body = producing.write_produce(
+        version = channel.version_for(produce.PRODUCE_KEY, newest=produce.NEWEST, oldest=produce.OLDEST)
+        body = produce.write_produce(
             version, topic, partition, batches, acks=acks, timeout_ms=timeout_ms, transactional_id=transactional_id
         )
         if acks == ACKS_NONE:
-            await channel.send(producing.PRODUCE_KEY, version, body)
+            await channel.send(produce.PRODUCE_KEY, version, body)
             return Produced(Offset(-1), -1)
         try:
-            frame = await channel.exchange(producing.PRODUCE_KEY, version, body, timeout_s=timeout_s)
+            frame = await channel.exchange(produce.PRODUCE_KEY, version, body, timeout_s=timeout_s)
         except BrokerUnreachable as error:
             raise _AnswerLost(str(error)) from error
-        answer, throttle_ms = producing.read_produced(version, frame, about=f"publish to {topic}-{partition}")
+        answer, throttle_ms = produce.read_produced(version, frame, about=f"publish to {topic}-{partition}")
         pool.mute(throttle_ms / 1000)
         if isinstance(answer, MillstreamError):
             raise answer
@@ -423,24 +423,24 @@ class Client:
         pool = await self._reach(leader)
         await pool.unmuted()
         async with pool.borrowed() as channel:
-            version = channel.version_for(fetching.FETCH_KEY, newest=fetching.NEWEST, oldest=fetching.OLDEST)
-            body = fetching.write_fetch(version, positions, limits)
+            version = channel.version_for(fetch.FETCH_KEY, newest=fetch.NEWEST, oldest=fetch.OLDEST)
+            body = fetch.write_fetch(version, positions, limits)
             timeout_s = limits.max_wait_ms / 1000 + self._timeout_s
-            frame = await channel.exchange(fetching.FETCH_KEY, version, [body], timeout_s=timeout_s)
-        pool.mute(fetching.read_throttle_ms(version, frame) / 1000)
-        return fetching.read_fetched(version, frame)
+            frame = await channel.exchange(fetch.FETCH_KEY, version, [body], timeout_s=timeout_s)
+        pool.mute(fetch.read_throttle_ms(version, frame) / 1000)
+        return fetch.read_fetched(version, frame)
 
     async def _list_from(self, leader: NodeId, times_ms: Mapping[TopicPartition, int], isolation: int) -> Listed:
         pool = await self._reach(leader)
         listed: Listed = {}
-        for portion in offset_listing.portions(times_ms):
+        for portion in list_offsets.portions(times_ms):
             await pool.unmuted()
             channel = await pool.shared()
-            key, newest, oldest = offset_listing.LIST_OFFSETS_KEY, offset_listing.NEWEST, offset_listing.OLDEST
+            key, newest, oldest = list_offsets.LIST_OFFSETS_KEY, list_offsets.NEWEST, list_offsets.OLDEST
             version = channel.version_for(key, newest=newest, oldest=oldest)
-            body = offset_listing.write_listing(version, portion, isolation, self._timeout_s)
+            body = list_offsets.write_listing(version, portion, isolation, self._timeout_s)
             frame = await channel.exchange(key, version, [body], timeout_s=self._timeout_s)
-            found, pause_s = offset_listing.read_listed(version, frame)
+            found, pause_s = list_offsets.read_listed(version, frame)
             pool.mute(pause_s)
             listed.update(found)
         return listed
@@ -458,7 +458,7 @@ class Client:
         request = FindCoordinatorRequest(key_type=i8(kind), coordinator_keys=(name,))
         answer = (await self.send(None, request)).coordinators[0]
         if answer.error_code:
-            raise refusal(answer.error_code, answer.error_message, about=f"coordinator of {name!r}")
+            raise error_from_code(answer.error_code, answer.error_message, about=f"coordinator of {name!r}")
         node_id = NodeId(answer.node_id)
         self._nodes[node_id] = NodeMetadata(node_id=node_id, host=answer.host, port=answer.port, rack=None)
         return node_id

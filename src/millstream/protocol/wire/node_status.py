@@ -32,7 +32,7 @@ QUESTION = b"?\n"
 """What the gateway writes to the private socket to be sent the broker's state."""
 
 
-class BrokerStarts(MillstreamError):
+class BrokerStarting(MillstreamError):
     """The broker has not started far enough to answer."""
 
 
@@ -43,7 +43,7 @@ class Health(NamedTuple):
     silent_s: float
 
 
-class BrokerLine:
+class BrokerStatusPipe:
     """The gateway's end of the private socket: asks on demand, one question at a time, and keeps the last answer."""
 
     def __init__(self, line: socket.socket) -> None:
@@ -60,10 +60,10 @@ class BrokerLine:
         """Take in what the broker has written."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
-            said = json.loads(line)
-            self.starting = said["starting"]
-            if said["status"] is not None:
-                self._status = said["status"]
+            document = json.loads(line)
+            self.starting = document["starting"]
+            if document["status"] is not None:
+                self._status = document["status"]
                 self._answered_at = asyncio.get_running_loop().time()
                 self._asked_at = None
                 self._answered.set()
@@ -71,7 +71,7 @@ class BrokerLine:
     async def health(self) -> Health:
         """Ask, unless the last answer is fresh or a question is open, and wait a moment for the answer."""
         if self.starting is not None:
-            raise BrokerStarts(self.starting)
+            raise BrokerStarting(self.starting)
         now = asyncio.get_running_loop().time
         if self._status and now() - self._answered_at < FRESH_S:
             return Health(self._status, 0.0)

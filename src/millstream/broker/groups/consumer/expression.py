@@ -9,7 +9,7 @@ from collections import OrderedDict
 from typing import Any, Final
 
 from millstream.broker.groups.consumer.topic_view import TopicView
-from millstream.core.expression import compile_expression
+from millstream.core.regex import compile_regex
 
 KEPT_MAX: Final = 256
 """Expressions whose matches are remembered; others are compiled and matched anew."""
@@ -38,7 +38,7 @@ class Expressions:
         self._known: OrderedDict[str, _Known] = OrderedDict()
 
     def check(self, expression: str) -> None:
-        """Raise `InvalidExpression` when it cannot be used."""
+        """Raise `InvalidRegex` when it cannot be used."""
         self._find(expression)
 
     def matches(self, expression: str) -> frozenset[str]:
@@ -54,7 +54,7 @@ class Expressions:
     def _find(self, expression: str) -> _Known:
         known = self._known.get(expression)
         if known is None:
-            known = self._known[expression] = _Known(compile_expression(expression))
+            known = self._known[expression] = _Known(compile_regex(expression))
             if len(self._known) > KEPT_MAX:
                 self._known.popitem(last=False)
         else:

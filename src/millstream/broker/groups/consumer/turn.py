@@ -36,7 +36,7 @@ from millstream.broker.groups.consumer.records import (
 from millstream.broker.groups.consumer.surroundings import Surroundings
 from millstream.broker.groups.consumer.target import names_of, preferred_assignor, topic_ids_of, work_out_target
 from millstream.broker.groups.consumer.topic_view import metadata_hash
-from millstream.core.errors import FencedMemberEpoch, InvalidExpression
+from millstream.core.errors import FencedMemberEpoch, InvalidRegex
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,7 +219,7 @@ class Turn:
             return False
         if new and not self.group.users_of(new):
             if len(self.group.resolved) >= EXPRESSIONS_MAX:
-                raise InvalidExpression(f"group {self.group.group_id!r} uses {EXPRESSIONS_MAX} others already")
+                raise InvalidRegex(f"group {self.group.group_id!r} uses {EXPRESSIONS_MAX} others already")
             self._around.expressions.check(new)
         if old and self.group.users_of(old) <= 1:
             self.records.append(tombstone(ConsumerKey(Kind.EXPRESSION, self.group.group_id, old)))

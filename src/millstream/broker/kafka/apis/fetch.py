@@ -40,7 +40,7 @@ from millstream.core.ids import Offset
 from millstream.core.metric import Metric, gauge
 from millstream.protocol.messages.codec import RequestHeader, response_head
 from millstream.protocol.messages.primitives import Reader, Writer
-from millstream.protocol.wire.replica_fetching import is_replica_fetch
+from millstream.protocol.wire.replica_fetch import is_replica_fetch
 
 SESSIONLESS_EPOCH = -1
 

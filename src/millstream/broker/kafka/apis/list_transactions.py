@@ -20,7 +20,7 @@ from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import TransactionFilter
 from millstream.broker.transactions.transaction import TransactionState as State
 from millstream.core.errors import MillstreamError
-from millstream.core.expression import compile_expression
+from millstream.core.regex import compile_regex
 
 _STATES = frozenset(state.value for state in State)
 
@@ -39,7 +39,7 @@ class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
         known = [state for state in request.state_filters if state in _STATES]
         unknown = tuple(state for state in request.state_filters if state not in _STATES)
         pattern = request.transactional_id_pattern
-        expression = compile_expression(pattern) if pattern else None
+        expression = compile_regex(pattern) if pattern else None
         found = []
         if known or not unknown:
             found = await self._transactions.listing(

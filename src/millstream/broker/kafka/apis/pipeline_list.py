@@ -22,7 +22,7 @@ from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.pipeline_board import PipelineBoard
 from millstream.core.pipeline import Pipeline, Rule
-from millstream.protocol.private.pipeline_messages import LIST_KEY, PipelineNames, ToldRule
+from millstream.protocol.private.pipeline_messages import LIST_KEY, PipelineNames, RuleMessage
 
 
 class PipelineList(PrivateApi[PipelineNames]):
@@ -54,7 +54,7 @@ class PipelineList(PrivateApi[PipelineNames]):
             "parked": pipeline.parked,
             "created_ms": pipeline.created_ms,
             "version": pipeline.version,
-            "rules": [ToldRule.of(rule) for rule in rules],
+            "rules": [RuleMessage.of(rule) for rule in rules],
             "lag": self._board.lag(pipeline.name),
             "report": self._board.told(pipeline.name),
         }

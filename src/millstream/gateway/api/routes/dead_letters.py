@@ -9,8 +9,16 @@ from typing import Annotated, Any, Final
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.dead_letter import DeadLetterDesk, dead_letter_topics, find_topic
-from millstream.client.admin.letter_pass import Outcome, Wanted, refused_letters, revive_through, work_through
+from millstream.client.admin.dead_letter import (
+    DeadLetterDesk,
+    Outcome,
+    Wanted,
+    dead_letter_topics,
+    find_topic,
+    process_letters,
+    redrive_letters,
+    undeliverable_note,
+)
 from millstream.gateway.api.message import ReceivedMessage, received
 from millstream.gateway.api.problem import Refused, invalid
 from millstream.gateway.api.route import NoFields, Request, Route, TopicName
@@ -113,7 +121,7 @@ async def show(services: Services, request: Request[Letters, NoFields]) -> Lette
 
     desk, wanted = await _desk(services, request.path["name"], request.query.filter)
     outcome = Outcome()
-    await work_through(desk, note, outcome, wanted=wanted, limit=request.query.limit, keep=True)
+    await process_letters(desk, note, outcome, wanted=wanted, limit=request.query.limit, keep=True)
     return LetterList(desk.topic, shown, outcome.held)
 
 
@@ -124,13 +132,13 @@ async def redrive(services: Services, request: Request[NoFields, Redrive]) -> Wo
     outcome = Outcome()
     if (to_topic := body.to_topic) is not None:
         await desk.check_target(to_topic)
-        await work_through(
+        await process_letters(
             desk, lambda desk, one: desk.publish(one, to_topic), outcome, wanted=wanted, limit=body.limit, keep=False
         )
         return _worked_on(desk.topic, outcome, {to_topic: outcome.done} if outcome.done else {})
-    await revive_through(desk, outcome, wanted=wanted, limit=body.limit)
+    await redrive_letters(desk, outcome, wanted=wanted, limit=body.limit)
     if outcome.refused and not outcome.done:
-        raise Refused(HTTPStatus.CONFLICT, refused_letters(outcome.refused, 'give "to_topic"'))
+        raise Refused(HTTPStatus.CONFLICT, undeliverable_note(outcome.refused, 'give "to_topic"'))
     return _worked_on(desk.topic, outcome, {})
 
 
@@ -143,7 +151,7 @@ async def purge(services: Services, request: Request[NoFields, Purge]) -> Worked
     body = request.body
     desk, wanted = await _desk(services, request.path["name"], body.filter)
     outcome = Outcome()
-    await work_through(desk, do_nothing, outcome, wanted=wanted, limit=body.limit, keep=False)
+    await process_letters(desk, do_nothing, outcome, wanted=wanted, limit=body.limit, keep=False)
     return _worked_on(desk.topic, outcome, {})
 
 

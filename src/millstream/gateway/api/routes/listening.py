@@ -15,10 +15,11 @@ from millstream.client.admin.position import HELP, parse_position
 from millstream.client.admin.tailer import Fetched, Tailer
 from millstream.client.admin.topics import find_topic, offsets_at
 from millstream.core.errors import CorruptBatch, MillstreamError, QuotaExceeded
+from millstream.core.ids import OffsetRange
 from millstream.gateway.api.event_stream import event
 from millstream.gateway.api.message import held_bytes, in_one_line, received
 from millstream.gateway.api.problem import RETRY_S, Refused, invalid, problem_document, refusal_of
-from millstream.gateway.api.record_reader import Slice, Span
+from millstream.gateway.api.record_reader import Slice
 from millstream.gateway.api.route import Lane, NoFields, Request, Route, StreamResponse
 from millstream.gateway.api.routes.pulling import WorkerName, leased, receive_until
 from millstream.gateway.api.services import Services
@@ -28,7 +29,7 @@ from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.fetching import READ_COMMITTED
+from millstream.protocol.wire.fetch import READ_COMMITTED
 
 READ_BYTES: Final = 256 * 1024
 """What one stream reads at once."""
@@ -135,7 +136,7 @@ async def _records(
                 found = await services.reader.read(
                     batches,
                     header,
-                    [Span(start, header.next_offset)],
+                    [OffsetRange(start, header.next_offset)],
                     READ_BYTES,
                     large_bytes_max=SLICE_BYTES,
                 )

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from millstream.client.admin.stored_message import find_message
+from millstream.client.admin.messages import find_message
 from millstream.client.admin.topics import find_topic
 from millstream.gateway.api.message import ReceivedMessage, held_bytes, members_of
 from millstream.gateway.api.route import NoFields, Request, Route

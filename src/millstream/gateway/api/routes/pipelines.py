@@ -8,7 +8,7 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.landed_tables import tables_of
+from millstream.client.admin.pipeline_storage import tables_of
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.pipeline import (
     CONDITION_LENGTH_MAX,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.message_document import utc
+from millstream.client.admin.messages import utc
 from millstream.client.admin.topics import find_topic
 from millstream.client.receipt import Receipt
 from millstream.core.errors import BatchTooLarge, MillstreamError, PublishFailed
@@ -87,7 +87,7 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
     """Publish what a request holds; answered when it is as safe as the topic's settings say."""
     topic = request.path["topic"]
     headers = request.headers
-    services.pressure.check_pause(services.publishing.pause_of(topic))
+    services.pressure.check_pause(services.publishing.throttle_of(topic))
     media = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
     reader = _FORMS.get(media)
     if reader is None:

@@ -10,7 +10,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
-from millstream.client.admin.message_document import utc
+from millstream.client.admin.messages import utc
 from millstream.core.errors import MillstreamError
 from millstream.core.verb import Verb
 from millstream.gateway.api.message import LeasedDocument, held_bytes, members_of

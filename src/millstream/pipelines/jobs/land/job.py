@@ -26,7 +26,7 @@ from deltalake.exceptions import DeltaError
 
 from millstream.core.errors import InvalidSetting, LostData, MillstreamError, StalePlan, UnknownTopic
 from millstream.core.ids import NodeId
-from millstream.core.lake_place import QUARANTINE_ENDING
+from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.core.payload_columns import ColumnType, PayloadColumn, check_landed, parse_columns
 from millstream.core.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
@@ -243,8 +243,8 @@ class LandJob:
             _logger.warning("pipeline %s: there is no topic %s now", self._pipeline.name, ", ".join(missing))
         names = {source.topic for source in found}
         for name in names:
-            if name + QUARANTINE_ENDING in names and self._settings.decode != "none":
-                raise InvalidSetting(f"topic {name + QUARANTINE_ENDING!r} has the name of the quarantine of {name!r}")
+            if name + QUARANTINE_SUFFIX in names and self._settings.decode != "none":
+                raise InvalidSetting(f"topic {name + QUARANTINE_SUFFIX!r} has the name of the quarantine of {name!r}")
         return found
 
     def _has_committed(self) -> bool:

@@ -16,9 +16,9 @@ from millstream.pipelines.source.position import OFFSET_EARLIEST, OFFSET_LATEST
 from millstream.protocol.records.decoder import find_batches
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
-from millstream.protocol.wire.fetching import READ_COMMITTED
-from millstream.protocol.wire.offset_listing import Listed, ListedOffset
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
+from millstream.protocol.wire.fetch import READ_COMMITTED
+from millstream.protocol.wire.list_offsets import Listed, ListedOffset
 
 _CLIENT_ID: Final = "millstream-land"
 _TIMEOUT_S: Final = 60.0
@@ -91,7 +91,7 @@ async def _found(client: Client, names: list[str], pattern: re.Pattern[str] | No
     answer = await client.metadata(None if pattern is not None else names)
     for name in names:
         if name in answer.errors:
-            error = refusal(answer.errors[name], None, about=f"topic {name!r}")
+            error = error_from_code(answer.errors[name], None, about=f"topic {name!r}")
             if not isinstance(error, UnknownTopic):
                 raise error
     wanted = [

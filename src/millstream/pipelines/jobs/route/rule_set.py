@@ -11,7 +11,6 @@ import numpy as np
 
 from millstream.pipelines.jobs.route.number_range import NumberRange, NumberRangeIndex, Rows, number_range_of
 from millstream.protocol.filter.batch import DecodedBatch
-from millstream.protocol.filter.canonical import canonical_text
 from millstream.protocol.filter.code import Program
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.filter.node import (
@@ -24,10 +23,11 @@ from millstream.protocol.filter.node import (
     Membership,
     Node,
     Payload,
+    Uses,
     Value,
+    canonical_text,
 )
 from millstream.protocol.filter.translation import translate
-from millstream.protocol.filter.uses import Uses
 
 Source = Column | Header | Payload
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 import pyarrow as pa
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.nearest import suggestion
 from millstream.core.pipeline import Pipeline, TransformSettings, named_texts
+from millstream.core.setting import suggestion
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.findings import FindingsAccumulator
 from millstream.pipelines.jobs.job import JobContext

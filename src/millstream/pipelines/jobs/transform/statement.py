@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.select_statement import read_select
-from millstream.core.text_place import place_in
+from millstream.core.text_location import locate
 
 if TYPE_CHECKING:
     from pyspark.errors import PySparkException
@@ -130,7 +130,7 @@ def _place(text: str, error: PySparkException) -> str:
     start = _start(text, error)
     if start is None:
         return ""
-    place = place_in(text, start, start + 1)
+    place = locate(text, start, start + 1)
     return f"\nline {place.line}, column {place.column}:\n{place.picture}"
 
 

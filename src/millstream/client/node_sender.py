@@ -17,11 +17,11 @@ from millstream.client.partition_queue import IN_FLIGHT_MAX, PartitionQueue
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnknownTopic, UnknownTopicId
 from millstream.core.ids import NO_OFFSET, NodeId, Offset
 from millstream.protocol.messages.primitives import Buffer
-from millstream.protocol.wire import producing
+from millstream.protocol.wire import produce
 from millstream.protocol.wire.channel import Channel
+from millstream.protocol.wire.error_codes import TRANSIENT
 from millstream.protocol.wire.pool import Pool
-from millstream.protocol.wire.producing import Produced
-from millstream.protocol.wire.refusal import TRANSIENT
+from millstream.protocol.wire.produce import Produced
 
 REQUEST_S_MAX: Final = 30.0
 _PATIENCE_S: Final = 5.0
@@ -40,18 +40,18 @@ class _Sent(NamedTuple):
     batch: OutgoingBatch
 
 
-class Lane:
+class NodeSender:
     """Sends batches to one node."""
 
     def __init__(
-        self, node: NodeId, *, acks: int, linger_s: float, timeout_s: float, mend: Callable[[PartitionQueue], None]
+        self, node: NodeId, *, acks: int, linger_s: float, timeout_s: float, recover: Callable[[PartitionQueue], None]
     ) -> None:
         self.node = node
         self._acks = acks
         self._request_s = min(REQUEST_S_MAX, timeout_s)
         self._patience_s = self._request_s + min(_PATIENCE_S, timeout_s)
         self._linger_s = linger_s
-        self._mend = mend
+        self._recover = recover
         """Told of each partition to which nothing can be sent for now."""
         self._loop = asyncio.get_running_loop()
         self._pool: Pool | None = None
@@ -71,10 +71,10 @@ class Lane:
     def open(self, pool: Pool, channel: Channel) -> None:
         """Send over this connection from now on."""
         self._pool, self._channel = pool, channel
-        newest, oldest = producing.NEWEST_BY_ID, producing.OLDEST
-        self._version = channel.version_for(producing.PRODUCE_KEY, newest=newest, oldest=oldest)
+        newest, oldest = produce.NEWEST_BY_ID, produce.OLDEST
+        self._version = channel.version_for(produce.PRODUCE_KEY, newest=newest, oldest=oldest)
 
-    def kick(self, queue: PartitionQueue) -> None:
+    def notify(self, queue: PartitionQueue) -> None:
         """Something waits for a partition of this node: send it with whatever else comes in this turn of the loop."""
         self._ready[queue] = None
         if self._turn is None:
@@ -83,7 +83,7 @@ class Lane:
             else:
                 self._turn = self._loop.call_soon(self._pump)
 
-    def hurry(self) -> None:
+    def send_now(self) -> None:
         """Send what waits now, however long it was to linger."""
         if self._turn is not None:
             self._turn.cancel()
@@ -144,7 +144,7 @@ class Lane:
         return sent, topics
 
     def _send(self, sent: list[_Sent], topics: dict[str, list[tuple[int, Buffer]]]) -> None:
-        body = producing.write_produce_many(
+        body = produce.write_produce_many(
             self._version, topics, acks=self._acks, timeout_ms=int(self._request_s * 1000), ids=self._ids(sent)
         )
         answer: asyncio.Future[Any]
@@ -152,9 +152,9 @@ class Lane:
             if self._channel is None:
                 raise RequestTimedOut("no connection")
             if self._acks == ACKS_NONE:
-                answer = self._loop.create_task(self._channel.send(producing.PRODUCE_KEY, self._version, body))
+                answer = self._loop.create_task(self._channel.send(produce.PRODUCE_KEY, self._version, body))
             else:
-                answer = self._channel.ask(producing.PRODUCE_KEY, self._version, body)
+                answer = self._channel.ask(produce.PRODUCE_KEY, self._version, body)
         except MillstreamError as error:
             self._conclude(sent, error, maybe_stored=False)
             return
@@ -164,7 +164,7 @@ class Lane:
         answer.add_done_callback(lambda done: self._answered(done, sent))
 
     def _ids(self, sent: Sequence[_Sent]) -> dict[str, UUID]:
-        if self._version < producing.NEWEST_BY_ID:
+        if self._version < produce.NEWEST_BY_ID:
             return {}
         return {queue.topic: _as_id(queue.topic_id) for queue, _ in sent}
 
@@ -202,7 +202,7 @@ class Lane:
                     queue.stored(batch, Produced(Offset(NO_OFFSET), -1))
             self._settle(sent)
             return
-        found, throttle_ms = producing.read_produced_many(self._version, frame, ids=self._ids(sent))
+        found, throttle_ms = produce.read_produced_many(self._version, frame, ids=self._ids(sent))
         if throttle_ms > 0 and self._pool is not None:
             self._muted_until = self._loop.time() + throttle_ms / 1000
             self._pool.mute(throttle_ms / 1000)
@@ -228,12 +228,12 @@ class Lane:
     def _settle(self, sent: list[_Sent]) -> None:
         for queue, _ in sent:
             if queue.troubled:
-                self._mend(queue)
-            elif queue.can_send and queue.lane is self:
+                self._recover(queue)
+            elif queue.can_send and queue.sender is self:
                 self._ready[queue] = None
-            elif queue.can_send and queue.lane is not None:
+            elif queue.can_send and queue.sender is not None:
                 # It has moved meanwhile, and could not send there before this answer was in.
-                queue.lane.kick(queue)
+                queue.sender.notify(queue)
 
 
 _as_id: Final = lru_cache(maxsize=1024)(UUID)

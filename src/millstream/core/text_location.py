@@ -18,7 +18,7 @@ class Place(NamedTuple):
     picture: str
 
 
-def place_in(text: str, start: int, end: int) -> Place:
+def locate(text: str, start: int, end: int) -> Place:
     """What stands in the text from `start` up to, not including, `end`."""
     start = min(max(start, 0), len(text))
     line_at = text.rfind("\n", 0, start) + 1
@@ -31,9 +31,9 @@ def place_in(text: str, start: int, end: int) -> Place:
     return Place(text.count("\n", 0, start) + 1, start - line_at + 1, f"  {shown}\n  {marks}")
 
 
-def wrong_setting(about: str, text: str, start: int, end: int, reason: str) -> InvalidSetting:
+def setting_error_at(about: str, text: str, start: int, end: int, reason: str) -> InvalidSetting:
     """The error for a setting that is a text, and wrong at a place."""
-    place = place_in(text, start, end)
+    place = locate(text, start, end)
     return InvalidSetting(f"{about}, line {place.line}, column {place.column}: {reason}\n{place.picture}")
 
 

@@ -67,7 +67,7 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     113: errors.StaleMemberEpoch,
     120: errors.TransactionAbortable,
     121: errors.InvalidRecordState,
-    128: errors.InvalidExpression,
+    128: errors.InvalidRegex,
 }
 OFFSET_OUT_OF_RANGE: Final = 1
 
@@ -80,15 +80,15 @@ TRANSIENT: Final = (
 """What passes by itself when the request is sent again with fresh metadata."""
 
 
-def refusal(code: int, message: str | None, *, about: str = "") -> errors.MillstreamError:
+def error_from_code(code: int, message: str | None, *, about: str = "") -> errors.MillstreamError:
     """Build the error for a code that is not 0; `about` says what was asked for, where the message does not."""
-    said = message or f"the broker answered with {code_name(code)}"
+    text = message or f"the broker answered with {code_name(code)}"
     if about:
-        said = f"{about}: {said}"
+        text = f"{about}: {text}"
     if code == OFFSET_OUT_OF_RANGE:
-        return errors.OffsetOutOfRange(said, start=-1, end=-1)
+        return errors.OffsetOutOfRange(text, start=-1, end=-1)
     kind = _ERRORS.get(code)
-    return errors.RequestRefused(said, code=code) if kind is None else kind(said)
+    return errors.RequestRefused(text, code=code) if kind is None else kind(text)
 
 
 def code_name(code: int) -> str:

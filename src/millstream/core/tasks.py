@@ -7,18 +7,18 @@ its task waits for ever. Here the cancellation wins.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 _Result = TypeVar("_Result")
 
 
-async def side_by_side(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
+async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
     """Do all of it and return what came of it, in order; raises the first failure as it is."""
     return [task.result() for task in await _ended(work, asyncio.FIRST_EXCEPTION)]
 
 
-async def until_one_ends(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
+async def run_until_first(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
     """Do all of it until one thing is done, then cancel the others; raises a failure as it is."""
     await _ended(work, asyncio.FIRST_COMPLETED)
 
@@ -36,3 +36,7 @@ async def _ended(work: Iterable[Coroutine[Any, Any, _Result]], until: str) -> li
     for task in ended:
         task.result()
     return tasks
+
+
+Supervise = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
+"""Starts work under a name; a failure of it is one of the whole node."""

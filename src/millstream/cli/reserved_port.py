@@ -6,7 +6,7 @@ import socket
 import weakref
 
 
-class HeldPort:
+class ReservedPort:
     """A port that nobody else is given as long as this is there.
 
     Linux lets sockets share an address if all of them allow it and only one listens, as servers do that start again

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from millstream.core.errors import InvalidExpression
+from millstream.core.errors import InvalidRegex
 
 LENGTH_MAX: Final = 2048
 COMPILED_BYTES_MAX: Final = 256 * 1024
 
 
-def compile_expression(expression: str) -> Any:
-    """A compiled expression of RE2; `InvalidExpression` when it is wrong or too large."""
+def compile_regex(expression: str) -> Any:
+    """A compiled expression of RE2; `InvalidRegex` when it is wrong or too large."""
     # Most groups name their topics, so the library is loaded when it is first needed.
     import re2
 
     if len(expression) > LENGTH_MAX:
-        raise InvalidExpression(f"a regular expression has at most {LENGTH_MAX} characters, not {len(expression)}")
+        raise InvalidRegex(f"a regular expression has at most {LENGTH_MAX} characters, not {len(expression)}")
     options = re2.Options()
     options.max_mem = COMPILED_BYTES_MAX
     options.log_errors = False
@@ -29,5 +29,5 @@ def compile_expression(expression: str) -> Any:
         return re2.compile(expression, options=options)
     except re2.error as error:
         reason = error.args[0] if error.args else error
-        said = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
-        raise InvalidExpression(f"the regular expression {expression!r} cannot be used: {said}") from None
+        reason_text = reason.decode(errors="replace") if isinstance(reason, bytes) else str(reason)
+        raise InvalidRegex(f"the regular expression {expression!r} cannot be used: {reason_text}") from None

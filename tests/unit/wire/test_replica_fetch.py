@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from millstream.core.errors import ProtocolViolation
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.protocol.messages.codec import read_request, read_response
-from millstream.protocol.wire.replica_fetching import (
+from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
     PartitionKey,

@@ -11,7 +11,7 @@ from millstream.core.ids import NO_EPOCH, Epoch, Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import is_flexible, response_body_at
 from millstream.protocol.messages.primitives import Reader, Writer
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 LIST_OFFSETS_KEY: Final = 2
 OLDEST: Final = 2
@@ -82,7 +82,7 @@ def read_listed(version: int, frame: memoryview) -> tuple[Listed, float]:
             epoch = Epoch(reader.int32()) if version >= 4 else NO_EPOCH
             reader.skip_tags()
             listed = ListedOffset(offset, timestamp_ms, epoch)
-            found[where] = refusal(code, None, about=f"offsets of {where}") if code else listed
+            found[where] = error_from_code(code, None, about=f"offsets of {where}") if code else listed
         reader.skip_tags()
     return found, pause_s
 

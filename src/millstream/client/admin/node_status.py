@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from millstream.core.errors import MillstreamError
+from millstream.core.errors import MillstreamError, RequestTimedOut
 from millstream.core.topic import TRANSACTION_STATE
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NODE_STATUS_KEY = 32000
 
 
-class LostOffsets(NamedTuple):
+class DamagedOffsets(NamedTuple):
     """A range of offsets of a partition that cannot be read any more; others are unharmed."""
 
     topic: str
@@ -61,22 +61,30 @@ async def node_status(client: Client, node: NodeId | None = None) -> dict[str, A
     return status
 
 
-def lost_of(status: dict[str, Any]) -> list[LostOffsets]:
+def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
     """What a node lost, by its status."""
     return [
-        LostOffsets(one["topic"], one["partition"], one["first"], one["next"], one["repair"])
+        DamagedOffsets(one["topic"], one["partition"], one["first"], one["next"], one["repair"])
         for one in status["damage"]
     ]
 
 
-async def ask_lost(client: Client, topic: TopicMetadata, partitions: Iterable[int]) -> list[LostOffsets] | None:
+async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable[int]) -> list[DamagedOffsets] | None:
     """What the leaders of some partitions of a topic lost of them; None when a leader does not tell."""
     wanted = set(partitions)
     leaders = {one.leader_id for one in topic.partitions.values() if one.partition in wanted and one.leader_id >= 0}
-    lost: list[LostOffsets] = []
+    lost: list[DamagedOffsets] = []
     for leader in sorted(leaders):
         status = await node_status(client, leader)
         if status is None or "damage" not in status:
             return None
-        lost += [one for one in lost_of(status) if one.topic == topic.name and one.partition in wanted]
+        lost += [one for one in damage_in(status) if one.topic == topic.name and one.partition in wanted]
     return sorted(lost)
+
+
+async def timeout_with_reasons(client: Client, attempted: str) -> RequestTimedOut:
+    """An error that says what could not be done for now, and why as far as the node asked knows."""
+    status = await node_status(client)
+    reasons = [] if status is None else [*status.get("reasons", ()), *status.get("warnings", ())]
+    reason = "; ".join(reasons) or "the cluster has not agreed on it in time"
+    return RequestTimedOut(f"{attempted}: {reason}; try again, and millstream cluster status shows how the cluster is")

@@ -10,7 +10,7 @@ from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import is_flexible, response_body_at
 from millstream.protocol.messages.primitives import Reader, Writer
-from millstream.protocol.wire.refusal import OFFSET_OUT_OF_RANGE, refusal
+from millstream.protocol.wire.error_codes import OFFSET_OUT_OF_RANGE, error_from_code
 
 FETCH_KEY: Final = 1
 OLDEST: Final = 4
@@ -99,7 +99,7 @@ def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, FetchA
         code = reader.int16()
         reader.int32()
         if code:
-            raise refusal(code, None, about="fetch")
+            raise error_from_code(code, None, about="fetch")
     answers: dict[TopicPartition, FetchAnswer | MillstreamError] = {}
     for _ in range(reader.array_length()):
         topic = reader.string()
@@ -125,10 +125,10 @@ def _read_partition(version: int, reader: Reader, topic: str) -> tuple[Partition
     records = reader.blob()
     reader.skip_tags()
     if code == OFFSET_OUT_OF_RANGE:
-        said = f"fetch from {topic}-{index}: the log reaches from {log_start} to {high_watermark}"
-        return index, OffsetOutOfRange(said, start=log_start, end=high_watermark)
+        reason = f"fetch from {topic}-{index}: the log reaches from {log_start} to {high_watermark}"
+        return index, OffsetOutOfRange(reason, start=log_start, end=high_watermark)
     if code:
-        return index, refusal(code, None, about=f"fetch from {topic}-{index}")
+        return index, error_from_code(code, None, about=f"fetch from {topic}-{index}")
     if records is None:
         records = memoryview(b"")
     return index, FetchAnswer(records, high_watermark, log_start, last_stable, tuple(aborted))

@@ -43,11 +43,11 @@ async def stored_letters(client: Client, topic: str) -> int:
     return sum(end[index].offset - first[index].offset for index in partitions)
 
 
-def letters_would_be_lost(topic: str, letters: int, subscriptions: Sequence[str]) -> str:
+def open_letters_error(topic: str, letters: int, subscriptions: Sequence[str]) -> str:
     """Say why a dead letter topic is not deleted."""
-    whose = f" of {', '.join(subscriptions)}" if subscriptions else ""
-    what, them = ("letter", "it") if letters == 1 else ("letters", "them")
+    owners = f" of {', '.join(subscriptions)}" if subscriptions else ""
+    noun, pronoun = ("letter", "it") if letters == 1 else ("letters", "them")
     return (
-        f"topic {topic!r} holds {letters:,} open dead {what}{whose}; redrive or purge {them} first, or delete {them} "
-        f"too with millstream topic delete {topic} --force"
+        f"topic {topic!r} holds {letters:,} open dead {noun}{owners}; redrive or purge {pronoun} first, or "
+        f"delete {pronoun} too with millstream topic delete {topic} --force"
     )

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from millstream.core.side_by_side import side_by_side, until_one_ends
+from millstream.core.tasks import gather_or_cancel, run_until_first
 
 
 async def _given(value: int) -> int:
@@ -20,8 +20,8 @@ async def _fails(error: Exception) -> int:
 
 
 async def test_results_come_in_order_and_nothing_to_do_is_nothing() -> None:
-    assert await side_by_side(_given(number) for number in range(5)) == [0, 1, 2, 3, 4]
-    assert await side_by_side([]) == []
+    assert await gather_or_cancel(_given(number) for number in range(5)) == [0, 1, 2, 3, 4]
+    assert await gather_or_cancel([]) == []
 
 
 async def test_a_failure_ends_the_others_and_is_told_as_it_is() -> None:
@@ -36,15 +36,15 @@ async def test_a_failure_ends_the_others_and_is_told_as_it_is() -> None:
         return 0
 
     with pytest.raises(KeyError, match="gone"):
-        await side_by_side([waits(), _fails(KeyError("gone")), waits()])
+        await gather_or_cancel([waits(), _fails(KeyError("gone")), waits()])
     assert cleaned == ["waits", "waits"]
 
 
 async def test_the_first_that_is_done_ends_the_others() -> None:
     never = asyncio.Event()
-    await until_one_ends([never.wait(), _given(1)])
+    await run_until_first([never.wait(), _given(1)])
     with pytest.raises(OSError, match="away"):
-        await until_one_ends([never.wait(), _fails(OSError("away"))])
+        await run_until_first([never.wait(), _fails(OSError("away"))])
 
 
 async def test_a_cancellation_while_a_failure_ends_the_others_is_not_forgotten() -> None:
@@ -63,7 +63,7 @@ async def test_a_cancellation_while_a_failure_ends_the_others_is_not_forgotten()
     async def whole() -> None:
         while True:
             try:
-                await side_by_side([is_slow_to_leave(), _fails(OSError("away"))])
+                await gather_or_cancel([is_slow_to_leave(), _fails(OSError("away"))])
             except OSError:
                 continue
 

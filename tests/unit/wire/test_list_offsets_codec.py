@@ -14,7 +14,7 @@ from millstream.core.ids import PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages import codec
 from millstream.protocol.wire.client import Client
-from millstream.protocol.wire.offset_listing import ListedOffset
+from millstream.protocol.wire.list_offsets import ListedOffset
 from millstream_testing.scripted_broker import LIST_OFFSETS, METADATA, ScriptedBroker
 
 

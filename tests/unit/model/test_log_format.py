@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from millstream.core.log_line import set_up_logging
+from millstream.core.log_format import set_up_logging
 
 
 @pytest.fixture

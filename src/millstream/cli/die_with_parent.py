@@ -1,6 +1,6 @@
 """Becomes another command that ends when the process that started it ends, however that ends.
 
-    python leash.py PARENT_PID SIGNAL USER COMMAND [ARGUMENT ...]
+    python die_with_parent.py PARENT_PID SIGNAL USER COMMAND [ARGUMENT ...]
 
 It is run as a file, imports the standard library only and is gone as soon as the command runs. SIGNAL is what the
 command gets when the parent is gone. USER is the name of an account to run as, or `-`: PostgreSQL refuses to run as
@@ -25,7 +25,7 @@ _DAC_OVERRIDE = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def become(account: str) -> None:
+def switch_account(account: str) -> None:
     """Give up root for another account, but for the right to pass every folder where the machine allows to keep it."""
     entry = pwd.getpwnam(account)
     _libc.prctl(_SET_KEEP_CAPABILITIES, 1, 0, 0, 0)
@@ -40,7 +40,7 @@ def become(account: str) -> None:
         _libc.prctl(_AMBIENT, _AMBIENT_RAISE, _DAC_OVERRIDE, 0, 0)
 
 
-def hold(parent: int, number: int) -> None:
+def die_with_parent(parent: int, number: int) -> None:
     """Ask the kernel for a signal when the parent ends. A change of account clears this, so it comes after it."""
     _libc.prctl(_SET_DEATH_SIGNAL, number, 0, 0, 0)
     if os.getppid() != parent:
@@ -50,8 +50,8 @@ def hold(parent: int, number: int) -> None:
 def main(parent: str, number: str, account: str, *command: str) -> None:
     """Turn into the command."""
     if account != "-":
-        become(account)
-    hold(int(parent), int(number))
+        switch_account(account)
+    die_with_parent(int(parent), int(number))
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     os.execv(command[0], command)
 

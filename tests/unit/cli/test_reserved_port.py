@@ -7,8 +7,8 @@ import socket
 
 import pytest
 
-from millstream.cli.held_port import HeldPort
 from millstream.cli.local_process import is_free
+from millstream.cli.reserved_port import ReservedPort
 
 
 def listen_on(port: int) -> socket.socket:
@@ -16,7 +16,7 @@ def listen_on(port: int) -> socket.socket:
 
 
 def test_only_who_is_told_the_port_listens_there_again_and_again() -> None:
-    held = HeldPort()
+    held = ReservedPort()
     for _ in range(2):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", held.number), timeout=60).close()
@@ -26,14 +26,14 @@ def test_only_who_is_told_the_port_listens_there_again_and_again() -> None:
 
 
 def test_nobody_else_is_given_the_port() -> None:
-    held = HeldPort()
+    held = ReservedPort()
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", held.number))
-    assert HeldPort().address != held.address
+    assert ReservedPort().address != held.address
 
 
 def test_the_port_is_free_when_nobody_holds_it() -> None:
-    held = HeldPort()
+    held = ReservedPort()
     number = held.number
     del held
     gc.collect()

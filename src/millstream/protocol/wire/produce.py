@@ -10,7 +10,7 @@ from millstream.core.errors import InvalidBatch, InvalidTimestamp, MillstreamErr
 from millstream.core.ids import Offset
 from millstream.protocol.messages.codec import is_flexible, response_body_at
 from millstream.protocol.messages.primitives import Buffer, Reader, Writer
-from millstream.protocol.wire.refusal import refusal
+from millstream.protocol.wire.error_codes import error_from_code
 
 PRODUCE_KEY: Final = 0
 OLDEST: Final = 3
@@ -107,10 +107,10 @@ def read_produced_many(
             produced = Produced(Offset(reader.int64()), reader.int64())
             message, records = _failure(version, reader)
             reader.skip_tags()
-            said = about or f"publish to {topic}-{partition}"
-            error = refusal(code, message, about=said) if code else None
+            subject = about or f"publish to {topic}-{partition}"
+            error = error_from_code(code, message, about=subject) if code else None
             if records and isinstance(error, InvalidBatch | InvalidTimestamp):
-                error.records = [RecordError(index, f"{said}: {why}") for index, why in records]
+                error.records = [RecordError(index, f"{subject}: {reason}") for index, reason in records]
             found.append(ProducedAt(topic, partition, error or produced))
         reader.skip_tags()
     return found, reader.int32()

@@ -15,7 +15,7 @@ from millstream.core.ids import NodeId
 
 if TYPE_CHECKING:
     from millstream.client.message import Message
-    from millstream.client.settling import Order
+    from millstream.client.settling import Settlement
 
 
 class Settler(Protocol):
@@ -25,12 +25,11 @@ class Settler(Protocol):
         """Tell it; the future ends when it is durable."""
 
 
-class Held:
+class Lease:
     """Messages of one partition from one answer, delivered as often as each other."""
 
     __slots__ = (
         "_topic_id",
-        "accepting",
         "attempt",
         "deadline_ms",
         "fresh_until",
@@ -39,6 +38,7 @@ class Held:
         "left",
         "messages",
         "node",
+        "open_accept",
         "partition",
         "received",
         "settler",
@@ -87,7 +87,7 @@ class Held:
 
         Messages are not seen by the garbage collector, so this must not hold them for longer.
         """
-        self.accepting: Order | None = None
+        self.open_accept: Settlement | None = None
         """What is about to be told of those that are accepted."""
         self.left = 0
         """How many are not settled."""

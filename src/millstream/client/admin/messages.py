@@ -1,16 +1,63 @@
-"""One message where it lies: the record, and the batch that it was stored in."""
+"""One message as programs are shown it."""
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
 from typing import Any
 
 from millstream.core.errors import CorruptBatch, NotFound, OffsetOutOfRange, UnknownTopic
+from millstream.core.message_id import message_id
 from millstream.protocol.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, Buffer, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_batch
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
+
+
+def as_document(topic: str, topic_id: object, partition: int, record: Record) -> dict[str, Any]:
+    """The message for programs. Bytes that are not UTF-8 come as `{"base64": …}`."""
+    return {
+        "topic": topic,
+        "partition": partition,
+        "offset": record.offset,
+        "id": message_id(topic_id, partition, record.offset, record.headers),
+        "timestamp": utc(record.timestamp_ms),
+        "timestamp_ms": record.timestamp_ms,
+        "key": _as_json(record.key),
+        "value": _as_json(record.value),
+        "headers": [[name, _as_json(value)] for name, value in record.headers],
+    }
+
+
+def moment_of(timestamp_ms: int) -> datetime | None:
+    """A message's time; None where it has none, or one that no calendar has."""
+    if timestamp_ms < 0:
+        return None
+    try:
+        return datetime.fromtimestamp(timestamp_ms / 1000, UTC)
+    except (OverflowError, ValueError, OSError):
+        return None
+
+
+def _as_json(value: bytes | None) -> Any:
+    if value is None:
+        return None
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(value).decode()}
+
+
+# Messages that are published together have few times between them.
+@lru_cache(maxsize=1024)
+def utc(timestamp_ms: int) -> str | None:
+    """A message's time as RFC 3339 has it."""
+    moment = moment_of(timestamp_ms)
+    return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
 
 COMPRESSIONS = ("none", "gzip", "snappy", "lz4", "zstd")
 _ONE_BATCH = 1
@@ -73,9 +120,9 @@ async def find_message(
         start, end = (await offset_bounds(client, topic.name, [partition]))[partition]
         raise NotFound(_nothing(where, offset, start, end)) from None
     except CorruptBatch:
-        from millstream.client.admin.damage import ask_lost
+        from millstream.client.admin.node_status import find_damage
 
-        for lost in await ask_lost(client, topic, [partition]) or ():
+        for lost in await find_damage(client, topic, [partition]) or ():
             if lost.first <= offset < lost.next_offset:
                 raise NotFound(f"{lost}; {lost.advice}") from None
         raise

@@ -1,0 +1,103 @@
+"""Where the pipelines of a node keep their tables and checkpoints, for whoever runs one by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+from millstream.client.admin.pipelines import pipeline_of
+from millstream.core.errors import MillstreamError
+from millstream.core.ids import NodeId
+from millstream.core.pipeline import LandSettings
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.error_codes import error_from_code
+
+LAKE: Final = "lake"
+FOLDER: Final = "pipelines"
+
+_NODE_STATUS_KEY: Final = 32000
+_NODE_RESOURCE: Final = 4
+_LAKE_SETTING: Final = "pipelines-lake"
+_FOLDER_SETTING: Final = "pipelines-folder"
+
+
+class PipelineStorage(NamedTuple):
+    """Folders or URLs, as the node has them."""
+
+    lake: str
+    folder: str
+    data: str
+    """The data folder of the node, which may be on another machine."""
+
+
+def storage_in(data: str, *, lake: str = "", folder: str = "") -> PipelineStorage:
+    """Where things are for a node with this data folder and these settings."""
+    return PipelineStorage(lake or os.path.join(data, LAKE), folder or os.path.join(data, FOLDER), data)
+
+
+async def storage_of(client: Client, *, node: int | None = None) -> PipelineStorage:
+    """Where a node has them, or the first; settings of this kind are the same on all, data folders need not be."""
+    from kio.schema.describe_configs.v4 import request
+
+    messages: Any = request
+    nodes = (await client.metadata(())).nodes
+    asked = NodeId(node) if node is not None and node in nodes else min(nodes)
+    resource = messages.DescribeConfigsResource(
+        resource_type=_NODE_RESOURCE,
+        resource_name=str(asked),
+        configuration_keys=(_LAKE_SETTING, _FOLDER_SETTING),
+    )
+    (result,) = (await client.send(asked, messages.DescribeConfigsRequest(resources=(resource,)))).results
+    if result.error_code:
+        raise error_from_code(result.error_code, result.error_message, about=f"settings of node {asked}")
+    configs = {one.name: one.value or "" for one in result.configs}
+    status = json.loads(bytes(await client.private(asked, _NODE_STATUS_KEY, b"")))
+    return storage_in(status["data"], lake=configs.get(_LAKE_SETTING, ""), folder=configs.get(_FOLDER_SETTING, ""))
+
+
+_READERS: Final = {
+    "delta": "deltalake.DeltaTable({place!r}).to_pandas()",
+    "parquet": "pandas.read_parquet({place!r})",
+}
+
+
+class LandedTable(NamedTuple):
+    """The table of a topic."""
+
+    topic: str
+    place: str
+    """A folder of the node that runs the pipeline, or a URL."""
+    read: str
+    """An expression of Python that reads it."""
+
+
+class LandedTables(NamedTuple):
+    """The tables of a pipeline, by topic, and why they are not known if they are not."""
+
+    tables: list[LandedTable]
+    notes: list[str]
+
+
+async def tables_of(client: Client, described: Mapping[str, Any]) -> LandedTables:
+    """The tables of a pipeline; those that a pattern finds, as far as there are topics."""
+    try:
+        settings = pipeline_of(described).settings
+        if not isinstance(settings, LandSettings):
+            return LandedTables([], [])
+        report = described["report"]
+        lake = settings.lake or (await storage_of(client, node=report and report["node"])).lake
+        names = settings.topic_names or await _found(client, settings)
+    except MillstreamError as error:
+        return LandedTables([], [f"Where its tables are cannot be told now: {error}"])
+    return LandedTables([_table(name, f"{lake.rstrip('/')}/{name}", settings.format) for name in names], [])
+
+
+def _table(topic: str, place: str, format_name: str) -> LandedTable:
+    return LandedTable(topic, place, _READERS[format_name].format(place=place))
+
+
+async def _found(client: Client, settings: LandSettings) -> list[str]:
+    topics = (await client.metadata()).topics.values()
+    return sorted(one.name for one in topics if not one.is_internal and settings.takes(one.name))
