@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.later import Deferred
 from millstream.broker.coordination.state import StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.coordinator import GroupCoordinator
@@ -156,7 +156,7 @@ def shard_of(clock: ManualClock) -> GroupShard:
 
 
 def kept(shard: GroupShard, asked: CommitRequest, producer: int, epoch: int) -> Sequence[StateRecord]:
-    _, guard = shard.transactional.watch(ProducerId(producer))
+    _, guard = shard.transactional.acquire_guard(ProducerId(producer))
     assert isinstance(guard, Guard)
     return shard.commit_in_transaction(asked, Producer(ProducerId(producer), epoch, guard))[0]
 
@@ -200,7 +200,7 @@ def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, i
         assert set(again.durable_keys()) == set(names)
         shard = again
     _, fetched = shard.fetch(GROUP, {TOPIC: [0, 1]})
-    assert not isinstance(fetched, Later)
+    assert not isinstance(fetched, Deferred)
     told = fetched[TOPIC]
     assert {index: one.offset for index, one in told.items() if one.offset >= 0} == model
     unstable = {index for index, one in told.items() if not one.is_stable}
@@ -216,7 +216,7 @@ def test_producers_that_are_silent_are_forgotten() -> None:
         shard.replay(record)
     assert shard.transactional.pending.last_marker(ProducerId(1)) is not None
     clock.advance_ms(2000)
-    for record in list(shard.transactional.forgotten(1000)):
+    for record in list(shard.transactional.expired_markers(1000)):
         shard.replay(record)
     assert shard.transactional.pending.last_marker(ProducerId(1)) is None
 

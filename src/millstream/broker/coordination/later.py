@@ -10,7 +10,7 @@ from millstream.core.errors import MillstreamError
 T = TypeVar("T")
 
 
-class Later(Generic[T]):
+class Deferred(Generic[T]):
     """The place where a parked request's answer goes.
 
     A state machine makes one, returns it as the response of the operation, and gives the answer in the same or in
@@ -24,21 +24,21 @@ class Later(Generic[T]):
         self.answered = False
         self._value: T | None = None
         self._error: MillstreamError | None = None
-        self._listener: Callable[[Later[T]], None] | None = None
+        self._listener: Callable[[Deferred[T]], None] | None = None
 
-    def give(self, value: T) -> None:
+    def resolve(self, value: T) -> None:
         """Answer with a value."""
         if not self.answered:
             self._value = value
-            self._settle()
+            self._notify()
 
     def refuse(self, error: MillstreamError) -> None:
         """Answer with an error."""
         if not self.answered:
             self._error = error
-            self._settle()
+            self._notify()
 
-    def listen(self, listener: Callable[[Later[T]], None]) -> None:
+    def listen(self, listener: Callable[[Deferred[T]], None]) -> None:
         """Be told when the answer is there; at once if it is there already."""
         self._listener = listener
         if self.answered:
@@ -55,7 +55,7 @@ class Later(Generic[T]):
             raise self._error
         return cast("T", self._value)
 
-    def _settle(self) -> None:
+    def _notify(self) -> None:
         self.answered = True
         if self._listener is not None:
             self._listener(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
-from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.later import Deferred
 from millstream.core.errors import MillstreamError
 
 S = TypeVar("S")
@@ -20,7 +20,7 @@ class StateRecord(NamedTuple):
     headers: tuple[tuple[str, bytes | None], ...] = ()
 
 
-Outcome = tuple[Sequence[StateRecord], T | Later[T]]
+Outcome = tuple[Sequence[StateRecord], T | Deferred[T]]
 """What an operation returns: the records that make it durable, and its response, now or later."""
 
 Operation = Callable[[S], Outcome[T]]

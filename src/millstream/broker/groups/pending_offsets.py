@@ -116,7 +116,7 @@ class PendingOffsets:
         """Whether a transaction that is not decided has committed this offset."""
         return key in self._producers_of
 
-    def marked(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
+    def with_stability(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
         """The same offsets, where those that a transaction is about to change are marked."""
         if not self._producers_of:
             return fetched
@@ -128,7 +128,7 @@ class PendingOffsets:
             for topic, offsets in fetched.items()
         }
 
-    def with_first(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
+    def with_uncommitted(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
         """Offsets, and beside them those that a transaction is about to commit where there is none yet.
 
         Who asks for everything that a group has would else take such a partition for one that was never read.
@@ -170,7 +170,7 @@ class PendingOffsets:
         if last is not None and epoch < last.epoch:
             raise FencedProducer(f"producer {producer_id} is at epoch {last.epoch}, not {epoch}")
 
-    def ended_by(self, marker: Marker, *, now_ms: int) -> list[StateRecord]:
+    def records_for_marker(self, marker: Marker, *, now_ms: int) -> list[StateRecord]:
         """What a marker changes; nothing when it came before. Raises when it comes too late."""
         last = self._markers.get(marker.producer_id)
         marker = marker.admitted(NO_EPOCH if last is None else last.coordinator_epoch)
@@ -179,18 +179,18 @@ class PendingOffsets:
         newest = max((pending.epoch for pending in offsets.values()), default=-1)
         if newest > marker.producer_epoch or (marker.bumps_epoch and newest == marker.producer_epoch):
             raise FencedProducer(f"producer {marker.producer_id} has begun a transaction after this marker")
-        told = LastMarker(marker.producer_epoch, marker.coordinator_epoch, now_ms)
-        if not offsets and last is not None and last[:2] == told[:2]:
+        latest = LastMarker(marker.producer_epoch, marker.coordinator_epoch, now_ms)
+        if not offsets and last is not None and last[:2] == latest[:2]:
             return []
         # Also when it changes no offset: an older coordinator's copy may still be on its way.
-        records = [marker_record(marker.producer_id, told)]
+        records = [marker_record(marker.producer_id, latest)]
         for key, pending in offsets.items():
             if marker.commit:
                 records.append(offset_record(key, pending.committed))
             records.append(pending_tombstone(PendingKey(marker.producer_id, key)))
         return records
 
-    def forgotten(self, *, before_ms: int) -> Iterator[StateRecord]:
+    def expired_markers(self, *, before_ms: int) -> Iterator[StateRecord]:
         """What takes away the last markers of producers that have not been heard of since then."""
         for producer_id, marker in self._markers.items():
             if marker.time_ms <= before_ms:

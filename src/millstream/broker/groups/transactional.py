@@ -38,7 +38,7 @@ class Producer(NamedTuple):
     guard: Guard
 
 
-class Transactional:
+class TransactionalOffsets:
     """The transactions of producers, as far as one shard's groups are concerned."""
 
     def __init__(self, clock: Clock) -> None:
@@ -46,7 +46,7 @@ class Transactional:
         self.pending = PendingOffsets()
         self._guards: dict[ProducerId, set[Guard]] = {}
 
-    def watch(self, producer_id: ProducerId) -> Outcome[Guard]:
+    def acquire_guard(self, producer_id: ProducerId) -> Outcome[Guard]:
         """Take a guard; `release` has to follow."""
         guard = Guard(producer_id)
         self._guards.setdefault(producer_id, set()).add(guard)
@@ -75,11 +75,11 @@ class Transactional:
 
     def end(self, marker: Marker) -> Outcome[None]:
         """A transaction is committed or aborted."""
-        records = self.pending.ended_by(marker, now_ms=self._clock.now_ms())
+        records = self.pending.records_for_marker(marker, now_ms=self._clock.now_ms())
         for guard in self._guards.pop(marker.producer_id, ()):
             guard.holds = False
         return records, None
 
-    def forgotten(self, retention_ms: int) -> Iterator[StateRecord]:
+    def expired_markers(self, retention_ms: int) -> Iterator[StateRecord]:
         """What takes away the memory of producers that have not been heard of for so long."""
-        return self.pending.forgotten(before_ms=self._clock.now_ms() - retention_ms)
+        return self.pending.expired_markers(before_ms=self._clock.now_ms() - retention_ms)

@@ -15,10 +15,10 @@ from millstream.core.errors import CorruptState
 _COMPACT_MIN: Final = 1024
 
 
-class Aside(Columns):
+class Stragglers(Columns):
     """Sparse columns in the order of offsets."""
 
-    __slots__ = ("done", "front", "keys", "offsets")
+    __slots__ = ("finished_count", "front", "keys", "offsets")
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,12 +26,12 @@ class Aside(Columns):
         # The key's hash, 0 without one: the window's keys can be read again from the log, these would be far behind.
         self.keys = array("q")
         self.front = 0
-        self.done = 0
+        self.finished_count = 0
 
     @property
     def unfinished(self) -> int:
         """How many messages wait here."""
-        return len(self.states) - self.done
+        return len(self.states) - self.finished_count
 
     @property
     def oldest(self) -> int | None:
@@ -42,7 +42,7 @@ class Aside(Columns):
         """The offset of an entry."""
         return self.offsets[index]
 
-    def take(self, window: Window, first: int, last: int, keys: bytes) -> None:
+    def take_from(self, window: Window, first: int, last: int, keys: bytes) -> None:
         """Take over a range of the window; `keys` has their hashes, or is empty."""
         start = first - window.base
         self.copy_from(window, start, start + last - first + 1)
@@ -57,7 +57,7 @@ class Aside(Columns):
                 raise CorruptState(f"message {offset} cannot be revived before it is done")
             self.clear(index)
             self.keys[index] = key
-            self.done -= 1
+            self.finished_count -= 1
         else:
             self.insert(index)
             self.offsets.insert(index, offset)
@@ -73,11 +73,11 @@ class Aside(Columns):
         """The hash of a message's key."""
         return self.keys[bisect_left(self.offsets, offset, self.front)]
 
-    def finished(self, count: int) -> None:
+    def note_finished(self, count: int) -> None:
         """So many more messages have been marked as done."""
-        self.done += count
-        self.front = self.unfinished_from(self.front)
-        if self.done > _COMPACT_MIN and self.done > len(self.states) >> 1:
+        self.finished_count += count
+        self.front = self.first_unfinished(self.front)
+        if self.finished_count > _COMPACT_MIN and self.finished_count > len(self.states) >> 1:
             self._compact()
 
     def _compact(self) -> None:
@@ -85,25 +85,25 @@ class Aside(Columns):
         self.offsets = array("q", np.frombuffer(self.offsets, np.int64)[kept].tobytes())
         self.keys = array("q", np.frombuffer(self.keys, np.int64)[kept].tobytes())
         self.keep(kept)
-        self.front = self.done = 0
+        self.front = self.finished_count = 0
 
-    def run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
+    def find_run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
         """The first messages in a state that stand side by side in the same attempt, without a gap in their offsets."""
-        found = super().run(start, end, state, count_max)
-        return None if found is None else (found[0], self._gap(*found))
+        found = super().find_run(start, end, state, count_max)
+        return None if found is None else (found[0], self._contiguous_end(*found))
 
-    def even_runs(self, start: int, end: int) -> list[tuple[int, int]]:
+    def uniform_runs(self, start: int, end: int) -> list[tuple[int, int]]:
         """Cut a range into runs that are the same in everything that counts for an event, without a gap."""
         runs = []
-        for first, last in super().even_runs(start, end):
+        for first, last in super().uniform_runs(start, end):
             begin = first
             while begin < last:
-                stop = self._gap(begin, last)
+                stop = self._contiguous_end(begin, last)
                 runs.append((begin, stop))
                 begin = stop
         return runs
 
-    def _gap(self, start: int, end: int) -> int:
+    def _contiguous_end(self, start: int, end: int) -> int:
         """Where the offsets that follow each other from `start` on end."""
         if self.offsets[end - 1] - self.offsets[start] == end - 1 - start:
             return end

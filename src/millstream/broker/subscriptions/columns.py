@@ -66,7 +66,7 @@ def run_end(column: bytearray, start: int, end: int) -> int:
 class Columns:
     """The columns, by index; what offset an index stands for is up to `Window` and `Aside`."""
 
-    __slots__ = ("attempts", "dues", "firsts", "holders", "states")
+    __slots__ = ("attempts", "dues", "first_delivered", "holders", "states")
 
     def __init__(self) -> None:
         self.states = bytearray()
@@ -76,7 +76,7 @@ class Columns:
         # The number of the worker that has the lease, or of the reason for which the message was rejected.
         self.holders = array("I")
         # When the message was delivered for the first time.
-        self.firsts = array("q")
+        self.first_delivered = array("q")
 
     def __len__(self) -> int:
         return len(self.states)
@@ -88,13 +88,13 @@ class Columns:
             self.attempts.append(0)
             self.dues.append(0)
             self.holders.append(0)
-            self.firsts.append(0)
+            self.first_delivered.append(0)
             return
         self.states += bytes(count)
         self.attempts += bytes(count)
         self.dues.frombytes(bytes(count * 8))
         self.holders.frombytes(bytes(count * 4))
-        self.firsts.frombytes(bytes(count * 8))
+        self.first_delivered.frombytes(bytes(count * 8))
 
     def copy_from(self, other: Columns, start: int, end: int) -> None:
         """Add messages of other columns at the end."""
@@ -102,15 +102,15 @@ class Columns:
         self.attempts += other.attempts[start:end]
         self.dues += other.dues[start:end]
         self.holders += other.holders[start:end]
-        self.firsts += other.firsts[start:end]
+        self.first_delivered += other.first_delivered[start:end]
 
-    def drop_front(self, count: int) -> None:
+    def drop_first(self, count: int) -> None:
         """Forget the first messages."""
         del self.states[:count]
         del self.attempts[:count]
         del self.dues[:count]
         del self.holders[:count]
-        del self.firsts[:count]
+        del self.first_delivered[:count]
 
     def keep(self, kept: npt.NDArray[np.bool_]) -> None:
         """Forget every message that is not marked."""
@@ -118,7 +118,7 @@ class Columns:
         self.attempts = bytearray(np.frombuffer(self.attempts, np.uint8)[kept].tobytes())
         self.dues = array("q", np.frombuffer(self.dues, np.int64)[kept].tobytes())
         self.holders = array("I", np.frombuffer(self.holders, np.uint32)[kept].tobytes())
-        self.firsts = array("q", np.frombuffer(self.firsts, np.int64)[kept].tobytes())
+        self.first_delivered = array("q", np.frombuffer(self.first_delivered, np.int64)[kept].tobytes())
 
     def insert(self, index: int) -> None:
         """Make room for a message that is available, and was never delivered."""
@@ -126,7 +126,7 @@ class Columns:
         self.attempts.insert(index, 0)
         self.dues.insert(index, 0)
         self.holders.insert(index, 0)
-        self.firsts.insert(index, 0)
+        self.first_delivered.insert(index, 0)
 
     # -- changing them ---------------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class Columns:
         """Have a message available as if it had never been delivered."""
         self.states[index] = AVAILABLE
         self.attempts[index] = 0
-        self.dues[index] = self.holders[index] = self.firsts[index] = 0
+        self.dues[index] = self.holders[index] = self.first_delivered[index] = 0
 
     def set_due(self, start: int, end: int, due_ms: int) -> None:
         """Set the time of messages."""
@@ -166,18 +166,18 @@ class Columns:
             self.dues[start] = due_ms
             self.holders[start] = worker
             if attempt == 1:
-                self.firsts[start] = now_ms
+                self.first_delivered[start] = now_ms
             return
         self.states[start:end] = _LEASED_BYTE * count
         self.attempts[start:end] = bytes((attempt,)) * count
         self.dues[start:end] = array("q", (due_ms,)) * count
         self.holders[start:end] = array("I", (worker,)) * count
         if attempt == 1:
-            self.firsts[start:end] = array("q", (now_ms,)) * count
+            self.first_delivered[start:end] = array("q", (now_ms,)) * count
 
     # -- looking at them -------------------------------------------------------------------------------------
 
-    def unfinished_from(self, start: int) -> int:
+    def first_unfinished(self, start: int) -> int:
         """The first index from `start` on that is not done."""
         states = self.states
         if start < len(states) and states[start] == DONE:
@@ -193,7 +193,7 @@ class Columns:
             array("I", (worker,)) * count
         )
 
-    def run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
+    def find_run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
         """The first messages in a state that stand side by side in the same attempt."""
         start = self.states.find(state, start, end)
         if start < 0:
@@ -207,9 +207,9 @@ class Columns:
         """Cut a range into runs of the same attempt."""
         if end - start == 1 or self.attempts.count(self.attempts[start], start, end) == end - start:
             return [(start, end)]
-        return _cut(start, _changes(np.frombuffer(self.attempts, np.uint8)[start:end]), end)
+        return _split(start, _changes(np.frombuffer(self.attempts, np.uint8)[start:end]), end)
 
-    def even_runs(self, start: int, end: int) -> list[tuple[int, int]]:
+    def uniform_runs(self, start: int, end: int) -> list[tuple[int, int]]:
         """Cut a range into runs that are the same in everything that counts for an event."""
         if end - start == 1:
             return [(start, end)]
@@ -217,13 +217,13 @@ class Columns:
         changes |= _changes(np.frombuffer(self.attempts, np.uint8)[start:end])
         changes |= _changes(np.frombuffer(self.dues, np.int64)[start:end])
         changes |= _changes(np.frombuffer(self.holders, np.uint32)[start:end])
-        return _cut(start, changes, end)
+        return _split(start, changes, end)
 
 
 def _changes(column: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
     return np.asarray(column[1:] != column[:-1])
 
 
-def _cut(start: int, changes: npt.NDArray[np.bool_], end: int) -> list[tuple[int, int]]:
-    places = [start, *(np.flatnonzero(changes) + (start + 1)).tolist(), end]
-    return list(pairwise(places))
+def _split(start: int, changes: npt.NDArray[np.bool_], end: int) -> list[tuple[int, int]]:
+    bounds = [start, *(np.flatnonzero(changes) + (start + 1)).tolist(), end]
+    return list(pairwise(bounds))

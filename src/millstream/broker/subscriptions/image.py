@@ -15,7 +15,7 @@ LARGE: Final = 2000
 """A snapshot of so many messages takes up to half a millisecond."""
 
 
-class Image:
+class FoldImage:
     """The fold of what was written of a queue."""
 
     __slots__ = ("fold",)
@@ -33,7 +33,7 @@ class Image:
     @property
     def is_large(self) -> bool:
         """Whether its snapshot takes longer to make than the loop should wait."""
-        return len(self.fold.window) + len(self.fold.aside) > LARGE
+        return len(self.fold.window) + len(self.fold.stragglers) > LARGE
 
     def capture(self) -> Callable[[], bytes]:
         """What makes the snapshot of it as it is now, on any thread."""

@@ -19,7 +19,7 @@ class Lease(NamedTuple):
     deadline_ms: int
 
 
-class Settle(NamedTuple):
+class Settlement(NamedTuple):
     """One verb about consecutive messages; it is carried out for all of them or for none."""
 
     first: Offset

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.queue import Queue
 from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.core.verb import Verb
 
 
-def settle_all(delivery: Delivery, worker: str, verbs: Sequence[Settle], gaps: Sequence[Settle] = ()) -> None:
+def settle_all(delivery: Delivery, worker: str, verbs: Sequence[Settlement], gaps: Sequence[Settlement] = ()) -> None:
     """Carry out what a worker says of its leases, or raise and change nothing; no range is named twice.
 
     Gaps are what the worker has found no message in: whether it holds these does not matter. `durable` of the delivery
@@ -33,7 +33,7 @@ def settle_all(delivery: Delivery, worker: str, verbs: Sequence[Settle], gaps: S
         raise refused
 
 
-def holds(queue: Queue, worker: str, settle: Settle) -> bool:
+def holds(queue: Queue, worker: str, settle: Settlement) -> bool:
     """Whether a worker may settle a range now."""
     if settle.verb == Verb.ACCEPT and queue.settings.delivery == AT_MOST_ONCE:
         return True

@@ -34,10 +34,10 @@ class Window(Columns):
         """The offset of an entry."""
         return self.base + index
 
-    def finished(self, _count: int) -> None:
+    def note_finished(self, _count: int) -> None:
         """Messages have been marked as done: let the start move over them if it is theirs."""
-        index = self.unfinished_from(self.start - self.base)
+        index = self.first_unfinished(self.start - self.base)
         self.start = self.base + index
         if index > _TRIM_MIN and index > len(self.states) >> 1:
-            self.drop_front(index)
+            self.drop_first(index)
             self.base += index

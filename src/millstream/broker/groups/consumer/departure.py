@@ -20,7 +20,7 @@ from millstream.broker.groups.consumer.records import (
     tombstone,
 )
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
-from millstream.broker.groups.consumer.surroundings import Surroundings
+from millstream.broker.groups.consumer.surroundings import GroupContext
 from millstream.broker.groups.consumer.target import names_of
 from millstream.broker.groups.consumer.topic_view import metadata_hash
 
@@ -33,13 +33,13 @@ Downgrade = Callable[[ConsumerGroup, Collection[str]], list[StateRecord]]
 class Departure:
     """Lets members go."""
 
-    def __init__(self, surroundings: Surroundings, downgrade: Downgrade) -> None:
-        self._around = surroundings
+    def __init__(self, context: GroupContext, downgrade: Downgrade) -> None:
+        self._context = context
         self._downgrade = downgrade
 
     def leave(self, group: ConsumerGroup, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
         """A member goes by its own will."""
-        member = group.find_speaker(request.member_id, request.instance_id)
+        member = group.find_sender(request.member_id, request.instance_id)
         answer = HeartbeatAnswer(member_id=member.member_id, epoch=request.epoch)
         if request.epoch != AWAY_EPOCH:
             return self.remove(group, [member], "left"), answer
@@ -65,5 +65,5 @@ class Departure:
         unused = [expression for expression in group.resolved if expression not in used]
         records += [tombstone(ConsumerKey(Kind.EXPRESSION, group.group_id, one)) for one in unused]
         names = {name for choice in remaining for name in names_of(choice, group.resolved)}
-        hashed = metadata_hash(self._around.topics, names)
+        hashed = metadata_hash(self._context.topics, names)
         return [*records, group_epoch_record(group.group_id, group.epoch + 1, hashed)]

@@ -20,7 +20,7 @@ from millstream.broker.groups.consumer.fold import apply, record_of
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.heartbeat import Heartbeats
 from millstream.broker.groups.consumer.member import ConsumerMember, MemberState
-from millstream.broker.groups.consumer.migration import can_downgrade, downgrade, take_away, upgrade
+from millstream.broker.groups.consumer.migration import can_downgrade, deletion_records, downgrade, upgrade
 from millstream.broker.groups.consumer.records import ConsumerKey, Kind
 from millstream.broker.groups.consumer.requests import (
     ConsumerGroupDescription,
@@ -30,7 +30,7 @@ from millstream.broker.groups.consumer.requests import (
     NamedPartitions,
 )
 from millstream.broker.groups.consumer.sessions import Late, Sessions
-from millstream.broker.groups.consumer.surroundings import Surroundings
+from millstream.broker.groups.consumer.surroundings import GroupContext
 from millstream.broker.groups.consumer.target import preferred_assignor
 from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.broker.groups.group import GroupState
@@ -100,7 +100,7 @@ class ConsumerShard:
         self._rebalance_classic = rebalance_classic
         self._sessions = Sessions(timers, session_of=limits.session_of)
         self._sessions.on_expiry(self._expire)
-        around = Surroundings(
+        context = GroupContext(
             topics=topics.topics,
             expressions=topics.expressions,
             sessions=self._sessions,
@@ -108,9 +108,9 @@ class ConsumerShard:
             clock=clock,
             new_suffix=new_suffix,
         )
-        self._heartbeats = Heartbeats(around, self._find_or_make)
-        self._departure = Departure(around, self._downgrade)
-        self._classic = ClassicMembers(around, self._departure)
+        self._heartbeats = Heartbeats(context, self._find_or_make)
+        self._departure = Departure(context, self._downgrade)
+        self._classic = ClassicMembers(context, self._departure)
 
     def __iter__(self) -> Iterator[ConsumerGroup]:
         return iter(self._registry.consumers)
@@ -177,10 +177,10 @@ class ConsumerShard:
         """Members go."""
         return self._classic.leave(group, list(leavers))
 
-    def empty_away(self, group_id: str) -> Records:
+    def delete_if_empty(self, group_id: str) -> Records:
         """The records that take an empty group away, because a classic one begins in its place."""
         group = self.get(group_id)
-        return [] if group is None else take_away(group)
+        return [] if group is None else deletion_records(group)
 
     # Offsets
 
@@ -211,11 +211,11 @@ class ConsumerShard:
         if group is not None and (member_id or epoch >= 0):
             _check_epoch(group.find(member_id or ""), epoch)
 
-    def dispose(self, group: ConsumerGroup, now_ms: int, *, offsets_left: int, some_expired: bool) -> Records:
+    def expire_if_unused(self, group: ConsumerGroup, now_ms: int, *, offsets_left: int, some_expired: bool) -> Records:
         """The records that take a group away of which nothing is left."""
         # A group that has only just become empty may be one whose consumers restart.
         idle = some_expired or now_ms - group.empty_since_ms >= self._limits.sweep_ms
-        return take_away(group) if group.is_empty and idle and not offsets_left else []
+        return deletion_records(group) if group.is_empty and idle and not offsets_left else []
 
     # The fold
 
@@ -316,16 +316,16 @@ class ConsumerShard:
         return [] if group is None else self._downgrade(group, ())
 
     def _described(self, group: ConsumerGroup, member: ConsumerMember) -> ConsumerMemberDescription:
-        told = member.subscription
+        subscription = member.subscription
         return ConsumerMemberDescription(
             member_id=member.member_id,
-            instance_id=told.instance_id,
-            rack_id=told.rack_id,
+            instance_id=subscription.instance_id,
+            rack_id=subscription.rack_id,
             epoch=member.epoch,
-            client_id=told.client_id,
-            client_host=told.client_host,
-            topics=told.topics,
-            expression=told.expression,
+            client_id=subscription.client_id,
+            client_host=subscription.client_host,
+            topics=subscription.topics,
+            expression=subscription.expression,
             # What a member was told to give up, it has until it says that it gave it up.
             assigned=self._named(union(member.position.assigned, member.position.pending)),
             target=self._named(group.targets.get(member.member_id, NOTHING)),
@@ -345,5 +345,5 @@ def _check_epoch(member: ConsumerMember, epoch: int) -> None:
 
 
 def _stale(member: ConsumerMember, epoch: int) -> MillstreamError:
-    said = f"member {member.member_id!r} is in epoch {member.epoch}, not {epoch}"
-    return IllegalGeneration(said) if member.speaks_classic else StaleMemberEpoch(said)
+    message = f"member {member.member_id!r} is in epoch {member.epoch}, not {epoch}"
+    return IllegalGeneration(message) if member.speaks_classic else StaleMemberEpoch(message)

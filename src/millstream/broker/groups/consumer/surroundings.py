@@ -13,7 +13,7 @@ from millstream.core.clock import Clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class GroupContext:
     """The topics, the clock, and the bounds that groups live by."""
 
     topics: TopicView

@@ -8,7 +8,7 @@ from typing import Final
 from uuid import UUID
 
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment
-from millstream.broker.groups.consumer.assignor import Assignor, Wish, assign_ranges, assign_uniformly
+from millstream.broker.groups.consumer.assignor import Assignor, MemberSubscription, assign_ranges, assign_uniformly
 from millstream.broker.groups.consumer.group import Choice
 from millstream.broker.groups.consumer.member import ConsumerMember
 from millstream.broker.groups.consumer.records import Resolved
@@ -35,9 +35,9 @@ def topic_ids_of(choice: Choice, resolved: Mapping[str, Resolved], topics: Topic
     return frozenset(topic.topic_id for topic in existing(topics, names_of(choice, resolved)))
 
 
-def work_out_target(
+def compute_target(
     members: Collection[ConsumerMember],
-    had: Mapping[str, Assignment],
+    previous: Mapping[str, Assignment],
     resolved: Mapping[str, Resolved],
     topics: TopicView,
     assignor: str,
@@ -46,14 +46,14 @@ def work_out_target(
     chosen = {(member.subscription.topics, member.subscription.expression) for member in members}
     ids = {choice: topic_ids_of(choice, resolved, topics) for choice in chosen}
     names = {name for choice in chosen for name in names_of(choice, resolved)}
-    wishes = [
-        Wish(
+    subscriptions = [
+        MemberSubscription(
             member_id=member.member_id,
             instance_id=member.instance_id,
             topics=ids[member.subscription.topics, member.subscription.expression],
-            had=had.get(member.member_id, NOTHING),
+            previous=previous.get(member.member_id, NOTHING),
         )
         for member in members
     ]
     assign = ASSIGNORS.get(assignor, assign_uniformly)
-    return assign(wishes, partitions_of(existing(topics, names)))
+    return assign(subscriptions, partitions_of(existing(topics, names)))

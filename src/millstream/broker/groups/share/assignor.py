@@ -14,7 +14,7 @@ Assignment = Mapping[UUID, frozenset[int]]
 """Partitions by topic."""
 
 
-def share_out(wanted: Mapping[str, frozenset[UUID]], partitions: Mapping[UUID, int]) -> dict[str, Assignment]:
+def assign_partitions(wanted: Mapping[str, frozenset[UUID]], partitions: Mapping[UUID, int]) -> dict[str, Assignment]:
     """What each member gets of the topics that it wants."""
     shares: dict[str, dict[UUID, frozenset[int]]] = {member: {} for member in wanted}
     # Each topic begins with another member, so that topics of one partition do not all go to the first.

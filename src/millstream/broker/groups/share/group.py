@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from millstream.broker.groups.consumer.topic_view import TopicView, existing, metadata_hash, partitions_of
-from millstream.broker.groups.share.assignor import Assignment, share_out
+from millstream.broker.groups.share.assignor import Assignment, assign_partitions
 
 GROUP_TYPE = "share"
 NO_EPOCH = -1
@@ -36,7 +36,7 @@ class ShareMember:
 
 
 @dataclass(slots=True)
-class ToldMember:
+class ReportedState:
     """What a member was told last; soft."""
 
     epoch: int = NO_EPOCH
@@ -98,7 +98,7 @@ def target_of(members: dict[str, ShareMember], view: TopicView) -> dict[str, Ass
         member.member_id: frozenset(topics[name] for name in member.topics if name in topics)
         for member in members.values()
     }
-    return share_out(wanted, partitions)
+    return assign_partitions(wanted, partitions)
 
 
 def hash_of(members: dict[str, ShareMember], view: TopicView) -> int:

@@ -36,7 +36,7 @@ from millstream.broker.groups.consumer.target import ASSIGNORS
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.group_answer import check_text, milliseconds, partitions_by_topic
+from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
 from millstream.core.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
 
 _MILLISECOND: Final = timedelta(milliseconds=1)

@@ -8,32 +8,32 @@ NODE_BYTES_MAX: Final = 64 * 1024 * 1024
 """There may be very many queues, so each of them keeping a little would be too much."""
 
 
-class Forgetful(Protocol):
+class OutcomeHolder(Protocol):
     """A queue's share."""
 
-    def forget(self) -> int:
+    def clear(self) -> int:
         """Keep nothing any more; how many bytes that were."""
 
 
-class Remembered:
+class OutcomeBudget:
     """Counts what is kept; beyond the limit, queues that have written nothing for longest forget."""
 
     def __init__(self, bytes_max: int = NODE_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         # The one that has written last comes last.
-        self._shares: dict[Forgetful, None] = {}
+        self._holders: dict[OutcomeHolder, None] = {}
         self.bytes = 0
 
-    def grew(self, share: Forgetful, size: int) -> None:
+    def resize(self, holder: OutcomeHolder, size: int) -> None:
         """A queue keeps so much more than before, or less."""
-        self._shares.pop(share, None)
-        self._shares[share] = None
+        self._holders.pop(holder, None)
+        self._holders[holder] = None
         self.bytes += size
-        while self.bytes > self._bytes_max and self._shares:
-            self.left(next(iter(self._shares)))
+        while self.bytes > self._bytes_max and self._holders:
+            self.release(next(iter(self._holders)))
 
-    def left(self, share: Forgetful) -> None:
+    def release(self, holder: OutcomeHolder) -> None:
         """A queue keeps nothing any more."""
-        if share in self._shares:
-            del self._shares[share]
-            self.bytes -= share.forget()
+        if holder in self._holders:
+            del self._holders[holder]
+            self.bytes -= holder.clear()

@@ -25,7 +25,7 @@ _STATES: Final = {
     PARKED: "delayed",
     REJECTING: "rejected",
 }
-_ENDS: Final = {
+_FINAL_STATES: Final = {
     DeltaKind.ACCEPTED: "accepted",
     DeltaKind.DEAD_LETTERED: "dead-lettered",
     DeltaKind.DROPPED: "dropped",
@@ -34,10 +34,10 @@ _ENDS: Final = {
     DeltaKind.SOUGHT: "skipped",
     DeltaKind.RETENTION_CUT: "skipped",
 }
-_OTHER_ENDS: Final = [kind for kind in _ENDS if kind != DeltaKind.ACCEPTED]
+_OTHER_FINAL_KINDS: Final = [kind for kind in _FINAL_STATES if kind != DeltaKind.ACCEPTED]
 
 
-class ToldState(NamedTuple):
+class MessageState(NamedTuple):
     """Where a message is: the state, the number of its last delivery, and the time that it waits for, or 0."""
 
     state: str
@@ -46,61 +46,61 @@ class ToldState(NamedTuple):
     is_final: bool = False
 
 
-async def told_state(delivery: Delivery, offset: int, *, start: int | None, wait_s: float) -> ToldState:
+async def message_state(delivery: Delivery, offset: int, *, start: int | None, wait_s: float) -> MessageState:
     """Where a message is; with a wait, answered when that is final, or the wait is over.
 
     What is told is durable. `start` is where the subscription began on the partition, if that is known.
     """
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
-        found = _state_now(delivery, offset, start)
+        found = _current_state(delivery, offset, start)
         if found is None:
             # What was decided of it may not be written yet, and only what is written says how it ended.
             await delivery.durable(is_all=True)
-            return _ended(delivery, offset)
+            return _recalled_state(delivery, offset)
         left_s = deadline - asyncio.get_running_loop().time()
         if found.is_final or left_s <= 0:
             await delivery.durable()
             return found
-        ending = delivery.endings.end_of(offset)
+        waiter = delivery.outcomes.wait_for(offset)
         try:
-            await asyncio.wait([ending], timeout=left_s)
-            ended = ending.result() if ending.done() else None
+            await asyncio.wait([waiter], timeout=left_s)
+            final = waiter.result() if waiter.done() else None
         finally:
             # Whoever gives up makes room for others.
-            ending.cancel()
-        if ended is not None or delivery.is_closed:
+            waiter.cancel()
+        if final is not None or delivery.is_closed:
             # If it is closed, this raises why.
             await delivery.durable()
-        if ended is not None:
-            return _final(ended)
+        if final is not None:
+            return _final_state(final)
 
 
-def _state_now(delivery: Delivery, offset: int, start: int | None) -> ToldState | None:
+def _current_state(delivery: Delivery, offset: int, start: int | None) -> MessageState | None:
     """Where it is; None when it has ended."""
     fold = delivery.queue.fold
     if start is not None and offset < start and not fold.counters[DeltaKind.SOUGHT]:
-        return ToldState("skipped", is_final=True)
+        return MessageState("skipped", is_final=True)
     if offset >= fold.window.end:
-        return ToldState("waiting")
+        return MessageState("waiting")
     place = fold.place(offset)
     state = DONE if place is None else place[0].states[place[1]]
     if place is None or state == DONE:
         return None
     columns, index = place
     next_ms = columns.dues[index] if state in (LEASED, PARKED) else 0
-    return ToldState(_STATES[state], columns.attempts[index], next_ms)
+    return MessageState(_STATES[state], columns.attempts[index], next_ms)
 
 
-def _ended(delivery: Delivery, offset: int) -> ToldState:
-    ended = delivery.endings.how(offset)
-    if ended is not None:
-        return _final(ended)
+def _recalled_state(delivery: Delivery, offset: int) -> MessageState:
+    final = delivery.outcomes.find(offset)
+    if final is not None:
+        return _final_state(final)
     counters = delivery.queue.fold.counters
     # Where nothing has ever ended in another way, this has not either.
-    is_certain = not any(counters[kind] for kind in _OTHER_ENDS)
-    return ToldState("accepted" if is_certain else "done", is_final=True)
+    is_certain = not any(counters[kind] for kind in _OTHER_FINAL_KINDS)
+    return MessageState("accepted" if is_certain else "done", is_final=True)
 
 
-def _final(ended: Delta) -> ToldState:
-    return ToldState(_ENDS[ended.kind], ended.attempt, is_final=True)
+def _final_state(final: Delta) -> MessageState:
+    return MessageState(_FINAL_STATES[final.kind], final.attempt, is_final=True)

@@ -23,7 +23,7 @@ from millstream.broker.kafka.share_session import (
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.net.presence import Presence
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError, UnknownTopicId
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey, Subscription
@@ -77,7 +77,7 @@ class Leader(NamedTuple):
 NO_LEADER: Final = Leader(-1, -1)
 
 
-class ShareDoor:
+class ShareConsumers:
     """Where share consumers come in; one for a node."""
 
     def __init__(self, service: SubscriptionService, membership: Membership) -> None:
@@ -169,7 +169,7 @@ class ShareDoor:
         from millstream.broker.subscriptions.settling import settle_all
 
         try:
-            verbs, gaps = verbs_of(batches, renews=renews)
+            verbs, gaps = settlements_of(batches, renews=renews)
             delivery = await self.delivery(subscription, place)
             settle_all(delivery, self.worker(member_id), verbs, gaps)
         except MillstreamError as error:
@@ -188,7 +188,7 @@ class ShareDoor:
             if found is not None:
                 # A queue that has just closed keeps no other from hearing of it.
                 with suppress(MillstreamError):
-                    found.worker_gone(self.worker(member_id))
+                    found.release_worker(self.worker(member_id))
 
     def leader(self, place: SharePartition, error: MillstreamError | None) -> Leader:
         """Where to ask instead, for a partition that is not led here."""
@@ -210,10 +210,12 @@ def check_member_id(member_id: str | None) -> str:
     return member_id
 
 
-def verbs_of(batches: Sequence[AcknowledgementBatch], *, renews: bool = False) -> tuple[list[Settle], list[Settle]]:
+def settlements_of(
+    batches: Sequence[AcknowledgementBatch], *, renews: bool = False
+) -> tuple[list[Settlement], list[Settlement]]:
     """The acknowledgements of one partition as the queue takes them, and the gaps; or `InvalidRequest`."""
-    verbs: list[Settle] = []
-    gaps: list[Settle] = []
+    verbs: list[Settlement] = []
+    gaps: list[Settlement] = []
     before = -1
     offsets = 0
     for batch in batches:
@@ -224,7 +226,7 @@ def verbs_of(batches: Sequence[AcknowledgementBatch], *, renews: bool = False) -
             raise InvalidRequest(f"more than {OFFSETS_MAX} messages are acknowledged at once")
         at = batch.first_offset
         for kind, size in _runs(batch):
-            (gaps if kind == GAP else verbs).append(Settle(Offset(at), Offset(at + size - 1), _VERBS[kind]))
+            (gaps if kind == GAP else verbs).append(Settlement(Offset(at), Offset(at + size - 1), _VERBS[kind]))
             at += size
     return verbs, gaps
 
