@@ -72,7 +72,7 @@ def waits(delivery: Delivery, worker: str = "one", count: int = 1) -> asyncio.Ta
     return asyncio.ensure_future(receive([delivery], wanted(count, worker), PLENTY, wait_s=WAIT_S))
 
 
-class HeldSieve(QueueFilter):
+class HeldFilter(QueueFilter):
     """A filter whose answer the test holds back."""
 
     def __init__(self, text: str, matches: bool) -> None:
@@ -639,19 +639,19 @@ def _break(batch: bytearray) -> None:
 
 
 async def test_a_seek_while_a_filter_looks_has_it_look_again(bench: Workbench) -> None:
-    sieve = HeldSieve("key = 'a'", matches=True)
+    queue_filter = HeldFilter("key = 'a'", matches=True)
     bench.publish("a", "b")
-    delivery = await bench.open(queue_filter=sieve, filter="key = 'a'")
+    delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     waiting = waits(delivery, count=5)
-    await sieve.asked.wait()
+    await queue_filter.asked.wait()
     delivery.seek(Offset(1))
-    sieve.answers.set()
+    queue_filter.answers.set()
     assert given_offsets(await waiting) == [1]
-    assert delivery.queue.filter_version == int(sieve.filter.version, 16) & (2**63 - 1)
+    assert delivery.queue.filter_version == int(queue_filter.filter.version, 16) & (2**63 - 1)
 
 
 async def test_a_filter_that_is_changed_while_it_looks_decides_nothing(bench: Workbench) -> None:
-    before, after = HeldSieve("key = 'a'", matches=True), HeldSieve("key = 'b'", matches=False)
+    before, after = HeldFilter("key = 'a'", matches=True), HeldFilter("key = 'b'", matches=False)
     bench.publish("a")
     delivery = await bench.open(queue_filter=before, filter="key = 'a'")
     waiting = waits(delivery, count=5)
@@ -668,10 +668,10 @@ async def test_a_filter_that_is_changed_while_it_looks_decides_nothing(bench: Wo
 
 async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "FILTER_RETRY_S", 0.01)
-    sieve = HeldSieve("key = 'a'", matches=True)
-    sieve.failures = 2
-    sieve.answers.set()
-    delivery = await bench.open(queue_filter=sieve, filter="key = 'a'")
+    queue_filter = HeldFilter("key = 'a'", matches=True)
+    queue_filter.failures = 2
+    queue_filter.answers.set()
+    delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     waiting = waits(delivery)
     await turns()
     bench.publish("a")
@@ -679,11 +679,11 @@ async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch:
 
 
 async def test_a_queue_that_closes_ends_its_filter(bench: Workbench) -> None:
-    sieve = HeldSieve("key = 'a'", matches=True)
+    queue_filter = HeldFilter("key = 'a'", matches=True)
     bench.publish("a")
-    delivery = await bench.open(queue_filter=sieve, filter="key = 'a'")
+    delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     waiting = waits(delivery)
-    await sieve.asked.wait()
+    await queue_filter.asked.wait()
     delivery.close(NotLeader("moved"))
     assert await waiting == []
     await turns()
