@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, assignment_of
 from millstream.broker.groups.consumer.consumer_protocol import encode_assignment, parse_assignment
 from millstream.broker.groups.consumer.group import ConsumerGroup

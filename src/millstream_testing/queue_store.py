@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from millstream.broker.subscriptions.image import FoldImage
+from millstream.broker.subscriptions.snapshot import FoldImage
 from millstream.broker.subscriptions.state_store import QueueWrite, StoredQueue
 from millstream.core.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
 from millstream.core.ids import Epoch

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.requests import Ending, TransactionLimits
 from millstream.broker.transactions.shard import TransactionShard

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.later import Deferred
 from millstream.broker.coordination.runtime import java_hash, partition_for
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.core.errors import NotCoordinator
 
 

@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable
 
 import pytest
 
-from millstream.broker.coordination.later import Deferred
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state import Confirmation, Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Confirmation, Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.core.errors import (
     BatchTooLarge,

@@ -16,8 +16,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from millstream.broker.coordination.later import Deferred
 from millstream.broker.coordination.shard import Shard, read_back
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, overlaps, partitions_in, size_of, union
 from millstream.broker.groups.consumer.consumer_protocol import encode_assignment, parse_assignment

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kio.serial import entity_writer
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer import records
 from millstream.broker.groups.consumer.assignment import assignment_of
 from millstream.broker.groups.consumer.consumer_protocol import (
@@ -22,10 +22,10 @@ from millstream.broker.groups.consumer.consumer_protocol import (
     parse_assignment,
     parse_subscription,
 )
-from millstream.broker.groups.consumer.fold import apply, record_of
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import ClassicSide, MemberState, Position, Subscription
 from millstream.broker.groups.consumer.records import ConsumerKey, Kind, Resolved
+from millstream.broker.groups.consumer.shard import apply, record_of
 from millstream.core.errors import ProtocolViolation
 
 ONE, TWO = UUID(int=1), UUID(int=2)

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.broker.coordination.later import Deferred
 from millstream.broker.coordination.shard import Shard
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (

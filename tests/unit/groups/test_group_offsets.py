@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from millstream.broker.coordination.later import Deferred
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import read_key
 from millstream.broker.groups.requests import Leaver

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millstream.broker.coordination.later import Deferred
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import read_group
 from millstream.broker.groups.requests import Leaver

@@ -11,7 +11,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.records import GroupKey, OffsetKey, read_group, read_key, read_offset

@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.pending_offsets import MarkerKey, PendingOffsets, read_pending_key
 from millstream.broker.groups.requests import CommitRequest, FetchedOffset, GroupLimits, MemberRef, PartitionCommit
 from millstream.broker.groups.shard import GroupShard
-from millstream.broker.groups.transactional import Guard, Producer
+from millstream.broker.groups.transactional_offsets import Guard, MarkerKey, PendingOffsets, Producer, read_pending_key
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import (

@@ -7,7 +7,7 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.groups.share.assignor import assign_partitions
+from millstream.broker.groups.share.group import assign_partitions
 
 TOPICS = [UUID(int=number) for number in range(1, 5)]
 _members = st.text("abcdef", min_size=1, max_size=3)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat
 from millstream.broker.groups.share.group import ShareGroupState, ShareMember
 from millstream.broker.groups.share.records import (

@@ -10,9 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka import share_session
-from millstream.broker.kafka.share_consumers import GAP, OFFSETS_MAX, RENEW, check_member_id, settlements_of
-from millstream.broker.kafka.share_session import ShareSession, ShareSessions
+from millstream.broker.kafka import share_consumers
+from millstream.broker.kafka.share_consumers import (
+    GAP,
+    OFFSETS_MAX,
+    RENEW,
+    ShareSession,
+    ShareSessions,
+    check_member_id,
+    settlements_of,
+)
 from millstream.broker.net.presence import Presence
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest
@@ -80,7 +87,7 @@ def test_a_session_that_was_opened_anew_outlives_the_older_connection() -> None:
 
 
 def test_there_are_not_too_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share_session, "SESSIONS_MAX", 1)
+    monkeypatch.setattr(share_consumers, "SESSIONS_MAX", 1)
     sessions = Sessions()
     opened(sessions, ONE, Presence())
     assert sessions.open(TWO, Presence()) is ErrorCode.share_session_limit_reached

@@ -11,8 +11,7 @@ import pytest
 from millstream.broker.subscriptions.dead_letters import DeadLetterAppender, DeadLetters
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.delta import DeltaKind
-from millstream.broker.subscriptions.lease import Settlement
-from millstream.broker.subscriptions.rejected import LETTER_BYTES
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Settlement
 from millstream.core.errors import (
     BatchTooLarge,
     MillstreamError,

@@ -18,10 +18,9 @@ from millstream.broker.subscriptions import delivery as driver
 from millstream.broker.subscriptions.batch_scan import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import LEASE_WRITE_DELAY_S, Delivery
 from millstream.broker.subscriptions.filter_cache import QueueFilter
-from millstream.broker.subscriptions.lease import Settlement
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Settlement
 from millstream.broker.subscriptions.log_scan import ScannedRange, scan_heavy_batch
 from millstream.broker.subscriptions.receiving import Grant, receive
-from millstream.broker.subscriptions.rejected import LETTER_BYTES
 from millstream.client.admin.dead_letter import DeadLetterDesk
 from millstream.core.errors import (
     CoordinatorUnavailable,

@@ -7,11 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from millstream.broker.subscriptions import delivery as endings
-from millstream.broker.subscriptions.delivery import Delivery, OutcomeHistory
+from millstream.broker.subscriptions import outcomes
+from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.lease import Settlement
-from millstream.broker.subscriptions.message_state import MessageState, message_state
-from millstream.broker.subscriptions.outcome_budget import OutcomeBudget
+from millstream.broker.subscriptions.outcomes import MessageState, OutcomeBudget, OutcomeHistory, message_state
 from millstream.core.errors import NotLeader, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_MOST_ONCE
@@ -92,7 +91,7 @@ async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.Mo
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
-    monkeypatch.setattr(endings, "FRAMES_BYTES_MAX", 0)
+    monkeypatch.setattr(outcomes, "FRAMES_BYTES_MAX", 0)
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
     # Nothing has ended otherwise so far, so it is known all the same.
     assert await state(delivery, 0) == "accepted"
@@ -103,7 +102,7 @@ async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.Mo
 async def test_whoever_waits_is_told_the_end_however_much_happens(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endings, "FRAMES_BYTES_MAX", 0)
+    monkeypatch.setattr(outcomes, "FRAMES_BYTES_MAX", 0)
     delivery = await bench.open()
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
@@ -134,7 +133,7 @@ async def test_whoever_waits_is_told_when_the_queue_goes(bench: Workbench) -> No
 
 
 async def test_not_everybody_may_wait(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endings, "WATCHERS_MAX", 1)
+    monkeypatch.setattr(outcomes, "WATCHERS_MAX", 1)
     delivery = await bench.open()
     bench.publish("a")
     waiting = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))

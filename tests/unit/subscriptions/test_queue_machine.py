@@ -20,11 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.broker.subscriptions.delta import DeltaKind
-from millstream.broker.subscriptions.image import FoldImage
-from millstream.broker.subscriptions.lease import Lease, Settlement
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Lease, Revival, Settlement
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
-from millstream.broker.subscriptions.snapshot import write_snapshot
+from millstream.broker.subscriptions.snapshot import FoldImage, write_snapshot
 from millstream.core.errors import CoordinatorUnavailable, InvalidRecordState, PolicyViolation
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import (

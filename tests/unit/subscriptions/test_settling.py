@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.settling import holds
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.core.verb import Verb
@@ -48,7 +47,7 @@ def test_who_holds_may_settle_and_nobody_else(
             queue.acquire(worker, now_ms=NOW_MS, max_records=step)
     for settle in asked:
         for worker in WORKERS:
-            expected = holds(queue, worker, settle)
+            expected = queue.holds(worker, settle)
             (refused,) = queue.settle(worker, [settle], now_ms=NOW_MS)
             assert (refused is None) == expected
 

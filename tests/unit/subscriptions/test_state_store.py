@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.kafka.apis.load_queue import LoadQueueState
 from millstream.broker.kafka.apis.write_queues import WriteQueueStates
 from millstream.broker.subscriptions import routed_store as state_lane

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state import StateRecord
-from millstream.broker.groups.pending_offsets import PendingOffsets
+from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.groups.transactional_offsets import PendingOffsets
 from millstream.broker.log.producer import ProducedBatch
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.transactions import NO_TRANSACTION, Guard, PackedTransactions

@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import Outcome
+from millstream.broker.coordination.state_machine import Deferred, Outcome
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.batch import LastBatch
 from millstream.broker.transactions.records import transaction_record

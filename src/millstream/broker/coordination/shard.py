@@ -17,8 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import Confirmation, Operation, StateMachine, StateRecord
+from millstream.broker.coordination.state_machine import Confirmation, Deferred, Operation, StateMachine, StateRecord
 from millstream.broker.coordination.timers import Timer, Timers
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.acknowledgement import AcknowledgementListener, Told

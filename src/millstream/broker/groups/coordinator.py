@@ -17,7 +17,6 @@ from millstream.broker.groups.consumer.requests import ConsumerGroupDescription,
 from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.broker.groups.group import GroupState
-from millstream.broker.groups.pending_offsets import PendingProducer
 from millstream.broker.groups.requests import (
     CommitAnswer,
     CommitRequest,
@@ -36,7 +35,7 @@ from millstream.broker.groups.requests import (
 )
 from millstream.broker.groups.shard import GroupShard
 from millstream.broker.groups.share.requests import JOIN_EPOCH, ShareAnswer, ShareGroupDescription, ShareHeartbeat
-from millstream.broker.groups.transactional import Producer
+from millstream.broker.groups.transactional_offsets import PendingProducer, Producer
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError

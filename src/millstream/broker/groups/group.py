@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from enum import StrEnum
 
-from millstream.broker.coordination.later import Deferred
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.member import Member
 from millstream.broker.groups.records import NO_TIME_MS, CommittedOffset, StoredGroup
 from millstream.broker.groups.requests import GroupDescription, GroupListing, Joined, JoinedMember, MemberDescription

@@ -5,8 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import Outcome
+from millstream.broker.coordination.state_machine import Deferred, Outcome
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.member import Member, estimated_bytes
 from millstream.broker.groups.rebalance import Rebalance, Records

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from millstream.broker.coordination.later import Deferred
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.records import StoredMember
 from millstream.broker.groups.requests import Joined, JoinRequest, Synced
 from millstream.core.errors import MillstreamError, RebalanceInProgress

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.member import Member

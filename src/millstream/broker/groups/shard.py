@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key
@@ -24,7 +23,6 @@ from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.join import Join, random_suffix
 from millstream.broker.groups.member import Member
 from millstream.broker.groups.offsets import Offsets, TopicIds
-from millstream.broker.groups.pending_offsets import MarkerKey, PendingKey, pending_tombstone, read_pending_key
 from millstream.broker.groups.rebalance import Rebalance, Records
 from millstream.broker.groups.records import (
     NO_TIME_MS,
@@ -60,7 +58,15 @@ from millstream.broker.groups.requests import (
 )
 from millstream.broker.groups.share.records import ShareKey, read_share_key
 from millstream.broker.groups.share.shard import ShareShard
-from millstream.broker.groups.transactional import AsRecord, Producer, TransactionalOffsets
+from millstream.broker.groups.transactional_offsets import (
+    AsRecord,
+    MarkerKey,
+    PendingKey,
+    Producer,
+    TransactionalOffsets,
+    pending_tombstone,
+    read_pending_key,
+)
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     BatchTooLarge,

@@ -16,8 +16,7 @@ import msgspec
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.fenced import log_fenced
+from millstream.broker.kafka.errors import error_code, error_message, log_fenced
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.promise import Buffers

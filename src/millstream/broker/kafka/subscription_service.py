@@ -387,7 +387,7 @@ def _compiled(text: str) -> Filter:
 
 
 def _image(key: QueueKey, snapshot: bytes | None) -> QueueImage:
-    from millstream.broker.subscriptions.image import FoldImage
+    from millstream.broker.subscriptions.snapshot import FoldImage
 
     image = FoldImage(key)
     if snapshot is not None:

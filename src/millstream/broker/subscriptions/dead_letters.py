@@ -22,7 +22,7 @@ from typing import Final, NamedTuple
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.rejected import Rejected
+from millstream.broker.subscriptions.lease import Rejected
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -21,12 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.columns import DONE
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
+from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.filter_cache import QueueFilter
-from millstream.broker.subscriptions.fold import Fold
-from millstream.broker.subscriptions.frame import read_frame
-from millstream.broker.subscriptions.lease import Lease, Settlement
+from millstream.broker.subscriptions.lease import Lease, Revival, Settlement
 from millstream.broker.subscriptions.log_scan import (
     SCANNED_BYTES_MAX,
     ScannedRange,
@@ -38,20 +34,19 @@ from millstream.broker.subscriptions.log_scan import (
     scan_heavy_batch,
     scan_log,
 )
-from millstream.broker.subscriptions.outcome_budget import OutcomeBudget
+from millstream.broker.subscriptions.outcomes import OutcomeHistory
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.rejected import Revival
 from millstream.broker.subscriptions.state_store import QueueWrite, StateStore
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     CoordinatorUnavailable,
     DamagedRange,
     FencedLeaderEpoch,
+    InvalidRequest,
     MillstreamError,
     NotCoordinator,
     NotLeader,
     OffsetOutOfRange,
-    PolicyViolation,
     RepairPending,
 )
 from millstream.core.heap import give_back_in
@@ -79,119 +74,6 @@ class Waiter(Protocol):
 
     def reject(self, reason: MillstreamError) -> None:
         """The queue has gone."""
-
-
-FRAMES_BYTES_MAX: Final = 32 * 1024
-
-"""How much is remembered of one queue."""
-
-WATCHERS_MAX: Final = 256
-
-"""How many may wait to be told of messages of one queue."""
-
-
-_FINAL_KINDS: Final = frozenset(
-    {
-        DeltaKind.ACCEPTED,
-        DeltaKind.DEAD_LETTERED,
-        DeltaKind.DROPPED,
-        DeltaKind.FILTERED,
-        DeltaKind.ABSENT,
-        DeltaKind.SOUGHT,
-        DeltaKind.RETENTION_CUT,
-    }
-)
-
-
-class OutcomeHistory:
-    """The last frames of one queue."""
-
-    __slots__ = ("_budget", "_bytes", "_frames", "_watchers")
-
-    def __init__(self) -> None:
-        self._frames: deque[bytes] = deque()
-        self._bytes = 0
-        self._budget: OutcomeBudget | None = None
-        # Who waits, and for which message.
-        self._watchers: dict[asyncio.Future[Delta | None], int] = {}
-
-    def share(self, budget: OutcomeBudget) -> None:
-        """Let what is kept count together with that of other queues."""
-        self._budget = budget
-        budget.resize(self, self._bytes)
-
-    def clear(self) -> int:
-        """Keep no frame any more."""
-        self._frames.clear()
-        freed, self._bytes = self._bytes, 0
-        return freed
-
-    def add_frame(self, frame: bytes) -> None:
-        """Keep a frame; the oldest ones go. Whoever waits for one of its messages is told how that has ended."""
-        before = self._bytes
-        self._frames.append(frame)
-        self._bytes += len(frame)
-        while self._bytes > FRAMES_BYTES_MAX:
-            self._bytes -= len(self._frames.popleft())
-        if self._budget is not None:
-            self._budget.resize(self, self._bytes - before)
-        if self._watchers:
-            deltas = read_frame(frame).deltas
-            for watcher, offset in self._watchers.items():
-                ended = _final_delta(offset, deltas)
-                if ended is not None and not watcher.done():
-                    watcher.set_result(ended)
-
-    def check_finished(self, fold: Fold) -> None:
-        """Something has happened: have those look again whose message has ended, although that is not written yet."""
-        for watcher, offset in self._watchers.items():
-            if offset < fold.window.end and fold.state_of(offset) == DONE and not watcher.done():
-                watcher.set_result(None)
-
-    def close(self) -> None:
-        """The queue has gone: tell everybody who waits."""
-        if self._budget is not None:
-            self._budget.release(self)
-        for watcher in self._watchers:
-            if not watcher.done():
-                watcher.set_result(None)
-
-    def wait_for(self, offset: int) -> asyncio.Future[Delta | None]:
-        """Done when a message has ended, with how, if that is written already; or when the queue has gone."""
-        self._watchers = {watcher: one for watcher, one in self._watchers.items() if not watcher.done()}
-        if len(self._watchers) >= WATCHERS_MAX:
-            raise PolicyViolation(f"{WATCHERS_MAX} wait to be told of messages of this queue already; ask without wait")
-        watcher: asyncio.Future[Delta | None] = asyncio.get_running_loop().create_future()
-        self._watchers[watcher] = offset
-        return watcher
-
-    def find(self, offset: int) -> Delta | None:
-        """How a message has ended, if that is remembered."""
-        for frame in reversed(self._frames):
-            ended = _final_delta(offset, read_frame(frame).deltas)
-            if ended is not None:
-                return ended
-        return None
-
-
-def _final_delta(offset: int, deltas: Sequence[Delta]) -> Delta | None:
-    """The last of some events that ends a message."""
-    for delta in reversed(deltas):
-        if delta.kind in _FINAL_KINDS and _concerns(delta, offset):
-            return delta
-    return None
-
-
-def _concerns(delta: Delta, offset: int) -> bool:
-    if delta.kind == DeltaKind.SOUGHT:
-        # The queue went on elsewhere: nothing before says anything of what it does with the message now.
-        return True
-    if not delta.first <= offset <= delta.last:
-        return False
-    if delta.kind in (DeltaKind.FILTERED, DeltaKind.ABSENT) and delta.extra:
-        place = offset - delta.first
-        return bool(delta.extra[place // 8] >> place % 8 & 1)
-    return True
 
 
 _logger = logging.getLogger(__name__)
@@ -418,6 +300,26 @@ class Delivery:
         results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self._clock.now_ms())]
         self._after_change()
         return results
+
+    def settle_all(self, worker: str, settlements: Sequence[Settlement], gaps: Sequence[Settlement] = ()) -> None:
+        """Settle all ranges, or raise and change nothing; no range is named twice.
+
+        Gaps are offsets in which the worker found no message: whether it holds them does not matter. `durable` tells
+        when the worker may be answered.
+        """
+        end = self.partition.high_watermark
+        if any(one.last >= end for one in (*settlements, *gaps)):
+            raise InvalidRequest(f"{self.partition.log.partition} ends at {end}; no later message was delivered")
+        if len(settlements) > 1:
+            # Expired leases end first, so that a lease that is found to be held stays held.
+            self.settle_now(worker, ())
+            for one in settlements:
+                if not self.queue.holds(worker, one):
+                    raise one.not_held_by(worker)
+        results = self.settle_now(worker, [*settlements, *gaps])
+        refused = next((error for error in results[: len(settlements)] if error is not None), None)
+        if refused is not None:
+            raise refused
 
     def release_worker(self, worker: str) -> None:
         """Give what a worker holds to others."""

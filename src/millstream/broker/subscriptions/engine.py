@@ -19,7 +19,7 @@ from millstream.broker.subscriptions.dead_letters import DeadLetterAppender, Dea
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
 from millstream.broker.subscriptions.log_scan import readable_end
-from millstream.broker.subscriptions.outcome_budget import OutcomeBudget
+from millstream.broker.subscriptions.outcomes import OutcomeBudget
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.state_store import StateStore
 from millstream.core.backoff import Backoff

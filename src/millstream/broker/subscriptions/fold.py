@@ -13,12 +13,20 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from millstream.broker.subscriptions.aside import Stragglers
-from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED, PARKED, REJECTING, STATES, run_end
+from millstream.broker.subscriptions.columns import (
+    AVAILABLE,
+    DONE,
+    LEASED,
+    PARKED,
+    REJECTING,
+    STATES,
+    Stragglers,
+    Window,
+    run_end,
+)
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.frame import FrameHeader, read_frame
-from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
-from millstream.broker.subscriptions.window import Window
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Revival
 from millstream.core.errors import CorruptState
 from millstream.core.ids import Offset
 from millstream.core.subscription import QueueKey

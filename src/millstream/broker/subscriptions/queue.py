@@ -18,18 +18,24 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from millstream.broker.subscriptions.aside import Stragglers
 from millstream.broker.subscriptions.batch_scan import ScanResult
-from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
+from millstream.broker.subscriptions.columns import (
+    AVAILABLE,
+    BLOCKED,
+    DONE,
+    LEASED,
+    PARKED,
+    REJECTING,
+    Stragglers,
+    Window,
+)
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.fold import Fold, encode_revivals
 from millstream.broker.subscriptions.frame import FrameHeader, write_frame
 from millstream.broker.subscriptions.key_order import KeyOrder
-from millstream.broker.subscriptions.lease import Lease, Settlement
-from millstream.broker.subscriptions.rejected import Rejected, Revival
+from millstream.broker.subscriptions.lease import Lease, Rejected, Revival, Settlement
 from millstream.broker.subscriptions.snapshot import read_snapshot
 from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex, Supply
-from millstream.broker.subscriptions.window import Window
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
@@ -415,6 +421,14 @@ class Queue:
             else:
                 self._extend(first, last, attempt, worker, now_ms, settle.delay_ms)
         return None
+
+    def holds(self, worker: str, settlement: Settlement) -> bool:
+        """Whether a worker may settle a range now."""
+        if settlement.verb == Verb.ACCEPT and self.settings.delivery == AT_MOST_ONCE:
+            return True
+        number = self._fold.workers.number(worker)
+        runs = [] if number is None else self._held_runs(number, settlement.first, settlement.last)
+        return bool(runs) and (settlement.attempt is None or all(run[2] == settlement.attempt for run in runs))
 
     def _held_runs(self, number: int, first: int, last: int) -> list[tuple[int, int, int]]:
         """The messages as runs of the same attempt; empty unless the worker holds all of them."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from millstream.broker.coordination.state import LateRecords, Outcome, StateRecord
+from millstream.broker.coordination.state_machine import LateRecords, Outcome, StateRecord
 from millstream.broker.subscriptions.state_store import MakeImage, QueueImage, QueueWrite
 from millstream.core.errors import CorruptState, FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
 from millstream.core.ids import Epoch, PartitionIndex

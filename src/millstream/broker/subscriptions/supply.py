@@ -15,11 +15,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from millstream.broker.subscriptions.aside import Stragglers
-from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED
+from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, Stragglers, Window
 from millstream.broker.subscriptions.fold import Fold
 from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
-from millstream.broker.subscriptions.window import Window
 
 DueRuns = Callable[[int, int], Iterable[tuple[int, int, int]]]
 

@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 
 from millstream.broker.coordination.runtime import Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
-from millstream.broker.coordination.state import Confirmation, Outcome
+from millstream.broker.coordination.state_machine import Confirmation, Outcome
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.batch import Member, placement_of
 from millstream.broker.transactions.records import transaction_tombstone

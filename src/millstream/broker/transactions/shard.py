@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Final
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.batch import NO_BATCH, Attempt, LastBatch, Member, attempt_of, check_members
 from millstream.broker.transactions.records import (

@@ -7,12 +7,17 @@ each shall have; every partition of a topic that somebody wants goes to exactly 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 from uuid import UUID
 
-from millstream.broker.groups.consumer.assignment import Assignment, nothing, size_of
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, nothing, size_of
+from millstream.broker.groups.consumer.group import Choice
+from millstream.broker.groups.consumer.member import ConsumerMember
+from millstream.broker.groups.consumer.records import Resolved
+from millstream.broker.groups.consumer.topic_view import TopicView, existing, partitions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,3 +271,48 @@ def _current(heap: list[tuple[int, str]], sizes: dict[str, int], *, sign: int) -
     while (now := sign * sizes[heap[0][1]]) != heap[0][0]:
         heapq.heapreplace(heap, (now, heap[0][1]))
     return heap[0]
+
+
+DEFAULT_ASSIGNOR: Final = "uniform"
+ASSIGNORS: Final[Mapping[str, Assignor]] = {DEFAULT_ASSIGNOR: assign_uniformly, "range": assign_ranges}
+
+
+def preferred_assignor(votes: Counter[str]) -> str:
+    """The assignor with the most votes; the first by name wins a tie, and without votes it is the default."""
+    return min(votes, key=lambda name: (-votes[name], name), default=DEFAULT_ASSIGNOR)
+
+
+def names_of(choice: Choice, resolved: Mapping[str, Resolved]) -> frozenset[str]:
+    """The topics that somebody who chose this wants; an expression that is not resolved yet matches none."""
+    names, expression = choice
+    found = resolved.get(expression) if expression else None
+    return names if found is None else names | found.topics
+
+
+def topic_ids_of(choice: Choice, resolved: Mapping[str, Resolved], topics: TopicView) -> frozenset[UUID]:
+    """The same, of topics that there are, by id."""
+    return frozenset(topic.topic_id for topic in existing(topics, names_of(choice, resolved)))
+
+
+def compute_target(
+    members: Collection[ConsumerMember],
+    previous: Mapping[str, Assignment],
+    resolved: Mapping[str, Resolved],
+    topics: TopicView,
+    assignor: str,
+) -> dict[str, Assignment]:
+    """What every member shall have, given what each shall have had so far."""
+    chosen = {(member.subscription.topics, member.subscription.expression) for member in members}
+    ids = {choice: topic_ids_of(choice, resolved, topics) for choice in chosen}
+    names = {name for choice in chosen for name in names_of(choice, resolved)}
+    subscriptions = [
+        MemberSubscription(
+            member_id=member.member_id,
+            instance_id=member.instance_id,
+            topics=ids[member.subscription.topics, member.subscription.expression],
+            previous=previous.get(member.member_id, NOTHING),
+        )
+        for member in members
+    ]
+    assign = ASSIGNORS.get(assignor, assign_uniformly)
+    return assign(subscriptions, partitions_of(existing(topics, names)))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from millstream.broker.coordination.later import Deferred
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.groups.consumer.consumer_protocol import (
     ProtocolSubscription,
     encode_assignment,
@@ -21,8 +20,7 @@ from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.heartbeat import check_room, replace_static_member
 from millstream.broker.groups.consumer.member import ClassicSide, ConsumerMember, MemberState, Subscription
 from millstream.broker.groups.consumer.migration import named_partitions, partitions_by_id
-from millstream.broker.groups.consumer.reconciliation import Reconciliation
-from millstream.broker.groups.consumer.surroundings import GroupContext
+from millstream.broker.groups.consumer.reconciliation import GroupContext, Reconciliation
 from millstream.broker.groups.group import CONSUMER_PROTOCOL_TYPE
 from millstream.broker.groups.requests import Joined, JoinRequest, Leaver, Left, MemberRef, Synced, SyncRequest
 from millstream.core.errors import (

@@ -7,10 +7,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.groups.consumer.assignment import NOTHING
+from millstream.broker.groups.consumer.assignor import names_of
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, ConsumerMember
+from millstream.broker.groups.consumer.reconciliation import GroupContext
 from millstream.broker.groups.consumer.records import (
     ConsumerKey,
     Kind,
@@ -20,8 +22,6 @@ from millstream.broker.groups.consumer.records import (
     tombstone,
 )
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
-from millstream.broker.groups.consumer.surroundings import GroupContext
-from millstream.broker.groups.consumer.target import names_of
 from millstream.broker.groups.consumer.topic_view import metadata_hash
 
 _logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Iterable
 from uuid import UUID
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer.assignment import Assignment, assignment_of, partitions_in
 from millstream.broker.groups.consumer.consumer_protocol import (
     TopicPartitions,

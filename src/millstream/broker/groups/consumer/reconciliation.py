@@ -17,8 +17,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from uuid import UUID
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer.assignment import NO_PARTITIONS, NOTHING, Assignment, overlaps, union
+from millstream.broker.groups.consumer.assignor import compute_target, names_of, preferred_assignor, topic_ids_of
+from millstream.broker.groups.consumer.expression import Expressions
 from millstream.broker.groups.consumer.group import Choice, ConsumerGroup
 from millstream.broker.groups.consumer.member import ConsumerMember, MemberState, Position
 from millstream.broker.groups.consumer.records import (
@@ -33,10 +35,24 @@ from millstream.broker.groups.consumer.records import (
     target_record,
     tombstone,
 )
-from millstream.broker.groups.consumer.surroundings import GroupContext
-from millstream.broker.groups.consumer.target import compute_target, names_of, preferred_assignor, topic_ids_of
-from millstream.broker.groups.consumer.topic_view import metadata_hash
+from millstream.broker.groups.consumer.sessions import Sessions
+from millstream.broker.groups.consumer.topic_view import TopicView, metadata_hash
+from millstream.broker.groups.requests import GroupLimits
+from millstream.core.clock import Clock
 from millstream.core.errors import FencedMemberEpoch, InvalidExpression
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupContext:
+    """The topics, the clock, and the bounds that groups live by."""
+
+    topics: TopicView
+    expressions: Expressions
+    sessions: Sessions
+    limits: GroupLimits
+    clock: Clock
+    new_suffix: Callable[[], str]
+    """What makes a member id unique."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,14 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from uuid import UUID
 
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.broker.groups.requests import GroupLimits, GroupListing
-from millstream.broker.groups.share.assignor import Assignment
 from millstream.broker.groups.share.group import (
     GROUP_TYPE,
     NO_EPOCH,
+    Assignment,
     ReportedState,
     ShareGroup,
     ShareMember,

@@ -52,7 +52,7 @@ class DeliveryState(PackedApi[DeliveryStateRequest]):
                 end=end,
             )
         # Imported when first asked for, with what queues are made of.
-        from millstream.broker.subscriptions.message_state import message_state
+        from millstream.broker.subscriptions.outcomes import message_state
 
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000

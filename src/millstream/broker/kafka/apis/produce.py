@@ -32,8 +32,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.fenced import log_fenced
+from millstream.broker.kafka.errors import error_code, log_fenced
 from millstream.broker.kafka.produce_codec import Portion, Request, read, write
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.transaction_opening import Opening, is_open

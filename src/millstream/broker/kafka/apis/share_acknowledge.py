@@ -30,8 +30,14 @@ from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.share_consumers import Acknowledgements, ShareConsumers, check_member_id
-from millstream.broker.kafka.share_session import CLOSES, OPENS, SharePartition
+from millstream.broker.kafka.share_consumers import (
+    CLOSES,
+    OPENS,
+    Acknowledgements,
+    ShareConsumers,
+    SharePartition,
+    check_member_id,
+)
 from millstream.core.errors import MillstreamError
 
 

@@ -41,8 +41,15 @@ from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.kafka.share_consumers import Acknowledgements, ShareConsumers, check_member_id
-from millstream.broker.kafka.share_session import CLOSES, OPENS, SharePartition, ShareSession
+from millstream.broker.kafka.share_consumers import (
+    CLOSES,
+    OPENS,
+    Acknowledgements,
+    ShareConsumers,
+    SharePartition,
+    ShareSession,
+    check_member_id,
+)
 from millstream.broker.subscriptions.lease import Lease
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import Subscription
