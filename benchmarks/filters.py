@@ -26,8 +26,8 @@ from typing import Any
 import msgspec
 from benchmarks.machine import facts
 
+from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
 from millstream.broker.subscriptions.filter_worker import FilterWorker
-from millstream.broker.subscriptions.sieve import QueueSieve, Sieve
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.filter.batch import ColumnBatch
@@ -167,11 +167,11 @@ def measure_queues(number: int, messages: int) -> float:
 
 
 async def _look_through(batches: list[bytes], number: int) -> None:
-    sieve, place = Sieve(FilterWorker()), TopicPartition("orders", PartitionIndex(0))
+    sieve, place = FilterCache(FilterWorker()), TopicPartition("orders", PartitionIndex(0))
     texts = [text.replace("1000", str(1000 + at)) for at, text in enumerate(islice(cycle(FILTERS), number))]
     texts = [f"({text}) AND payload.order_id >= {at}" for at, text in enumerate(texts)]
 
-    async def look(queue: QueueSieve, step: int) -> None:
+    async def look(queue: QueueFilter, step: int) -> None:
         at, end = 0, len(batches) * QUEUE_BATCH
         while at < end:
             following = min(at + step, end)
@@ -179,7 +179,7 @@ async def _look_through(batches: list[bytes], number: int) -> None:
             await queue.matches(records, Offset(at), Offset(following))
             at = following
 
-    queues = [QueueSieve(sieve, place, compile_filter(text)) for text in texts]
+    queues = [QueueFilter(sieve, place, compile_filter(text)) for text in texts]
     # Each has room for another number of messages.
     await asyncio.gather(*(look(queue, 2 * QUEUE_BATCH + 37 * at) for at, queue in enumerate(queues)))
     await sieve.stop()

@@ -16,7 +16,7 @@ from uuid import UUID
 
 import numpy as np
 
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.snapshot import read_snapshot, write_snapshot
 from millstream.core.ids import Offset, PartitionIndex
@@ -43,10 +43,10 @@ def cycle(queue: Queue, size: int, count: int, now_ms: int, *, encode: bool) -> 
     """Look at messages, lease and accept them, a range at a time; each turn a millisecond later."""
     for turn in range(count // size):
         now_ms += turn & 1
-        first = queue.next_look
-        queue.look(first, first + size, now_ms=now_ms)
+        first = queue.next_scan_offset
+        queue.add_scanned(first, first + size, now_ms=now_ms)
         for lease in queue.acquire("share/worker", now_ms=now_ms, max_records=size):
-            queue.settle("share/worker", [Settle(lease.first, lease.last, Verb.ACCEPT)], now_ms=now_ms)
+            queue.settle("share/worker", [Settlement(lease.first, lease.last, Verb.ACCEPT)], now_ms=now_ms)
         if encode:
             queue.drain()
 
@@ -63,10 +63,12 @@ def median_us(make: Callable[[], Callable[[], None]], messages: int) -> float:
 
 def fill(queue: Queue, backlog: int) -> None:
     """So many messages in the window, every tenth leased alone; the first is, so that the window does not shrink."""
-    queue.look(queue.next_look, queue.next_look + backlog, now_ms=NOW_MS)
+    queue.add_scanned(queue.next_scan_offset, queue.next_scan_offset + backlog, now_ms=NOW_MS)
     start = queue.oldest
     leases = queue.acquire("share/slow", now_ms=NOW_MS, max_records=backlog)
-    verbs = [Settle(Offset(first), Offset(first + 8), Verb.RELEASE) for first in range(start + 1, start + backlog, 10)]
+    verbs = [
+        Settlement(Offset(first), Offset(first + 8), Verb.RELEASE) for first in range(start + 1, start + backlog, 10)
+    ]
     queue.settle("share/slow", verbs, now_ms=NOW_MS)
     queue.drain()
     assert leases
@@ -97,9 +99,11 @@ def _ordered_cycles(size: int, count: int) -> Callable[[], None]:
 
     def work() -> None:
         for first in range(0, count, size):
-            queue.look(first, first + size, now_ms=NOW_MS, keys=keys[first : first + size])
+            queue.add_scanned(first, first + size, now_ms=NOW_MS, keys=keys[first : first + size])
             leases = queue.acquire("share/worker", now_ms=NOW_MS, max_records=size)
-            queue.settle("share/worker", [Settle(one.first, one.last, Verb.ACCEPT) for one in leases], now_ms=NOW_MS)
+            queue.settle(
+                "share/worker", [Settlement(one.first, one.last, Verb.ACCEPT) for one in leases], now_ms=NOW_MS
+            )
             queue.drain()
 
     return work
@@ -116,8 +120,8 @@ def _taking(backlog: int, size: int, count: int) -> Callable[[], None]:
             leases = queue.acquire("share/worker", now_ms=NOW_MS, max_records=size)
             queue.settle(
                 "share/worker",
-                [Settle(one.first, one.last, Verb.ACCEPT) for one in leases[::2]]
-                + [Settle(one.first, one.last, Verb.RELEASE) for one in leases[1::2]],
+                [Settlement(one.first, one.last, Verb.ACCEPT) for one in leases[::2]]
+                + [Settlement(one.first, one.last, Verb.RELEASE) for one in leases[1::2]],
                 now_ms=NOW_MS,
             )
             done += sum(one.last - one.first + 1 for one in leases)

@@ -29,7 +29,7 @@ def _push(node: RunningNode) -> PushChild:
         service.push,
         node_id=config.node_id,
         private_addresses=config.push_private_addresses,
-        worker_gone=service.worker_gone,
+        release_worker=service.release_worker,
         log_level=config.log_level,
         log_format=config.log_format,
     )

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from uuid import UUID
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, assignment_of
-from millstream.broker.groups.consumer.embedded import read_assignment_of, write_assignment
+from millstream.broker.groups.consumer.consumer_protocol import encode_assignment, parse_assignment
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.requests import ConsumerGroupDescription, ConsumerHeartbeat, HeartbeatAnswer
 from millstream.broker.groups.consumer.shard import ConsumerTopics
@@ -134,7 +133,7 @@ class ConsumerTrial(GroupTrial):
             raise LookupError(group_id)
         return group
 
-    def send(self, request: ConsumerHeartbeat) -> Later[HeartbeatAnswer]:
+    def send(self, request: ConsumerHeartbeat) -> Deferred[HeartbeatAnswer]:
         """Send a heartbeat."""
         return self.run(lambda shard: shard.consumers.heartbeat(request))
 
@@ -202,7 +201,7 @@ class ClassicConsumer:
         self.generation = -1
         self.owned: dict[str, set[int]] = {}
 
-    def join(self, *, cooperative: bool = False) -> Later[Joined]:
+    def join(self, *, cooperative: bool = False) -> Deferred[Joined]:
         """Join, with the id that is given for it; the answer may come later."""
         kept = self.owned.items() if cooperative else ()
         if not cooperative:
@@ -215,10 +214,10 @@ class ClassicConsumer:
         answer.listen(self._joined)
         return answer
 
-    def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Later[Synced]:
+    def sync(self, **assignments: Mapping[str, Iterable[int]]) -> Deferred[Synced]:
         """Ask for the assignment; a leader brings those of all by their member ids."""
         brought = {
-            member_id: write_assignment([(topic, list(numbers)) for topic, numbers in share.items()], version=1)
+            member_id: encode_assignment([(topic, list(numbers)) for topic, numbers in share.items()], version=1)
             for member_id, share in assignments.items()
         }
         answer = self._trial.sync(
@@ -227,7 +226,7 @@ class ClassicConsumer:
         answer.listen(self._synced)
         return answer
 
-    def beat(self) -> Later[None]:
+    def beat(self) -> Deferred[None]:
         """Say that it lives."""
         return self._trial.heartbeat(self.member_id, generation=self.generation, instance_id=self.instance_id)
 
@@ -237,11 +236,11 @@ class ClassicConsumer:
             self.join(cooperative=True)
             self.sync()
 
-    def _joined(self, answer: Later[Joined]) -> None:
+    def _joined(self, answer: Deferred[Joined]) -> None:
         if answer.error is None:
             self.member_id, self.generation = answer.result().member_id, answer.result().generation
 
-    def _synced(self, answer: Later[Synced]) -> None:
+    def _synced(self, answer: Deferred[Synced]) -> None:
         if answer.error is None:
-            partitions, _ = read_assignment_of(answer.result().assignment)
+            partitions, _ = parse_assignment(answer.result().assignment)
             self.owned = {topic: set(numbers) for topic, numbers in partitions}

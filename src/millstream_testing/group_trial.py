@@ -8,8 +8,7 @@ from itertools import count
 from typing import Any, TypeVar
 from uuid import UUID, uuid4
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
@@ -60,18 +59,18 @@ class GroupTrial:
         self.shard = self._new_shard()
         self.shard.loaded()
 
-    def run(self, operation: Callable[[GroupShard], Outcome[T]]) -> Later[T]:
+    def run(self, operation: Callable[[GroupShard], Outcome[T]]) -> Deferred[T]:
         """Carry out an operation as the runtime does; its records are in the log at once."""
-        later: Later[T] = Later()
+        later: Deferred[T] = Deferred()
         try:
             records, response = operation(self.shard)
         except MillstreamError as error:
             later.refuse(error)
             return later
         self.append(records)
-        if isinstance(response, Later):
+        if isinstance(response, Deferred):
             return response
-        later.give(response)
+        later.resolve(response)
         return later
 
     def append(self, records: Iterable[StateRecord]) -> None:
@@ -123,7 +122,7 @@ class GroupTrial:
         rebalance_ms: int = REBALANCE_MS,
         version: int = 9,
         group_id: str = GROUP,
-    ) -> Later[Joined]:
+    ) -> Deferred[Joined]:
         """Send a join request as a client of some version does."""
         request = JoinRequest(
             group_id=group_id,
@@ -140,7 +139,7 @@ class GroupTrial:
         )
         return self.run(lambda shard: shard.join(request))
 
-    def new_member(self, **options: Any) -> tuple[str, Later[Joined]]:
+    def new_member(self, **options: Any) -> tuple[str, Deferred[Joined]]:
         """Join without an id, then with the id given, as clients do."""
         first = self.join(**options)
         error = first.error
@@ -167,7 +166,7 @@ class GroupTrial:
         instance_id: str | None = None,
         protocol_name: str | None = None,
         group_id: str = GROUP,
-    ) -> Later[Synced]:
+    ) -> Deferred[Synced]:
         """Ask for an assignment, or bring them all; of the current generation unless told."""
         request = SyncRequest(
             member=self._ref(member_id, generation, instance_id, group_id),
@@ -178,7 +177,7 @@ class GroupTrial:
 
     def heartbeat(
         self, member_id: str, *, generation: int | None = None, instance_id: str | None = None, group_id: str = GROUP
-    ) -> Later[None]:
+    ) -> Deferred[None]:
         """Say that a member lives."""
         who = self._ref(member_id, generation, instance_id, group_id)
         return self.run(lambda shard: shard.heartbeat(who))
@@ -200,7 +199,7 @@ class GroupTrial:
         retention_ms: int | None = None,
         group_id: str = GROUP,
         version: int = 9,
-    ) -> Later[CommitAnswer]:
+    ) -> Deferred[CommitAnswer]:
         """Commit one offset; from outside the group unless told."""
         request = CommitRequest(
             member=MemberRef(group_id=group_id, member_id=member_id, instance_id=instance_id, generation=generation),

@@ -14,7 +14,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any, Final
 
-from millstream.broker.subscriptions.dead_letters import LetterBox
+from millstream.broker.subscriptions.dead_letters import DeadLetterAppender
 from millstream.broker.subscriptions.queue import Queue
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.core.ids import Offset
@@ -51,49 +51,49 @@ def _answers_early() -> None:
 
 def _forgets_attempts() -> None:
     """A queue that moves counts attempts from the beginning."""
-    restore = Queue._restore
+    restore = Queue._rebuild
 
     def forgetful(self: Queue) -> None:
         attempts = self._fold.window.attempts
         attempts[:] = bytes(len(attempts))
         restore(self)
 
-    _replace(Queue, "_restore", forgetful)
+    _replace(Queue, "_rebuild", forgetful)
 
 
 def _writes_letters_again() -> None:
     """A letter whose answer is late is written once more, without the number that would tell that it is the same."""
-    append = LetterBox.append
+    append = DeadLetterAppender.append
 
-    async def again(self: LetterBox, topic: str, index: int, batch: bytearray) -> Offset:
+    async def again(self: DeadLetterAppender, topic: str, index: int, batch: bytearray) -> Offset:
         if _random.random() < _SOMETIMES:
             records = [NewRecord(one.key, one.value, one.headers, one.timestamp_ms) for one in decode_records(batch)]
             await append(self, topic, index, bytearray(encode_batch(records)))
         return await append(self, topic, index, batch)
 
-    _replace(LetterBox, "append", again)
+    _replace(DeadLetterAppender, "append", again)
 
 
 def _ignores_delays() -> None:
     """Messages are delivered when they come, whatever they say."""
-    look = Queue.look
+    look = Queue.add_scanned
 
     def hasty(self: Queue, first: int, next_offset: int, **seen: Any) -> None:
         look(self, first, next_offset, **{**seen, "due": ()})
 
-    _replace(Queue, "look", hasty)
+    _replace(Queue, "add_scanned", hasty)
 
 
 def _passes_over() -> None:
     """Now and then, the last message that was looked at is taken for one that is not there."""
-    look = Queue.look
+    look = Queue.add_scanned
 
     def careless(self: Queue, first: int, next_offset: int, **seen: Any) -> None:
         if _random.random() < _SOMETIMES:
             seen["absent"] = [*seen.get("absent", ()), (next_offset - 1, next_offset - 1)]
         look(self, first, next_offset, **seen)
 
-    _replace(Queue, "look", careless)
+    _replace(Queue, "add_scanned", careless)
 
 
 def _forgets_keys() -> None:

@@ -9,10 +9,10 @@ from uuid import UUID
 
 from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.delivery import Delivery, Received, Wanted
-from millstream.broker.subscriptions.look_ahead import Stretch
+from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
+from millstream.broker.subscriptions.filter_cache import QueueFilter
+from millstream.broker.subscriptions.log_scan import ScannedRange
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.sieve import QueueSieve
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.marker import Marker
 from millstream.core.subscription import QueueKey, SubscriptionSettings
@@ -72,8 +72,8 @@ class Workbench:
         self,
         *,
         partition: Partition | None = None,
-        sieve: QueueSieve | None = None,
-        opener: Callable[[Stretch], Awaitable[Stretch]] | None = None,
+        queue_filter: QueueFilter | None = None,
+        opener: Callable[[ScannedRange], Awaitable[ScannedRange]] | None = None,
         **settings: object,
     ) -> Delivery:
         """A queue as the engine opens it."""
@@ -85,14 +85,16 @@ class Workbench:
         if not queue.is_started:
             queue.begin(0, now_ms=self.clock.now_ms())
         sequence = stored.sequence + 1
-        delivery = Delivery(key, queue, on, self.store, self.clock, next_sequence=sequence, sieve=sieve, opener=opener)
-        delivery.news()
+        delivery = Delivery(
+            key, queue, on, self.store, self.clock, next_sequence=sequence, queue_filter=queue_filter, opener=opener
+        )
+        delivery.queue_changed()
         return delivery
 
 
-def wanted(count: int = 1, worker: str = "one") -> Wanted:
+def wanted(count: int = 1, worker: str = "one") -> Demand:
     """What a worker asks for."""
-    return Wanted(worker, count, 1_000_000)
+    return Demand(worker, count, 1_000_000)
 
 
 def offsets(received: Received) -> list[int]:

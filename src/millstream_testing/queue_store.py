@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from millstream.broker.subscriptions.image import Image
+from millstream.broker.subscriptions.snapshot import FoldImage
 from millstream.broker.subscriptions.state_store import QueueWrite, StoredQueue
 from millstream.core.errors import FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
 from millstream.core.ids import Epoch
@@ -13,7 +13,7 @@ from millstream.core.subscription import QueueKey
 
 class _Kept:
     def __init__(self, key: QueueKey) -> None:
-        self.image = Image(key)
+        self.image = FoldImage(key)
         self.sequence = -1
         self.leader_epoch = -1
 

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple, TypeVar
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.requests import Ending, TransactionLimits
 from millstream.broker.transactions.shard import TransactionShard
@@ -36,7 +35,7 @@ class FoldedCoordinator:
         """Carry an operation out; its error is raised after its records are in the log, as a client would see it."""
         records, response = operation(self.shard)
         self._append(records)
-        return response.result() if isinstance(response, Later) else response
+        return response.result() if isinstance(response, Deferred) else response
 
     def pass_time(self, milliseconds: int) -> None:
         """Let time pass and timers fire."""

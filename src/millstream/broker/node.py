@@ -45,7 +45,7 @@ from millstream.protocol.records.compression import set_limits
 
 if TYPE_CHECKING:
     from millstream.broker.cluster.cluster_node import ClusterNode
-    from millstream.broker.kafka.served import Served
+    from millstream.broker.kafka.served_apis import ServedApis
     from millstream.broker.kafka.subscription_service import SubscriptionService
     from millstream.broker.pipeline_board import PipelineBoard
 
@@ -161,7 +161,7 @@ class Broker:
         self._http_socket: socket.socket | None = None
         # Kept, since the sockets may be closed already while somebody still wants to tell where they were.
         self._kafka_at = self._http_at = ""
-        self._served: Served | None = None
+        self._served: ServedApis | None = None
         self._store: LogStore | None = None
         self._gateway: GatewayProcess | None = None
         self._gateway_runs = False
@@ -470,7 +470,7 @@ class Broker:
             http=self.http_address,
             data=self._data,
         )
-        parts = module.Parts(
+        parts = module.ApiDependencies(
             config=config,
             clock=clock,
             topics=core.topics,
@@ -489,7 +489,7 @@ class Broker:
             node=node,
             supervise=self._supervise,
         )
-        self._served = module.Served(parts)
+        self._served = module.ServedApis(parts)
         await self._served.start()
         dispatch.serve(self._served.apis)
         if not self._is_guest:
@@ -529,7 +529,7 @@ class Broker:
         running = self._supervise(name, run())
         self._undo.push_async_callback(stop)
 
-    def _running(self, core: _Core, served: Served) -> RunningNode:
+    def _running(self, core: _Core, served: ServedApis) -> RunningNode:
         node = core.node
         return RunningNode(
             config=self._config,
@@ -622,9 +622,9 @@ class Broker:
 
 def _import_served() -> Any:
     import_lean_kio()
-    from millstream.broker.kafka import served
+    from millstream.broker.kafka import served_apis
 
-    return served
+    return served_apis
 
 
 def _troubles(store: LogStore, node: ClusterNode | None) -> Iterable[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from kio.schema.write_txn_markers.v2.request import WriteTxnMarkersRequest
 
+from millstream.broker.coordination.peers import ANSWER_S
 from millstream.broker.transactions.marker_routes import Answers, MarkerRoutes
-from millstream.broker.transactions.peers import ANSWER_S
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import BrokerUnreachable, MillstreamError
 from millstream.core.ids import NodeId
@@ -34,7 +34,7 @@ class SimulatedPeers:
         self._duplicate_chance = duplicate_chance
         self._again: set[asyncio.Task[None]] = set()
 
-    async def ask(self, node: NodeId, request: Any) -> Any:
+    async def send(self, node: NodeId, request: Any) -> Any:
         """Send a message to a node."""
         if self._chance.random() < self._duplicate_chance and _may_come_twice(request):
             task = asyncio.get_running_loop().create_task(self._ask_again(node, request))
@@ -45,7 +45,7 @@ class SimulatedPeers:
         except LinkDown as error:
             raise BrokerUnreachable(str(error)) from error
 
-    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+    async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         """Queues are not part of this simulation."""
         raise BrokerUnreachable(f"node {node} has nobody to answer request {api_key}")
 

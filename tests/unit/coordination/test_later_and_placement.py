@@ -4,18 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.later import Later
 from millstream.broker.coordination.runtime import java_hash, partition_for
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.core.errors import NotCoordinator
 
 
 def test_the_first_answer_counts() -> None:
-    later: Later[int] = Later()
+    later: Deferred[int] = Deferred()
     told: list[int] = []
     later.listen(lambda answered: told.append(answered.result()))
 
-    later.give(1)
-    later.give(2)
+    later.resolve(1)
+    later.resolve(2)
     later.refuse(NotCoordinator("too late"))
 
     assert told == [1]
@@ -24,9 +24,9 @@ def test_the_first_answer_counts() -> None:
 
 
 def test_a_listener_that_comes_late_is_told_at_once() -> None:
-    later: Later[int] = Later()
+    later: Deferred[int] = Deferred()
     later.refuse(NotCoordinator("moved"))
-    told: list[Later[int]] = []
+    told: list[Deferred[int]] = []
 
     later.listen(told.append)
 

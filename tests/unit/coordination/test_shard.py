@@ -7,9 +7,8 @@ from collections.abc import Callable, Hashable
 
 import pytest
 
-from millstream.broker.coordination.later import Later
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state import Confirmation, Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Confirmation, Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.core.errors import (
     BatchTooLarge,
@@ -29,7 +28,7 @@ class Texts:
     def __init__(self, timers: Timers) -> None:
         self.timers = timers
         self.texts: dict[bytes, bytes] = {}
-        self.parked: dict[bytes, Later[bytes]] = {}
+        self.parked: dict[bytes, Deferred[bytes]] = {}
         self.loads = 0
 
     def replay(self, record: StateRecord) -> None:
@@ -67,7 +66,7 @@ def get(key: bytes) -> Callable[[Texts], Outcome[bytes | None]]:
 
 def park(key: bytes) -> Callable[[Texts], Outcome[bytes]]:
     def operation(state: Texts) -> Outcome[bytes]:
-        state.parked[key] = Later()
+        state.parked[key] = Deferred()
         return [], state.parked[key]
 
     return operation
@@ -75,7 +74,7 @@ def park(key: bytes) -> Callable[[Texts], Outcome[bytes]]:
 
 def answer(key: bytes) -> Callable[[Texts], Outcome[str]]:
     def operation(state: Texts) -> Outcome[str]:
-        state.parked.pop(key).give(state.texts.get(key, b""))
+        state.parked.pop(key).resolve(state.texts.get(key, b""))
         return [], "answered"
 
     return operation
@@ -87,7 +86,7 @@ async def opened(partition: MemoryPartition, clock: ManualClock | None = None, *
         partition,
         Texts,
         clock=clock or ManualClock(),
-        gate=asyncio.Semaphore(1),
+        load_slot=asyncio.Semaphore(1),
         retry_first_s=0.0,
         rewrite_records_min=options.get("rewrite_records_min", 1_000_000),
     )
@@ -200,14 +199,14 @@ async def test_while_loading_clients_wait_a_moment_and_then_are_told_to_ask_agai
     first = await opened(partition)
     await first.run(put(b"a", b"1"))
     gate = asyncio.Semaphore(0)
-    shard = Shard("texts-0", partition, Texts, clock=ManualClock(), gate=gate)
+    shard = Shard("texts-0", partition, Texts, clock=ManualClock(), load_slot=gate)
     shard.open()
 
-    monkeypatch.setattr("millstream.broker.coordination.shard.PATIENCE_S", 0.001)
+    monkeypatch.setattr("millstream.broker.coordination.shard.LOAD_WAIT_S", 0.001)
     with pytest.raises(CoordinatorLoading):
         await shard.run(get(b"a"))
 
-    monkeypatch.setattr("millstream.broker.coordination.shard.PATIENCE_S", 60.0)
+    monkeypatch.setattr("millstream.broker.coordination.shard.LOAD_WAIT_S", 60.0)
     asking = asyncio.create_task(shard.run(get(b"a")))
     await asyncio.sleep(0)
     gate.release()
@@ -457,7 +456,7 @@ async def test_closing_while_loading() -> None:
     partition = MemoryPartition()
     first = await opened(partition)
     await first.run(put(b"a", b"1"))
-    shard = Shard("texts-0", partition, Texts, clock=ManualClock(), gate=asyncio.Semaphore(1))
+    shard = Shard("texts-0", partition, Texts, clock=ManualClock(), load_slot=asyncio.Semaphore(1))
     shard.open()
 
     await shard.close()
@@ -561,7 +560,7 @@ async def test_a_final_refusal_is_given_only_by_who_can_still_write() -> None:
         partition,
         Texts,
         clock=ManualClock(),
-        gate=asyncio.Semaphore(1),
+        load_slot=asyncio.Semaphore(1),
         retry_first_s=0.0,
         confirmation=Confirmation((InvalidRequest,), StateRecord(b"nobody", None)),
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.groups.consumer.assignment import Assignment, partitions_in, size_of
-from millstream.broker.groups.consumer.assignor import Wish, assign_ranges, assign_uniformly
+from millstream.broker.groups.consumer.assignor import MemberSubscription, assign_ranges, assign_uniformly
 
 TOPICS = [UUID(int=number) for number in range(1, 7)]
 Given = dict[str, Assignment]
@@ -19,23 +19,23 @@ sizes = st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 12), min_size=1)
 
 
 @st.composite
-def wishes(draw: st.DrawFn, partitions: dict[UUID, int], *, same: bool) -> list[Wish]:
+def wishes(draw: st.DrawFn, partitions: dict[UUID, int], *, same: bool) -> list[MemberSubscription]:
     topics = sorted(partitions)
     everyones = frozenset(draw(st.sets(st.sampled_from(topics), min_size=1)))
     made = []
     for number in range(draw(st.integers(1, 9))):
         own = everyones if same else frozenset(draw(st.sets(st.sampled_from(topics))))
-        made.append(Wish(member_id=f"member-{number}", topics=own))
+        made.append(MemberSubscription(member_id=f"member-{number}", topics=own))
     return made
 
 
 @st.composite
-def situations(draw: st.DrawFn, *, same: bool = False) -> tuple[list[Wish], dict[UUID, int]]:
+def situations(draw: st.DrawFn, *, same: bool = False) -> tuple[list[MemberSubscription], dict[UUID, int]]:
     partitions = draw(sizes)
     return draw(wishes(partitions, same=same)), partitions
 
 
-def check_everything_is_given_once(wishes: list[Wish], partitions: dict[UUID, int], given: Given) -> None:
+def check_everything_is_given_once(wishes: list[MemberSubscription], partitions: dict[UUID, int], given: Given) -> None:
     assert given.keys() == {wish.member_id for wish in wishes}
     wanted = {topic_id for wish in wishes for topic_id in wish.topics}
     expected = {(topic_id, number) for topic_id in wanted for number in range(partitions[topic_id])}
@@ -53,31 +53,37 @@ def moves(before: Given, after: Given) -> int:
     return sum(1 for place, member_id in new.items() if place in old and old[place] != member_id)
 
 
-def again(wishes: list[Wish], given: Given) -> list[Wish]:
-    return [dataclasses.replace(wish, had=given.get(wish.member_id, {})) for wish in wishes]
+def again(wishes: list[MemberSubscription], given: Given) -> list[MemberSubscription]:
+    return [dataclasses.replace(wish, previous=given.get(wish.member_id, {})) for wish in wishes]
 
 
 @given(situations())
-def test_uniform_gives_every_partition_to_one_who_wants_it(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+def test_uniform_gives_every_partition_to_one_who_wants_it(
+    situation: tuple[list[MemberSubscription], dict[UUID, int]],
+) -> None:
     found, partitions = situation
     check_everything_is_given_once(found, partitions, assign_uniformly(found, partitions))
 
 
 @given(situations())
-def test_range_gives_every_partition_to_one_who_wants_it(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+def test_range_gives_every_partition_to_one_who_wants_it(
+    situation: tuple[list[MemberSubscription], dict[UUID, int]],
+) -> None:
     found, partitions = situation
     check_everything_is_given_once(found, partitions, assign_ranges(found, partitions))
 
 
 @given(situations(same=True))
-def test_uniform_is_even_where_all_want_the_same(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+def test_uniform_is_even_where_all_want_the_same(situation: tuple[list[MemberSubscription], dict[UUID, int]]) -> None:
     found, partitions = situation
     counts = [size_of(assignment) for assignment in assign_uniformly(found, partitions).values()]
     assert max(counts) - min(counts) <= 1
 
 
 @given(situations())
-def test_uniform_leaves_no_move_that_would_even_out(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+def test_uniform_leaves_no_move_that_would_even_out(
+    situation: tuple[list[MemberSubscription], dict[UUID, int]],
+) -> None:
     found, partitions = situation
     given_now = assign_uniformly(found, partitions)
     loads = {member_id: size_of(assignment) for member_id, assignment in given_now.items()}
@@ -89,7 +95,9 @@ def test_uniform_leaves_no_move_that_would_even_out(situation: tuple[list[Wish],
 
 
 @given(situations(), st.randoms(use_true_random=False))
-def test_what_is_right_stays_as_it_is(situation: tuple[list[Wish], dict[UUID, int]], random: object) -> None:
+def test_what_is_right_stays_as_it_is(
+    situation: tuple[list[MemberSubscription], dict[UUID, int]], random: object
+) -> None:
     found, partitions = situation
     for assign in (assign_uniformly, assign_ranges):
         before = assign(found, partitions)
@@ -100,11 +108,11 @@ def test_what_is_right_stays_as_it_is(situation: tuple[list[Wish], dict[UUID, in
 
 @given(situations(same=True))
 def test_a_new_member_is_given_its_share_and_nothing_else_moves(
-    situation: tuple[list[Wish], dict[UUID, int]],
+    situation: tuple[list[MemberSubscription], dict[UUID, int]],
 ) -> None:
     found, partitions = situation
     before = assign_uniformly(found, partitions)
-    newcomer = Wish(member_id="newcomer", topics=found[0].topics)
+    newcomer = MemberSubscription(member_id="newcomer", topics=found[0].topics)
     after = assign_uniformly([*again(found, before), newcomer], partitions)
     check_everything_is_given_once([*found, newcomer], partitions, after)
     assert moves(before, after) == size_of(after["newcomer"])
@@ -112,7 +120,7 @@ def test_a_new_member_is_given_its_share_and_nothing_else_moves(
 
 @given(situations(same=True), st.integers(0, 100))
 def test_when_a_member_goes_the_others_keep_what_they_have(
-    situation: tuple[list[Wish], dict[UUID, int]], which: int
+    situation: tuple[list[MemberSubscription], dict[UUID, int]], which: int
 ) -> None:
     found, partitions = situation
     before = assign_uniformly(found, partitions)
@@ -126,7 +134,7 @@ def test_when_a_member_goes_the_others_keep_what_they_have(
 
 @given(situations(same=True), st.integers(1, 5))
 def test_new_partitions_move_no_old_ones_that_need_not(
-    situation: tuple[list[Wish], dict[UUID, int]], added: int
+    situation: tuple[list[MemberSubscription], dict[UUID, int]], added: int
 ) -> None:
     found, partitions = situation
     before = assign_uniformly(found, partitions)
@@ -138,7 +146,7 @@ def test_new_partitions_move_no_old_ones_that_need_not(
 
 @settings(max_examples=50)
 @given(st.lists(situations(), min_size=2, max_size=5))
-def test_uniform_holds_over_any_history(history: list[tuple[list[Wish], dict[UUID, int]]]) -> None:
+def test_uniform_holds_over_any_history(history: list[tuple[list[MemberSubscription], dict[UUID, int]]]) -> None:
     """Members, topics and sizes change all at once, and what members had may be of topics that are gone."""
     given_now: Given = {}
     for found, partitions in history:
@@ -148,13 +156,16 @@ def test_uniform_holds_over_any_history(history: list[tuple[list[Wish], dict[UUI
 
 def test_an_assignment_that_overlaps_is_put_right() -> None:
     topic = TOPICS[0]
-    both = [Wish(member_id=name, topics=frozenset({topic}), had={topic: frozenset({0, 1, 9})}) for name in "ab"]
+    both = [
+        MemberSubscription(member_id=name, topics=frozenset({topic}), previous={topic: frozenset({0, 1, 9})})
+        for name in "ab"
+    ]
     check_everything_is_given_once(both, {topic: 4}, assign_uniformly(both, {topic: 4}))
 
 
 def test_uniform_spreads_each_topic() -> None:
     everything = frozenset(TOPICS[:3])
-    found = [Wish(member_id=f"m{number}", topics=everything) for number in range(3)]
+    found = [MemberSubscription(member_id=f"m{number}", topics=everything) for number in range(3)]
     partitions = dict.fromkeys(everything, 3)
     for assignment in assign_uniformly(found, partitions).values():
         assert {topic_id: len(numbers) for topic_id, numbers in assignment.items()} == dict.fromkeys(everything, 1)
@@ -164,7 +175,7 @@ def test_uniform_spreads_each_topic() -> None:
 
 
 def test_nobody_and_nothing() -> None:
-    nobody_wants = [Wish(member_id="idle", topics=frozenset())]
+    nobody_wants = [MemberSubscription(member_id="idle", topics=frozenset())]
     for assign in (assign_uniformly, assign_ranges):
         assert assign([], {}) == {}
         assert assign(nobody_wants, {}) == {"idle": {}}
@@ -174,10 +185,10 @@ def test_ranges_are_neighbours_and_line_up_across_topics() -> None:
     first, second = TOPICS[:2]
     both = frozenset({first, second})
     members = [
-        Wish(member_id="z", topics=both),
-        Wish(member_id="a", topics=both),
-        Wish(member_id="y", instance_id="two", topics=both),
-        Wish(member_id="x", instance_id="one", topics=both),
+        MemberSubscription(member_id="z", topics=both),
+        MemberSubscription(member_id="a", topics=both),
+        MemberSubscription(member_id="y", instance_id="two", topics=both),
+        MemberSubscription(member_id="x", instance_id="one", topics=both),
     ]
     given_now = assign_ranges(members, {first: 6, second: 6})
     # Static members come first, by their instance ids; then the others, by their member ids.
@@ -188,7 +199,7 @@ def test_ranges_are_neighbours_and_line_up_across_topics() -> None:
 
 
 @given(situations())
-def test_ranges_have_no_gaps(situation: tuple[list[Wish], dict[UUID, int]]) -> None:
+def test_ranges_have_no_gaps(situation: tuple[list[MemberSubscription], dict[UUID, int]]) -> None:
     found, partitions = situation
     for assignment in assign_ranges(found, partitions).values():
         for numbers in assignment.values():
@@ -196,7 +207,7 @@ def test_ranges_have_no_gaps(situation: tuple[list[Wish], dict[UUID, int]]) -> N
 
 
 def test_more_members_than_partitions() -> None:
-    found = [Wish(member_id=f"m{number}", topics=frozenset({TOPICS[0]})) for number in range(5)]
+    found = [MemberSubscription(member_id=f"m{number}", topics=frozenset({TOPICS[0]})) for number in range(5)]
     for assign in (assign_uniformly, assign_ranges):
         given_now = assign(found, {TOPICS[0]: 2})
         assert sorted(map(size_of, given_now.values())) == [0, 0, 0, 1, 1]

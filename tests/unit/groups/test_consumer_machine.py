@@ -16,11 +16,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from millstream.broker.coordination.later import Later
 from millstream.broker.coordination.shard import Shard, read_back
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, overlaps, partitions_in, size_of, union
-from millstream.broker.groups.consumer.embedded import read_assignment_of, write_assignment
+from millstream.broker.groups.consumer.consumer_protocol import encode_assignment, parse_assignment
 from millstream.broker.groups.consumer.group import ConsumerGroup, ConsumerGroupState
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
 from millstream.broker.groups.consumer.migration import partitions_by_id
@@ -209,7 +209,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
         def synced(answer: Synced) -> None:
             if client.asked == asked:
-                client.owned = partitions_by_id(read_assignment_of(answer.assignment)[0], self.topics)
+                client.owned = partitions_by_id(parse_assignment(answer.assignment)[0], self.topics)
 
         self._ask(lambda shard: shard.sync(request), synced, self._left(client))
 
@@ -304,7 +304,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             assert not overlaps(one, other)
         for member in group.members.values():
             for topic_id, number in partitions_in(union(member.position.assigned, member.position.pending)):
-                assert not group.is_taken(topic_id, number, by_other_than=member.member_id)
+                assert not group.is_owned(topic_id, number, by_other_than=member.member_id)
         targets = [target for member_id, target in group.targets.items() if member_id in group.members]
         for one, other in combinations(targets, 2):
             assert not overlaps(one, other)
@@ -429,7 +429,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             for number in range(0 if topic is None else topic.partitions):
                 shares[members[number % len(members)]].setdefault(name, []).append(number)
         for member_id, share in shares.items():
-            yield member_id, write_assignment(share.items(), version=1)
+            yield member_id, encode_assignment(share.items(), version=1)
 
     def _ref(self, client: Older) -> MemberRef:
         return MemberRef(group_id=GROUP, member_id=client.member_id, generation=client.generation)
@@ -450,7 +450,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
             self.partition,
             self._new_state,
             clock=self.clock,
-            gate=asyncio.Semaphore(1),
+            load_slot=asyncio.Semaphore(1),
             retry_first_s=0.0,
             rewrite_records_min=40,
         )
@@ -534,7 +534,7 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         if self.topics.get("apples") is None or self.last_acknowledged < 0:
             return
         fetched = state.fetch(GROUP, {"apples": [0]})[1]
-        assert not isinstance(fetched, Later)
+        assert not isinstance(fetched, Deferred)
         # The topic may have been deleted since, and made anew, with all that was committed gone.
         offset = fetched["apples"][0].offset
         assert offset == -1 or self.last_acknowledged <= offset <= self.last_submitted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, overlaps, size_of
-from millstream.broker.groups.consumer.embedded import read_assignment_of
+from millstream.broker.groups.consumer.consumer_protocol import parse_assignment
 from millstream.broker.groups.consumer.member import AWAY_EPOCH
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.requests import Leaver
@@ -333,7 +333,7 @@ def test_members_keep_what_they_have_not_what_they_were_to_get(trial: ConsumerTr
     trial.leave(new)
     for member in (one, two):
         stored = trial.group().members[member.member_id].assignment
-        assert read_assignment_of(stored)[0] == [(topic, sorted(owned)) for topic, owned in member.owned.items()]
+        assert parse_assignment(stored)[0] == [(topic, sorted(owned)) for topic, owned in member.owned.items()]
 
 
 def test_a_consumer_group_becomes_classic_when_the_last_new_member_is_silent(trial: ConsumerTrial) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, assignment_of, is_within, overlaps, union
 from millstream.broker.groups.consumer.member import MemberState, Position
-from millstream.broker.groups.consumer.turn import Goal, step
+from millstream.broker.groups.consumer.reconciliation import Goal, next_position
 from millstream.core.errors import FencedMemberEpoch
 
 ONE, TWO = UUID(int=1), UUID(int=2)
@@ -31,58 +31,58 @@ def of(*numbers: int, topic: UUID = ONE) -> Assignment:
 
 
 def test_a_new_member_gets_what_is_free() -> None:
-    reached = step(Position(), goal(of(1, 2, 3), taken=of(3)), NOTHING)
+    reached = next_position(Position(), goal(of(1, 2, 3), taken=of(3)), NOTHING)
     assert reached == Position(epoch=5, previous_epoch=0, state=MemberState.UNRELEASED, assigned=of(1, 2))
-    reached = step(reached, goal(of(1, 2, 3)), None)
+    reached = next_position(reached, goal(of(1, 2, 3)), None)
     assert reached == Position(epoch=5, previous_epoch=0, state=MemberState.STABLE, assigned=of(1, 2, 3))
 
 
 def test_a_member_gives_up_before_it_gets() -> None:
     before = Position(epoch=4, previous_epoch=3, assigned=of(1, 2))
-    asked = step(before, goal(of(2, 7)), of(1, 2))
+    asked = next_position(before, goal(of(2, 7)), of(1, 2))
     assert asked == Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
     for still in (of(1, 2), None):
-        assert step(asked, goal(of(2, 7)), still) == asked
-    done = step(asked, goal(of(2, 7)), of(2))
+        assert next_position(asked, goal(of(2, 7)), still) == asked
+    done = next_position(asked, goal(of(2, 7)), of(2))
     assert done == Position(epoch=5, previous_epoch=4, state=MemberState.STABLE, assigned=of(2, 7))
 
 
 def test_a_target_that_changes_meanwhile_counts_once_the_old_is_given_up() -> None:
     asked = Position(epoch=4, previous_epoch=3, state=MemberState.UNREVOKED, assigned=of(2), pending=of(1))
-    back = step(asked, goal(of(1, 2), epoch=6, taken=NOTHING), of(2))
+    back = next_position(asked, goal(of(1, 2), epoch=6, taken=NOTHING), of(2))
     assert back == Position(epoch=6, previous_epoch=4, state=MemberState.STABLE, assigned=of(1, 2))
-    more = step(asked, goal(of(1), epoch=6), of(2))
+    more = next_position(asked, goal(of(1), epoch=6), of(2))
     assert more.state is MemberState.UNREVOKED
     assert (more.epoch, more.assigned, more.pending) == (4, NOTHING, of(2))
 
 
 def test_what_the_member_does_not_have_any_more_needs_no_giving_up() -> None:
     before = Position(epoch=4, assigned=of(1, 2))
-    assert step(before, goal(of(2)), of(2)).state is MemberState.STABLE
+    assert next_position(before, goal(of(2)), of(2)).state is MemberState.STABLE
 
 
 def test_nothing_to_do() -> None:
     there = Position(epoch=5, assigned=of(1))
-    assert step(there, goal(of(1)), None) is there
+    assert next_position(there, goal(of(1)), None) is there
     waiting = Position(epoch=5, state=MemberState.UNRELEASED, assigned=of(1))
-    assert step(waiting, goal(of(1, 2), taken=of(2)), None) == waiting
+    assert next_position(waiting, goal(of(1, 2), taken=of(2)), None) == waiting
 
 
 def test_topics_that_are_not_wanted_any_more_go_at_once() -> None:
     there = Position(epoch=5, assigned=union(of(1), of(3, topic=TWO)))
     only_one = goal(of(1), topics=frozenset({ONE}))
-    assert step(there, only_one, None) is there
-    asked = step(there, only_one, None, wants_others=True)
+    assert next_position(there, only_one, None) is there
+    asked = next_position(there, only_one, None, topics_changed=True)
     assert (asked.state, asked.epoch, asked.assigned) == (MemberState.UNREVOKED, 5, of(1))
     assert asked.pending == of(3, topic=TWO)
-    given_up_already = step(there, only_one, of(1), wants_others=True)
+    given_up_already = next_position(there, only_one, of(1), topics_changed=True)
     assert given_up_already == Position(epoch=5, assigned=of(1))
-    assert step(there, goal(there.assigned), None, wants_others=True) is there
+    assert next_position(there, goal(there.assigned), None, topics_changed=True) is there
 
 
 def test_a_member_that_gives_up_may_want_even_less() -> None:
     asked = Position(epoch=5, state=MemberState.UNREVOKED, assigned=union(of(1), of(3, topic=TWO)), pending=of(2))
-    less = step(asked, goal(of(1), epoch=6, topics=frozenset({ONE})), None, wants_others=True)
+    less = next_position(asked, goal(of(1), epoch=6, topics=frozenset({ONE})), None, topics_changed=True)
     assert (less.state, less.assigned, less.pending) == (
         MemberState.UNREVOKED,
         of(1),
@@ -91,7 +91,7 @@ def test_a_member_that_gives_up_may_want_even_less() -> None:
 
 
 def test_a_target_of_topics_that_are_gone_is_not_given() -> None:
-    reached = step(Position(), goal(union(of(1), of(3, topic=TWO)), topics=frozenset({ONE})), NOTHING)
+    reached = next_position(Position(), goal(union(of(1), of(3, topic=TWO)), topics=frozenset({ONE})), NOTHING)
     assert reached.assigned == of(1)
 
 
@@ -99,8 +99,8 @@ def test_a_state_that_is_not_known_begins_anew() -> None:
     strange = Position(epoch=4, state=MemberState.UNKNOWN, assigned=of(1))
     for owned in (None, of(1)):
         with pytest.raises(FencedMemberEpoch):
-            step(strange, goal(of(1)), owned)
-    assert step(strange, goal(of(1)), NOTHING).state is MemberState.STABLE
+            next_position(strange, goal(of(1)), owned)
+    assert next_position(strange, goal(of(1)), NOTHING).state is MemberState.STABLE
 
 
 numbers = st.sets(st.integers(0, 5))
@@ -130,12 +130,12 @@ def test_no_step_takes_what_another_has(
     target: Assignment,
     taken: Assignment,
     owned: Assignment | None,
-    wants_others: bool,
+    topics_changed: bool,
     topics: frozenset[UUID],
 ) -> None:
     held = union(before.assigned, before.pending)
     others = assignment_of((topic, has - held.get(topic, frozenset())) for topic, has in taken.items())
-    after = step(before, goal(target, taken=others, topics=topics), owned, wants_others=wants_others)
+    after = next_position(before, goal(target, taken=others, topics=topics), owned, topics_changed=topics_changed)
     assert not overlaps(after.assigned, others)
     assert not overlaps(after.assigned, after.pending)
     assert after.epoch in (before.epoch, 5)

@@ -13,19 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kio.serial import entity_writer
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer import records
 from millstream.broker.groups.consumer.assignment import assignment_of
-from millstream.broker.groups.consumer.embedded import (
-    EmbeddedSubscription,
-    read_assignment_of,
-    read_subscription_of,
-    write_assignment,
+from millstream.broker.groups.consumer.consumer_protocol import (
+    ProtocolSubscription,
+    encode_assignment,
+    parse_assignment,
+    parse_subscription,
 )
-from millstream.broker.groups.consumer.fold import apply, record_of
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import ClassicSide, MemberState, Position, Subscription
 from millstream.broker.groups.consumer.records import ConsumerKey, Kind, Resolved
+from millstream.broker.groups.consumer.shard import apply, record_of
 from millstream.core.errors import ProtocolViolation
 
 ONE, TWO = UUID(int=1), UUID(int=2)
@@ -181,7 +181,7 @@ def test_a_group_is_the_fold_of_its_records(
         assert key is not None
         apply(group, key, records.tombstone(key))
     assert (group.members, group.targets, group.members_bytes, group.choices) == ({}, {}, 0, {})
-    assert not group.is_taken(ONE, 0, by_other_than="somebody")
+    assert not group.is_owned(ONE, 0, by_other_than="somebody")
 
 
 @given(st.binary(max_size=60))
@@ -198,7 +198,7 @@ def test_no_bytes_break_the_readers(value: bytes) -> None:
     for reader in readers:
         with suppress(ProtocolViolation):
             reader(record)
-    for embedded in (records.read_consumer_key, read_subscription_of, read_assignment_of):
+    for embedded in (records.read_consumer_key, parse_subscription, parse_assignment):
         with suppress(ProtocolViolation):
             embedded(value)
 
@@ -220,22 +220,22 @@ def subscription_bytes(version: int) -> bytes:
 
 @pytest.mark.parametrize("version", range(4))
 def test_what_classic_consumers_subscribe_to(version: int) -> None:
-    expected = EmbeddedSubscription(
+    expected = ProtocolSubscription(
         version=version,
         topics=frozenset("ab"),
         owned=[("a", [1, 2])] if version >= 1 else (),
         rack_id="rack" if version >= 3 else None,
     )
-    assert read_subscription_of(subscription_bytes(version)) == expected
+    assert parse_subscription(subscription_bytes(version)) == expected
     newer = (9).to_bytes(2, "big") + subscription_bytes(3)[2:] + b"more"
-    assert read_subscription_of(newer).topics == {"a", "b"}
+    assert parse_subscription(newer).topics == {"a", "b"}
 
 
 @pytest.mark.parametrize("version", range(5))
 def test_what_classic_consumers_are_assigned(version: int) -> None:
-    written = write_assignment([("b", {3, 1}), ("a", [0])], version=version)
+    written = encode_assignment([("b", {3, 1}), ("a", [0])], version=version)
     assert int.from_bytes(written[:2], "big") == min(version, 3)
-    assert read_assignment_of(written) == ([("a", [0]), ("b", [1, 3])], False)
+    assert parse_assignment(written) == ([("a", [0]), ("b", [1, 3])], False)
     with_data = written[:-4] + b"\0\0\0\1x"
-    assert read_assignment_of(with_data)[1]
-    assert read_assignment_of(b"") == ((), False)
+    assert parse_assignment(with_data)[1]
+    assert parse_assignment(b"") == ((), False)

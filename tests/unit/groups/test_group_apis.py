@@ -290,9 +290,9 @@ async def test_heartbeat(broker: Broker, version: int) -> None:
 
 async def test_a_heartbeat_while_loading_is_well(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
     await broker.committed("g", 1)
-    monkeypatch.setattr("millstream.broker.coordination.shard.PATIENCE_S", 0.001)
+    monkeypatch.setattr("millstream.broker.coordination.shard.LOAD_WAIT_S", 0.001)
     restarted = GroupCoordinator(broker.topics, Config(), SystemClock())
-    await restarted._runtime._gate.acquire()
+    await restarted._runtime._load_slot.acquire()
     await restarted.start()
 
     response = await ask(Heartbeat(restarted), 4, group_id="g", generation_id=1, member_id="m")

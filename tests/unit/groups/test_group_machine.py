@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from millstream.broker.coordination.later import Later
 from millstream.broker.coordination.shard import Shard
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.requests import (
@@ -283,7 +283,7 @@ class GroupHistory(RuleBasedStateMachine):
             self.partition,
             self._new_state,
             clock=self.clock,
-            gate=asyncio.Semaphore(1),
+            load_slot=asyncio.Semaphore(1),
             retry_first_s=0.0,
             rewrite_records_min=12,
         )
@@ -392,7 +392,7 @@ class GroupHistory(RuleBasedStateMachine):
         state = self.shard.state
         assert state is not None
         fetched = state.fetch(GROUP, {"orders": [0]})[1]
-        assert not isinstance(fetched, Later)
+        assert not isinstance(fetched, Deferred)
         offset = fetched["orders"][0].offset
         assert self.last_acknowledged <= offset <= self.last_submitted
 

@@ -8,7 +8,7 @@ from uuid import uuid4
 
 import pytest
 
-from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import read_key
 from millstream.broker.groups.requests import Leaver
@@ -28,7 +28,7 @@ DAY_MS = 24 * 3600 * 1000
 ORDERS_ONLY = (("range", struct.pack(">hih", 0, 1, 6) + b"orders" + struct.pack(">i", 0)),)
 
 
-def refused(later: Later[Any], kind: type[MillstreamError]) -> None:
+def refused(later: Deferred[Any], kind: type[MillstreamError]) -> None:
     with pytest.raises(kind):
         later.result()
 

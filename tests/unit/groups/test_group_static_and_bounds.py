@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import read_group
 from millstream.broker.groups.requests import Leaver
@@ -23,13 +23,13 @@ from millstream.core.errors import (
 from millstream_testing.group_trial import REBALANCE_MS, SESSION_MS, GroupTrial
 
 
-def refused(later: Later[Any], kind: type[MillstreamError]) -> None:
+def refused(later: Deferred[Any], kind: type[MillstreamError]) -> None:
     assert later.answered
     with pytest.raises(kind):
         later.result()
 
 
-def waits(later: Later[Any]) -> bool:
+def waits(later: Deferred[Any]) -> bool:
     return not later.answered
 
 

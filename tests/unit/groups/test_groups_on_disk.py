@@ -11,7 +11,7 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.records import GroupKey, OffsetKey, read_group, read_key, read_offset
@@ -124,7 +124,7 @@ async def test_a_busy_log_is_written_anew_and_stays_short(tmp_path: Path) -> Non
     async def loaded(topics: Topics) -> Shard[GroupShard]:
         partition = topics.partition(CONSUMER_OFFSETS, 0)
         gate = asyncio.Semaphore(1)
-        shard = Shard("offsets-0", partition, state, clock=SystemClock(), gate=gate, rewrite_records_min=100)
+        shard = Shard("offsets-0", partition, state, clock=SystemClock(), load_slot=gate, rewrite_records_min=100)
         shard.open()
         await shard.wait_loaded()
         return shard

@@ -8,14 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.coordinator import GroupCoordinator
-from millstream.broker.groups.pending_offsets import MarkerKey, PendingOffsets, read_pending_key
 from millstream.broker.groups.requests import CommitRequest, FetchedOffset, GroupLimits, MemberRef, PartitionCommit
 from millstream.broker.groups.shard import GroupShard
-from millstream.broker.groups.transactional import Guard, Producer
+from millstream.broker.groups.transactional_offsets import Guard, MarkerKey, PendingOffsets, Producer, read_pending_key
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import (
@@ -156,7 +154,7 @@ def shard_of(clock: ManualClock) -> GroupShard:
 
 
 def kept(shard: GroupShard, asked: CommitRequest, producer: int, epoch: int) -> Sequence[StateRecord]:
-    _, guard = shard.transactional.watch(ProducerId(producer))
+    _, guard = shard.transactional.acquire_guard(ProducerId(producer))
     assert isinstance(guard, Guard)
     return shard.commit_in_transaction(asked, Producer(ProducerId(producer), epoch, guard))[0]
 
@@ -200,7 +198,7 @@ def test_a_reload_after_every_step_changes_nothing(taken: list[tuple[str, int, i
         assert set(again.durable_keys()) == set(names)
         shard = again
     _, fetched = shard.fetch(GROUP, {TOPIC: [0, 1]})
-    assert not isinstance(fetched, Later)
+    assert not isinstance(fetched, Deferred)
     told = fetched[TOPIC]
     assert {index: one.offset for index, one in told.items() if one.offset >= 0} == model
     unstable = {index for index, one in told.items() if not one.is_stable}
@@ -216,7 +214,7 @@ def test_producers_that_are_silent_are_forgotten() -> None:
         shard.replay(record)
     assert shard.transactional.pending.last_marker(ProducerId(1)) is not None
     clock.advance_ms(2000)
-    for record in list(shard.transactional.forgotten(1000)):
+    for record in list(shard.transactional.expired_markers(1000)):
         shard.replay(record)
     assert shard.transactional.pending.last_marker(ProducerId(1)) is None
 

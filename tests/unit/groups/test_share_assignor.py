@@ -7,7 +7,7 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.groups.share.assignor import share_out
+from millstream.broker.groups.share.group import assign_partitions
 
 TOPICS = [UUID(int=number) for number in range(1, 5)]
 _members = st.text("abcdef", min_size=1, max_size=3)
@@ -19,7 +19,7 @@ _partitions = st.dictionaries(st.sampled_from(TOPICS), st.integers(1, 9))
 def test_every_partition_has_somebody_and_everybody_a_partition(
     wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]
 ) -> None:
-    shares = share_out(wanted, partitions)
+    shares = assign_partitions(wanted, partitions)
     assert shares.keys() == wanted.keys()
     for topic, number in partitions.items():
         interested = [member for member, topics in wanted.items() if topic in topics]
@@ -39,13 +39,13 @@ def test_every_partition_has_somebody_and_everybody_a_partition(
 @given(_wanted, _partitions)
 def test_the_same_members_have_the_same(wanted: dict[str, frozenset[UUID]], partitions: dict[UUID, int]) -> None:
     backwards = dict(reversed(wanted.items()))
-    assert share_out(wanted, partitions) == share_out(backwards, partitions)
+    assert assign_partitions(wanted, partitions) == assign_partitions(backwards, partitions)
 
 
 def test_topics_of_one_partition_go_round_the_members() -> None:
     wanted = {name: frozenset(TOPICS) for name in "abcd"}
-    shares = share_out(wanted, dict.fromkeys(TOPICS, 1))
+    shares = assign_partitions(wanted, dict.fromkeys(TOPICS, 1))
     # With more members than partitions everybody has all of them.
     assert all(len(share) == len(TOPICS) for share in shares.values())
-    assert share_out({}, {TOPICS[0]: 3}) == {}
-    assert share_out({"a": frozenset()}, {TOPICS[0]: 3}) == {"a": {}}
+    assert assign_partitions({}, {TOPICS[0]: 3}) == {}
+    assert assign_partitions({"a": frozenset()}, {TOPICS[0]: 3}) == {"a": {}}

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import Deferred, StateRecord
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat
 from millstream.broker.groups.share.group import ShareGroupState, ShareMember
 from millstream.broker.groups.share.records import (
@@ -52,7 +51,7 @@ class Sharer:
     epoch: int = 0
     assigned: Any = field(default_factory=dict)
 
-    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **given: Any) -> Later[ShareAnswer]:
+    def send(self, epoch: int | None = None, *, group_id: str = GROUP, **given: Any) -> Deferred[ShareAnswer]:
         sent = self.epoch if epoch is None else epoch
         values: dict[str, Any] = {"topics": self.topics if sent == 0 else None, "rack_id": None, "client_id": "client"}
         request = ShareHeartbeat(

@@ -105,13 +105,13 @@ async def test_a_debt_is_waited_for_and_then_forgotten(quotas: ClientQuotas) -> 
 async def test_a_share_consumer_waits_until_its_debt_is_paid(quotas: ClientQuotas) -> None:
     meter, client = QuotaMeter(quotas, CONSUMER_BYTE_RATE), Muted()
     share_fetch = ShareFetch(cast("Any", None), meter, bytes_max=1)
-    assert await share_fetch._paid(client.info, 7) == 7
+    assert await share_fetch._wait_for_quota(client.info, 7) == 7
     await quotas.alter(EACH_CLIENT, {CONSUMER_BYTE_RATE: 1000.0})
     meter.take(client.info, 10_010)
-    assert await share_fetch._paid(client.info, 60_000) is not None
+    assert await share_fetch._wait_for_quota(client.info, 60_000) is not None
     assert meter.owed_ms(client.info) == 0
     meter.take(client.info, 1_000_000)
-    assert await share_fetch._paid(client.info, 1) is None
+    assert await share_fetch._wait_for_quota(client.info, 1) is None
     assert client.seconds == []
 
 

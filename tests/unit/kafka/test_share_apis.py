@@ -25,7 +25,7 @@ from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.kafka.apis.node_status import NodeState
-from millstream.broker.kafka.served import Parts, Served
+from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import ACKS_ALL
 from millstream.broker.subscriptions.delivery import Delivery
@@ -65,7 +65,7 @@ def built(key: int, version: int, name: str | None = None, **given: Any) -> Any:
 class Desk:
     """A node with a topic, and the subscription of the share group."""
 
-    def __init__(self, served: Served, topics: Topics, subscriptions: Subscriptions) -> None:
+    def __init__(self, served: ServedApis, topics: Topics, subscriptions: Subscriptions) -> None:
         self.apis = {api.key: cast("Api[Any, Any]", api) for api in served.apis}
         self.topics = topics
         self.subscriptions = subscriptions
@@ -214,7 +214,7 @@ async def desk(
 ) -> AsyncIterator[Desk]:
     node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
     subscriptions = Subscriptions(CatalogDeclarations(catalog), SystemClock())
-    parts = Parts(
+    parts = ApiDependencies(
         config=config,
         clock=SystemClock(),
         topics=topics,
@@ -231,7 +231,7 @@ async def desk(
         node=node,
         supervise=lambda _name, work: asyncio.ensure_future(work),
     )
-    served = Served(parts)
+    served = ServedApis(parts)
     await served.start()
     await topics.create(TOPIC, partitions=2)
     await subscriptions.create(GROUP, (), {START: "earliest", LEASE: "600000"})
@@ -321,7 +321,7 @@ async def test_leases_are_told_as_long_as_they_were_granted(one: Sharer, monkeyp
     async def altered_meanwhile(_delivery: Delivery) -> None:
         await one.desk.subscriptions.alter(GROUP, {LEASE: "900000"})
 
-    monkeypatch.setattr(Delivery, "handed_out", altered_meanwhile)
+    monkeypatch.setattr(Delivery, "leases_durable", altered_meanwhile)
     assert (await one.fetch()).acquisition_lock_timeout == timedelta(seconds=600)
 
 

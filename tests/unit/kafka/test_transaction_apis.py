@@ -14,6 +14,7 @@ import pytest
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.abort_batch import AbortBatch
@@ -34,7 +35,6 @@ from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_routes import MarkerRoutes
 from millstream.broker.transactions.marker_sender import MarkerSender
-from millstream.broker.transactions.peers import WirePeers
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import FencedProducer, UnknownTopic
@@ -237,7 +237,7 @@ async def test_partitions_that_cannot_be_added(broker: Broker, version: int) -> 
 async def test_each_refusal_of_a_fenced_producer_leaves_a_line(
     broker: Broker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.broker.kafka.fenced")
+    caplog.set_level(logging.INFO, "millstream.broker.kafka.errors")
     begun = await broker.begin()
     who = begun.producer_id, begun.producer_epoch
     assert await broker.add_to(*who) is ErrorCode.none
@@ -282,7 +282,7 @@ async def test_offsets_of_a_transaction(broker: Broker, version: int) -> None:
     fetched = (await broker.groups.fetch("g", {"t": [0]}))["t"][0]
     assert (fetched.offset, fetched.is_stable) == (-1, False)
     await broker.end_it(*who, version=version)
-    await broker.coordinator._run(ID, lambda shard: shard.until_ended(ID))
+    await broker.coordinator._run(ID, lambda shard: shard.wait_ended(ID))
     fetched = (await broker.groups.fetch("g", {"t": [0]}))["t"][0]
     assert (fetched.offset, fetched.is_stable) == (5, True)
 

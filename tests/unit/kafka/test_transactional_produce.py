@@ -353,7 +353,7 @@ async def test_batches_that_do_not_fit_their_transaction_are_refused(tmp_path: P
 async def test_markers_that_bump_the_epoch_fence_what_comes_late(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "millstream.broker.kafka.fenced")
+    caplog.set_level(logging.INFO, "millstream.broker.kafka.errors")
     async with broker_in(tmp_path) as broker:
         assert await broker.write(0) is ErrorCode.none
         await broker.end(epoch=1, coordinator=3, bumps=True)

@@ -8,11 +8,10 @@ from random import Random
 import crc32c
 import pytest
 
-from millstream.broker.subscriptions.dead_letters import DeadLetters, LetterBox
+from millstream.broker.subscriptions.dead_letters import DeadLetterAppender, DeadLetters
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.delta import DeltaKind
-from millstream.broker.subscriptions.lease import Settle
-from millstream.broker.subscriptions.rejected import LETTER_BYTES
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Settlement
 from millstream.core.errors import (
     BatchTooLarge,
     MillstreamError,
@@ -33,7 +32,7 @@ WAIT_S = 60.0
 DEAD = "dead"
 
 
-class Box(LetterBox):
+class Box(DeadLetterAppender):
     """A dead letter topic of one partition, which takes the numbers of producers as a log does."""
 
     def __init__(self) -> None:
@@ -94,14 +93,14 @@ class Desk:
             next_producer_id=self._next_id,
             random=Random(1),
         )
-        self.delivery.news()
+        self.delivery.queue_changed()
 
     async def _next_id(self) -> ProducerId:
         self.ids += 1
         return ProducerId(1000 + self.ids)
 
     def reject(self, *offsets: int) -> None:
-        verbs = [Settle(Offset(offset), Offset(offset), Verb.REJECT, None, "bad") for offset in offsets]
+        verbs = [Settlement(Offset(offset), Offset(offset), Verb.REJECT, None, "bad") for offset in offsets]
         assert self.delivery.settle_now("one", verbs) == [None] * len(offsets)
 
     async def until(self, count: int) -> None:
@@ -247,7 +246,7 @@ async def test_messages_of_transactions_are_letters_and_those_that_cannot_be_ope
     broken[17:21] = crc32c.crc32c(bytes(broken[21:])).to_bytes(4, "big")
     desk.bench.partition.write(broken, acks=-1)
     give(desk, "plain")
-    await desk.delivery.looked(patience_s=WAIT_S)
+    await desk.delivery.scan_settled(patience_s=WAIT_S)
     desk.delivery.try_receive(wanted(10))
     desk.reject(0, 3)
     await desk.until(0)

@@ -10,18 +10,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from millstream.broker.kafka.apis.subscription_receive import answer_of
+from millstream.broker.kafka.apis.subscription_receive import build_answer
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import delivery as driver
-from millstream.broker.subscriptions.delivery import LEASES_S, Delivery
-from millstream.broker.subscriptions.lease import Settle
-from millstream.broker.subscriptions.look import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
-from millstream.broker.subscriptions.look_ahead import Stretch, open_here
-from millstream.broker.subscriptions.receiving import Given, receive
-from millstream.broker.subscriptions.rejected import LETTER_BYTES
-from millstream.broker.subscriptions.sieve import QueueSieve
+from millstream.broker.subscriptions.batch_scan import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
+from millstream.broker.subscriptions.delivery import LEASE_WRITE_DELAY_S, Delivery
+from millstream.broker.subscriptions.filter_cache import QueueFilter
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Settlement
+from millstream.broker.subscriptions.log_scan import ScannedRange, scan_heavy_batch
+from millstream.broker.subscriptions.receiving import Grant, receive
 from millstream.client.admin.dead_letter import DeadLetterDesk
 from millstream.core.errors import (
     CoordinatorUnavailable,
@@ -60,19 +59,19 @@ async def bench() -> Workbench:
     return Workbench()
 
 
-def given_offsets(given: list[Given]) -> list[int]:
+def given_offsets(given: list[Grant]) -> list[int]:
     return [offset for one in given for offset in offsets(one.received)]
 
 
-def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settle]:
-    return [Settle(Offset(offset), Offset(offset), verb, delay_ms)]
+def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settlement]:
+    return [Settlement(Offset(offset), Offset(offset), verb, delay_ms)]
 
 
-def waits(delivery: Delivery, worker: str = "one", count: int = 1) -> asyncio.Task[list[Given]]:
+def waits(delivery: Delivery, worker: str = "one", count: int = 1) -> asyncio.Task[list[Grant]]:
     return asyncio.ensure_future(receive([delivery], wanted(count, worker), PLENTY, wait_s=WAIT_S))
 
 
-class HeldSieve(QueueSieve):
+class HeldFilter(QueueFilter):
     """A filter whose answer the test holds back."""
 
     def __init__(self, text: str, matches: bool) -> None:
@@ -146,7 +145,7 @@ async def test_a_worker_is_woken_when_the_store_has_room_again(bench: Workbench)
 async def test_a_worker_is_served_when_others_have_made_room_in_the_store(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "STARVED_S", 0.01)
+    monkeypatch.setattr(driver, "STORE_FULL_RETRY_S", 0.01)
     delivery = await bench.open()
     bench.publish("a")
     bench.store.room = False
@@ -168,11 +167,11 @@ async def test_pausing_gives_nothing_and_resuming_wakes(bench: Workbench) -> Non
 
 
 async def test_a_queue_that_is_paused_amid_a_long_look_rests(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "LOOK_BYTES", 1)
+    monkeypatch.setattr(driver, "SCAN_BYTES", 1)
     delivery = await bench.open(ordered=True)
     bench.publish("a0", key=b"a")
     delivery.try_receive(wanted())
-    for number in range(3 * driver.LOOKS_AT_ONCE):
+    for number in range(3 * driver.SCANS_PER_TURN):
         bench.publish(f"a{number}", key=b"a")
     assert offsets(delivery.try_receive(wanted(1, "two"))) == []
     delivery.change(SubscriptionSettings(ordered=True, paused=True), None)
@@ -236,13 +235,13 @@ async def test_a_message_in_the_far_future_sets_an_alarm_that_can_be_set(bench: 
 async def test_what_waits_behind_a_key_does_not_hide_what_comes_after(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "LOOK_BYTES", 1)
+    monkeypatch.setattr(driver, "SCAN_BYTES", 1)
     delivery = await bench.open(ordered=True)
     bench.publish("a0", key=b"a")
     assert offsets(delivery.try_receive(wanted())) == [0]
     waiting = waits(delivery, "two")
     await turns()
-    for number in range(3 * driver.LOOKS_AT_ONCE):
+    for number in range(3 * driver.SCANS_PER_TURN):
         bench.publish(f"a{number}", key=b"a")
     behind = bench.publish("b", key=b"b")
     assert given_offsets(await waiting) == [behind]
@@ -251,11 +250,11 @@ async def test_what_waits_behind_a_key_does_not_hide_what_comes_after(
 async def test_a_worker_that_comes_when_a_look_was_cut_short_is_served(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "LOOK_BYTES", 1)
+    monkeypatch.setattr(driver, "SCAN_BYTES", 1)
     delivery = await bench.open(ordered=True)
     bench.publish("a0", key=b"a")
     delivery.try_receive(wanted())
-    for number in range(3 * driver.LOOKS_AT_ONCE):
+    for number in range(3 * driver.SCANS_PER_TURN):
         bench.publish(f"a{number}", key=b"a")
     behind = bench.publish("b", key=b"b")
     assert given_offsets(await waits(delivery, "two")) == [behind]
@@ -309,7 +308,7 @@ async def test_a_lease_is_told_as_long_as_it_was_granted(bench: Workbench, is_th
     bench.store.let_go()
     given = await waiting
     (lease,) = given[0].received.leases
-    (told,) = answer_of(given, 0.0).partitions
+    (told,) = build_answer(given, 0.0).partitions
     assert (lease.deadline_ms - bench.clock.now_ms(), told.lease_ms) == (1000, 1000)
 
 
@@ -375,7 +374,7 @@ async def test_leases_are_stored_with_what_comes_next_or_by_themselves_and_when_
     delivery.try_receive(wanted())
     async with asyncio.timeout(60):
         while not are_stored():
-            await asyncio.sleep(LEASES_S)
+            await asyncio.sleep(LEASE_WRITE_DELAY_S)
     delivery.try_receive(wanted())
     delivery.close(PartitionClosed("the broker is stopping"))
     again = await bench.open()
@@ -406,7 +405,7 @@ async def test_an_acceptance_that_could_not_be_written_is_not_answered_and_the_q
     assert (offsets(received), received.leases[0].attempt) == ([0], 2)
     # Once, and not when another node has the queue.
     bench.store.refusal = FencedLeaderEpoch("another leads")
-    again.worker_gone("two")
+    again.release_worker("two")
     await turns()
     assert (again.is_closed, len(caplog.messages)) == (True, 1)
     assert "nothing that was confirmed is lost" in caplog.text
@@ -422,7 +421,7 @@ async def test_a_queue_that_is_led_elsewhere_sends_everybody_away(bench: Workben
         delivery.settle_now("one", settle(0, Verb.ACCEPT))
     with pytest.raises(NotLeader):
         await receive([delivery], wanted(), PLENTY, wait_s=0)
-    delivery.worker_gone("one")
+    delivery.release_worker("one")
     delivery.close(NotLeader("again"))
 
 
@@ -435,7 +434,7 @@ async def test_a_failure_that_nobody_has_thought_of_closes_the_queue(
     delivery = await bench.open(lease_ms=100)
     waiting = waits(delivery)
     await turns()
-    monkeypatch.setattr(driver, "look", fails)
+    monkeypatch.setattr(driver, "scan_log", fails)
     bench.publish("a")
     assert await waiting == []
     assert delivery.is_closed
@@ -481,21 +480,21 @@ async def test_a_seek_voids_leases_and_delivers_again(bench: Workbench) -> None:
 
 
 async def test_what_the_disk_has_lost_holds_up_nothing(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    from millstream.broker.subscriptions import look_ahead
+    from millstream.broker.subscriptions import log_scan
 
     for value in "abcd":
         bench.publish(value)
     delivery = await bench.open()
     assert offsets(delivery.try_receive(wanted(1))) == [0]
-    read = look_ahead.read
+    read = log_scan.read_batches
 
     def damaged(partition: object, offset: int, *rest: object, **more: object) -> object:
         if 1 <= offset < 3:
             raise DamagedRange("lost", first=1, next_offset=3)
         return read(partition, offset, *rest, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(look_ahead, "read", damaged)
-    monkeypatch.setattr(driver, "read", damaged)
+    monkeypatch.setattr(log_scan, "read_batches", damaged)
+    monkeypatch.setattr(driver, "read_batches", damaged)
     assert given_offsets(await waits(delivery, "two", 5)) == [3]
     other = await bench.open(partition=bench.partition)
     other.seek(Offset(1))
@@ -595,13 +594,13 @@ async def test_heavy_batches_are_opened_elsewhere_and_those_over_the_limit_passe
     bench.publish("b", key=b"b")
     opened: list[int] = []
 
-    async def opener(seen: Stretch) -> Stretch:
+    async def opener(seen: ScannedRange) -> ScannedRange:
         assert len(opened) < 2
         opened.append(seen.first)
-        return open_here(seen)
+        return scan_heavy_batch(seen)
 
     delivery = await bench.open(opener=opener)
-    given: list[Given] = []
+    given: list[Grant] = []
     while len(given_offsets(given)) < 3:
         given += await receive([delivery], wanted(5), PLENTY, wait_s=WAIT_S)
     assert given_offsets(given) == [0, 1, 3]
@@ -614,9 +613,9 @@ async def test_records_of_large_batches_are_walked_elsewhere(bench: Workbench) -
     bench.partition.write(encode_batch(records), acks=-1)
     opened: list[int] = []
 
-    async def opener(seen: Stretch) -> Stretch:
+    async def opener(seen: ScannedRange) -> ScannedRange:
         opened.append(seen.first)
-        return open_here(seen)
+        return scan_heavy_batch(seen)
 
     plain = await bench.open(opener=opener)
     assert len(offsets(plain.try_receive(wanted(5)))) == 5
@@ -639,21 +638,21 @@ def _break(batch: bytearray) -> None:
 
 
 async def test_a_seek_while_a_filter_looks_has_it_look_again(bench: Workbench) -> None:
-    sieve = HeldSieve("key = 'a'", matches=True)
+    queue_filter = HeldFilter("key = 'a'", matches=True)
     bench.publish("a", "b")
-    delivery = await bench.open(sieve=sieve, filter="key = 'a'")
+    delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     waiting = waits(delivery, count=5)
-    await sieve.asked.wait()
+    await queue_filter.asked.wait()
     delivery.seek(Offset(1))
-    sieve.answers.set()
+    queue_filter.answers.set()
     assert given_offsets(await waiting) == [1]
-    assert delivery.queue.filter_version == int(sieve.filter.version, 16) & (2**63 - 1)
+    assert delivery.queue.filter_version == int(queue_filter.filter.version, 16) & (2**63 - 1)
 
 
 async def test_a_filter_that_is_changed_while_it_looks_decides_nothing(bench: Workbench) -> None:
-    before, after = HeldSieve("key = 'a'", matches=True), HeldSieve("key = 'b'", matches=False)
+    before, after = HeldFilter("key = 'a'", matches=True), HeldFilter("key = 'b'", matches=False)
     bench.publish("a")
-    delivery = await bench.open(sieve=before, filter="key = 'a'")
+    delivery = await bench.open(queue_filter=before, filter="key = 'a'")
     waiting = waits(delivery, count=5)
     await before.asked.wait()
     after.answers.set()
@@ -667,11 +666,11 @@ async def test_a_filter_that_is_changed_while_it_looks_decides_nothing(bench: Wo
 
 
 async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver, "SIEVE_RETRY_S", 0.01)
-    sieve = HeldSieve("key = 'a'", matches=True)
-    sieve.failures = 2
-    sieve.answers.set()
-    delivery = await bench.open(sieve=sieve, filter="key = 'a'")
+    monkeypatch.setattr(driver, "FILTER_RETRY_S", 0.01)
+    queue_filter = HeldFilter("key = 'a'", matches=True)
+    queue_filter.failures = 2
+    queue_filter.answers.set()
+    delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     waiting = waits(delivery)
     await turns()
     bench.publish("a")
@@ -679,11 +678,11 @@ async def test_a_filter_that_fails_is_asked_again(bench: Workbench, monkeypatch:
 
 
 async def test_a_queue_that_closes_ends_its_filter(bench: Workbench) -> None:
-    sieve = HeldSieve("key = 'a'", matches=True)
+    queue_filter = HeldFilter("key = 'a'", matches=True)
     bench.publish("a")
-    delivery = await bench.open(sieve=sieve, filter="key = 'a'")
+    delivery = await bench.open(queue_filter=queue_filter, filter="key = 'a'")
     waiting = waits(delivery)
-    await sieve.asked.wait()
+    await queue_filter.asked.wait()
     delivery.close(NotLeader("moved"))
     assert await waiting == []
     await turns()

@@ -16,12 +16,12 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import engine as opening
-from millstream.broker.subscriptions.dead_letters import LetterBox
-from millstream.broker.subscriptions.engine import Engine, Surroundings
+from millstream.broker.subscriptions.dead_letters import DeadLetterAppender
+from millstream.broker.subscriptions.engine import Dependencies, Engine
+from millstream.broker.subscriptions.filter_cache import FilterCache
 from millstream.broker.subscriptions.filter_worker import FilterWorker
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.receiving import receive
-from millstream.broker.subscriptions.sieve import Sieve
 from millstream.core.errors import (
     CoordinatorUnavailable,
     InvalidRecordState,
@@ -125,15 +125,15 @@ class Node:
         self.declared = Declared()
         self.forgotten: list[Callable[[QueueKey], bool]] = []
         self.engine = Engine(
-            Surroundings(
+            Dependencies(
                 topics=cast("Topics", self.topics),
                 subscriptions=cast("Subscriptions", self.declared),
                 store=self.bench.store,
                 clock=self.bench.clock,
                 random=Random(1),
-                box=LetterBox(cast("Topics", self.topics), lambda: ""),
+                appender=DeadLetterAppender(cast("Topics", self.topics), lambda: ""),
                 next_producer_id=_no_id,
-                sieve=Sieve(FilterWorker()),
+                filter_cache=FilterCache(FilterWorker()),
                 forget=self._forget,
             )
         )
@@ -211,7 +211,7 @@ async def test_a_queue_whose_partition_has_lost_messages_goes_back(
     billing = node.declared.declare(dataclasses.replace(BILLING, overrides={ORDERED: ordered}))
     delivery = await node.engine.delivery(billing, node.bench.partition)
     assert offsets(delivery.try_receive(wanted(5))) == [0, 1]
-    assert await delivery.settle("one", [Settle(Offset(1), Offset(1), Verb.ACCEPT)]) == [None]
+    assert await delivery.settle("one", [Settlement(Offset(1), Offset(1), Verb.ACCEPT)]) == [None]
     delivery.close(NotLeader("a crash"))
     node.bench.partition.log.truncate_to(1)
     node.bench.partition.high_watermark = Offset(1)
@@ -236,7 +236,7 @@ async def test_a_queue_that_cannot_be_opened_is_opened_when_it_can(node: Node) -
 async def test_a_queue_that_is_slow_to_open_does_not_keep_others_from_being_asked(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "OPENING_S", 0.01)
+    monkeypatch.setattr(opening, "OPEN_WAIT_S", 0.01)
     share = node.declared.declare(SHARE)
     first = await node.engine.delivery(share, node.bench.partition)
     node.bench.store.loading.clear()
@@ -283,8 +283,8 @@ async def test_whoever_waits_is_told_of_further_queues_and_of_the_end(node: Node
     further = node.engine.next_opening(billing)
     assert node.engine.next_opening(billing) is further
     (here,) = node.engine.deliveries
-    waiting = asyncio.ensure_future(receive([here], wanted(), Budget(1 << 30), wait_s=WAIT_S, until=further))
-    nowhere = asyncio.ensure_future(receive([], wanted(), Budget(1 << 30), wait_s=WAIT_S, until=further))
+    waiting = asyncio.ensure_future(receive([here], wanted(), Budget(1 << 30), wait_s=WAIT_S, interrupt=further))
+    nowhere = asyncio.ensure_future(receive([], wanted(), Budget(1 << 30), wait_s=WAIT_S, interrupt=further))
     await turns()
     assert not further.done()
     node.topics.show(node.bench.partition, node.bench.make_partition(1))
@@ -352,8 +352,8 @@ async def test_a_change_of_the_order_begins_the_queue_anew_and_keeps_its_state(n
     assert after is not before
     assert offsets(after.try_receive(wanted(5, "three"))) == []
     with pytest.raises(NotLeader):
-        before.settle_now("one", [Settle(Offset(0), Offset(0), Verb.ACCEPT)])
-    assert after.settle_now("one", [Settle(Offset(0), Offset(0), Verb.ACCEPT)]) == [None]
+        before.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.ACCEPT)])
+    assert after.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.ACCEPT)]) == [None]
     await node.engine.close()
 
 
@@ -381,9 +381,9 @@ async def test_a_worker_that_is_gone_leaves_its_messages_to_others(node: Node) -
     delivery = await node.engine.delivery(share, node.bench.partition)
     node.bench.publish("a")
     delivery.try_receive(wanted())
-    node.engine.worker_gone(share, "one")
+    node.engine.release_worker(share, "one")
     assert offsets(delivery.try_receive(wanted(1, "two"))) == [0]
-    (late,) = delivery.settle_now("one", [Settle(Offset(0), Offset(0), Verb.ACCEPT)])
+    (late,) = delivery.settle_now("one", [Settlement(Offset(0), Offset(0), Verb.ACCEPT)])
     assert isinstance(late, InvalidRecordState)
     node.engine.close_queues(share.subscription_id, TOPIC.topic_id)
     assert node.engine.open_count == 0

@@ -50,7 +50,7 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expiry_module, "LOOK_S_MIN", 600.0)
+    monkeypatch.setattr(expiry_module, "CHECK_S_MIN", 600.0)
 
 
 async def test_a_subscription_that_nobody_uses_goes(catalog: Catalog) -> None:

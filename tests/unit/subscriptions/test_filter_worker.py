@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from millstream.broker.subscriptions import batch_scan as look_module
 from millstream.broker.subscriptions import filter_worker as worker_module
-from millstream.broker.subscriptions import look as look_module
+from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX, BatchScan, TooHeavy, scan_batch
+from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
 from millstream.broker.subscriptions.filter_worker import INLINE_BYTES_MAX, INLINE_MESSAGES_MAX, FilterWorker
-from millstream.broker.subscriptions.look import LIGHT_RECORDS_MAX, Opened, TooHeavy, open_batch
-from millstream.broker.subscriptions.sieve import QueueSieve, Sieve
 from millstream.core.errors import CorruptBatch, FilterUnavailable
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
@@ -169,7 +169,7 @@ def deadly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
 
 async def test_a_batch_that_the_child_keeps_dying_over_cannot_be_read(worker: FilterWorker, deadly: bytes) -> None:
     for _ in range(2):
-        assert await worker.open_batch(deadly, 10, with_keys=True) == "the process that reads it died over it 2 times"
+        assert await worker.scan_batch(deadly, 10, with_keys=True) == "the process that reads it died over it 2 times"
         # It is not tried again for another queue.
         assert worker.restarts == 2
     with pytest.raises(CorruptBatch, match="died over it"):
@@ -180,8 +180,8 @@ async def test_a_batch_that_the_child_keeps_dying_over_cannot_be_read(worker: Fi
 async def test_queues_go_on_behind_a_batch_that_the_child_keeps_dying_over(
     worker: FilterWorker, deadly: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sieve = Sieve(worker)
-    queue = QueueSieve(sieve, TopicPartition("orders", PartitionIndex(1)), FILTERS[0])
+    sieve = FilterCache(worker)
+    queue = QueueFilter(sieve, TopicPartition("orders", PartitionIndex(1)), FILTERS[0])
     found = await queue.matches(deadly + batch(100, base_offset=12), Offset(10), Offset(112))
     assert found.tolist() == [True, True, *(at % 5 > 2 for at in range(100))]
     (said,) = [one for one in caplog.records if "no filter can be evaluated" in one.message]
@@ -262,12 +262,12 @@ def test_compiled_code_opens_batches_as_plain_code_does(
     kind: str, with_keys: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = {"delayed": delayed(300), "sparse": sparse(300), "plain": batch(300, base_offset=100)}[kind]
-    plain = open_batch(one, read_header(one), 107, with_keys=with_keys)
+    plain = scan_batch(one, read_header(one), 107, with_keys=with_keys)
     monkeypatch.setattr(look_module, "COMPILED_RECORDS_MIN", 1)
-    compiled = open_batch(one, read_header(one), 107, with_keys=with_keys)
-    assert (compiled.absent, compiled.due) == (plain.absent, plain.due)
+    compiled = scan_batch(one, read_header(one), 107, with_keys=with_keys)
+    assert (compiled.absent, compiled.delayed) == (plain.absent, plain.delayed)
     assert bool(plain.absent) == (kind == "sparse")
-    assert bool(plain.due) == (kind != "plain")
+    assert bool(plain.delayed) == (kind != "plain")
     if plain.keys is None:
         assert compiled.keys is None
     else:
@@ -279,16 +279,16 @@ def test_compiled_code_opens_batches_as_plain_code_does(
 async def test_the_child_opens_what_is_too_heavy_for_the_loop(worker: FilterWorker) -> None:
     heavy = delayed(LIGHT_RECORDS_MAX + 1, compression=COMPRESSION_ZSTD)
     with pytest.raises(TooHeavy):
-        open_batch(heavy, read_header(heavy), 100, with_keys=True)
-    expected = open_batch(heavy, read_header(heavy), 105, with_keys=True, light=False)
-    found = await worker.open_batch(heavy, 105, with_keys=True)
-    assert isinstance(found, Opened)
-    assert (found.absent, found.due) == (expected.absent, expected.due)
+        scan_batch(heavy, read_header(heavy), 100, with_keys=True)
+    expected = scan_batch(heavy, read_header(heavy), 105, with_keys=True, light=False)
+    found = await worker.scan_batch(heavy, 105, with_keys=True)
+    assert isinstance(found, BatchScan)
+    assert (found.absent, found.delayed) == (expected.absent, expected.delayed)
     assert found.keys is not None
     assert expected.keys is not None
     assert found.keys.tolist() == expected.keys.tolist()
     bomb = bytes(encode_batch([NewRecord(None, bytes(65 * 1024 * 1024), (), 1)], compression=COMPRESSION_ZSTD))
-    reason = await worker.open_batch(bomb, 0, with_keys=False)
+    reason = await worker.scan_batch(bomb, 0, with_keys=False)
     assert isinstance(reason, str)
     assert "decompress to more than" in reason
-    assert worker.opened_in_child == 2
+    assert worker.scanned_in_child == 2

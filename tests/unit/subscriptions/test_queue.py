@@ -11,11 +11,9 @@ import pytest
 from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED, PARKED
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.frame import read_frame
-from millstream.broker.subscriptions.image import Image
-from millstream.broker.subscriptions.lease import Lease, Settle
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Lease, Revival, Settlement
 from millstream.broker.subscriptions.queue import CLOCK_STEP_MS, REASON_LENGTH_MAX, REASONS_MAX, Queue
-from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
-from millstream.broker.subscriptions.snapshot import write_snapshot
+from millstream.broker.subscriptions.snapshot import FoldImage, write_snapshot
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import AT_MOST_ONCE, QueueKey, SubscriptionSettings
@@ -30,12 +28,12 @@ def make_queue(count: int = 0, *, start: int = 0, window_max: int = 100_000, **c
     queue = Queue(KEY, SubscriptionSettings(**changes), leader_epoch=1, window_max=window_max, dense_max=50)  # type: ignore[arg-type]
     queue.begin(start, now_ms=NOW_MS)
     keys = np.arange(1, count + 1, dtype=np.int64) if changes.get("ordered") else None
-    queue.look(start, start + count, now_ms=NOW_MS, keys=keys)
+    queue.add_scanned(start, start + count, now_ms=NOW_MS, keys=keys)
     return queue
 
 
-def settle(first: int, last: int, verb: Verb, delay_ms: int | None = None, reason: str = "") -> Settle:
-    return Settle(Offset(first), Offset(last), verb, delay_ms, reason)
+def settle(first: int, last: int, verb: Verb, delay_ms: int | None = None, reason: str = "") -> Settlement:
+    return Settlement(Offset(first), Offset(last), verb, delay_ms, reason)
 
 
 def offsets(leases: list[Lease]) -> list[int]:
@@ -44,7 +42,7 @@ def offsets(leases: list[Lease]) -> list[int]:
 
 def again(queue: Queue) -> Queue:
     """The queue as the next leader has it, if everything has become durable."""
-    image = Image(KEY)
+    image = FoldImage(KEY)
     image.replay(write_snapshot(queue.fold))
     return Queue(KEY, queue.settings, leader_epoch=2, snapshot=image.snapshot())
 
@@ -67,7 +65,7 @@ def test_the_batch_in_which_the_limit_falls_is_filled_up() -> None:
 
 def test_an_ordered_queue_gives_one_message_of_a_key_even_when_it_is_done_at_once() -> None:
     queue = make_queue(ordered=True, delivery=AT_MOST_ONCE)
-    queue.look(0, 4, now_ms=NOW_MS, keys=np.array([1, 1, 1, 0], np.int64))
+    queue.add_scanned(0, 4, now_ms=NOW_MS, keys=np.array([1, 1, 1, 0], np.int64))
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[3])) == [0, 3]
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2, batch_ends=[3])) == [1]
 
@@ -153,8 +151,8 @@ def test_what_is_aside_and_available_is_found_after_a_restart() -> None:
     queue.acquire("a", now_ms=NOW_MS, max_records=99)
     queue.settle("a", [settle(1, 99, Verb.ACCEPT)], now_ms=NOW_MS)
     queue.tick(NOW_MS)
-    queue.worker_gone("slow", now_ms=NOW_MS)
-    assert (queue.counts.aside, queue.counts.available) == (1, 1)
+    queue.release_worker("slow", now_ms=NOW_MS)
+    assert (queue.counts.stragglers, queue.counts.available) == (1, 1)
     assert [lease[:3] for lease in again(queue).acquire("b", now_ms=NOW_MS, max_records=9)] == [(0, 0, 2)]
 
 
@@ -180,7 +178,7 @@ def test_the_last_failure_leads_to_the_dead_letters(how: str) -> None:
         if how == "released":
             queue.settle("a", [settle(0, 0, Verb.RELEASE, reason="no")], now_ms=now_ms)
         elif how == "gone":
-            queue.worker_gone("a", now_ms=now_ms)
+            queue.release_worker("a", now_ms=now_ms)
         else:
             now_ms += LEASE_MS
             queue.tick(now_ms)
@@ -237,7 +235,7 @@ def test_revived_messages_begin_again_in_their_order_once_per_letter(crashes: bo
     # The letters were not closed before whoever redrove them died; then they are.
     queue = again(queue) if crashes else queue
     assert queue.revive(letters, now_ms=NOW_MS) == 0
-    queue.letters_closed(letters, now_ms=NOW_MS)
+    queue.close_letters(letters, now_ms=NOW_MS)
     assert queue.fold.revived == {}
 
 
@@ -279,13 +277,13 @@ def test_a_letter_of_a_message_that_is_still_to_be_delivered_changes_nothing() -
     assert queue.revive([older], now_ms=NOW_MS) == 0, "it waits for a retry"
     queue.seek(0, now_ms=NOW_MS)
     assert queue.revive([letter], now_ms=NOW_MS) == 0, "it is looked at again"
-    queue.look(0, 1, now_ms=NOW_MS)
+    queue.add_scanned(0, 1, now_ms=NOW_MS)
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=1)) == [0]
 
 
 def test_a_revived_message_comes_before_later_ones_of_its_key_and_never_beside_them() -> None:
     queue = make_queue(ordered=True, dead_letter_topic="dead")
-    queue.look(0, 5, now_ms=NOW_MS, keys=np.array(KEYS, np.int64))
+    queue.add_scanned(0, 5, now_ms=NOW_MS, keys=np.array(KEYS, np.int64))
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=2)) == [0, 1]
     queue.settle("a", [settle(0, 1, Verb.REJECT)], now_ms=NOW_MS)
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=1)) == [2]
@@ -326,7 +324,7 @@ def test_at_most_once_is_done_when_handed_out() -> None:
 
 def test_a_key_waits_for_its_first_message_and_others_do_not() -> None:
     queue = make_queue(ordered=True, backoff_min_ms=50, dead_letter_topic="dead")
-    queue.look(0, 6, now_ms=NOW_MS, keys=np.array([7, 7, 8, 0, 7, 0], np.int64))
+    queue.add_scanned(0, 6, now_ms=NOW_MS, keys=np.array([7, 7, 8, 0, 7, 0], np.int64))
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=9)) == [0, 2, 3, 5]
     queue.settle("a", [settle(0, 0, Verb.RELEASE), settle(2, 3, Verb.ACCEPT)], now_ms=NOW_MS)
     assert queue.acquire("a", now_ms=NOW_MS, max_records=9) == []
@@ -341,17 +339,17 @@ def test_a_key_waits_for_its_first_message_and_others_do_not() -> None:
 def test_after_a_restart_held_keys_are_learned_before_anything_is_given() -> None:
     keys = np.array([7, 8, 7, 8], np.int64)
     queue = make_queue(ordered=True)
-    queue.look(0, 4, now_ms=NOW_MS, keys=keys)
+    queue.add_scanned(0, 4, now_ms=NOW_MS, keys=keys)
     queue.acquire("a", now_ms=NOW_MS, max_records=1)
     queue = again(queue)
-    assert (queue.is_ready, queue.next_look, queue.room, queue.next_available) == (False, 0, 1, None)
+    assert (queue.is_ready, queue.next_scan_offset, queue.room, queue.next_available) == (False, 0, 1, None)
     assert queue.acquire("b", now_ms=NOW_MS, max_records=9) == []
-    queue.look(0, 1, now_ms=NOW_MS, keys=keys[:1])
-    assert (queue.is_ready, queue.next_look, queue.next_available) == (True, 1, None)
-    queue.look(0, 2, now_ms=NOW_MS, keys=keys[:2])
+    queue.add_scanned(0, 1, now_ms=NOW_MS, keys=keys[:1])
+    assert (queue.is_ready, queue.next_scan_offset, queue.next_available) == (True, 1, None)
+    queue.add_scanned(0, 2, now_ms=NOW_MS, keys=keys[:2])
     assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=9)) == [1]
     assert queue.settle("a", [settle(0, 0, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
-    queue.look(2, 4, now_ms=NOW_MS, keys=keys[2:])
+    queue.add_scanned(2, 4, now_ms=NOW_MS, keys=keys[2:])
     assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=9)) == [2]
 
 
@@ -359,27 +357,27 @@ def test_after_a_restart_messages_are_given_before_the_whole_window_is_read() ->
     count = 50_000
     keys = np.arange(1, count + 1, dtype=np.int64)
     queue = make_queue(ordered=True)
-    queue.look(0, count, now_ms=NOW_MS, keys=keys)
+    queue.add_scanned(0, count, now_ms=NOW_MS, keys=keys)
     queue.acquire("a", now_ms=NOW_MS, max_records=5)
     queue.acquire("b", now_ms=NOW_MS, max_records=10_000)
     queue.settle("b", [settle(5, 9_000, Verb.RELEASE)], now_ms=NOW_MS)
     queue = again(queue)
-    assert (queue.is_ready, queue.next_look, queue.room) == (False, 0, 5)
-    queue.look(0, 5, now_ms=NOW_MS, keys=keys[:5])
-    assert (queue.is_ready, queue.next_look, queue.room) == (False, 9_001, 1_004)
-    queue.look(9_001, 10_005, now_ms=NOW_MS, keys=keys[9_001:10_005])
-    assert (queue.is_ready, queue.next_look, queue.next_available) == (True, 5, None)
-    queue.look(5, 10, now_ms=NOW_MS, keys=keys[5:10])
+    assert (queue.is_ready, queue.next_scan_offset, queue.room) == (False, 0, 5)
+    queue.add_scanned(0, 5, now_ms=NOW_MS, keys=keys[:5])
+    assert (queue.is_ready, queue.next_scan_offset, queue.room) == (False, 9_001, 1_004)
+    queue.add_scanned(9_001, 10_005, now_ms=NOW_MS, keys=keys[9_001:10_005])
+    assert (queue.is_ready, queue.next_scan_offset, queue.next_available) == (True, 5, None)
+    queue.add_scanned(5, 10, now_ms=NOW_MS, keys=keys[5:10])
     # What was not reached yet can be settled, and counts for its key.
     assert queue.settle("b", [settle(9_001, 9_002, Verb.ACCEPT)], now_ms=NOW_MS) == [None]
     assert offsets(queue.acquire("c", now_ms=NOW_MS, max_records=99)) == [*range(5, 10)]
-    assert queue.next_look == 10
+    assert queue.next_scan_offset == 10
 
 
 def test_a_look_may_overlap_or_leave_a_hole() -> None:
     queue = make_queue(5)
-    queue.look(3, 8, now_ms=NOW_MS, matches=np.array([0, 0, 1, 0, 1], np.bool_))
-    queue.look(10, 12, now_ms=NOW_MS, absent=[(11, 11)])
+    queue.add_scanned(3, 8, now_ms=NOW_MS, matches=np.array([0, 0, 1, 0, 1], np.bool_))
+    queue.add_scanned(10, 12, now_ms=NOW_MS, absent=[(11, 11)])
     assert offsets(queue.acquire("a", now_ms=NOW_MS, max_records=99)) == [0, 1, 2, 3, 4, 5, 7, 10]
     assert (queue.counter(DeltaKind.FILTERED), queue.counter(DeltaKind.ABSENT)) == (1, 3)
 
@@ -388,10 +386,10 @@ def test_delayed_messages_hold_up_nobody_and_the_window_leaves_them_behind() -> 
     queue = make_queue(window_max=200)
     due_ms = NOW_MS + 3_600_000
     for first in range(0, 1000, 50):
-        queue.look(first, first + 50, now_ms=NOW_MS, due=[(first, due_ms), (first + 1, due_ms)])
+        queue.add_scanned(first, first + 50, now_ms=NOW_MS, delayed=[(first, due_ms), (first + 1, due_ms)])
         assert len(offsets(queue.acquire("a", now_ms=NOW_MS, max_records=99))) == 48
         queue.settle("a", [settle(first + 2, first + 49, Verb.ACCEPT)], now_ms=NOW_MS)
-    assert queue.counts.aside > 30
+    assert queue.counts.stragglers > 30
     assert queue.fold.window.span <= 100
     assert queue.next_due_ms is not None
     assert queue.next_due_ms <= due_ms
@@ -418,8 +416,8 @@ def test_a_seek_forgets_leases_and_delivers_again() -> None:
     queue.settle("a", [settle(0, 1, Verb.ACCEPT)], now_ms=NOW_MS)
     queue.seek(0, now_ms=NOW_MS)
     assert queue.settle("a", [settle(2, 2, Verb.ACCEPT)], now_ms=NOW_MS) != [None]
-    assert (queue.next_look, queue.next_due_ms) == (0, None)
-    queue.look(0, 10, now_ms=NOW_MS)
+    assert (queue.next_scan_offset, queue.next_due_ms) == (0, None)
+    queue.add_scanned(0, 10, now_ms=NOW_MS)
     assert queue.acquire("b", now_ms=NOW_MS, max_records=99) == [Lease(Offset(0), Offset(9), 1, NOW_MS + LEASE_MS)]
 
 
@@ -429,7 +427,7 @@ def test_a_cut_beyond_what_was_looked_at_moves_the_queue() -> None:
     queue.drop_before(3, now_ms=NOW_MS)
     assert (queue.oldest, queue.in_flight("a")) == (3, 2)
     queue.drop_before(20, now_ms=NOW_MS)
-    assert (queue.oldest, queue.next_look, queue.counter(DeltaKind.RETENTION_CUT)) == (20, 20, 20)
+    assert (queue.oldest, queue.next_scan_offset, queue.counter(DeltaKind.RETENTION_CUT)) == (20, 20, 20)
     queue.drop_before(5, now_ms=NOW_MS)
     assert queue.oldest == 20
 
@@ -438,11 +436,11 @@ def test_what_can_be_found_out_again_is_not_urgent() -> None:
     queue = make_queue(5)
     queue.drain()
     assert queue.drain() is None
-    queue.look(5, 9, now_ms=NOW_MS, matches=np.array([1, 0, 1, 0], np.bool_))
+    queue.add_scanned(5, 9, now_ms=NOW_MS, matches=np.array([1, 0, 1, 0], np.bool_))
     assert (queue.has_leases, queue.is_urgent) == (False, False)
     (lease,) = queue.acquire("a", now_ms=NOW_MS, max_records=1)
     assert (queue.has_leases, queue.is_urgent) == (True, False)
-    queue.settle("a", [Settle(lease.first, lease.last, Verb.ACCEPT)], now_ms=NOW_MS)
+    queue.settle("a", [Settlement(lease.first, lease.last, Verb.ACCEPT)], now_ms=NOW_MS)
     assert queue.is_urgent
     assert queue.drain() is not None
     assert (queue.drain(), queue.has_leases, queue.is_urgent) == (None, False, False)
@@ -465,15 +463,15 @@ def test_a_snapshot_of_another_queue_is_refused() -> None:
 def test_a_large_queue_agrees_with_arrays(seed: int) -> None:
     chance = random.Random(seed)
     queue = make_queue(attempts=0, in_flight_max=1_000_000, leases_max=1_000_000)
-    image = Image(KEY)
+    image = FoldImage(KEY)
     states = np.zeros(60_000, np.uint8)
     attempts = np.zeros(60_000, np.uint8)
     held: list[Lease] = []
     for _ in range(400):
-        look = min(chance.randrange(1, 900), 60_000 - queue.next_look, queue.room)
+        look = min(chance.randrange(1, 900), 60_000 - queue.next_scan_offset, queue.room)
         matches = np.array([chance.random() < 0.9 for _ in range(look)], np.bool_)
-        first = queue.next_look
-        queue.look(first, first + look, now_ms=NOW_MS, matches=matches if chance.random() < 0.5 else None)
+        first = queue.next_scan_offset
+        queue.add_scanned(first, first + look, now_ms=NOW_MS, matches=matches if chance.random() < 0.5 else None)
         states[first : first + look] = [queue.fold.state_of(offset) for offset in range(first, first + look)]
         for lease in queue.acquire("a", now_ms=NOW_MS, max_records=chance.randrange(1, 700)):
             assert (states[lease.first : lease.last + 1] == AVAILABLE).all()
@@ -495,29 +493,29 @@ def test_a_large_queue_agrees_with_arrays(seed: int) -> None:
         frame = queue.drain()
         if frame is not None:
             image.replay(frame)
-    end = queue.next_look
+    end = queue.next_scan_offset
     assert [queue.fold.state_of(offset) for offset in range(end)] == states[:end].tolist()
     assert image.snapshot() == write_snapshot(queue.fold)
     assert queue.counts.parked == np.count_nonzero(states == PARKED)
-    queue.worker_gone("a", now_ms=NOW_MS)
+    queue.release_worker("a", now_ms=NOW_MS)
     assert queue.counts.leased == 0
     left = np.flatnonzero((states[:end] == AVAILABLE) | (states[:end] == LEASED)).tolist()
     assert offsets(queue.acquire("b", now_ms=NOW_MS, max_records=100_000)) == left
-    assert queue.fold.window.start > 0 or queue.counts.aside
+    assert queue.fold.window.start > 0 or queue.counts.stragglers
 
 
 def test_a_message_takes_few_bytes() -> None:
     queue = make_queue(100_000, in_flight_max=1_000_000, window_max=200_000)
     queue.acquire("a", now_ms=NOW_MS, max_records=10_000)
     window = queue.fold.window
-    columns = (window.states, window.attempts, window.dues, window.holders, window.firsts)
+    columns = (window.states, window.attempts, window.dues, window.holders, window.first_delivered)
     assert sum(column.__sizeof__() for column in columns) < 30 * 100_000
 
 
 def test_a_clock_that_is_put_back_makes_nothing_last_longer() -> None:
     fast_ms, hour_ms = NOW_MS + 3_600_000, 3_600_000
     queue = make_queue(10, backoff_min_ms=5000, attempts=0)
-    queue.look(10, 11, now_ms=fast_ms, due=[(10, fast_ms + 60_000)])
+    queue.add_scanned(10, 11, now_ms=fast_ms, delayed=[(10, fast_ms + 60_000)])
     queue.tick(fast_ms)
     queue.acquire("a", now_ms=fast_ms, max_records=2)
     queue.settle("a", [settle(1, 1, Verb.RELEASE)], now_ms=fast_ms)

@@ -20,11 +20,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
 from millstream.broker.subscriptions.delta import DeltaKind
-from millstream.broker.subscriptions.image import Image
-from millstream.broker.subscriptions.lease import Lease, Settle
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Lease, Revival, Settlement
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
-from millstream.broker.subscriptions.snapshot import write_snapshot
+from millstream.broker.subscriptions.snapshot import FoldImage, write_snapshot
 from millstream.core.errors import CoordinatorUnavailable, InvalidRecordState, PolicyViolation
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import (
@@ -70,7 +68,7 @@ class Model:
     """The plain queue."""
 
     settings: SubscriptionSettings
-    next_look: int = 0
+    next_scan_offset: int = 0
     messages: dict[int, Message] = field(default_factory=dict)
     ends: dict[int, str] = field(default_factory=dict)
     counters: dict[DeltaKind, int] = field(default_factory=dict)
@@ -91,7 +89,7 @@ class Model:
         self.counters[kind] = self.counters.get(kind, 0) + 1
 
     def look(self, log: list[Stored], until: int, now_ms: int) -> None:
-        for offset in range(self.next_look, until):
+        for offset in range(self.next_scan_offset, until):
             stored = log[offset]
             message = self.messages[offset] = Message(stored)
             if not stored.present:
@@ -100,7 +98,7 @@ class Model:
                 self.end(offset, "filtered")
             elif stored.due_ms > now_ms:
                 message.state, message.due_ms = PARKED, stored.due_ms
-        self.next_look = max(until, self.next_look)
+        self.next_scan_offset = max(until, self.next_scan_offset)
 
     def tick(self, now_ms: int) -> None:
         for offset, message in self.messages.items():
@@ -137,7 +135,7 @@ class Model:
             return
         message.state, message.worker, message.due_ms = LEASED, worker, now_ms + self.settings.lease_ms
 
-    def settle(self, offset: int, settle: Settle, now_ms: int) -> None:
+    def settle(self, offset: int, settle: Settlement, now_ms: int) -> None:
         message = self.messages[offset]
         if settle.verb == Verb.ACCEPT:
             self.count(DeltaKind.ACCEPTED)
@@ -154,7 +152,7 @@ class Model:
         else:
             message.due_ms = now_ms + (self.settings.lease_ms if settle.delay_ms is None else settle.delay_ms)
 
-    def is_held(self, settle: Settle, worker: str) -> bool:
+    def is_held(self, settle: Settlement, worker: str) -> bool:
         held = [self.messages.get(offset) for offset in range(settle.first, settle.last + 1)]
         return bool(held) and all(
             one is not None and (one.state, one.worker) == (LEASED, worker) and settle.attempt in (None, one.attempts)
@@ -175,15 +173,15 @@ class Model:
             if offset < log_start and message.state != DONE:
                 self.end(offset, "cut")
         self.letters = {offset: letter for offset, letter in self.letters.items() if offset >= log_start}
-        self.next_look = max(self.next_look, log_start)
+        self.next_scan_offset = max(self.next_scan_offset, log_start)
 
     def holds_key(self, offset: int) -> bool:
         message = self.messages[offset]
         return message.state == LEASED or (message.state == PARKED and message.attempts > 0)
 
 
-def settle_all(lease: Lease) -> Settle:
-    return Settle(lease.first, lease.last, Verb.ACCEPT)
+def settle_all(lease: Lease) -> Settlement:
+    return Settlement(lease.first, lease.last, Verb.ACCEPT)
 
 
 stored_messages = st.lists(
@@ -249,7 +247,7 @@ class QueueHistory(RuleBasedStateMachine):
         self.model = Model(self.settings)
         self.queue = self.new_queue(None)
         self.queue.begin(0, now_ms=self.now_ms)
-        self.image = Image(KEY)
+        self.image = FoldImage(KEY)
         self.points: list[tuple[bytes, Model]] = []
         self.drain()
         self.log = [Stored(True, True, offset % 4, 0) for offset in range(12)]
@@ -272,7 +270,7 @@ class QueueHistory(RuleBasedStateMachine):
 
     @rule(messages=stored_messages, back=st.integers(0, 2))
     def look(self, messages: list[tuple[bool, bool, int, int]], back: int) -> None:
-        first = self.queue.next_look
+        first = self.queue.next_scan_offset
         count = min(len(messages), self.queue.room)
         for present, matches, key, delay_ms in messages[: max(0, first + count - len(self.log))]:
             self.log.append(Stored(present, matches, key, self.now_ms + delay_ms if delay_ms else 0))
@@ -280,14 +278,14 @@ class QueueHistory(RuleBasedStateMachine):
 
     def feed(self, first: int, until: int) -> None:
         seen = range(first, until)
-        self.queue.look(
+        self.queue.add_scanned(
             first,
             until,
             now_ms=self.now_ms,
             absent=[(offset, offset) for offset in seen if not self.log[offset].present],
             matches=np.array([self.log[offset].matches for offset in seen], np.bool_),
             keys=np.array([self.log[offset].key for offset in seen], np.int64) if self.settings.ordered else None,
-            due=[(offset, self.log[offset].due_ms) for offset in seen if self.log[offset].due_ms],
+            delayed=[(offset, self.log[offset].due_ms) for offset in seen if self.log[offset].due_ms],
         )
         self.model.look(self.log, until, self.now_ms)
 
@@ -338,7 +336,7 @@ class QueueHistory(RuleBasedStateMachine):
                     assert one.state in (DONE, REJECTING)
         if room == HUGE:
             # After a restart the queue knows the keys of what it has looked at again.
-            known = [offset for offset in model.in_state(AVAILABLE) if offset < self.queue.next_look]
+            known = [offset for offset in model.in_state(AVAILABLE) if offset < self.queue.next_scan_offset]
             available = [offset for offset in known if offset < limit]
             free = {offset for offset in available if not model.messages[offset].stored.key}
             assert free <= set(given)
@@ -380,7 +378,7 @@ class QueueHistory(RuleBasedStateMachine):
             delay_ms = data.draw(st.sampled_from(delays))
             attempt = data.draw(st.sampled_from([None, lease.attempt, lease.attempt]))
             reason = "bad" if verb == Verb.REJECT else ""
-            settles.append(Settle(Offset(first), Offset(last), verb, delay_ms, reason, attempt))
+            settles.append(Settlement(Offset(first), Offset(last), verb, delay_ms, reason, attempt))
         self.model.tick(self.now_ms)
         results = self.queue.settle(worker, settles, now_ms=self.now_ms)
         for settle, result in zip(settles, results, strict=True):
@@ -409,9 +407,9 @@ class QueueHistory(RuleBasedStateMachine):
         self.model.tick(self.now_ms)
 
     @rule(worker=st.sampled_from(WORKERS))
-    def worker_gone(self, worker: str) -> None:
+    def release_worker(self, worker: str) -> None:
         self.model.tick(self.now_ms)
-        self.queue.worker_gone(worker, now_ms=self.now_ms)
+        self.queue.release_worker(worker, now_ms=self.now_ms)
         for offset, message in self.model.messages.items():
             if message.state == LEASED and message.worker == worker:
                 due_ms = self.now_ms + self.settings.backoff_ms(message.attempts, self.now_ms)
@@ -425,7 +423,7 @@ class QueueHistory(RuleBasedStateMachine):
             self.model.messages.clear()
             self.model.ends.clear()
             self.model.revived.clear()
-            self.model.next_look = offset
+            self.model.next_scan_offset = offset
             self.leases.clear()
         elif what == "cut":
             self.log_start = data.draw(st.integers(self.log_start, len(self.log)))
@@ -472,8 +470,8 @@ class QueueHistory(RuleBasedStateMachine):
                 self.queue.revive(revivals, now_ms=self.now_ms)
             return
         wanted = [offset for offset in offsets if deepcopy(model).revive(offset, model.letters[offset])]
-        aside = sum(offset < self.queue.fold.window.start for offset in wanted)
-        if self.queue.counts.aside + aside > parked_max:
+        stragglers = sum(offset < self.queue.fold.window.start for offset in wanted)
+        if self.queue.counts.stragglers + stragglers > parked_max:
             with pytest.raises(PolicyViolation):
                 self.queue.revive(revivals, now_ms=self.now_ms)
             return
@@ -482,7 +480,7 @@ class QueueHistory(RuleBasedStateMachine):
         for offset in wanted:
             model.revive(offset, model.letters[offset])
         if is_closed:
-            self.queue.letters_closed(revivals, now_ms=self.now_ms)
+            self.queue.close_letters(revivals, now_ms=self.now_ms)
             for offset in offsets:
                 del model.letters[offset]
                 model.revived.pop(offset, None)
@@ -496,7 +494,7 @@ class QueueHistory(RuleBasedStateMachine):
         snapshot, model = self.points[place]
         del self.points[place + 1 :]
         self.model = deepcopy(model)
-        self.image = Image(KEY)
+        self.image = FoldImage(KEY)
         self.image.replay(snapshot)
         self.queue = self.new_queue(snapshot)
         self.queue.drop_before(self.log_start, now_ms=self.now_ms)
@@ -520,7 +518,7 @@ class QueueHistory(RuleBasedStateMachine):
         if self.steps % self.drain_every == 0:
             self.drain()
         fold, model = self.queue.fold, self.model
-        assert fold.window.end == model.next_look
+        assert fold.window.end == model.next_scan_offset
         for offset, message in model.messages.items():
             place = fold.place(offset)
             if place is None:
@@ -546,7 +544,7 @@ class QueueHistory(RuleBasedStateMachine):
         assert counts.rejecting == len(model.in_state(REJECTING))
         assert all(self.queue.in_flight(worker) == self.held_by(worker) for worker in WORKERS)
         unfinished = [offset for offset, message in model.messages.items() if message.state != DONE]
-        assert self.queue.oldest == min(unfinished, default=model.next_look)
+        assert self.queue.oldest == min(unfinished, default=model.next_scan_offset)
         for kind, count in model.counters.items():
             assert self.settings.delivery == AT_MOST_ONCE or self.queue.counter(kind) == count
         if self.settings.ordered or not self.queue.is_ready:
@@ -558,11 +556,11 @@ class QueueHistory(RuleBasedStateMachine):
         if not hasattr(self, "queue"):
             return
         for _ in range(len(self.log) * 4 + 20):
-            if self.queue.next_look >= len(self.log) and not self.queue.fold.unfinished:
+            if self.queue.next_scan_offset >= len(self.log) and not self.queue.fold.unfinished:
                 break
             self.now_ms += 300_000
-            if self.queue.room and self.queue.next_look < len(self.log):
-                first = max(self.queue.next_look, self.log_start)
+            if self.queue.room and self.queue.next_scan_offset < len(self.log):
+                first = max(self.queue.next_scan_offset, self.log_start)
                 self.feed(first, min(first + self.queue.room, len(self.log)))
             self.acquire_all()
         assert self.queue.backlog(len(self.log)) == 0

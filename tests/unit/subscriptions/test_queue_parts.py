@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
-from millstream.broker.subscriptions.fold import Fold, Interned
+from millstream.broker.subscriptions.fold import Fold, InternTable
 from millstream.broker.subscriptions.frame import FrameHeader, read_frame, read_header, write_frame
 from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
 from millstream.broker.subscriptions.queue import Queue
@@ -43,7 +43,7 @@ deltas = st.builds(
 def leased_queue() -> Queue:
     queue = Queue(KEY, SubscriptionSettings(), leader_epoch=1)
     queue.begin(10, now_ms=1)
-    queue.look(10, 20, now_ms=1)
+    queue.add_scanned(10, 20, now_ms=1)
     queue.acquire("a", now_ms=1, max_records=3)
     return queue
 
@@ -131,16 +131,16 @@ def test_nothing_is_due_too_late(dues: list[tuple[int, int]], data: st.DataObjec
 
 def test_those_behind_a_key_come_in_turn() -> None:
     order = KeyOrder(0)
-    assert order.enter(5, 0)
-    assert order.enter(5, 0)
-    assert order.enter(NO_KEY, 1)
-    assert not any(order.enter(5, offset) for offset in range(2, 500))
+    assert order.try_enter(5, 0)
+    assert order.try_enter(5, 0)
+    assert order.try_enter(NO_KEY, 1)
+    assert not any(order.try_enter(5, offset) for offset in range(2, 500))
     assert not order.leave(5, 3)
     head = 0
     for offset in range(2, 500):
         assert order.leave(5, head)
         assert order.next_waiting(5) == offset
-        order.lead(5, offset)
+        order.set_head(5, offset)
         head = offset
     assert order.leave(5, head)
     assert order.next_waiting(5) is None
@@ -148,11 +148,11 @@ def test_those_behind_a_key_come_in_turn() -> None:
 
 
 def test_texts_are_numbered_while_somebody_refers_to_them() -> None:
-    texts = Interned()
-    first, second = texts.hold("a", 2), texts.hold("b", 1)
-    texts.drop(first, 1)
-    assert (texts.references("a"), texts.held()) == (1, ["a", "b"])
-    texts.drop(first, 1)
+    texts = InternTable()
+    first, second = texts.add_references("a", 2), texts.add_references("b", 1)
+    texts.remove_references(first, 1)
+    assert (texts.references("a"), texts.texts_in_use()) == (1, ["a", "b"])
+    texts.remove_references(first, 1)
     assert (texts.references("a"), texts.number("a")) == (0, None)
-    assert texts.hold("c", 1) == first
+    assert texts.add_references("c", 1) == first
     assert texts.texts[second] == "b"

@@ -8,7 +8,7 @@ import pytest
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.subscriptions import receiving
-from millstream.broker.subscriptions.receiving import Given, receive
+from millstream.broker.subscriptions.receiving import Grant, receive
 from millstream.core.errors import NotLeader
 from millstream.core.subscription import EXACTLY_ONCE
 from millstream_testing.queue_bench import Workbench, offsets, turns, wanted
@@ -22,7 +22,7 @@ async def bench() -> Workbench:
     return Workbench()
 
 
-def given_offsets(given: list[Given]) -> list[int]:
+def given_offsets(given: list[Grant]) -> list[int]:
     return [offset for one in given for offset in offsets(one.received)]
 
 
@@ -117,5 +117,5 @@ async def test_only_the_first_queue_exceeds_the_bytes_asked_for_and_no_queue_sta
 
 
 async def test_without_any_queue_the_answer_is_held_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "NOWHERE_S", 0.01)
+    monkeypatch.setattr(receiving, "NO_QUEUE_WAIT_S", 0.01)
     assert await receive([], wanted(), PLENTY, wait_s=WAIT_S) == []

@@ -7,9 +7,8 @@ from uuid import UUID
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.settling import holds
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
 from millstream.core.verb import Verb
@@ -21,7 +20,7 @@ WORKERS = ("one", "two", "stranger")
 
 _ranges = st.tuples(st.integers(0, MESSAGES + 5), st.integers(0, 6)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 _settles = st.builds(
-    lambda span, verb, attempt: Settle(
+    lambda span, verb, attempt: Settlement(
         Offset(span[0]), Offset(span[1]), verb, 60_000 if verb == Verb.RELEASE else None, "", attempt
     ),
     _ranges,
@@ -35,20 +34,20 @@ _steps = st.lists(
 
 @given(_steps, st.lists(_settles, min_size=1, max_size=8), st.sampled_from([AT_LEAST_ONCE, AT_MOST_ONCE]))
 def test_who_holds_may_settle_and_nobody_else(
-    steps: list[tuple[str, int | Settle]], asked: list[Settle], delivery: str
+    steps: list[tuple[str, int | Settlement]], asked: list[Settlement], delivery: str
 ) -> None:
     # Few offsets are dense, so that some that wait are kept aside.
     queue = Queue(KEY, SubscriptionSettings(delivery=delivery), leader_epoch=1, dense_max=10)
     queue.begin(0, now_ms=NOW_MS)
-    queue.look(0, MESSAGES, now_ms=NOW_MS, absent=[(7, 8)])
+    queue.add_scanned(0, MESSAGES, now_ms=NOW_MS, absent=[(7, 8)])
     for worker, step in steps:
-        if isinstance(step, Settle):
+        if isinstance(step, Settlement):
             queue.settle(worker, [step], now_ms=NOW_MS)
         else:
             queue.acquire(worker, now_ms=NOW_MS, max_records=step)
     for settle in asked:
         for worker in WORKERS:
-            expected = holds(queue, worker, settle)
+            expected = queue.holds(worker, settle)
             (refused,) = queue.settle(worker, [settle], now_ms=NOW_MS)
             assert (refused is None) == expected
 
@@ -56,7 +55,7 @@ def test_who_holds_may_settle_and_nobody_else(
 def test_what_a_worker_does_not_hold_is_named_plainly() -> None:
     queue = Queue(KEY, SubscriptionSettings(), leader_epoch=1)
     queue.begin(0, now_ms=NOW_MS)
-    one, several = (Settle(Offset(0), Offset(last), Verb.ACCEPT) for last in (0, 3))
+    one, several = (Settlement(Offset(0), Offset(last), Verb.ACCEPT) for last in (0, 3))
     told = [str(refused) for refused in queue.settle("one", [one, several], now_ms=NOW_MS)]
     assert told == [
         "one does not hold message 0, or not any more",

@@ -12,7 +12,7 @@ from uuid import uuid4
 import msgspec
 import pytest
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.kafka.apis.load_queue import LoadQueueState
 from millstream.broker.kafka.apis.write_queues import WriteQueueStates
 from millstream.broker.subscriptions import routed_store as state_lane
@@ -74,10 +74,10 @@ class FakePeers:
         self._load = LoadQueueState(states)
         self._write = WriteQueueStates(states)
 
-    async def ask(self, node: NodeId, request: object) -> object:
+    async def send(self, node: NodeId, request: object) -> object:
         raise NotImplementedError
 
-    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+    async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         assert node == OTHER
         error = next(self.trouble, None)
         if error is not None:

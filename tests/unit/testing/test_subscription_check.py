@@ -219,13 +219,13 @@ def test_what_was_accepted_does_not_come_back_and_a_live_lease_is_honoured() -> 
     # Who does not know yet that it leads no more may give a message once more, but not when what it gives is durable.
     struck = (Span(1190, 1300),)
     done = [accepted(A, "one", 1010)]
-    came_back = ["came back after it was accepted"]
+    add_returned = ["came back after it was accepted"]
     assert judge(again, done, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
-    assert judge(again, done, expected=one, struck=struck, delivery=AT_LEAST_ONCE, is_alone=True) == came_back
-    assert judge(again, done, expected=one, struck=struck) == came_back
+    assert judge(again, done, expected=one, struck=struck, delivery=AT_LEAST_ONCE, is_alone=True) == add_returned
+    assert judge(again, done, expected=one, struck=struck) == add_returned
     same = [one._replace(node=3) for one in again]
     told = [one._replace(node=3) for one in done]
-    assert judge(same, told, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == came_back
+    assert judge(same, told, expected=one, struck=struck, delivery=AT_LEAST_ONCE) == add_returned
     assert judge(same, [done[0]._replace(node=2)], expected=one, struck=struck, delivery=AT_LEAST_ONCE) == []
     # A worker that was given it twice has settled it by whichever.
     twice = [receive_answered(A, "one", 1, 1000), receive_answered(A, "one", 2, 1200)]

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 
 from millstream.broker.coordination.shard import Shard
-from millstream.broker.coordination.state import StateRecord
-from millstream.broker.groups.pending_offsets import PendingOffsets
+from millstream.broker.coordination.state_machine import StateRecord
+from millstream.broker.groups.transactional_offsets import PendingOffsets
 from millstream.broker.log.producer import ProducedBatch
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.transactions import NO_TRANSACTION, Guard, PackedTransactions
@@ -71,10 +71,10 @@ class _Satisfied:
 
 async def _do_not_wait_for_the_decision(self: MarkerSender, shard: MarkedShard) -> None:
     try:
-        known = [transactional_id for one, transactional_id in self._under_way if one is shard]
+        known = [transactional_id for one, transactional_id in self._in_flight if one is shard]
         endings: Any = [] if shard.state is None else shard.state.endings(known)[1]
         for ending in endings:
-            self._under_way.add((shard, ending.transactional_id))
+            self._in_flight.add((shard, ending.transactional_id))
             self._start(self._finish(shard, ending), name="end")
     finally:
         self._collecting.discard(shard)
@@ -129,14 +129,14 @@ def _deadline_of_all(self: Transaction) -> int | None:
     return self.started_ms + self.timeout_ms if has_one else None
 
 
-_release = Shard._release
+_release = Shard._release_answers
 
 
 def _answer_at_once(self: Shard[Any], needed: Offset) -> None:
     _release(self, Offset(0))
 
 
-_ended_by = PendingOffsets.ended_by
+_ended_by = PendingOffsets.records_for_marker
 
 
 def _keep_offsets_of_the_aborted(self: PendingOffsets, marker: Marker, *, now_ms: int) -> list[StateRecord]:
@@ -161,7 +161,7 @@ BUGS = (
     ),
     PlantedBug(
         "a commit is acknowledged before it is durable",
-        ((Shard, "_release", _answer_at_once),),
+        ((Shard, "_release_answers", _answer_at_once),),
         ("kill", "isolate"),
     ),
     PlantedBug(
@@ -214,7 +214,7 @@ BUGS = (
     ),
     PlantedBug(
         "offsets of an aborted transaction count",
-        ((PendingOffsets, "ended_by", _keep_offsets_of_the_aborted),),
+        ((PendingOffsets, "records_for_marker", _keep_offsets_of_the_aborted),),
         ("kill",),
         first=1,
     ),

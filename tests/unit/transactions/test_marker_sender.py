@@ -105,7 +105,7 @@ class Node:
         return (await self.coordinator.describe(name)).state
 
     async def ended(self, name: str = "tx") -> str:
-        await self.coordinator._run(name, lambda shard: shard.until_ended(name))
+        await self.coordinator._run(name, lambda shard: shard.wait_ended(name))
         return await self.state(name)
 
     async def close(self) -> None:
@@ -305,7 +305,7 @@ async def test_what_administrators_see(node: Node) -> None:
     await node.coordinator.prepare(who)
     assert node.coordinator.status().by_state["Prepared"] == 1
     assert await node.coordinator.abort_batch("q", 0) == 1
-    await node.coordinator._run("spark/q/0/0/a", lambda shard: shard.until_ended("spark/q/0/0/a"))
+    await node.coordinator._run("spark/q/0/0/a", lambda shard: shard.wait_ended("spark/q/0/0/a"))
     assert await node.coordinator.listing(TransactionFilter()) == []
     assert await node.coordinator.complete_batch("q", 0, ())
     assert await node.coordinator.last_batch("q") == 0
@@ -321,14 +321,14 @@ class Peer:
         self.answers = list(answers)
         self.asked: list[Any] = []
 
-    async def ask(self, node: NodeId, request: Any) -> Any:
+    async def send(self, node: NodeId, request: Any) -> Any:
         self.asked.append(request)
         answer = self.answers.pop(0)
         if isinstance(answer, MillstreamError):
             raise answer
         return answer(request)
 
-    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+    async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         raise NotImplementedError
 
 

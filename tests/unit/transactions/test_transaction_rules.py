@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import Outcome
+from millstream.broker.coordination.state_machine import Deferred, Outcome
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.batch import LastBatch
 from millstream.broker.transactions.records import transaction_record
@@ -70,7 +69,7 @@ class Coordinator:
         records, response = operation(self.shard)
         for record in records:
             self.shard.replay(record)
-        return response.result() if isinstance(response, Later) else response
+        return response.result() if isinstance(response, Deferred) else response
 
     def init(self, expected: tuple[int, int] | None = None) -> Initialized:
         wanted = None if expected is None else (ProducerId(expected[0]), expected[1])
@@ -417,14 +416,14 @@ def test_listing_and_describing(coordinator: Coordinator) -> None:
     assert coordinator.shard.counts()["Ongoing"] == 1
 
 
-def waiting(coordinator: Coordinator) -> Later[None]:
-    _, later = coordinator.shard.until_ended(ID)
-    assert isinstance(later, Later)
+def waiting(coordinator: Coordinator) -> Deferred[None]:
+    _, later = coordinator.shard.wait_ended(ID)
+    assert isinstance(later, Deferred)
     return later
 
 
 def test_whoever_waits_for_an_end_is_told(coordinator: Coordinator) -> None:
-    coordinator.run(lambda shard: shard.until_ended(ID))
+    coordinator.run(lambda shard: shard.wait_ended(ID))
     who = coordinator.init()
     told = []
     for _ in range(2):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard, StateLog
-from millstream.broker.coordination.state import Confirmation, Operation, StateMachine
+from millstream.broker.coordination.state_machine import Confirmation, Operation, StateMachine
 from millstream.broker.coordination.timers import Timers
 from millstream.core.clock import Clock
 from millstream.core.errors import CoordinatorUnavailable, NotCoordinator, TopicExists
@@ -100,10 +100,10 @@ class Runtime(Generic[S]):
         self._retry_first_s = retry_first_s
         self._shards: dict[PartitionIndex, Shard[S]] = {}
         self._resigning: set[asyncio.Task[None]] = set()
-        self._following = False
+        self._is_watching = False
         self._creating = asyncio.Lock()
         # Loading is work of this process's one core: one shard after the other is ready sooner than all at once.
-        self._gate = asyncio.Semaphore(1)
+        self._load_slot = asyncio.Semaphore(1)
         self._closed = False
 
     @property
@@ -113,7 +113,7 @@ class Runtime(Generic[S]):
 
     async def start(self) -> None:
         """Begin to load every shard that this node leads; requests meanwhile are told to wait."""
-        self._follow()
+        self._watch_leadership()
 
     async def wait_loaded(self) -> None:
         """Wait until no shard is loading any more."""
@@ -127,14 +127,14 @@ class Runtime(Generic[S]):
 
     async def ensure(self) -> None:
         """Make the topic if this is its first use."""
-        if self._following and self._topics.get(self._topic.name) is not None:
+        if self._is_watching and self._topics.get(self._topic.name) is not None:
             return
         # What follows may need a task, and the request may have been started without one.
         await asyncio.sleep(0)
         async with self._creating:
             if self._closed:
                 raise NotCoordinator(f"the coordinator on {self._topic.name} was closed")
-            self._follow()
+            self._watch_leadership()
             if self._topics.get(self._topic.name) is None:
                 await self._create()
                 await self.wait_loaded()
@@ -193,7 +193,7 @@ class Runtime(Generic[S]):
             partition,
             self._make_state,
             clock=self._clock,
-            gate=self._gate,
+            load_slot=self._load_slot,
             retry_first_s=self._retry_first_s,
             confirmation=self._confirmation,
         )
@@ -206,9 +206,9 @@ class Runtime(Generic[S]):
         if shard is not None:
             await shard.close()
 
-    def _follow(self) -> None:
-        if not self._following and not self._closed:
-            self._following = True
+    def _watch_leadership(self) -> None:
+        if not self._is_watching and not self._closed:
+            self._is_watching = True
             self._topics.when_leadership_changes(self._topic.name, self._leadership_changed)
 
     def _leadership_changed(self, index: PartitionIndex, partition: StateLog | None) -> None:

@@ -17,8 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import Confirmation, Operation, StateMachine, StateRecord
+from millstream.broker.coordination.state_machine import Confirmation, Deferred, Operation, StateMachine, StateRecord
 from millstream.broker.coordination.timers import Timer, Timers
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.acknowledgement import AcknowledgementListener, Told
@@ -120,7 +119,7 @@ RECORDS_MIN = 20_000
 """A log with fewer records is not worth the work."""
 
 
-OVERTAKEN_RATIO = 3
+SUPERSEDED_RATIO = 3
 
 """A log is written anew when it has this many records for each live key."""
 
@@ -179,7 +178,7 @@ class Rewrite:
         if state is None:
             return
         keys = state.durable_keys()
-        self._due_at = max(self._records_min, len(keys) * OVERTAKEN_RATIO)
+        self._due_at = max(self._records_min, len(keys) * SUPERSEDED_RATIO)
         if self._records < self._due_at:
             return
         first = shard.written
@@ -223,13 +222,13 @@ class Rewrite:
 
 ACKS_ALL = -1
 
-TIMERS_AT_ONCE_MAX = 500
+TIMERS_PER_TURN_MAX = 500
 
 RETRY_FIRST_S = 0.1
 
 RETRY_MAX_S = 30.0
 
-PATIENCE_S = 0.5
+LOAD_WAIT_S = 0.5
 
 """How long an operation waits for the state to be loaded. Clients that are told to ask again wait about as long, and
 most states are read in a few milliseconds."""
@@ -286,18 +285,18 @@ class StateLog(Protocol):
         """Wait until everything that the log holds now is acknowledged."""
 
 
-class _Append(Told):
+class _PendingAppend(Told):
     """An append that is not acknowledged yet. The shard hears of it at once, without a turn of a busy loop."""
 
-    __slots__ = ("_heard",)
+    __slots__ = ("_callback",)
 
-    def __init__(self, heard: Callable[[MillstreamError | None], None]) -> None:
+    def __init__(self, callback: Callable[[MillstreamError | None], None]) -> None:
         super().__init__()
-        self._heard = heard
+        self._callback = callback
 
     def acknowledged(self, error: MillstreamError | None) -> None:
         super().acknowledged(error)
-        self._heard(error)
+        self._callback(error)
 
 
 class Shard(Generic[S]):
@@ -310,7 +309,7 @@ class Shard(Generic[S]):
         make_state: Callable[[Timers], S],
         *,
         clock: Clock,
-        gate: asyncio.Semaphore,
+        load_slot: asyncio.Semaphore,
         retry_first_s: float = RETRY_FIRST_S,
         confirmation: Confirmation | None = None,
         rewrite_records_min: int = RECORDS_MIN,
@@ -321,7 +320,7 @@ class Shard(Generic[S]):
         """In which this node leads; the partition itself may have heard of a later one, in which another node does."""
         self._make_state = make_state
         self._clock = clock
-        self._gate = gate
+        self._load_slot = load_slot
         self._retry_first_s = retry_first_s
         self._confirmation = confirmation
         self._timers = Timers(clock)
@@ -330,14 +329,14 @@ class Shard(Generic[S]):
         self._state: S | None = None
         self._closed = False
         self._failures = 0
-        self._refused = False
+        self._is_refusing = False
         # Operations that come after a failure must not be taken for those before it.
         self._incarnation = 0
         self._written = Offset(0)
         self._acknowledged = Offset(0)
         self._unacknowledged: set[asyncio.Future[None]] = set()
-        self._waiting: deque[tuple[Offset, asyncio.Future[Any], Later[Any]]] = deque()
-        self._answered: list[tuple[asyncio.Future[Any], Later[Any]]] = []
+        self._waiting: deque[tuple[Offset, asyncio.Future[Any], Deferred[Any]]] = deque()
+        self._answered: list[tuple[asyncio.Future[Any], Deferred[Any]]] = []
         self._loading: asyncio.Task[None] | None = None
         self._rewrite = Rewrite(self, records_min=rewrite_records_min)
 
@@ -370,7 +369,7 @@ class Shard(Generic[S]):
         if self._closed:
             return
         self._closed = True
-        self._silence()
+        self._cancel_timers()
         tasks = [task for task in (self._loading, self._rewrite.task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -378,10 +377,10 @@ class Shard(Generic[S]):
             await asyncio.wait(tasks)
         if self._state is not None:
             self._state.unload()
-            self._release(self._written)
+            self._release_answers(self._written)
         if self._unacknowledged:
             await asyncio.wait(self._unacknowledged, timeout=CLOSE_S)
-        self._drop(NotCoordinator(f"{self.name} was closed"))
+        self._discard_state(NotCoordinator(f"{self.name} was closed"))
 
     async def run(self, operation: Operation[S, T], *, pure: bool = False) -> T:
         """Carry out an operation now; return its answer when it may be told.
@@ -390,7 +389,7 @@ class Shard(Generic[S]):
         needs no reload. While the state is being read back, the operation waits a moment for it.
         """
         if self._state is None and self._loading is not None and not self._closed:
-            await asyncio.wait([self._loading], timeout=PATIENCE_S)
+            await asyncio.wait([self._loading], timeout=LOAD_WAIT_S)
         return await self.submit(operation, pure=pure)
 
     def submit(self, operation: Operation[S, T], *, pure: bool = False) -> asyncio.Future[T]:
@@ -400,26 +399,28 @@ class Shard(Generic[S]):
         try:
             records, response = operation(state)
         except MillstreamError as error:
-            refused: Later[T] = Later()
+            refused: Deferred[T] = Deferred()
             refused.refuse(error)
             self._answered.append((future, refused))
             confirmation = self._confirmation
-            is_doubtful = confirmation is not None and isinstance(error, confirmation.refusals)
-            self._carry_out([confirmation.record] if confirmation is not None and is_doubtful else (), pure=True)
+            needs_confirmation = confirmation is not None and isinstance(error, confirmation.refusals)
+            self._append_and_replay(
+                [confirmation.record] if confirmation is not None and needs_confirmation else (), pure=True
+            )
             return future
         except Exception:
             _logger.exception("an operation failed; the state is read back", extra={"shard": self.name})
-            self._begin_anew("an operation failed inside the broker")
+            self._reload("an operation failed inside the broker")
             raise CoordinatorUnavailable(f"{self.name}: the operation failed inside the broker") from None
-        later = response if isinstance(response, Later) else _given(response)
+        later = response if isinstance(response, Deferred) else _resolved(response)
         later.listen(lambda answered: self._answered.append((future, answered)))
-        self._carry_out(records, pure=pure)
+        self._append_and_replay(records, pure=pure)
         return future
 
     def fire_timers(self) -> None:
         """Carry out what is due. The loop calls this; a test with its own clock may too."""
         self._alarm = None
-        for timer in self._timers.take_due(TIMERS_AT_ONCE_MAX):
+        for timer in self._timers.take_due(TIMERS_PER_TURN_MAX):
             if self._state is None:
                 return
             self._fire(timer)
@@ -431,13 +432,13 @@ class Shard(Generic[S]):
         batch = encode_batch([NewRecord(record.key, record.value, record.headers, now_ms) for record in records])
         appended = self.partition.write(batch, acks=ACKS_ALL, internal=True)
         self._written = appended.next_offset
-        self._refused = False
+        self._is_refusing = False
         if self.partition.is_acknowledged(appended):
             self._acknowledged = appended.next_offset
             self._failures = 0
         else:
             incarnation = self._incarnation
-            waiting = _Append(lambda error: self._on_acknowledged(appended.next_offset, incarnation, error))
+            waiting = _PendingAppend(lambda error: self._on_acknowledged(appended.next_offset, incarnation, error))
             self._unacknowledged.add(waiting.future)
             waiting.future.add_done_callback(self._unacknowledged.discard)
             self.partition.tell(appended, waiting)
@@ -447,7 +448,7 @@ class Shard(Generic[S]):
         """Wait until the log has acknowledged everything below `offset`."""
         if offset > self._acknowledged:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((offset, future, _given(None)))
+            self._waiting.append((offset, future, _resolved(None)))
             await future
 
     def delete_before(self, offset: Offset) -> None:
@@ -466,11 +467,11 @@ class Shard(Generic[S]):
             records = timer.action()
         except Exception:
             _logger.exception("a timer failed; the state is read back", extra={"shard": self.name})
-            self._begin_anew("a timer failed inside the broker")
+            self._reload("a timer failed inside the broker")
             return
-        self._carry_out(records, pure=timer.pure)
+        self._append_and_replay(records, pure=timer.pure)
 
-    def _carry_out(self, records: Sequence[StateRecord], *, pure: bool) -> None:
+    def _append_and_replay(self, records: Sequence[StateRecord], *, pure: bool) -> None:
         state = self._state
         if records and state is not None:
             try:
@@ -483,30 +484,30 @@ class Shard(Generic[S]):
                     state.replay(record)
             except Exception:
                 _logger.exception("a record could not be replayed; the state is read back", extra={"shard": self.name})
-                self._begin_anew("a record could not be taken in")
+                self._reload("a record could not be taken in")
                 return
             self._rewrite.count(len(records))
-        self._release(self._written)
+        self._release_answers(self._written)
         self._set_alarm()
 
     def _append_refused(self, error: MillstreamError, *, pure: bool) -> None:
-        if not self._refused:
+        if not self._is_refusing:
             # Clients try again at once, so only the first refusal in a row is worth a line.
-            self._refused = True
+            self._is_refusing = True
             _logger.error("appends are refused", extra={"shard": self.name, "error": str(error)})
         if not pure:
-            self._begin_anew(str(error))
+            self._reload(str(error))
             return
         for future, _ in self._answered:
-            _settle_error(future, _as_answer(self.name, error))
+            _release_error(future, _client_error(self.name, error))
         self._answered.clear()
 
-    def _release(self, needed: Offset) -> None:
+    def _release_answers(self, needed: Offset) -> None:
         """Let out the answers given just now, or have them wait for the log."""
         answered, self._answered = self._answered, []
         for future, later in answered:
             if needed <= self._acknowledged:
-                _settle(future, later)
+                _release_answer(future, later)
             else:
                 self._waiting.append((needed, future, later))
 
@@ -517,32 +518,32 @@ class Shard(Generic[S]):
             # Another node leads now, as after any failover: whoever waits asks there.
             level = logging.INFO if isinstance(error, NotLeader) else logging.ERROR
             _logger.log(level, "an append was not acknowledged", extra={"shard": self.name, "error": str(error)})
-            self._begin_anew(str(error))
+            self._reload(str(error))
             return
         self._failures = 0
         self._acknowledged = max(self._acknowledged, next_offset)
         while self._waiting and self._waiting[0][0] <= self._acknowledged:
             _, future, later = self._waiting.popleft()
-            _settle(future, later)
+            _release_answer(future, later)
 
-    def _begin_anew(self, reason: str) -> None:
+    def _reload(self, reason: str) -> None:
         """Throw the state away, send everyone who waits to find the coordinator again, and read the log back."""
-        self._drop(NotCoordinator(f"{self.name} begins anew: {reason}"))
+        self._discard_state(NotCoordinator(f"{self.name} begins anew: {reason}"))
         if not self._closed:
             delay_s = min(RETRY_MAX_S, self._retry_first_s * 2**self._failures)
             self._failures = min(self._failures + 1, 16)
             self._load_soon(delay_s)
 
-    def _drop(self, error: MillstreamError) -> None:
+    def _discard_state(self, error: MillstreamError) -> None:
         state, self._state = self._state, None
         self._incarnation += 1
-        self._silence()
+        self._cancel_timers()
         if state is not None:
             state.unload()
         for _, future, _ in self._waiting:
-            _settle_error(future, error)
+            _release_error(future, error)
         for future, _ in self._answered:
-            _settle_error(future, error)
+            _release_error(future, error)
         self._waiting.clear()
         self._answered.clear()
 
@@ -562,7 +563,7 @@ class Shard(Generic[S]):
             self._closed = True
         elif error is not None:
             _logger.error("the state could not be read back; trying again", exc_info=error, extra={"shard": self.name})
-            self._begin_anew(str(error))
+            self._reload(str(error))
 
     async def _load(self, delay_s: float) -> None:
         if delay_s:
@@ -573,7 +574,7 @@ class Shard(Generic[S]):
         # A leader that took over holds what the one before it may have acknowledged.
         await self.partition.settled()
         self.epoch = self.partition.leader_epoch
-        async with self._gate:
+        async with self._load_slot:
             state = self._make_state(self._timers)
             end, replayed = await read_back(self.name, self.partition, state)
         self._written = self._acknowledged = end
@@ -582,7 +583,7 @@ class Shard(Generic[S]):
         self._state = state
         self._set_alarm()
 
-    def _silence(self) -> None:
+    def _cancel_timers(self) -> None:
         """Let no timer fire any more."""
         self._timers.clear()
         if self._alarm is not None:
@@ -602,27 +603,27 @@ class Shard(Generic[S]):
         self._alarm = asyncio.get_running_loop().call_later(delay_s, self.fire_timers)
 
 
-def _given(value: T) -> Later[T]:
-    later: Later[T] = Later()
-    later.give(value)
+def _resolved(value: T) -> Deferred[T]:
+    later: Deferred[T] = Deferred()
+    later.resolve(value)
     return later
 
 
-def _as_answer(name: str, error: MillstreamError) -> MillstreamError:
+def _client_error(name: str, error: MillstreamError) -> MillstreamError:
     if isinstance(error, LogUnavailable | NotEnoughReplicas | NotLeader):
         # A client can do nothing about the log; it finds the coordinator again, and tries again.
         return NotCoordinator(f"{name}: {error}")
     return error
 
 
-def _settle(future: asyncio.Future[Any], later: Later[Any]) -> None:
+def _release_answer(future: asyncio.Future[Any], later: Deferred[Any]) -> None:
     if later.error is not None:
-        _settle_error(future, later.error)
+        _release_error(future, later.error)
     elif not future.done():
         future.set_result(later.result())
 
 
-def _settle_error(future: asyncio.Future[Any], error: MillstreamError) -> None:
+def _release_error(future: asyncio.Future[Any], error: MillstreamError) -> None:
     # Whoever asked may have gone away, which cancels the future.
     if not future.done():
         future.set_exception(error)

@@ -17,7 +17,6 @@ from millstream.broker.groups.consumer.requests import ConsumerGroupDescription,
 from millstream.broker.groups.consumer.shard import ConsumerTopics
 from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.broker.groups.group import GroupState
-from millstream.broker.groups.pending_offsets import PendingProducer
 from millstream.broker.groups.requests import (
     CommitAnswer,
     CommitRequest,
@@ -36,7 +35,7 @@ from millstream.broker.groups.requests import (
 )
 from millstream.broker.groups.shard import GroupShard
 from millstream.broker.groups.share.requests import JOIN_EPOCH, ShareAnswer, ShareGroupDescription, ShareHeartbeat
-from millstream.broker.groups.transactional import Producer
+from millstream.broker.groups.transactional_offsets import PendingProducer, Producer
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import InvalidGroupId, InvalidSessionTimeout, MillstreamError
@@ -134,7 +133,7 @@ class GroupCoordinator:
         """A consumer joins; answered with the next generation."""
         _check_group_id(request.group_id)
         if request.protocol_type != GROUP_TYPE:
-            self._refuse_outsider(request.group_id)
+            self._check_not_pipeline_group(request.group_id)
         limits = self._limits
         if not limits.session_min_ms <= request.session_timeout_ms <= limits.session_max_ms:
             raise InvalidSessionTimeout(
@@ -143,7 +142,7 @@ class GroupCoordinator:
             )
         return await self._runtime.run(request.group_id, lambda shard: shard.join(request))
 
-    def _refuse_outsider(self, group_id: str) -> None:
+    def _check_not_pipeline_group(self, group_id: str) -> None:
         """A consumer in the group of a pipeline would move its offsets, and the pipeline would skip or repeat."""
         pipeline = self._pipeline_of(group_id)
         if pipeline is not None:
@@ -163,14 +162,14 @@ class GroupCoordinator:
         """A member of a consumer group joins, lives or goes."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:
-            self._refuse_outsider(request.group_id)
+            self._check_not_pipeline_group(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.consumer_heartbeat(request), pure=True)
 
     async def share_heartbeat(self, request: ShareHeartbeat) -> ShareAnswer:
         """A member of a share group joins, lives or goes."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:
-            self._refuse_outsider(request.group_id)
+            self._check_not_pipeline_group(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.shares.heartbeat(request), pure=True)
 
     async def describe_share_group(self, group_id: str) -> ShareGroupDescription:
@@ -216,7 +215,7 @@ class GroupCoordinator:
         partition = TopicPartition(CONSUMER_OFFSETS, self._runtime.partition_of(group_id))
         if adds:
             await admit(partition)
-        guard = await shard.run(lambda state: state.transactional.watch(producer_id), pure=True)
+        guard = await shard.run(lambda state: state.transactional.acquire_guard(producer_id), pure=True)
         try:
             if not adds:
                 await admit(partition)
@@ -225,7 +224,7 @@ class GroupCoordinator:
         finally:
             with suppress(MillstreamError):
                 released = shard.submit(lambda state: state.transactional.release(guard), pure=True)
-                released.add_done_callback(_heard)
+                released.add_done_callback(_ignore_result)
 
     async def end_transaction(self, index: int, marker: Marker) -> None:
         """A transaction that may have committed offsets in one partition of the offsets topic has ended."""
@@ -291,7 +290,7 @@ class GroupCoordinator:
         """Take away the offsets of topics that are gone; they have not counted since the topic went."""
         for shard in self._runtime.shards:
             if shard.state is not None:
-                shard.submit(_sweep_soon, pure=True).add_done_callback(_heard)
+                shard.submit(_sweep_soon, pure=True).add_done_callback(_ignore_result)
 
     def status(self) -> GroupsStatus:
         """The groups of this node in numbers."""
@@ -335,7 +334,7 @@ def _sweep_soon(shard: GroupShard) -> tuple[tuple[()], None]:
     return (), None
 
 
-def _heard(answer: asyncio.Future[None]) -> None:
+def _ignore_result(answer: asyncio.Future[None]) -> None:
     """Nobody waits for this answer: that it was refused is no defect to be logged."""
     if not answer.cancelled():
         answer.exception()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from enum import StrEnum
 
-from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.member import Member
 from millstream.broker.groups.records import NO_TIME_MS, CommittedOffset, StoredGroup
 from millstream.broker.groups.requests import GroupDescription, GroupListing, Joined, JoinedMember, MemberDescription
@@ -130,7 +130,7 @@ class Group:
         self.state = state
         self.state_since_ms = now_ms
 
-    def add(self, member: Member, reply: Later[Joined] | None = None) -> None:
+    def add(self, member: Member, reply: Deferred[Joined] | None = None) -> None:
         """Take a member in."""
         if not self.members:
             self.protocol_type = member.protocol_type or None
@@ -190,19 +190,19 @@ class Group:
             self.leader_id = new_id
         return new
 
-    def park_join(self, member: Member, reply: Later[Joined]) -> None:
+    def park_join(self, member: Member, reply: Deferred[Joined]) -> None:
         """Keep a join request until the generation is complete; an older one of the member gives way."""
         self.refuse_join(member, RebalanceInProgress("a later request of the same member took this one's place"))
         member.join_reply = reply
         self.awaiting_join += 1
 
-    def give_join(self, member: Member, answer: Joined) -> bool:
+    def answer_join(self, member: Member, answer: Joined) -> bool:
         """Answer a parked join request; whether there was one."""
         reply, member.join_reply = member.join_reply, None
         if reply is None:
             return False
         self.awaiting_join -= 1
-        reply.give(answer)
+        reply.resolve(answer)
         return True
 
     def refuse_join(self, member: Member, error: MillstreamError) -> None:

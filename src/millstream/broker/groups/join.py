@@ -5,8 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import Outcome
+from millstream.broker.coordination.state_machine import Deferred, Outcome
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.member import Member, estimated_bytes
 from millstream.broker.groups.rebalance import Rebalance, Records
@@ -35,7 +34,7 @@ class Join:
     def run(self, group: Group, request: JoinRequest) -> JoinOutcome:
         """Take a join request in; the answer mostly comes later, with the next generation."""
         if not self._has_room(group, request):
-            return self._turn_away(group, request)
+            return self._refuse_full(group, request)
         if not group.supports(request.protocol_type, {name for name, _ in request.protocols}):
             raise InconsistentProtocol(
                 f"the members of group {group.group_id!r} know none of the protocols that {request.client_id!r} offers"
@@ -67,14 +66,14 @@ class Join:
             return known or len(group.members) < self._limits.members_max
         return True
 
-    def _turn_away(self, group: Group, request: JoinRequest) -> JoinOutcome:
+    def _refuse_full(self, group: Group, request: JoinRequest) -> JoinOutcome:
         """Refuse a member for which there is no room; if it was one, the others need not wait for it."""
-        later: Later[Joined] = Later()
+        later: Deferred[Joined] = Deferred()
         later.refuse(GroupFull(f"group {group.group_id!r} has as many members as it may have"))
         if request.member_id not in group.members:
             return [], later
         self._rebalance.remove(group, request.member_id, UnknownMember("the group has no room for this member"))
-        return self._rebalance.after_leaving(group, f"no room for member {request.member_id}"), later
+        return self._rebalance.rebalance_after_leaving(group, f"no room for member {request.member_id}"), later
 
     def _replaces_static(self, group: Group, request: JoinRequest) -> bool:
         return not request.member_id and request.instance_id in group.static_members
@@ -90,7 +89,7 @@ class Join:
         if request.knows_member_id_required:
             # The id is given out before the member counts, so that a client that gives up leaves no ghost behind.
             self._rebalance.keep_pending(group, new_id, request.session_timeout_ms)
-            later: Later[Joined] = Later()
+            later: Deferred[Joined] = Deferred()
             later.refuse(MemberIdRequired("join again with the member id given", member_id=new_id))
             return [], later
         return self._add(group, new_id, request)
@@ -99,7 +98,7 @@ class Join:
         if group.is_in(GroupState.PREPARING) and group.previous_state is GroupState.EMPTY:
             group.member_added = True
         member = Member.joining(member_id, request)
-        later: Later[Joined] = Later()
+        later: Deferred[Joined] = Deferred()
         group.add(member, later)
         # A new member sends no heartbeats while it waits, and a client that gave up cannot be told from one that
         # waits: so it has to ask again from time to time.
@@ -120,11 +119,11 @@ class Join:
         later = self._update(group, member, request)
         return self._rebalance.begin_or_complete(group, f"member {member.member_id} joins again"), later
 
-    def _update(self, group: Group, member: Member, request: JoinRequest) -> Later[Joined]:
+    def _update(self, group: Group, member: Member, request: JoinRequest) -> Deferred[Joined]:
         group.update(member, request.protocols)
         member.rebalance_timeout_ms = request.rebalance_timeout_ms
         member.session_timeout_ms = request.session_timeout_ms
-        later: Later[Joined] = Later()
+        later: Deferred[Joined] = Deferred()
         group.park_join(member, later)
         return later
 
@@ -154,6 +153,6 @@ class Join:
         else:
             # An older client must not think that it leads, or it would share out anew.
             answer = group.joined(member.member_id, leader_id=old_leader_id)
-        group.give_join(member, answer)
+        group.answer_join(member, answer)
         assignments = {known.member_id: known.assignment for known in group.members.values()}
         return [group_record(group.group_id, group.stored(assignments))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from millstream.broker.coordination.later import Later
+from millstream.broker.coordination.state_machine import Deferred
 from millstream.broker.groups.records import StoredMember
 from millstream.broker.groups.requests import Joined, JoinRequest, Synced
 from millstream.core.errors import MillstreamError, RebalanceInProgress
@@ -62,8 +62,8 @@ class Member:
         self.assignment = assignment
         # A new member has no session yet, so its parked join request does not keep it alive for ever.
         self.is_new = is_new
-        self.join_reply: Later[Joined] | None = None
-        self.sync_reply: Later[Synced] | None = None
+        self.join_reply: Deferred[Joined] | None = None
+        self.sync_reply: Deferred[Synced] | None = None
 
     @classmethod
     def joining(cls, member_id: str, request: JoinRequest) -> Member:
@@ -135,16 +135,16 @@ class Member:
         """Whether a parked request stands for heartbeats, which the client does not send meanwhile."""
         return not self.is_new and (self.join_reply is not None or self.sync_reply is not None)
 
-    def park_sync(self, reply: Later[Synced]) -> None:
+    def park_sync(self, reply: Deferred[Synced]) -> None:
         """Keep a sync request until the leader brings the assignment; an older one of the member gives way."""
         self.refuse_sync(RebalanceInProgress("a later request of the same member took this one's place"))
         self.sync_reply = reply
 
-    def give_sync(self, answer: Synced) -> bool:
+    def answer_sync(self, answer: Synced) -> bool:
         """Answer the parked sync request; whether there was one."""
         reply, self.sync_reply = self.sync_reply, None
         if reply is not None:
-            reply.give(answer)
+            reply.resolve(answer)
         return reply is not None
 
     def refuse_sync(self, error: MillstreamError) -> bool:

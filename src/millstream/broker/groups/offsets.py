@@ -85,7 +85,7 @@ class Offsets:
                 found.setdefault(topic, {})[partition] = _as_fetched(committed)
         return found
 
-    def disposable(self, group: OffsetOwner, now_ms: int, retention_ms: int) -> list[OffsetKey]:
+    def expired(self, group: OffsetOwner, now_ms: int, retention_ms: int) -> list[OffsetKey]:
         """The offsets of a group that are expired, or whose topic is gone."""
         return [
             OffsetKey(group.group_id, topic, partition)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.member import Member
@@ -26,7 +26,7 @@ _logger = logging.getLogger(__name__)
 
 Records = list[StateRecord]
 
-_LOOK_AGAIN_MS = 1000
+_RECHECK_MS = 1000
 
 
 class Rebalance:
@@ -74,14 +74,14 @@ class Rebalance:
         self._drop_absent(group)
         if group.members and not group.elect_joined_leader():
             # Only static members that do not answer are left: they go when their sessions end.
-            self._schedule_join(group, max(group.rebalance_timeout_ms, _LOOK_AGAIN_MS))
+            self._schedule_join(group, max(group.rebalance_timeout_ms, _RECHECK_MS))
             return []
         group.begin_generation(self._clock.now_ms())
         if group.is_in(GroupState.EMPTY):
             return [group_record(group.group_id, group.stored({}))]
         for member in group.members.values():
             leads = member.member_id == group.leader_id
-            group.give_join(member, group.joined(member.member_id, with_members=leads))
+            group.answer_join(member, group.joined(member.member_id, with_members=leads))
             member.is_new = False
             self.keep_alive(group, member)
             group.pending_sync.add(member.member_id)
@@ -100,7 +100,7 @@ class Rebalance:
         """Take away the timer of a member or of a pending id."""
         self._timers.cancel(("session", group.group_id, member_id))
 
-    def after_leaving(self, group: Group, reason: str) -> Records:
+    def rebalance_after_leaving(self, group: Group, reason: str) -> Records:
         """Share out anew what those who left have had."""
         if group.is_in(GroupState.STABLE, GroupState.COMPLETING):
             return self.prepare(group, reason)

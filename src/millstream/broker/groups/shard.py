@@ -12,8 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from itertools import islice
 from typing import Final
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.records import ConsumerKey, read_consumer_key
@@ -24,7 +23,6 @@ from millstream.broker.groups.group import Group, GroupState
 from millstream.broker.groups.join import Join, random_suffix
 from millstream.broker.groups.member import Member
 from millstream.broker.groups.offsets import Offsets, TopicIds
-from millstream.broker.groups.pending_offsets import MarkerKey, PendingKey, pending_tombstone, read_pending_key
 from millstream.broker.groups.rebalance import Rebalance, Records
 from millstream.broker.groups.records import (
     NO_TIME_MS,
@@ -60,7 +58,15 @@ from millstream.broker.groups.requests import (
 )
 from millstream.broker.groups.share.records import ShareKey, read_share_key
 from millstream.broker.groups.share.shard import ShareShard
-from millstream.broker.groups.transactional import AsRecord, Producer, Transactional
+from millstream.broker.groups.transactional_offsets import (
+    AsRecord,
+    MarkerKey,
+    PendingKey,
+    Producer,
+    TransactionalOffsets,
+    pending_tombstone,
+    read_pending_key,
+)
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     BatchTooLarge,
@@ -102,7 +108,7 @@ class GroupShard:
         self._clock = clock
         self._topic_id_of = topic_id_of
         self._offsets = Offsets(topic_id_of)
-        self.transactional = Transactional(clock)
+        self.transactional = TransactionalOffsets(clock)
         self._groups = Registry(self._offsets, groups_max=limits.groups_max)
         self._rebalance = Rebalance(self._groups, timers, limits, clock)
         self._join = Join(self._rebalance, limits, new_suffix=new_suffix)
@@ -113,13 +119,13 @@ class GroupShard:
             clock=clock,
             topics=topics or ConsumerTopics.of(NoTopics()),
             new_suffix=new_suffix,
-            rebalance_classic=self._take_over,
+            rebalance_classic=self._rebalance_downgraded,
         )
         self.shares = ShareShard(
             timers,
             limits=limits,
             topics=(topics or ConsumerTopics.of(NoTopics())).topics,
-            is_taken=lambda group_id: self._taker(group_id) is not None,
+            is_taken=lambda group_id: self._group_using(group_id) is not None,
             check_room=lambda: self._groups.check_room(len(self.shares)),
         )
         self._loaded = False
@@ -150,7 +156,7 @@ class GroupShard:
         if self.shares.get(request.group_id) is not None:
             raise InconsistentProtocol(f"{request.group_id!r} is a share group; its members are share consumers")
         group = self._groups.get(request.group_id)
-        replaced = self.consumers.empty_away(request.group_id)
+        replaced = self.consumers.delete_if_empty(request.group_id)
         if group is None:
             if request.member_id:
                 raise UnknownMember(f"group {request.group_id!r} has no member {request.member_id!r}")
@@ -173,7 +179,7 @@ class GroupShard:
         consumers = self.consumers.get_with_members(who.group_id)
         if consumers is not None:
             return self.consumers.sync(consumers, request)
-        group = self._known(who)
+        group = self._group_with_members(who)
         member = group.check_member(who.member_id, who.instance_id)
         _check_generation(group, who.generation)
         _check_protocol(group, request)
@@ -181,8 +187,8 @@ class GroupShard:
             raise RebalanceInProgress(f"group {group.group_id!r} is rebalancing")
         self._rebalance.synced(group, member.member_id)
         if group.is_in(GroupState.STABLE):
-            return [], _share(group, member)
-        reply: Later[Synced] = Later()
+            return [], _synced(group, member)
+        reply: Deferred[Synced] = Deferred()
         member.park_sync(reply)
         if member.member_id != group.leader_id:
             return [], reply
@@ -193,12 +199,12 @@ class GroupShard:
         consumers = self.consumers.get_with_members(who.group_id)
         if consumers is not None:
             return self.consumers.classic_heartbeat(consumers, who)
-        group = self._known(who)
+        group = self._group_with_members(who)
         member = group.check_member(who.member_id, who.instance_id)
         _check_generation(group, who.generation)
         self._rebalance.keep_alive(group, member)
         if group.is_in(GroupState.PREPARING):
-            reply: Later[None] = Later()
+            reply: Deferred[None] = Deferred()
             reply.refuse(RebalanceInProgress(f"group {group.group_id!r} is rebalancing"))
             return [], reply
         return [], None
@@ -214,7 +220,7 @@ class GroupShard:
             return [], [Left(leaver, unknown) for leaver in leavers]
         results = [self._leave_one(group, leaver) for leaver in leavers]
         gone = [left.leaver.member_id or left.leaver.instance_id or "" for left in results if left.error is None]
-        records = self._rebalance.after_leaving(group, f"{', '.join(gone)} left") if gone else []
+        records = self._rebalance.rebalance_after_leaving(group, f"{', '.join(gone)} left") if gone else []
         self._groups.drop_if_unused(group)
         return records, results
 
@@ -224,15 +230,15 @@ class GroupShard:
         """Keep offsets. The state changes when the records are replayed, not before."""
         self._check_not_shared(request.member.group_id)
         self._check_commit(request)
-        return self._kept(request, offset_record)
+        return self._commit_records(request, offset_record)
 
     def commit_in_transaction(self, request: CommitRequest, producer: Producer) -> Outcome[CommitAnswer]:
         """Keep offsets that count only when the transaction is committed."""
         self._check_not_shared(request.member.group_id)
         self._check_transactional_commit(request)
-        return self._kept(request, self.transactional.recorder(producer))
+        return self._commit_records(request, self.transactional.recorder(producer))
 
-    def _kept(self, request: CommitRequest, as_record: AsRecord) -> Outcome[CommitAnswer]:
+    def _commit_records(self, request: CommitRequest, as_record: AsRecord) -> Outcome[CommitAnswer]:
         now_ms = self._clock.now_ms()
         expire_ms = NO_TIME_MS if request.retention_ms is None else now_ms + request.retention_ms
         records: Records = []
@@ -276,7 +282,9 @@ class GroupShard:
         if not require_stable:
             return [], fetched
         pending = self.transactional.pending
-        return [], pending.marked(group_id, pending.with_first(group_id, fetched) if wanted is None else fetched)
+        return [], pending.with_stability(
+            group_id, pending.with_uncommitted(group_id, fetched) if wanted is None else fetched
+        )
 
     def delete_offsets(
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]
@@ -311,19 +319,21 @@ class GroupShard:
 
     def delete(self, group_id: str) -> Outcome[bool]:
         """Delete a group without members, at most so many offsets at a time; False when there is more to delete."""
-        share = self.shares.get(group_id)
-        group = share or self._existing(group_id)
+        share_group = self.shares.get(group_id)
+        group = share_group or self._existing(group_id)
         if not group.is_empty:
             raise GroupNotEmpty(f"group {group_id!r} has members")
-        if share is not None:
-            return self.shares.take_away(share), True
+        if share_group is not None:
+            return self.shares.deletion_records(share_group), True
         places = list(self._offsets.of_group(group_id))
         limit = self._limits.tombstones_max
         records = [offset_tombstone(OffsetKey(group_id, *place)) for place in places[:limit]]
         done = len(places) <= limit
         if done:
             records += map(pending_tombstone, self.transactional.pending.of_group(group_id))
-            records += [group_tombstone(group_id)] if isinstance(group, Group) else self.consumers.empty_away(group_id)
+            records += (
+                [group_tombstone(group_id)] if isinstance(group, Group) else self.consumers.delete_if_empty(group_id)
+            )
         return records, done
 
     # The fold
@@ -385,18 +395,18 @@ class GroupShard:
 
     # Below: how
 
-    def _known(self, who: MemberRef) -> Group:
+    def _group_with_members(self, who: MemberRef) -> Group:
         group = self._groups.get(who.group_id)
         if group is None or group.is_in(GroupState.EMPTY):
             raise UnknownMember(f"group {who.group_id!r} has no member {who.member_id!r}")
         return group
 
-    def _taker(self, group_id: str) -> Group | ConsumerGroup | None:
+    def _group_using(self, group_id: str) -> Group | ConsumerGroup | None:
         """Who has a group id, other than a share group."""
         return self._groups.get(group_id) or self.consumers.get(group_id)
 
     def _existing(self, group_id: str) -> Group | ConsumerGroup:
-        group = self._taker(group_id)
+        group = self._group_using(group_id)
         if group is None:
             raise UnknownGroup(f"there is no group {group_id!r}")
         return group
@@ -505,7 +515,7 @@ class GroupShard:
         if group is None or not self._loaded:
             group = self._groups.put(Group.restored(group_id, stored))
         elif group.is_in(GroupState.COMPLETING) and stored.generation == group.generation:
-            self._hand_out(group, stored)
+            self._deliver_assignments(group, stored)
         group.stored_value = record.value
 
     def _drop_stored(self, group: Group) -> None:
@@ -514,15 +524,15 @@ class GroupShard:
             # Not written by this broker, which deletes the offsets first; they stay what they are.
             self._groups.put(Group(group.group_id))
 
-    def _hand_out(self, group: Group, stored: StoredGroup) -> None:
+    def _deliver_assignments(self, group: Group, stored: StoredGroup) -> None:
         group.move_to(GroupState.STABLE, self._clock.now_ms())
-        for share in stored.members:
-            member = group.members[share.member_id]
-            member.assignment = share.assignment
-            if member.give_sync(_share(group, member)):
+        for share_group in stored.members:
+            member = group.members[share_group.member_id]
+            member.assignment = share_group.assignment
+            if member.answer_sync(_synced(group, member)):
                 self._rebalance.keep_alive(group, member)
 
-    def _take_over(self, group_id: str) -> Records:
+    def _rebalance_downgraded(self, group_id: str) -> Records:
         """A consumer group has become this classic one: its members share out by themselves from now on."""
         group = self._groups.get(group_id)
         if group is None or not group.is_in(GroupState.STABLE):
@@ -540,7 +550,7 @@ class GroupShard:
             group = self._groups.get(group_id) or self.consumers.get(group_id)
             if group is not None:
                 looked_at += 1 + len(self._offsets.of_group(group.group_id))
-                records += self._dispose(group, now_ms)
+                records += self._expire_offsets(group, now_ms)
         if self._to_sweep:
             self._timers.schedule(_SWEEP, _SWEEP_PAUSE_MS, self._sweep, pure=True)
         else:
@@ -549,11 +559,11 @@ class GroupShard:
 
     def _begin_sweep(self) -> Records:
         self._to_sweep = self._groups.ids()
-        forgotten = self.transactional.forgotten(self._limits.offsets_retention_ms)
+        forgotten = self.transactional.expired_markers(self._limits.offsets_retention_ms)
         return [*islice(forgotten, self._limits.tombstones_max), *self._sweep()]
 
-    def _dispose(self, group: Group | ConsumerGroup, now_ms: int) -> Records:
-        expired = self._offsets.disposable(group, now_ms, self._limits.offsets_retention_ms)
+    def _expire_offsets(self, group: Group | ConsumerGroup, now_ms: int) -> Records:
+        expired = self._offsets.expired(group, now_ms, self._limits.offsets_retention_ms)
         keys = [key for key in expired if not self.transactional.pending.is_pending(key)]
         limit = self._limits.tombstones_max
         if len(keys) > limit:
@@ -562,7 +572,9 @@ class GroupShard:
         remaining = len(self._offsets.of_group(group.group_id)) - len(records)
         if isinstance(group, ConsumerGroup):
             some_expired = bool(records)
-            return records + self.consumers.dispose(group, now_ms, offsets_left=remaining, some_expired=some_expired)
+            return records + self.consumers.expire_if_unused(
+                group, now_ms, offsets_left=remaining, some_expired=some_expired
+            )
         # A group that has only just become empty may be one whose consumers restart.
         idle = bool(records) or now_ms - group.state_since_ms >= self._limits.sweep_ms
         if idle and remaining == 0 and group.is_in(GroupState.EMPTY) and not group.pending_members:
@@ -576,10 +588,10 @@ def _check_generation(group: Group, generation: int) -> None:
 
 
 def _check_protocol(group: Group, request: SyncRequest) -> None:
-    told = ((request.protocol_type, group.protocol_type), (request.protocol_name, group.protocol_name))
-    if any(theirs is not None and ours is not None and theirs != ours for theirs, ours in told):
+    pairs = ((request.protocol_type, group.protocol_type), (request.protocol_name, group.protocol_name))
+    if any(theirs is not None and ours is not None and theirs != ours for theirs, ours in pairs):
         raise InconsistentProtocol(f"group {group.group_id!r} uses {group.protocol_type}/{group.protocol_name}")
 
 
-def _share(group: Group, member: Member) -> Synced:
+def _synced(group: Group, member: Member) -> Synced:
     return Synced(group.protocol_type, group.protocol_name, member.assignment)

@@ -16,8 +16,7 @@ import msgspec
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32, i32Timedelta
 
-from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.fenced import log_fenced
+from millstream.broker.kafka.errors import error_code, error_message, log_fenced
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.promise import Buffers
@@ -150,14 +149,14 @@ class PrivateApi(ABC, Generic[RequestT]):
         return self._answer(bytes(frame[header.body_at :]), header, client)
 
     async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
-        told: dict[str, Any]
+        response: dict[str, Any]
         try:
             request: RequestT = msgspec.json.decode(body, type=self.asks)
-            told = {"error": 0, "message": None, **await self.handle(request)}
+            response = {"error": 0, "message": None, **await self.handle(request)}
         except msgspec.MsgspecError as error:
-            told = {"error": int(ErrorCode.invalid_request), "message": str(error)}
+            response = {"error": int(ErrorCode.invalid_request), "message": str(error)}
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
-            told = {"error": int(error_code(error)), "message": error_message(error)}
-        content = msgspec.json.encode(told)
+            response = {"error": int(error_code(error)), "message": error_message(error)}
+        content = msgspec.json.encode(response)
         return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from millstream.broker.replication.partition import Partition
 
 
-_NEVER_TOLD = Offset(-1)
+_NEVER_SENT = Offset(-1)
 
 
 class Waiter(Protocol):
@@ -68,14 +68,14 @@ class Waiter(Protocol):
 class FollowedPartition:
     """One partition of a session."""
 
-    __slots__ = ("log_start_told", "partition", "position", "watermark_told")
+    __slots__ = ("partition", "position", "sent_log_start", "sent_watermark")
 
     def __init__(self, position: ReplicaPosition) -> None:
         self.position = position
         self.partition: Partition | None = None
         """Whose appends the session is told of."""
-        self.watermark_told = _NEVER_TOLD
-        self.log_start_told = _NEVER_TOLD
+        self.sent_watermark = _NEVER_SENT
+        self.sent_log_start = _NEVER_SENT
 
 
 class FollowerSession:
@@ -174,7 +174,7 @@ BYTES_MIN = 1024 * 1024
 """So much a follower gets in any case."""
 
 
-LOOK_MAX = 2000
+PARTITIONS_PER_ANSWER_MAX = 2000
 
 """So many partitions are looked at for one answer; the others come with the next, so that nobody waits for long."""
 
@@ -182,7 +182,7 @@ LOOK_MAX = 2000
 MAX_WAIT_S_MAX = 300.0
 
 
-_STRANGER = ReplicaAnswer(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
+_UNREGISTERED = ReplicaAnswer(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
 
 """What a process is told that is not registered as the node it claims to be, as in Kafka (KIP-903)."""
 
@@ -231,14 +231,14 @@ class FollowerFetch:
             raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
         fetch = read_replica_fetch(frame, header.body_at)
         if not self._may_follow(fetch.node, fetch.registration):
-            return _written(header, _told_strangers(fetch))
+            return _encode(header, _unregistered_answers(fetch))
         if fetch.is_repair:
-            return _written(header, ReplicaAnswers(ErrorCode.none, NO_SESSION, self._read_for_repair(fetch)))
+            return _encode(header, ReplicaAnswers(ErrorCode.none, NO_SESSION, self._read_for_repair(fetch)))
         session = self._session(fetch)
         if isinstance(session, ErrorCode):
-            return _written(header, ReplicaAnswers(session, NO_SESSION))
-        found = self._look(session, fetch)
-        if fetch.max_wait_ms <= 0 or self.is_enough(session, found):
+            return _encode(header, ReplicaAnswers(session, NO_SESSION))
+        found = self._read_pending(session, fetch)
+        if fetch.max_wait_ms <= 0 or self.is_complete(session, found):
             return self.answer(header, session, found)
         if presence is not None and presence.has_left:
             return self.answer(header, session, found)
@@ -247,11 +247,11 @@ class FollowerFetch:
             presence.when_left = wait.finish
         return wait
 
-    def look_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:
+    def read_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:
         """What there is to say by now; None when the follower has begun another session, on another connection."""
-        return self._look(session, fetch) if self._sessions.get(session.node) is session else None
+        return self._read_pending(session, fetch) if self._sessions.get(session.node) is session else None
 
-    def is_enough(self, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]) -> bool:
+    def is_complete(self, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]) -> bool:
         """Whether an answer is to be given at once."""
         return bool(session.unread) or self._stopping or any(map(_is_urgent, found.values()))
 
@@ -275,9 +275,9 @@ class FollowerFetch:
 
     def _open(self, node: NodeId) -> FollowerSession:
         """A new session in the place of the one that the node had."""
-        before = self._sessions.pop(node, None)
-        if before is not None:
-            before.close()
+        previous = self._sessions.pop(node, None)
+        if previous is not None:
+            previous.close()
         while len(self._sessions) >= SESSIONS_MAX:
             self._sessions.popitem(last=False)[1].close()
         session = self._sessions[node] = FollowerSession(node, self._new_id())
@@ -285,35 +285,35 @@ class FollowerFetch:
 
     # -- looking --------------------------------------------------------------------------------------------
 
-    def _look(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
+    def _read_pending(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
         """What there is to say of the partitions to which something has happened, within the bytes allowed."""
         room = max(BYTES_MIN, self._budget.share_bytes)
-        left = min(fetch.max_bytes, self._bytes_max, room)
+        remaining = min(fetch.max_bytes, self._bytes_max, room)
         is_first = True
         found: dict[PartitionKey, ReplicaAnswer] = {}
-        for key in tuple(islice(session.unread, LOOK_MAX)):
+        for key in tuple(islice(session.unread, PARTITIONS_PER_ANSWER_MAX)):
             followed = session.partitions[key]
             # A partition whose turn comes when nothing is left still notes where the follower is.
-            answer = self._look_at(session, key, followed, fetch.registration, left, at_least_one=is_first)
-            left -= len(answer.records)
+            answer = self._read_partition(session, key, followed, fetch.registration, remaining, at_least_one=is_first)
+            remaining -= len(answer.records)
             is_first = is_first and not answer.records
-            if not _is_held_back(answer, followed):
+            if not _has_more(answer, followed):
                 del session.unread[key]
-            if _is_news(answer, followed):
+            if _has_changed(answer, followed):
                 found[key] = answer
         for key in tuple(session.moved):
             if key not in found:
-                self._look_at_watermark(session, key, found)
+                self._read_watermark(session, key, found)
         session.moved.clear()
         return found
 
-    def _look_at(
+    def _read_partition(
         self,
         session: FollowerSession,
         key: PartitionKey,
         followed: FollowedPartition,
         registration: int,
-        left: int,
+        remaining: int,
         *,
         at_least_one: bool,
     ) -> ReplicaAnswer:
@@ -329,7 +329,7 @@ class FollowerFetch:
                 offset=position.offset,
                 last_epoch=position.last_epoch,
                 leader_epoch=position.leader_epoch,
-                max_bytes=min(position.max_bytes, max(left, 0)),
+                max_bytes=min(position.max_bytes, max(remaining, 0)),
                 at_least_one=at_least_one,
                 registration=registration,
                 reads=self._reads,
@@ -342,7 +342,7 @@ class FollowerFetch:
 
     def _read_for_repair(self, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
         """Give a replica what its disk lost, within the bytes allowed."""
-        left = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
+        remaining = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
         found: dict[PartitionKey, ReplicaAnswer] = {}
         for key, position in fetch.wanted.items():
             try:
@@ -350,16 +350,16 @@ class FollowerFetch:
                     fetch.node,
                     offset=position.offset,
                     leader_epoch=position.last_epoch,
-                    max_bytes=min(position.max_bytes, left),
+                    max_bytes=min(position.max_bytes, remaining),
                 )
             except MillstreamError as error:
                 found[key] = ReplicaAnswer(error_code(error), NO_OFFSET, NO_OFFSET, None, b"")
             else:
                 found[key] = ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, None, read.records)
-                left = max(0, left - len(read.records))
+                remaining = max(0, remaining - len(read.records))
         return found
 
-    def _look_at_watermark(
+    def _read_watermark(
         self, session: FollowerSession, key: PartitionKey, found: dict[PartitionKey, ReplicaAnswer]
     ) -> None:
         followed = session.partitions[key]
@@ -367,7 +367,7 @@ class FollowerFetch:
         if partition is None or not partition.is_leader:
             return
         answer = ReplicaAnswer(ErrorCode.none, partition.high_watermark, partition.log_start, None, b"")
-        if partition.leader_epoch == followed.position.leader_epoch and _is_news(answer, followed):
+        if partition.leader_epoch == followed.position.leader_epoch and _has_changed(answer, followed):
             found[key] = answer
 
     # -- answering ------------------------------------------------------------------------------------------
@@ -379,9 +379,9 @@ class FollowerFetch:
         for key, answer in found.items():
             followed = session.partitions.get(key)
             if followed is not None:
-                followed.watermark_told = answer.high_watermark
-                followed.log_start_told = answer.log_start
-        return _written(header, ReplicaAnswers(ErrorCode.none, session.session_id, found))
+                followed.sent_watermark = answer.high_watermark
+                followed.sent_log_start = answer.log_start
+        return _encode(header, ReplicaAnswers(ErrorCode.none, session.session_id, found))
 
 
 class _Wait(Promise):
@@ -390,7 +390,7 @@ class _Wait(Promise):
     It is no task: the fetches of followers are so many that what a task costs would be seen.
     """
 
-    __slots__ = ("_due", "_fetch", "_followers", "_found", "_header", "_is_woken", "_session", "_timer")
+    __slots__ = ("_due", "_fetch", "_followers", "_found", "_header", "_is_wake_scheduled", "_session", "_timer")
 
     def __init__(
         self,
@@ -406,35 +406,35 @@ class _Wait(Promise):
         self._fetch = fetch
         self._session = session
         self._found = found
-        self._is_woken = False
+        self._is_wake_scheduled = False
         loop = asyncio.get_running_loop()
         self._due = loop.time() + min(fetch.max_wait_ms / 1000, MAX_WAIT_S_MAX)
         self._timer = loop.call_at(self._due, self.finish)
         if found:
-            self._hurry()
+            self._shorten_wait()
         session.waiting = self
 
     def wake(self) -> None:
         """Look again when everything is done that is under way in this turn of the loop."""
-        if not self._is_woken:
-            self._is_woken = True
+        if not self._is_wake_scheduled:
+            self._is_wake_scheduled = True
             asyncio.get_running_loop().call_soon(self._look_again)
 
     def _look_again(self) -> None:
-        self._is_woken = False
+        self._is_wake_scheduled = False
         if self.is_kept:
             return
-        found = self._followers.look_again(self._session, self._fetch)
+        found = self._followers.read_again(self._session, self._fetch)
         if found is None:
-            self._end(_written(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+            self._end(_encode(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
             return
         self._found.update(found)
-        if self._followers.is_enough(self._session, self._found):
+        if self._followers.is_complete(self._session, self._found):
             self._end(self._followers.answer(self._header, self._session, self._found))
         elif self._found:
-            self._hurry()
+            self._shorten_wait()
 
-    def _hurry(self) -> None:
+    def _shorten_wait(self) -> None:
         """Wait for a little only, so that records may go with what is known."""
         loop = asyncio.get_running_loop()
         due = loop.time() + WATERMARK_DELAY_S
@@ -447,9 +447,9 @@ class _Wait(Promise):
         """Answer with what is there."""
         if self.is_kept:
             return
-        found = self._followers.look_again(self._session, self._fetch)
+        found = self._followers.read_again(self._session, self._fetch)
         if found is None:
-            self._end(_written(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
+            self._end(_encode(self._header, ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)))
         else:
             self._found.update(found)
             self._end(self._followers.answer(self._header, self._session, self._found))
@@ -461,15 +461,15 @@ class _Wait(Promise):
         self.keep(buffers)
 
 
-def _is_news(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
+def _has_changed(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
     return (
         _is_urgent(answer)
-        or answer.high_watermark != followed.watermark_told
-        or answer.log_start != followed.log_start_told
+        or answer.high_watermark != followed.sent_watermark
+        or answer.log_start != followed.sent_log_start
     )
 
 
-def _is_held_back(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
+def _has_more(answer: ReplicaAnswer, followed: FollowedPartition) -> bool:
     """Whether the partition has records for the follower that did not fit into the answer."""
     position, partition = followed.position, followed.partition
     return (
@@ -485,12 +485,12 @@ def _is_urgent(answer: ReplicaAnswer) -> bool:
     return bool(answer.records) or answer.code != ErrorCode.none or answer.diverging is not None
 
 
-def _told_strangers(fetch: ReplicaFetch) -> ReplicaAnswers:
+def _unregistered_answers(fetch: ReplicaFetch) -> ReplicaAnswers:
     """A session of an earlier registration is over; a request in it that names nothing would else never wait."""
     if fetch.session_epoch not in (FIRST_SESSION_EPOCH, CLOSED_SESSION_EPOCH):
         return ReplicaAnswers(ErrorCode.fetch_session_id_not_found, NO_SESSION)
-    return ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _STRANGER))
+    return ReplicaAnswers(ErrorCode.none, NO_SESSION, dict.fromkeys(fetch.wanted, _UNREGISTERED))
 
 
-def _written(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:
+def _encode(header: RequestHeader, answers: ReplicaAnswers) -> Buffers:
     return write_replica_answers(header.version, header.correlation_id, answers)

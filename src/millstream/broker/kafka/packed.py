@@ -49,10 +49,10 @@ class PackedApi(ABC, Generic[RequestT]):
             client.presence.give_up_when_left()
         try:
             request: RequestT = msgspec.msgpack.decode(body, type=self.asks)
-            told = await self.handle_from(client, request)
+            response = await self.handle_from(client, request)
         except msgspec.MsgspecError as error:
-            told = self.answers(int(ErrorCode.invalid_request), str(error))
+            response = self.answers(int(ErrorCode.invalid_request), str(error))
         except MillstreamError as error:
-            told = self.answers(int(error_code(error)), error_message(error))
-        content = msgspec.msgpack.encode(told)
+            response = self.answers(int(error_code(error)), error_message(error))
+        content = msgspec.msgpack.encode(response)
         return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]

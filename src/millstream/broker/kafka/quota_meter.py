@@ -65,8 +65,8 @@ class QuotaMeter:
         """Whether there is any quota of this kind. While there is none, nothing else here is touched."""
         self.throttled = 0
         self.throttled_ms = 0
-        quotas.when_changed(self._begin_anew)
-        self._begin_anew()
+        quotas.when_changed(self._reset)
+        self._reset()
 
     def charge(self, client: ClientInfo, size: int) -> int:
         """Account for bytes of a client; if that is too much, mute it, and return for how many milliseconds."""
@@ -116,7 +116,7 @@ class QuotaMeter:
             self._shared = Bucket(found.rate, self._clock())
         return self._shared
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self.is_limiting = self._quotas.has(self.key)
         self._shared = None
         self._by_client.clear()

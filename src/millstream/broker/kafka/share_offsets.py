@@ -38,30 +38,30 @@ class ShareOffsets:
         """Every partition on which a group has begun."""
         if self._service.declared.get(name) is None:
             return {}
-        found, kept = await self._told(name, set())
-        closed = kept - found.keys()
+        found, stored = await self._ask_all(name, set())
+        closed = stored - found.keys()
         if closed:
             # Nobody has asked for them since their leader began to lead.
-            found, _ = await self._told(name, closed)
+            found, _ = await self._ask_all(name, closed)
         return found
 
-    async def _told(
+    async def _ask_all(
         self, name: str, to_open: set[tuple[str, int]]
     ) -> tuple[dict[tuple[str, int], QueueOffset], set[tuple[str, int]]]:
         """What all nodes tell of a group: its queues that are open, and those whose states they keep."""
         found: dict[tuple[str, int], QueueOffset] = {}
-        kept: set[tuple[str, int]] = set()
+        stored: set[tuple[str, int]] = set()
         for node in self._membership.nodes():
             if node.node_id == self._membership.me.node_id:
-                told = await self._list.handle(WantedSubscriptions([name], sorted(to_open)))
+                response = await self._list.handle(WantedSubscriptions([name], sorted(to_open)))
             else:
                 body = {"names": [name], "open": sorted(to_open)}
-                told = await self._ask(node.node_id, SubscriptionList.key, body)
-            for subscription in told["subscriptions"]:
-                kept |= {(topic, partition) for topic, partition in subscription["kept"]}
+                response = await self._send(node.node_id, SubscriptionList.key, body)
+            for subscription in response["subscriptions"]:
+                stored |= {(topic, partition) for topic, partition in subscription["kept"]}
                 for queue in subscription["queues"]:
                     found[queue["topic"], queue["partition"]] = QueueOffset(queue["oldest"], queue["backlog"])
-        return found, kept
+        return found, stored
 
     async def declare(self, name: str) -> None:
         """Make sure that a group has its subscription."""
@@ -77,7 +77,7 @@ class ShareOffsets:
             await self._seek.handle(Sought(name, to, topic.name, partition))
             return
         body = {"name": name, "to": to, "topic": topic.name, "partition": partition}
-        await self._ask(state.leader, SubscriptionSeek.key, body)
+        await self._send(state.leader, SubscriptionSeek.key, body)
 
     async def forget(self, name: str, topic: Topic) -> None:
         """Forget where a group is on a topic: it begins there as if for the first time."""
@@ -88,9 +88,9 @@ class ShareOffsets:
                     await self._forget.handle(Unwanted(name, topic.name, keeps))
                 else:
                     body = {"name": name, "topic": topic.name, "only_close": keeps}
-                    await self._ask(node.node_id, SubscriptionForget.key, body)
+                    await self._send(node.node_id, SubscriptionForget.key, body)
 
-    async def _ask(self, node: Any, key: int, body: dict[str, Any]) -> dict[str, Any]:
+    async def _send(self, node: Any, key: int, body: dict[str, Any]) -> dict[str, Any]:
         answer: dict[str, Any] = json.loads(bytes(await self._service.ask_node(node, key, json.dumps(body).encode())))
         if answer["error"]:
             raise error_from_code(answer["error"], answer["message"])

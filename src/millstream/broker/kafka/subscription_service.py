@@ -18,13 +18,13 @@ from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.net.budget import Budget
 from millstream.broker.push_board import PushBoard
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.broker.subscriptions.routed_store import RoutedStateStore
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_store import QueueImage
-from millstream.broker.transactions.peers import WirePeers
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import (
@@ -107,8 +107,8 @@ class ShareTopics:
             if node.node_id != self._membership.me.node_id:
                 # What a node that is away knows is known again when it is back.
                 with suppress(MillstreamError):
-                    told = json.loads(bytes(await self._ask_node(node.node_id, LIST_KEY, body)))
-                    found |= {topic for one in told.get("subscriptions", ()) for topic in one["topics"]}
+                    response = json.loads(bytes(await self._ask_node(node.node_id, LIST_KEY, body)))
+                    found |= {topic for one in response.get("subscriptions", ()) for topic in one["topics"]}
         topics = tuple(sorted(found))
         if topics:
             if len(self._known) >= KNOWN_MAX:
@@ -152,11 +152,11 @@ class SubscriptionService:
         self.share_topics = ShareTopics(topics, self.states, membership, clock, self.ask_node)
         self._store = RoutedStateStore(self.states, self._peers, self._random, me=me)
         self._engine: Engine | None = None
-        self._making: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[None] | None = None
         self._client: Client | None = None
         self._supervise = supervise
         self._expiry = Expiry(subscriptions, clock, self._last_used_ms, self.delete)
-        self._looking_after: asyncio.Task[None] | None = None
+        self._expiry_task: asyncio.Task[None] | None = None
         self._closed = False
 
     def metrics(self) -> Iterable[Metric]:
@@ -179,16 +179,16 @@ class SubscriptionService:
         self.topics.use_delivery_floor(self._floor)
         await self.states.start()
         self._changed()
-        self._looking_after = self._supervise("unused subscriptions", self._expiry.run())
+        self._expiry_task = self._supervise("unused subscriptions", self._expiry.run())
 
     async def close(self) -> None:
         """Send workers who wait away, and let what was written become durable."""
         self._closed = True
-        if self._looking_after is not None:
-            self._looking_after.cancel()
-            await asyncio.wait([self._looking_after])
-        if self._making is not None:
-            await asyncio.wait([self._making])
+        if self._expiry_task is not None:
+            self._expiry_task.cancel()
+            await asyncio.wait([self._expiry_task])
+        if self._loading is not None:
+            await asyncio.wait([self._loading])
         if self._engine is not None:
             await self._engine.close()
         if self._client is not None:
@@ -199,10 +199,10 @@ class SubscriptionService:
 
     async def engine(self) -> Engine:
         """The queues, loaded when they are first needed."""
-        if self._making is None and not self._closed:
-            self._making = self._supervise("loading of subscriptions", self._make())
-        if self._engine is None and self._making is not None:
-            await asyncio.shield(self._making)
+        if self._loading is None and not self._closed:
+            self._loading = self._supervise("loading of subscriptions", self._load_engine())
+        if self._engine is None and self._loading is not None:
+            await asyncio.shield(self._loading)
         if self._engine is None:
             raise PartitionClosed("the broker is stopping")
         return self._engine
@@ -250,9 +250,9 @@ class SubscriptionService:
 
         letters = await open_letters(self._wire_client(), topic)
         if letters:
-            said, them = ("letter", "it") if letters == 1 else ("letters", "them")
+            noun, them = ("letter", "it") if letters == 1 else ("letters", "them")
             raise GroupNotEmpty(
-                f"subscription {name!r} has {letters:,} open dead {said} in topic {topic!r}; redrive or purge {them} "
+                f"subscription {name!r} has {letters:,} open dead {noun} in topic {topic!r}; redrive or purge {them} "
                 f"first, or leave {them} behind with --force"
             )
 
@@ -276,13 +276,15 @@ class SubscriptionService:
         """The partitions of dead letter topics that this node leads, each with the queue of its open letters."""
         for name in sorted(self._letter_topics()):
             topic = self.topics.get(name)
-            desk = self.declared.get(LETTERS_PREFIX + name)
+            letter_subscription = self.declared.get(LETTERS_PREFIX + name)
             for partition in () if topic is None else self.topics.partitions_of(topic):
                 if not partition.is_leader:
                     continue
                 opened = None
-                if desk is not None and self._engine is not None:
-                    key = QueueKey(desk.subscription_id, partition.topic.topic_id, PartitionIndex(partition.index))
+                if letter_subscription is not None and self._engine is not None:
+                    key = QueueKey(
+                        letter_subscription.subscription_id, partition.topic.topic_id, PartitionIndex(partition.index)
+                    )
                     opened = self._engine.opened(key)
                 yield partition, opened
 
@@ -296,40 +298,40 @@ class SubscriptionService:
         """The queues, if they were needed so far."""
         return self._engine
 
-    def worker_gone(self, worker: str) -> None:
+    def release_worker(self, worker: str) -> None:
         """Give what a worker holds of any subscription to others."""
         if self._engine is None or self._closed:
             return
         for delivery in self._engine.deliveries:
             # One that is led elsewhere now, or begins anew, lets the lease run out.
             with suppress(MillstreamError):
-                delivery.worker_gone(worker)
+                delivery.release_worker(worker)
 
     async def ask_node(self, node: NodeId, key: int, body: bytes) -> memoryview:
         """Send another node one of Millstream's own requests."""
-        return await self._peers.ask_privately(node, key, body)
+        return await self._peers.send_private(node, key, body)
 
     def _changed(self) -> None:
-        if self._engine is None and self._making is None and self.declared.all() and not self._closed:
-            self._making = self._supervise("loading of subscriptions", self._make())
+        if self._engine is None and self._loading is None and self.declared.all() and not self._closed:
+            self._loading = self._supervise("loading of subscriptions", self._load_engine())
 
-    async def _make(self) -> None:
+    async def _load_engine(self) -> None:
         await asyncio.to_thread(_import_engine, any(one.settings.filter for one in self.declared.all()))
-        from millstream.broker.subscriptions.dead_letters import LetterBox
-        from millstream.broker.subscriptions.engine import Engine, Surroundings
+        from millstream.broker.subscriptions.dead_letters import DeadLetterAppender
+        from millstream.broker.subscriptions.engine import Dependencies, Engine
+        from millstream.broker.subscriptions.filter_cache import FilterCache
         from millstream.broker.subscriptions.filter_worker import FilterWorker
-        from millstream.broker.subscriptions.sieve import Sieve
 
         engine = Engine(
-            Surroundings(
+            Dependencies(
                 topics=self.topics,
                 subscriptions=self.declared,
                 store=self._store,
                 clock=self._clock,
                 random=self._random,
-                box=LetterBox(self.topics, self._addresses),
+                appender=DeadLetterAppender(self.topics, self._addresses),
                 next_producer_id=self._producer_ids.next,
-                sieve=Sieve(FilterWorker()),
+                filter_cache=FilterCache(FilterWorker()),
                 forget=self.states.forget,
             )
         )
@@ -353,7 +355,7 @@ class SubscriptionService:
         if place.topic in self._letter_topics() and self.declared.get(LETTERS_PREFIX + place.topic) is None:
             # Nobody has looked at its letters yet, so all of them are open.
             return partition.log_start
-        needed = [] if self._engine is None else self._engine.needed(topic.topic_id, place.partition, subscribed)
+        needed = [] if self._engine is None else self._engine.oldest_needed(topic.topic_id, place.partition, subscribed)
         return min(needed, default=None)
 
     def _last_used_ms(self, subscription_id: UUID) -> int:
@@ -385,9 +387,9 @@ def _compiled(text: str) -> Filter:
 
 
 def _image(key: QueueKey, snapshot: bytes | None) -> QueueImage:
-    from millstream.broker.subscriptions.image import Image
+    from millstream.broker.subscriptions.snapshot import FoldImage
 
-    image = Image(key)
+    image = FoldImage(key)
     if snapshot is not None:
         image.replay(snapshot)
     return image

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.produce_layout import Portion, Request
+from millstream.broker.kafka.produce_codec import Portion, Request
 from millstream.broker.log.transactions import Guard
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.transaction_gate import TransactionGate
@@ -142,7 +142,7 @@ class Opening:
             if error is None:
                 self._admit(beginning)
             else:
-                _refuse(beginning.portion, as_told(error, self._version))
+                _refuse(beginning.portion, producer_error(error, self._version))
 
     def _admit(self, beginning: _Beginning) -> None:
         guard: Guard | None = beginning.guard
@@ -177,7 +177,7 @@ class Opening:
             return dict.fromkeys(partitions, error)
 
 
-def as_told(error: MillstreamError, version: int) -> MillstreamError:
+def producer_error(error: MillstreamError, version: int) -> MillstreamError:
     """What a producer is told of a coordinator's refusal."""
     if isinstance(error, ProducerFenced):
         return FencedProducer(str(error))

@@ -9,12 +9,12 @@ from typing import Protocol
 
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.coordination.peers import WirePeers
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.transactions.coordinator import ProducerIds, TransactionCoordinator
 from millstream.broker.transactions.gate import CoordinatorGate
 from millstream.broker.transactions.marker_routes import MarkerRoutes
 from millstream.broker.transactions.marker_sender import MarkerSender
-from millstream.broker.transactions.peers import WirePeers
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import CoordinatorUnavailable, NotLeader
@@ -95,7 +95,7 @@ class TransactionService:
             "Transactional ids that this node coordinates, by state.",
             tuple(Sample(number, (("state", state),)) for state, number in sorted(states.items()) if number),
         )
-        yield gauge("millstream_transactions_ending", "Transactions whose markers are written.", self.sender.under_way)
+        yield gauge("millstream_transactions_ending", "Transactions whose markers are written.", self.sender.in_flight)
         yield counter("millstream_marker_retries_total", "Times that markers were written again.", self.sender.retries)
 
     async def start(self) -> None:

@@ -8,11 +8,14 @@ for each call. What looks at many entries at once borrows them as numpy arrays.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
+
+from millstream.core.errors import CorruptState
 
 AVAILABLE: Final = 0
 
@@ -66,7 +69,7 @@ def run_end(column: bytearray, start: int, end: int) -> int:
 class Columns:
     """The columns, by index; what offset an index stands for is up to `Window` and `Aside`."""
 
-    __slots__ = ("attempts", "dues", "firsts", "holders", "states")
+    __slots__ = ("attempts", "dues", "first_delivered", "holders", "states")
 
     def __init__(self) -> None:
         self.states = bytearray()
@@ -76,7 +79,7 @@ class Columns:
         # The number of the worker that has the lease, or of the reason for which the message was rejected.
         self.holders = array("I")
         # When the message was delivered for the first time.
-        self.firsts = array("q")
+        self.first_delivered = array("q")
 
     def __len__(self) -> int:
         return len(self.states)
@@ -88,13 +91,13 @@ class Columns:
             self.attempts.append(0)
             self.dues.append(0)
             self.holders.append(0)
-            self.firsts.append(0)
+            self.first_delivered.append(0)
             return
         self.states += bytes(count)
         self.attempts += bytes(count)
         self.dues.frombytes(bytes(count * 8))
         self.holders.frombytes(bytes(count * 4))
-        self.firsts.frombytes(bytes(count * 8))
+        self.first_delivered.frombytes(bytes(count * 8))
 
     def copy_from(self, other: Columns, start: int, end: int) -> None:
         """Add messages of other columns at the end."""
@@ -102,15 +105,15 @@ class Columns:
         self.attempts += other.attempts[start:end]
         self.dues += other.dues[start:end]
         self.holders += other.holders[start:end]
-        self.firsts += other.firsts[start:end]
+        self.first_delivered += other.first_delivered[start:end]
 
-    def drop_front(self, count: int) -> None:
+    def drop_first(self, count: int) -> None:
         """Forget the first messages."""
         del self.states[:count]
         del self.attempts[:count]
         del self.dues[:count]
         del self.holders[:count]
-        del self.firsts[:count]
+        del self.first_delivered[:count]
 
     def keep(self, kept: npt.NDArray[np.bool_]) -> None:
         """Forget every message that is not marked."""
@@ -118,7 +121,7 @@ class Columns:
         self.attempts = bytearray(np.frombuffer(self.attempts, np.uint8)[kept].tobytes())
         self.dues = array("q", np.frombuffer(self.dues, np.int64)[kept].tobytes())
         self.holders = array("I", np.frombuffer(self.holders, np.uint32)[kept].tobytes())
-        self.firsts = array("q", np.frombuffer(self.firsts, np.int64)[kept].tobytes())
+        self.first_delivered = array("q", np.frombuffer(self.first_delivered, np.int64)[kept].tobytes())
 
     def insert(self, index: int) -> None:
         """Make room for a message that is available, and was never delivered."""
@@ -126,7 +129,7 @@ class Columns:
         self.attempts.insert(index, 0)
         self.dues.insert(index, 0)
         self.holders.insert(index, 0)
-        self.firsts.insert(index, 0)
+        self.first_delivered.insert(index, 0)
 
     # -- changing them ---------------------------------------------------------------------------------------
 
@@ -141,7 +144,7 @@ class Columns:
         """Have a message available as if it had never been delivered."""
         self.states[index] = AVAILABLE
         self.attempts[index] = 0
-        self.dues[index] = self.holders[index] = self.firsts[index] = 0
+        self.dues[index] = self.holders[index] = self.first_delivered[index] = 0
 
     def set_due(self, start: int, end: int, due_ms: int) -> None:
         """Set the time of messages."""
@@ -166,18 +169,18 @@ class Columns:
             self.dues[start] = due_ms
             self.holders[start] = worker
             if attempt == 1:
-                self.firsts[start] = now_ms
+                self.first_delivered[start] = now_ms
             return
         self.states[start:end] = _LEASED_BYTE * count
         self.attempts[start:end] = bytes((attempt,)) * count
         self.dues[start:end] = array("q", (due_ms,)) * count
         self.holders[start:end] = array("I", (worker,)) * count
         if attempt == 1:
-            self.firsts[start:end] = array("q", (now_ms,)) * count
+            self.first_delivered[start:end] = array("q", (now_ms,)) * count
 
     # -- looking at them -------------------------------------------------------------------------------------
 
-    def unfinished_from(self, start: int) -> int:
+    def first_unfinished(self, start: int) -> int:
         """The first index from `start` on that is not done."""
         states = self.states
         if start < len(states) and states[start] == DONE:
@@ -193,7 +196,7 @@ class Columns:
             array("I", (worker,)) * count
         )
 
-    def run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
+    def find_run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
         """The first messages in a state that stand side by side in the same attempt."""
         start = self.states.find(state, start, end)
         if start < 0:
@@ -207,9 +210,9 @@ class Columns:
         """Cut a range into runs of the same attempt."""
         if end - start == 1 or self.attempts.count(self.attempts[start], start, end) == end - start:
             return [(start, end)]
-        return _cut(start, _changes(np.frombuffer(self.attempts, np.uint8)[start:end]), end)
+        return _split(start, _changes(np.frombuffer(self.attempts, np.uint8)[start:end]), end)
 
-    def even_runs(self, start: int, end: int) -> list[tuple[int, int]]:
+    def uniform_runs(self, start: int, end: int) -> list[tuple[int, int]]:
         """Cut a range into runs that are the same in everything that counts for an event."""
         if end - start == 1:
             return [(start, end)]
@@ -217,13 +220,152 @@ class Columns:
         changes |= _changes(np.frombuffer(self.attempts, np.uint8)[start:end])
         changes |= _changes(np.frombuffer(self.dues, np.int64)[start:end])
         changes |= _changes(np.frombuffer(self.holders, np.uint32)[start:end])
-        return _cut(start, changes, end)
+        return _split(start, changes, end)
 
 
 def _changes(column: npt.NDArray[np.generic]) -> npt.NDArray[np.bool_]:
     return np.asarray(column[1:] != column[:-1])
 
 
-def _cut(start: int, changes: npt.NDArray[np.bool_], end: int) -> list[tuple[int, int]]:
-    places = [start, *(np.flatnonzero(changes) + (start + 1)).tolist(), end]
-    return list(pairwise(places))
+def _split(start: int, changes: npt.NDArray[np.bool_], end: int) -> list[tuple[int, int]]:
+    bounds = [start, *(np.flatnonzero(changes) + (start + 1)).tolist(), end]
+    return list(pairwise(bounds))
+
+
+_TRIM_MIN: Final = 4096
+
+
+class Window(Columns):
+    """Dense columns over the offsets [start, end). Everything before is done, or set aside."""
+
+    __slots__ = ("base", "start")
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__()
+        # The offset of index 0. It lags behind the start, so that the columns are not moved with every message.
+        self.base = start
+        self.start = start
+
+    @property
+    def end(self) -> int:
+        """The offset that is looked at next."""
+        return self.base + len(self.states)
+
+    @property
+    def span(self) -> int:
+        """How many offsets it covers."""
+        return self.base + len(self.states) - self.start
+
+    def offset_at(self, index: int) -> int:
+        """The offset of an entry."""
+        return self.base + index
+
+    def note_finished(self, _count: int) -> None:
+        """Messages have been marked as done: let the start move over them if it is theirs."""
+        index = self.first_unfinished(self.start - self.base)
+        self.start = self.base + index
+        if index > _TRIM_MIN and index > len(self.states) >> 1:
+            self.drop_first(index)
+            self.base += index
+
+
+_COMPACT_MIN: Final = 1024
+
+
+class Stragglers(Columns):
+    """Sparse columns in the order of offsets."""
+
+    __slots__ = ("finished_count", "front", "keys", "offsets")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = array("q")
+        # The key's hash, 0 without one: the window's keys can be read again from the log, these would be far behind.
+        self.keys = array("q")
+        self.front = 0
+        self.finished_count = 0
+
+    @property
+    def unfinished(self) -> int:
+        """How many messages wait here."""
+        return len(self.states) - self.finished_count
+
+    @property
+    def oldest(self) -> int | None:
+        """The first offset that waits here."""
+        return self.offsets[self.front] if self.front < len(self.offsets) else None
+
+    def offset_at(self, index: int) -> int:
+        """The offset of an entry."""
+        return self.offsets[index]
+
+    def take_from(self, window: Window, first: int, last: int, keys: bytes) -> None:
+        """Take over a range of the window; `keys` has their hashes, or is empty."""
+        start = first - window.base
+        self.copy_from(window, start, start + last - first + 1)
+        self.offsets.extend(range(first, last + 1))
+        self.keys.frombytes(keys or bytes(8 * (last - first + 1)))
+
+    def revive(self, offset: int, key: int) -> None:
+        """Have a message that is done, and may be forgotten, available here."""
+        index = bisect_left(self.offsets, offset)
+        if index < len(self.offsets) and self.offsets[index] == offset:
+            if self.states[index] != DONE:
+                raise CorruptState(f"message {offset} cannot be revived before it is done")
+            self.clear(index)
+            self.keys[index] = key
+            self.finished_count -= 1
+        else:
+            self.insert(index)
+            self.offsets.insert(index, offset)
+            self.keys.insert(index, key)
+        self.front = min(self.front, index)
+
+    def indices(self, first: int, last: int) -> tuple[int, int]:
+        """The entries, done or not, of a range of offsets."""
+        start = bisect_left(self.offsets, first, self.front)
+        return start, bisect_left(self.offsets, last + 1, start)
+
+    def key_of(self, offset: int) -> int:
+        """The hash of a message's key."""
+        return self.keys[bisect_left(self.offsets, offset, self.front)]
+
+    def note_finished(self, count: int) -> None:
+        """So many more messages have been marked as done."""
+        self.finished_count += count
+        self.front = self.first_unfinished(self.front)
+        if self.finished_count > _COMPACT_MIN and self.finished_count > len(self.states) >> 1:
+            self._compact()
+
+    def _compact(self) -> None:
+        kept = np.frombuffer(self.states, np.uint8) != DONE
+        self.offsets = array("q", np.frombuffer(self.offsets, np.int64)[kept].tobytes())
+        self.keys = array("q", np.frombuffer(self.keys, np.int64)[kept].tobytes())
+        self.keep(kept)
+        self.front = self.finished_count = 0
+
+    def find_run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
+        """The first messages in a state that stand side by side in the same attempt, without a gap in their offsets."""
+        found = super().find_run(start, end, state, count_max)
+        return None if found is None else (found[0], self._contiguous_end(*found))
+
+    def uniform_runs(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Cut a range into runs that are the same in everything that counts for an event, without a gap."""
+        runs = []
+        for first, last in super().uniform_runs(start, end):
+            begin = first
+            while begin < last:
+                stop = self._contiguous_end(begin, last)
+                runs.append((begin, stop))
+                begin = stop
+        return runs
+
+    def _contiguous_end(self, start: int, end: int) -> int:
+        """Where the offsets that follow each other from `start` on end."""
+        if self.offsets[end - 1] - self.offsets[start] == end - 1 - start:
+            return end
+        offset = self.offsets[start]
+        stop = start + 1
+        while self.offsets[stop] == offset + stop - start:
+            stop += 1
+        return stop

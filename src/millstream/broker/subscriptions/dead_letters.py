@@ -20,9 +20,9 @@ from random import Random
 from typing import Final, NamedTuple
 
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.subscriptions.batch_scan import LIGHT_RECORDS_MAX
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.look import LIGHT_RECORDS_MAX
-from millstream.broker.subscriptions.rejected import Rejected
+from millstream.broker.subscriptions.lease import Rejected
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
@@ -55,7 +55,7 @@ _CLIENT_ID: Final = "dead-letters"
 _TIMEOUT_S: Final = 30.0
 
 
-class LetterBox:
+class DeadLetterAppender:
     """Appends to topics of the cluster."""
 
     def __init__(self, topics: Topics, addresses: Callable[[], str]) -> None:
@@ -96,7 +96,7 @@ class LetterBox:
 _logger = logging.getLogger(__name__)
 
 
-UNDER_WAY_MAX: Final = 5
+IN_FLIGHT_MAX: Final = 5
 
 """So many of the last batches of a producer are remembered by a log."""
 
@@ -110,11 +110,11 @@ FIRST_PUBLISHED: Final = "dlq-timestamp"
 
 READ_BYTES: Final = 1
 
-GONE: Final = "the log has the message no more"
+LOST_REASON: Final = "the log has the message no more"
 
 _PLAN: Final = struct.Struct(">qii")
 
-_WHERE: Final = struct.Struct(">iq")
+_POSITION: Final = struct.Struct(">iq")
 
 
 class Plan(NamedTuple):
@@ -141,7 +141,7 @@ class DeadLetters:
     def __init__(
         self,
         delivery: Delivery,
-        box: LetterBox,
+        appender: DeadLetterAppender,
         clock: Clock,
         *,
         subscription: str,
@@ -149,7 +149,7 @@ class DeadLetters:
         random: Random,
     ) -> None:
         self._delivery = delivery
-        self._box = box
+        self._appender = appender
         self._clock = clock
         self._subscription = subscription
         self._next_producer_id = next_producer_id
@@ -158,27 +158,27 @@ class DeadLetters:
         self._sequences: dict[int, int] = {}
         # Letters that were refused for what they are, until the next pause is over.
         self._refused: set[Offset] = set()
-        self._pausing: asyncio.Task[None] | None = None
-        self._news = asyncio.Event()
+        self._pause_task: asyncio.Task[None] | None = None
+        self._wakeup = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        delivery.when_rejecting = self.wake
+        delivery.on_rejecting = self.wake
 
     def wake(self) -> None:
         """There are messages to be written away."""
-        self._news.set()
+        self._wakeup.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dead letters {self._subscription}")
-            self._task.add_done_callback(self._ended)
+            self._task.add_done_callback(self._finished)
 
     async def close(self) -> None:
         """Stop; what is not written away will be by whoever leads the queue next."""
-        tasks = [task for task in (self._task, self._pausing) if task is not None]
+        tasks = [task for task in (self._task, self._pause_task) if task is not None]
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _finished(self, task: asyncio.Task[None]) -> None:
         self._task = None
         # Some may have come after the last look at them.
         if not task.cancelled() and not self._delivery.is_closed and self._delivery.queue.counts.rejecting:
@@ -187,113 +187,119 @@ class DeadLetters:
     async def _run(self) -> None:
         while not self._delivery.is_closed and self._delivery.queue.counts.rejecting:
             try:
-                letters = self._next()
+                letters = self._next_rejected()
                 if letters:
-                    await self._write_away(letters)
+                    await self._write_letters(letters)
                     self._backoff.succeeded()
                 else:
                     # Only such are left as were refused.
-                    await self._pause_or_news()
+                    await self._pause_or_wakeup()
             except MillstreamError as error:
-                self._tell("dead letters could not be written; trying again", error)
+                self._log_retry("dead letters could not be written; trying again", error)
                 await self._backoff.pause()
             except Exception as error:
                 _logger.exception("dead letters failed", extra={"subscription": self._subscription}, exc_info=error)
                 await self._backoff.pause()
 
-    async def _pause_or_news(self) -> None:
+    async def _pause_or_wakeup(self) -> None:
         """Wait until those that were refused are to be tried again, or until others have come."""
         loop = asyncio.get_running_loop()
-        if self._pausing is None:
-            self._pausing = loop.create_task(self._backoff.pause())
-        self._news.clear()
-        news = loop.create_task(self._news.wait())
+        if self._pause_task is None:
+            self._pause_task = loop.create_task(self._backoff.pause())
+        self._wakeup.clear()
+        wakeup = loop.create_task(self._wakeup.wait())
         try:
-            await asyncio.wait([self._pausing, news], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([self._pause_task, wakeup], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            news.cancel()
-        if self._pausing.done():
-            self._pausing = None
+            wakeup.cancel()
+        if self._pause_task.done():
+            self._pause_task = None
             self._refused.clear()
 
-    def _next(self) -> list[Rejected]:
+    def _next_rejected(self) -> list[Rejected]:
         """Those that are planned, and when there are none, those that come next."""
         queue = self._delivery.queue
         planned = queue.planned()
         if planned:
             return planned
-        found = queue.rejecting(UNDER_WAY_MAX + len(self._refused))
-        return [one for one in found if one.offset not in self._refused][:UNDER_WAY_MAX]
+        found = queue.rejecting(IN_FLIGHT_MAX + len(self._refused))
+        return [rejected for rejected in found if rejected.offset not in self._refused][:IN_FLIGHT_MAX]
 
-    async def _write_away(self, letters: list[Rejected]) -> None:
+    async def _write_letters(self, letters: list[Rejected]) -> None:
         queue, settings = self._delivery.queue, self._delivery.settings
         topic = settings.dead_letter_topic
         if not settings.has_dead_letters:
             # The declaration lost its topic meanwhile: nothing can take them any more.
-            for one in letters:
-                queue.drop(one.offset, one.reason, now_ms=self._clock.now_ms())
-            self._delivery.news()
+            for rejected in letters:
+                queue.drop(rejected.offset, rejected.reason, now_ms=self._clock.now_ms())
+            self._delivery.queue_changed()
             return
-        partitions = await self._box.partitions(topic)
-        planned = [(one, plan) for one in letters if (plan := await self._planned(one, partitions)) is not None]
+        partitions = await self._appender.partitions(topic)
+        planned = [
+            (rejected, plan) for rejected in letters if (plan := await self._plan_for(rejected, partitions)) is not None
+        ]
         await self._delivery.durable()
         # In the order of their numbers, which is the only one that the log takes.
-        for one, plan in sorted(planned, key=lambda pair: pair[1]):
+        for rejected, plan in sorted(planned, key=lambda pair: pair[1]):
             if plan.partition >= partitions:
                 # The topic was made anew, with fewer partitions.
-                self._unplan(one)
+                self._discard_plan(rejected)
             else:
-                await self._write_one(topic, one, plan)
-        self._delivery.news()
+                await self._write_letter(topic, rejected, plan)
+        self._delivery.queue_changed()
 
-    async def _write_one(self, topic: str, one: Rejected, plan: Plan) -> None:
+    async def _write_letter(self, topic: str, rejected: Rejected, plan: Plan) -> None:
         queue = self._delivery.queue
         try:
-            record = await self._find(one.offset)
+            record = await self._read_message(rejected.offset)
             if record is None:
                 _logger.warning(
                     "a message is lost: the log no longer has it, so it cannot be dead-lettered",
-                    extra={"subscription": self._subscription, "topic": self._delivery.topic, "offset": one.offset},
+                    extra={
+                        "subscription": self._subscription,
+                        "topic": self._delivery.topic,
+                        "offset": rejected.offset,
+                    },
                 )
-                queue.drop(one.offset, GONE, now_ms=self._clock.now_ms())
+                queue.drop(rejected.offset, LOST_REASON, now_ms=self._clock.now_ms())
                 # Its number is not used, so no later one of the same producer will be taken.
                 self._producer_id = None
                 return
-            offset = await self._box.append(topic, plan.partition, self._letter(one, plan, record))
+            offset = await self._appender.append(topic, plan.partition, self._letter(rejected, plan, record))
         except BatchRejected as error:
-            self._tell("a dead letter is refused; trying again later", error, offset=one.offset)
-            self._refused.add(one.offset)
-            self._unplan(one)
+            self._log_retry("a dead letter is refused; trying again later", error, offset=rejected.offset)
+            self._refused.add(rejected.offset)
+            self._discard_plan(rejected)
         except ProducerRejected as error:
-            self._tell("a dead letter gets another number", error, offset=one.offset)
-            self._unplan(one)
+            self._log_retry("a dead letter gets another number", error, offset=rejected.offset)
+            self._discard_plan(rejected)
         else:
-            queue.dead_lettered(one.offset, _WHERE.pack(plan.partition, offset), now_ms=self._clock.now_ms())
+            queue.dead_lettered(rejected.offset, _POSITION.pack(plan.partition, offset), now_ms=self._clock.now_ms())
 
-    def _unplan(self, one: Rejected) -> None:
+    def _discard_plan(self, rejected: Rejected) -> None:
         """The letter is surely not in the topic, and will be written under another number."""
-        self._delivery.queue.plan(one.offset, b"", now_ms=self._clock.now_ms())
+        self._delivery.queue.plan(rejected.offset, b"", now_ms=self._clock.now_ms())
         self._producer_id = None
 
-    def _tell(self, what: str, error: MillstreamError, **more: object) -> None:
-        _logger.warning(what, extra={"subscription": self._subscription, "error": str(error), **more})
+    def _log_retry(self, message: str, error: MillstreamError, **context: object) -> None:
+        _logger.warning(message, extra={"subscription": self._subscription, "error": str(error), **context})
 
-    async def _planned(self, one: Rejected, partitions: int) -> Plan | None:
+    async def _plan_for(self, rejected: Rejected, partitions: int) -> Plan | None:
         """The plan of a letter, made now if there is none; None if the message is not rejected any more."""
-        if one.plan:
-            return Plan.read(one.plan)
+        if rejected.plan:
+            return Plan.read(rejected.plan)
         if self._producer_id is None:
             self._producer_id = await self._next_producer_id()
             self._sequences.clear()
         index = self._delivery.key.partition % partitions
         sequence = self._sequences.get(index, 0)
         plan = Plan(self._producer_id, sequence, index)
-        if not self._delivery.queue.plan(one.offset, plan.write(), now_ms=self._clock.now_ms()):
+        if not self._delivery.queue.plan(rejected.offset, plan.write(), now_ms=self._clock.now_ms()):
             return None
         self._sequences[index] = sequence + 1
         return plan
 
-    async def _find(self, offset: Offset) -> Record | None:
+    async def _read_message(self, offset: Offset) -> Record | None:
         """The message itself; None when the log has it no more."""
         try:
             records = self._delivery.partition.read(offset, max_bytes=READ_BYTES)
@@ -308,25 +314,25 @@ class DeadLetters:
         # Beside the loop: it may have to decompress a lot for one message, or to step over many.
         return await asyncio.to_thread(lambda: next(decode_batch(records, header, first=offset, last=offset), None))
 
-    def _letter(self, one: Rejected, plan: Plan, record: Record) -> bytearray:
+    def _letter(self, rejected: Rejected, plan: Plan, record: Record) -> bytearray:
         key = self._delivery.key
         source = self._delivery.partition.topic.name
         now_ms = self._clock.now_ms()
-        told = {
+        details = {
             "subscription": self._subscription,
             "topic": source,
             "topic-id": str(key.topic_id),
             "partition": str(key.partition),
-            "offset": str(one.offset),
-            "attempts": str(one.attempts),
-            "reason": one.reason,
-            "first-time": str(one.first_ms),
-            "last-time": str(one.time_ms),
+            "offset": str(rejected.offset),
+            "attempts": str(rejected.attempts),
+            "reason": rejected.reason,
+            "first-time": str(rejected.first_ms),
+            "last-time": str(rejected.time_ms),
         }
         headers: Headers = tuple(header for header in record.headers if not header[0].startswith(PREFIX))
         if not any(name == MESSAGE_ID for name, _ in headers):
-            headers += ((MESSAGE_ID, f"{key.topic_id}/{key.partition}/{one.offset}".encode()),)
-        headers += (*_earlier_lives(record), *((PREFIX + name, text.encode()) for name, text in told.items()))
+            headers += ((MESSAGE_ID, f"{key.topic_id}/{key.partition}/{rejected.offset}".encode()),)
+        headers += (*_redrive_headers(record), *((PREFIX + name, text.encode()) for name, text in details.items()))
         return encode_batch(
             [NewRecord(record.key, record.value, headers, now_ms)],
             producer_id=plan.producer_id,
@@ -335,10 +341,10 @@ class DeadLetters:
         )
 
 
-def _earlier_lives(record: Record) -> Headers:
+def _redrive_headers(record: Record) -> Headers:
     """When the message was published first, and how often it was redriven since, if it was."""
-    told = dict(record.headers)
+    details = dict(record.headers)
     published = str(record.timestamp_ms).encode()
-    if REDRIVEN not in told:
+    if REDRIVEN not in details:
         return ((FIRST_PUBLISHED, published),)
-    return ((FIRST_PUBLISHED, told.get(FIRST_PUBLISHED) or published), (REDRIVEN, told[REDRIVEN]))
+    return ((FIRST_PUBLISHED, details.get(FIRST_PUBLISHED) or published), (REDRIVEN, details[REDRIVEN]))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -21,37 +20,33 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.columns import DONE
-from millstream.broker.subscriptions.delta import Delta, DeltaKind
-from millstream.broker.subscriptions.fold import Fold
-from millstream.broker.subscriptions.frame import read_frame
-from millstream.broker.subscriptions.lease import Lease, Settle
-from millstream.broker.subscriptions.look_ahead import (
-    LOOKED_BYTES_MAX,
-    Stretch,
+from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.broker.subscriptions.filter_cache import QueueFilter
+from millstream.broker.subscriptions.lease import Lease, Revival, Settlement
+from millstream.broker.subscriptions.log_scan import (
+    SCANNED_BYTES_MAX,
+    ScannedRange,
     batch_ends,
-    batches_with,
+    batches_covering,
     keys_in_batch,
-    look,
-    open_here,
-    read,
+    read_batches,
     readable_end,
+    scan_heavy_batch,
+    scan_log,
 )
+from millstream.broker.subscriptions.outcomes import OutcomeHistory
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.rejected import Revival
-from millstream.broker.subscriptions.remembered import Remembered
-from millstream.broker.subscriptions.sieve import QueueSieve
 from millstream.broker.subscriptions.state_store import QueueWrite, StateStore
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     CoordinatorUnavailable,
     DamagedRange,
     FencedLeaderEpoch,
+    InvalidRequest,
     MillstreamError,
     NotCoordinator,
     NotLeader,
     OffsetOutOfRange,
-    PolicyViolation,
     RepairPending,
 )
 from millstream.core.heap import trim_after
@@ -65,168 +60,55 @@ from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 class Waiter(Protocol):
     """A worker that waits for messages of one or several queues."""
 
-    wanted: Wanted
+    demand: Demand
 
     @property
     def is_done(self) -> bool:
         """Whether it has got something, or given up."""
 
-    def wanted_now(self) -> Wanted | None:
+    def current_demand(self) -> Demand | None:
         """What it has room for; None while it has none, and then the queue hears of it when that changes."""
 
-    def give(self, delivery: Delivery, received: Received) -> None:
+    def deliver(self, delivery: Delivery, received: Received) -> None:
         """Here is something."""
 
-    def refuse(self, reason: MillstreamError) -> None:
+    def reject(self, reason: MillstreamError) -> None:
         """The queue has gone."""
-
-
-FRAMES_BYTES_MAX: Final = 32 * 1024
-
-"""How much is remembered of one queue."""
-
-WATCHERS_MAX: Final = 256
-
-"""How many may wait to be told of messages of one queue."""
-
-
-_ENDS: Final = frozenset(
-    {
-        DeltaKind.ACCEPTED,
-        DeltaKind.DEAD_LETTERED,
-        DeltaKind.DROPPED,
-        DeltaKind.FILTERED,
-        DeltaKind.ABSENT,
-        DeltaKind.SOUGHT,
-        DeltaKind.RETENTION_CUT,
-    }
-)
-
-
-class Endings:
-    """The last frames of one queue."""
-
-    __slots__ = ("_bytes", "_frames", "_remembered", "_watchers")
-
-    def __init__(self) -> None:
-        self._frames: deque[bytes] = deque()
-        self._bytes = 0
-        self._remembered: Remembered | None = None
-        # Who waits, and for which message.
-        self._watchers: dict[asyncio.Future[Delta | None], int] = {}
-
-    def share(self, remembered: Remembered) -> None:
-        """Let what is kept count together with that of other queues."""
-        self._remembered = remembered
-        remembered.grew(self, self._bytes)
-
-    def forget(self) -> int:
-        """Keep no frame any more."""
-        self._frames.clear()
-        freed, self._bytes = self._bytes, 0
-        return freed
-
-    def wrote(self, frame: bytes) -> None:
-        """Keep a frame; the oldest ones go. Whoever waits for one of its messages is told how that has ended."""
-        before = self._bytes
-        self._frames.append(frame)
-        self._bytes += len(frame)
-        while self._bytes > FRAMES_BYTES_MAX:
-            self._bytes -= len(self._frames.popleft())
-        if self._remembered is not None:
-            self._remembered.grew(self, self._bytes - before)
-        if self._watchers:
-            deltas = read_frame(frame).deltas
-            for watcher, offset in self._watchers.items():
-                ended = _end_of(offset, deltas)
-                if ended is not None and not watcher.done():
-                    watcher.set_result(ended)
-
-    def changed(self, fold: Fold) -> None:
-        """Something has happened: have those look again whose message has ended, although that is not written yet."""
-        for watcher, offset in self._watchers.items():
-            if offset < fold.window.end and fold.state_of(offset) == DONE and not watcher.done():
-                watcher.set_result(None)
-
-    def closed(self) -> None:
-        """The queue has gone: tell everybody who waits."""
-        if self._remembered is not None:
-            self._remembered.left(self)
-        for watcher in self._watchers:
-            if not watcher.done():
-                watcher.set_result(None)
-
-    def end_of(self, offset: int) -> asyncio.Future[Delta | None]:
-        """Done when a message has ended, with how, if that is written already; or when the queue has gone."""
-        self._watchers = {watcher: one for watcher, one in self._watchers.items() if not watcher.done()}
-        if len(self._watchers) >= WATCHERS_MAX:
-            raise PolicyViolation(f"{WATCHERS_MAX} wait to be told of messages of this queue already; ask without wait")
-        watcher: asyncio.Future[Delta | None] = asyncio.get_running_loop().create_future()
-        self._watchers[watcher] = offset
-        return watcher
-
-    def how(self, offset: int) -> Delta | None:
-        """How a message has ended, if that is remembered."""
-        for frame in reversed(self._frames):
-            ended = _end_of(offset, read_frame(frame).deltas)
-            if ended is not None:
-                return ended
-        return None
-
-
-def _end_of(offset: int, deltas: Sequence[Delta]) -> Delta | None:
-    """The last of some events that ends a message."""
-    for delta in reversed(deltas):
-        if delta.kind in _ENDS and _is_about(delta, offset):
-            return delta
-    return None
-
-
-def _is_about(delta: Delta, offset: int) -> bool:
-    if delta.kind == DeltaKind.SOUGHT:
-        # The queue went on elsewhere: nothing before says anything of what it does with the message now.
-        return True
-    if not delta.first <= offset <= delta.last:
-        return False
-    if delta.kind in (DeltaKind.FILTERED, DeltaKind.ABSENT) and delta.extra:
-        place = offset - delta.first
-        return bool(delta.extra[place // 8] >> place % 8 & 1)
-    return True
 
 
 _logger = logging.getLogger(__name__)
 
 
-LOOK_BYTES: Final = 1024 * 1024
+SCAN_BYTES: Final = 1024 * 1024
 
-LOOK_OFFSETS: Final = 50_000
+SCAN_OFFSETS: Final = 50_000
 
-LOOK_OFFSETS_ORDERED: Final = 2_000
+SCAN_OFFSETS_ORDERED: Final = 2_000
 
 """Of an ordered queue, each message is opened for its key: a few milliseconds of the loop."""
 
 READ_BYTES_MIN: Final = 64 * 1024
 
-LOOKS_AT_ONCE: Final = 8
+SCANS_PER_TURN: Final = 8
 
 """How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
 
 WAITING_MAX: Final = 10_000
 
-SIEVE_RETRY_S: Final = 1.0
+FILTER_RETRY_S: Final = 1.0
 
-STARVED_S: Final = 0.5
+STORE_FULL_RETRY_S: Final = 0.5
 
 TRIM_OFFSETS, TRIM_S = 100_000, 0.5
 
 """When so many more messages wait in memory, what is not needed of it is given back, after a moment."""
 
-LEASES_S: Final = 0.02
+LEASE_WRITE_DELAY_S: Final = 0.02
 
 """How long a lease that may be forgotten after a crash waits for something else to be written with. Many messages are
 accepted by then; else each would cost two writes."""
 
-DROPS_S: Final = 60.0
+DROP_WARNING_S: Final = 60.0
 
 """How often it is logged that messages are dropped."""
 
@@ -235,11 +117,11 @@ ALARM_S_MAX: Final = 3600.0
 """No alarm is set for later: the time of day may be corrected meanwhile."""
 
 
-_GOES_ON: Final = (
+_RESTARTS: Final = (
     "it goes on from what is stored: nothing that was confirmed is lost, and what workers hold may be delivered again"
 )
 
-_NOBODY: Final = "millstream/nobody"
+_DAMAGE_WORKER: Final = "millstream/damage"
 
 _INT64_MAX: Final = 2**63 - 1
 
@@ -254,7 +136,7 @@ class Received(NamedTuple):
 NOTHING: Final = Received([], [])
 
 
-class Wanted(NamedTuple):
+class Demand(NamedTuple):
     """What a worker asks for."""
 
     worker: str
@@ -292,8 +174,8 @@ class Delivery:
         *,
         next_sequence: int,
         name: str = "",
-        sieve: QueueSieve | None = None,
-        opener: Callable[[Stretch], Awaitable[Stretch]] | None = None,
+        queue_filter: QueueFilter | None = None,
+        opener: Callable[[ScannedRange], Awaitable[ScannedRange]] | None = None,
     ) -> None:
         self.key = key
         self.name = name
@@ -307,15 +189,15 @@ class Delivery:
         """How long messages took from their batch's timestamp to their first delivery."""
         self.damaged = 0
         """Offsets that were passed over since it was opened, as the disk has lost them or they cannot be read."""
-        self.when_rejecting: Callable[[], None] = lambda: None
+        self.on_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
-        self.when_closed: Callable[[Delivery], None] = lambda _delivery: None
+        self.on_closed: Callable[[Delivery], None] = lambda _delivery: None
         self._store = store
         self._clock = clock
         self._next_sequence = next_sequence
-        self._sieve = sieve
+        self._filter = queue_filter
         self._opener = opener
-        self._looking: asyncio.Task[None] | None = None
+        self._scanning: asyncio.Task[None] | None = None
         # In the order in which they came.
         self._waiting: dict[Waiter, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
@@ -323,18 +205,18 @@ class Delivery:
         self._alarm_at_ms = 0
         self._dropped = queue.counter(DeltaKind.DROPPED)
         self._drops_timer: asyncio.TimerHandle | None = None
-        self._is_due = False
+        self._is_wake_scheduled = False
         self._is_serving = False
         # Whether there is more to look at than one turn of the loop should take, and whether the store had no room.
-        self._is_cut_short = False
-        self._is_starved = False
+        self._has_more_to_scan = False
+        self._is_store_full = False
         # How large a message is, by what was read last.
         self._message_bytes = 1024
-        self._looked = 0
+        self._scanned_offsets = 0
         self._last_write: asyncio.Future[None] | None = None
-        self.endings = Endings()
+        self.outcomes = OutcomeHistory()
         self._closed: MillstreamError | None = None
-        self._note_filter()
+        self._record_filter_version()
         partition.listen(self)
 
     @property
@@ -373,14 +255,14 @@ class Delivery:
 
     # Workers
 
-    def try_receive(self, wanted: Wanted) -> Received:
-        """Lease what is there now. The leases are written, and `handed_out` tells when they may be answered."""
+    def try_receive(self, demand: Demand) -> Received:
+        """Lease what is there now. The leases are written, and `leases_durable` tells when they may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
-        if not self._may_give:
+        if not self._may_deliver:
             return NOTHING
-        found = self._lease(wanted)
-        self._after()
+        found = self._lease(demand)
+        self._after_change()
         return found
 
     def park(self, waiter: Waiter) -> None:
@@ -388,7 +270,7 @@ class Delivery:
         self._check()
         if len(self._waiting) < WAITING_MAX:
             self._waiting[waiter] = None
-            if self._is_cut_short or self._is_starved or self._has_available:
+            if self._has_more_to_scan or self._is_store_full or self._has_available:
                 self._wake()
             self._set_alarm()
 
@@ -396,34 +278,54 @@ class Delivery:
         """Somebody waits no more."""
         self._waiting.pop(waiter, None)
 
-    def look_again(self) -> None:
+    def wake_waiting(self) -> None:
         """Somebody who waits has room again."""
         self._wake()
 
-    async def handed_out(self) -> None:
+    async def leases_durable(self) -> None:
         """Wait until leases that were just given may be told to their worker."""
         if self.settings.delivery != AT_LEAST_ONCE:
             await self.durable()
 
-    async def settle(self, worker: str, verbs: Sequence[Settle]) -> list[MillstreamError | None]:
+    async def settle(self, worker: str, verbs: Sequence[Settlement]) -> list[MillstreamError | None]:
         """Carry out what a worker says of its leases; answered once it is durable."""
         results = self.settle_now(worker, verbs)
         await self.durable()
         return results
 
-    def settle_now(self, worker: str, verbs: Sequence[Settle]) -> list[MillstreamError | None]:
+    def settle_now(self, worker: str, verbs: Sequence[Settlement]) -> list[MillstreamError | None]:
         """The same, without the wait: `durable` tells when it may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self._clock.now_ms())]
-        self._after()
+        self._after_change()
         return results
 
-    def worker_gone(self, worker: str) -> None:
+    def settle_all(self, worker: str, settlements: Sequence[Settlement], gaps: Sequence[Settlement] = ()) -> None:
+        """Settle all ranges, or raise and change nothing; no range is named twice.
+
+        Gaps are offsets in which the worker found no message: whether it holds them does not matter. `durable` tells
+        when the worker may be answered.
+        """
+        end = self.partition.high_watermark
+        if any(one.last >= end for one in (*settlements, *gaps)):
+            raise InvalidRequest(f"{self.partition.log.partition} ends at {end}; no later message was delivered")
+        if len(settlements) > 1:
+            # Expired leases end first, so that a lease that is found to be held stays held.
+            self.settle_now(worker, ())
+            for one in settlements:
+                if not self.queue.holds(worker, one):
+                    raise one.not_held_by(worker)
+        results = self.settle_now(worker, [*settlements, *gaps])
+        refused = next((error for error in results[: len(settlements)] if error is not None), None)
+        if refused is not None:
+            raise refused
+
+    def release_worker(self, worker: str) -> None:
         """Give what a worker holds to others."""
         if self._closed is None:
-            self.queue.worker_gone(worker, now_ms=self._clock.now_ms())
-            self._after()
+            self.queue.release_worker(worker, now_ms=self._clock.now_ms())
+            self._after_change()
 
     async def durable(self, *, is_all: bool = False) -> None:
         """Wait until what has happened so far is durable; without `is_all`, what would be found out again may not."""
@@ -436,7 +338,7 @@ class Delivery:
         """Go on at another offset; leases that are out are void."""
         self._check()
         self.queue.seek(offset, now_ms=self._clock.now_ms())
-        self._after()
+        self._after_change()
         self._wake()
 
     async def revive(self, letters: Mapping[Offset, bytes], closed: Mapping[Offset, bytes]) -> list[Offset]:
@@ -454,20 +356,22 @@ class Delivery:
         now_ms, log_start = self._clock.now_ms(), self.partition.log_start
         self.queue.drop_before(log_start, now_ms=now_ms)
         # A batch may begin before the log does.
-        there = [Revival(one, keys[one], letter) for one, letter in letters.items() if one in keys and one >= log_start]
-        self.queue.letters_closed([Revival(one, 0, letter) for one, letter in closed.items()], now_ms=now_ms)
-        self.queue.revive(there, now_ms=now_ms)
-        self._after()
+        present = [
+            Revival(one, keys[one], letter) for one, letter in letters.items() if one in keys and one >= log_start
+        ]
+        self.queue.close_letters([Revival(one, 0, letter) for one, letter in closed.items()], now_ms=now_ms)
+        self.queue.revive(present, now_ms=now_ms)
+        self._after_change()
         await self.durable()
-        return sorted(letters.keys() - {one.offset for one in there})
+        return sorted(letters.keys() - {one.offset for one in present})
 
-    def change(self, settings: SubscriptionSettings, sieve: QueueSieve | None) -> None:
+    def change(self, settings: SubscriptionSettings, queue_filter: QueueFilter | None) -> None:
         """Take over what the subscription declares now; what was looked at already stays as it was decided."""
         self.queue.settings = settings
-        if self._sieve is not None:
-            self._sieve.close()
-        self._sieve = sieve
-        self._note_filter()
+        if self._filter is not None:
+            self._filter.close()
+        self._filter = queue_filter
+        self._record_filter_version()
         self._wake()
 
     # Being told
@@ -494,19 +398,19 @@ class Delivery:
             self._alarm.cancel()
         if self._drops_timer is not None:
             self._drops_timer.cancel()
-        if self._looking is not None:
-            self._looking.cancel()
-        if self._sieve is not None:
-            self._sieve.close()
-        self.endings.closed()
+        if self._scanning is not None:
+            self._scanning.cancel()
+        if self._filter is not None:
+            self._filter.close()
+        self.outcomes.close()
         waiting, self._waiting = self._waiting, {}
         for waiter in waiting:
-            waiter.refuse(reason)
-        self.when_closed(self)
+            waiter.reject(reason)
+        self.on_closed(self)
 
-    def news(self) -> None:
+    def queue_changed(self) -> None:
         """Something was changed in the queue from outside: write it, and look who can go on."""
-        self._after()
+        self._after_change()
 
     # Below: how
 
@@ -515,15 +419,15 @@ class Delivery:
         return self.queue.next_available is not None
 
     @property
-    def _may_give(self) -> bool:
+    def _may_deliver(self) -> bool:
         if self.settings.paused:
             return False
-        self._is_starved = not self._store.has_room(self.key)
-        return not self._is_starved
+        self._is_store_full = not self._store.has_room(self.key)
+        return not self._is_store_full
 
-    def _note_filter(self) -> None:
+    def _record_filter_version(self) -> None:
         """Have the ledger know which filter decides from now on."""
-        self.queue.filter_version = 0 if self._sieve is None else int(self._sieve.filter.version, 16) & _INT64_MAX
+        self.queue.filter_version = 0 if self._filter is None else int(self._filter.filter.version, 16) & _INT64_MAX
 
     def _check(self) -> None:
         if self._closed is not None:
@@ -532,12 +436,12 @@ class Delivery:
             self.close(NotLeader(f"{self.partition.log.partition} is led by another node now"))
             self._check()
 
-    def _lease(self, wanted: Wanted) -> Received:
+    def _lease(self, demand: Demand) -> Received:
         queue = self.queue
-        self._prepare(wanted.max_records)
+        self._prepare(demand.max_records)
         # Looking may have taken a while. What has become due meanwhile may lie before everything that is read below.
         queue.tick(now_ms := self._clock.now_ms())
-        found = self._read_oldest(wanted)
+        found = self._read_oldest(demand)
         if found is None:
             return NOTHING
         oldest, records = found
@@ -546,27 +450,27 @@ class Delivery:
             return NOTHING
         self._message_bytes = len(records) // (until - oldest) + 1
         leases = queue.acquire(
-            wanted.worker,
+            demand.worker,
             now_ms=now_ms,
-            max_records=wanted.max_records,
+            max_records=demand.max_records,
             until=until,
-            batch_ends=ends if wanted.whole_batches else None,
+            batch_ends=ends if demand.whole_batches else None,
         )
-        batches = list(batches_with(records, [(lease.first, lease.last) for lease in leases]))
+        batches = list(batches_covering(records, [(lease.first, lease.last) for lease in leases]))
         if leases and leases[-1].attempt == 1:
-            self._observe(batches, now_ms)
+            self._observe_latency(batches, now_ms)
         return Received(leases, batches)
 
-    def _read_oldest(self, wanted: Wanted) -> tuple[Offset, Buffer] | None:
+    def _read_oldest(self, demand: Demand) -> tuple[Offset, Buffer] | None:
         """Read the log from the oldest message that is available; what the disk has lost of it holds up nothing."""
         while (oldest := self.queue.next_available) is not None:
             try:
-                records, _ = read(
+                records, _ = read_batches(
                     self.partition,
                     oldest,
                     self.settings.isolation,
-                    max_bytes=self._enough(wanted),
-                    at_least_one=wanted.at_least_one,
+                    max_bytes=self._read_limit(demand),
+                    at_least_one=demand.at_least_one,
                 )
             except OffsetOutOfRange:
                 # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
@@ -575,34 +479,34 @@ class Delivery:
                 # Those who wait are woken when it is back, or when nobody has it.
                 return None
             except DamagedRange as damage:
-                if not self._give_up(oldest, damage):
+                if not self._reject_damaged(oldest, damage):
                     return None
             else:
                 return oldest, records
         return None
 
-    def _enough(self, wanted: Wanted) -> int:
+    def _read_limit(self, demand: Demand) -> int:
         """How many bytes are read for what is asked for: clients allow far more than their messages take."""
-        return min(wanted.max_bytes, max(READ_BYTES_MIN, 2 * wanted.max_records * self._message_bytes))
+        return min(demand.max_bytes, max(READ_BYTES_MIN, 2 * demand.max_records * self._message_bytes))
 
-    def _prepare(self, wanted: int) -> None:
+    def _prepare(self, demand: int) -> None:
         """Bring the queue up to date with the log and the clock, and look ahead for so many messages."""
         now_ms = self._clock.now_ms()
         self.queue.drop_before(self.partition.log_start, now_ms=now_ms)
         self.queue.tick(now_ms)
-        self._look_ahead(wanted)
+        self._scan_ahead(demand)
 
-    def _give_up(self, oldest: Offset, damage: DamagedRange) -> bool:
+    def _reject_damaged(self, oldest: Offset, damage: DamagedRange) -> bool:
         """Take messages that the disk has lost out of the queue; whether there were any to take."""
         now_ms = self._clock.now_ms()
         count = damage.next_offset - oldest
-        leases = self.queue.acquire(_NOBODY, now_ms=now_ms, max_records=count, until=damage.next_offset)
-        lost = [Settle(lease.first, lease.last, Verb.REJECT, None, str(damage)) for lease in leases]
-        self.queue.settle(_NOBODY, lost, now_ms=now_ms)
-        self._note_damage(sum(lease.last - lease.first + 1 for lease in leases), damage)
+        leases = self.queue.acquire(_DAMAGE_WORKER, now_ms=now_ms, max_records=count, until=damage.next_offset)
+        lost = [Settlement(lease.first, lease.last, Verb.REJECT, None, str(damage)) for lease in leases]
+        self.queue.settle(_DAMAGE_WORKER, lost, now_ms=now_ms)
+        self._report_damage(sum(lease.last - lease.first + 1 for lease in leases), damage)
         return bool(leases)
 
-    def _note_damage(self, count: int, damage: DamagedRange) -> None:
+    def _report_damage(self, count: int, damage: DamagedRange) -> None:
         """Count messages that are not delivered, as the disk has lost them, and say so."""
         if count:
             self.damaged += count
@@ -610,129 +514,137 @@ class Delivery:
             place["subscription_id"] = self.key.subscription_id
             _logger.error("messages are passed over: %s", damage, extra=place)
 
-    def _observe(self, batches: list[memoryview], now_ms: int) -> None:
+    def _observe_latency(self, batches: list[memoryview], now_ms: int) -> None:
         """Note how long the batches of a first delivery have waited."""
         for batch in batches:
             for header in iterate_whole_headers(batch):
                 self.latency.observe(max(0, now_ms - header.max_timestamp_ms) / 1000)
 
-    def _look_ahead(self, wanted: int) -> None:
+    def _scan_ahead(self, demand: int) -> None:
         """Look further until enough is known to be there, or nothing more is."""
-        self._is_cut_short = False
-        if self._sieve is not None or self._looking is not None:
-            self._look_beside(wanted)
+        self._has_more_to_scan = False
+        if self._filter is not None or self._scanning is not None:
+            self._scan_in_background(demand)
             return
-        looked_bytes = 0
-        for _ in range(LOOKS_AT_ONCE):
-            seen = self._look_once(wanted)
-            if seen is None:
+        scanned_bytes = 0
+        for _ in range(SCANS_PER_TURN):
+            scanned = self._scan_next(demand)
+            if scanned is None:
                 return
-            if seen.is_heavy:
-                self._look_beside(wanted)
+            if scanned.is_heavy:
+                self._scan_in_background(demand)
                 return
-            self._take_in(seen, None)
-            looked_bytes += seen.looked_bytes
-            if looked_bytes > LOOKED_BYTES_MAX:
+            self._apply_scan(scanned, None)
+            scanned_bytes += scanned.scanned_bytes
+            if scanned_bytes > SCANNED_BYTES_MAX:
                 break
-        self._is_cut_short = True
+        self._has_more_to_scan = True
 
-    def _look_beside(self, wanted: int) -> None:
+    def _scan_in_background(self, demand: int) -> None:
         """Have the filter, or whoever opens heavy batches, look further; whoever waits is woken when it has."""
-        if self._looking is None and self._needs_more(wanted):
-            self._looking = asyncio.get_running_loop().create_task(self._sift(wanted), name=f"filter {self.key}")
-            self._looking.add_done_callback(self._sifted)
+        if self._scanning is None and self._needs_more(demand):
+            self._scanning = asyncio.get_running_loop().create_task(
+                self._scan_in_turns(demand), name=f"filter {self.key}"
+            )
+            self._scanning.add_done_callback(self._scan_finished)
 
-    async def looked(self, *, patience_s: float) -> None:
+    async def scan_settled(self, *, patience_s: float) -> None:
         """Wait until the filter has looked at what it is asked for now, but not for long."""
-        if self._looking is not None:
-            await asyncio.wait([self._looking], timeout=patience_s)
+        if self._scanning is not None:
+            await asyncio.wait([self._scanning], timeout=patience_s)
 
-    async def _sift(self, wanted: int) -> None:
+    async def _scan_in_turns(self, demand: int) -> None:
         while self._closed is None:
-            sieve = self._sieve
-            seen = self._look_once(wanted)
-            if seen is None or (sieve is None and not seen.is_heavy):
+            queue_filter = self._filter
+            scanned = self._scan_next(demand)
+            if scanned is None or (queue_filter is None and not scanned.is_heavy):
                 self._wake()
                 return
-            if seen.is_heavy:
-                seen = await self._opener(seen) if self._opener is not None else open_here(seen)
-            matches = None if sieve is None else await sieve.matches(seen.records, seen.first, seen.next_offset)
-            if self._closed is None and self.queue.next_look == seen.first and self._sieve is sieve:
-                self._take_in(seen, matches)
+            if scanned.is_heavy:
+                scanned = await self._opener(scanned) if self._opener is not None else scan_heavy_batch(scanned)
+            matches = (
+                None
+                if queue_filter is None
+                else await queue_filter.matches(scanned.records, scanned.first, scanned.next_offset)
+            )
+            if self._closed is None and self.queue.next_scan_offset == scanned.first and self._filter is queue_filter:
+                self._apply_scan(scanned, matches)
                 self._wake()
 
-    def _sifted(self, looking: asyncio.Task[None]) -> None:
-        self._looking = None
+    def _scan_finished(self, looking: asyncio.Task[None]) -> None:
+        self._scanning = None
         error = None if looking.cancelled() else looking.exception()
         if self._closed is not None:
             return
         if error is not None:
             _logger.warning("a filter could not be asked", extra={"queue": str(self.key), "error": str(error)})
-            asyncio.get_running_loop().call_later(SIEVE_RETRY_S, self._wake)
+            asyncio.get_running_loop().call_later(FILTER_RETRY_S, self._wake)
             return
         try:
-            self._after()
+            self._after_change()
         except Exception as failure:
-            self._failed(failure)
+            self._restart_after_defect(failure)
 
-    def _needs_more(self, wanted: int) -> bool:
+    def _needs_more(self, demand: int) -> bool:
         queue = self.queue
         # Of what counts as available, some may turn out to wait behind its key; and there may be keys to be learned.
-        if (queue.next_available is not None and queue.counts.available >= wanted) or queue.room <= 0:
+        if (queue.next_available is not None and queue.counts.available >= demand) or queue.room <= 0:
             return False
-        return max(queue.next_look, self.partition.log_start) < readable_end(self.partition, self.settings.isolation)
+        return max(queue.next_scan_offset, self.partition.log_start) < readable_end(
+            self.partition, self.settings.isolation
+        )
 
-    def _look_once(self, wanted: int) -> Stretch | None:
+    def _scan_next(self, demand: int) -> ScannedRange | None:
         """Look at the next stretch of the log; None when no more is wanted, or there."""
         partition, settings = self.partition, self.settings
-        if not self._needs_more(wanted):
+        if not self._needs_more(demand):
             return None
-        offsets_max = min(LOOK_OFFSETS_ORDERED if settings.ordered else LOOK_OFFSETS, self.queue.room)
-        return look(
+        offsets_max = min(SCAN_OFFSETS_ORDERED if settings.ordered else SCAN_OFFSETS, self.queue.room)
+        return scan_log(
             partition,
-            Offset(max(self.queue.next_look, partition.log_start)),
+            Offset(max(self.queue.next_scan_offset, partition.log_start)),
             settings.isolation,
-            max_bytes=min(LOOK_BYTES, READ_BYTES_MIN + 2 * offsets_max * self._message_bytes),
+            max_bytes=min(SCAN_BYTES, READ_BYTES_MIN + 2 * offsets_max * self._message_bytes),
             offsets_max=offsets_max,
             with_keys=settings.ordered,
         )
 
-    def _take_in(self, seen: Stretch, matches: npt.NDArray[np.bool_] | None) -> None:
-        for first, last, reason in seen.unreadable:
+    def _apply_scan(self, scanned: ScannedRange, matches: npt.NDArray[np.bool_] | None) -> None:
+        for first, last, reason in scanned.unreadable:
             place = {"queue": f"{self.topic}-{self.index}", "first": first, "last": last, "reason": reason}
             _logger.warning("messages that cannot be read are passed over", extra=place)
             self.damaged += last - first + 1
-        self.queue.look(
-            seen.first,
-            seen.next_offset,
+        self.queue.add_scanned(
+            scanned.first,
+            scanned.next_offset,
             now_ms=self._clock.now_ms(),
-            absent=seen.absent,
+            absent=scanned.absent,
             matches=matches,
-            keys=seen.keys,
-            due=seen.due,
+            keys=scanned.keys,
+            delayed=scanned.delayed,
         )
-        if seen.damage is not None:
-            self._note_damage(seen.next_offset - seen.first, seen.damage)
-        self._looked += seen.next_offset - seen.first
-        if self._looked >= TRIM_OFFSETS and self.queue.fold.unfinished >= TRIM_OFFSETS:
-            self._looked = 0
+        if scanned.damage is not None:
+            self._report_damage(scanned.next_offset - scanned.first, scanned.damage)
+        self._scanned_offsets += scanned.next_offset - scanned.first
+        if self._scanned_offsets >= TRIM_OFFSETS and self.queue.fold.unfinished >= TRIM_OFFSETS:
+            self._scanned_offsets = 0
             trim_after(TRIM_S)
 
-    def _after(self) -> None:
+    def _after_change(self) -> None:
         """What follows from every change."""
         self._write()
         if self.queue.has_leases and self._leases_timer is None:
-            self._leases_timer = asyncio.get_running_loop().call_later(LEASES_S, self._write_leases)
-        self.endings.changed(self.queue.fold)
+            self._leases_timer = asyncio.get_running_loop().call_later(LEASE_WRITE_DELAY_S, self._write_leases)
+        self.outcomes.check_finished(self.queue.fold)
         if self.queue.counter(DeltaKind.DROPPED) > self._dropped and self._drops_timer is None:
-            self._warn_of_drops()
+            self._warn_dropped()
         if self.queue.counts.rejecting:
-            self.when_rejecting()
+            self.on_rejecting()
         if self._waiting and not self._is_serving and self._has_available:
             self._wake()
         self._set_alarm()
 
-    def _warn_of_drops(self) -> None:
+    def _warn_dropped(self) -> None:
         """Log what was dropped since the last time, at once and then once a minute while there is more."""
         dropped = self.queue.counter(DeltaKind.DROPPED)
         count, self._dropped = dropped - self._dropped, dropped
@@ -743,7 +655,7 @@ class Delivery:
                 count,
                 extra={"subscription": self.name, "queue": f"{self.topic}-{self.index}", "dropped_total": dropped},
             )
-            self._drops_timer = asyncio.get_running_loop().call_later(DROPS_S, self._warn_of_drops)
+            self._drops_timer = asyncio.get_running_loop().call_later(DROP_WARNING_S, self._warn_dropped)
 
     def _write(self, *, is_all: bool = False) -> asyncio.Future[None] | None:
         """Write what has happened since the last time and has to be kept; None when everything is durable."""
@@ -751,7 +663,7 @@ class Delivery:
             raise self._closed
         frame = self.queue.drain() if is_all or self.queue.is_urgent else None
         if frame is not None:
-            self.endings.wrote(frame)
+            self.outcomes.add_frame(frame)
             written = self._store.write(QueueWrite(self.key, self.leader_epoch, self._next_sequence, frame))
             self._next_sequence += 1
             self._last_write = written
@@ -772,19 +684,19 @@ class Delivery:
         if error is not None:
             # What is in memory is not what the store has: the queue is read back when it is next needed.
             if self._closed is None and not isinstance(error, (FencedLeaderEpoch, NotCoordinator)):
-                self._tell(logging.WARNING, "the last changes of a queue could not be stored", str(error))
+                self._log_restart(logging.WARNING, "the last changes of a queue could not be stored", str(error))
             self.close(NotLeader(f"the state of the queue could not be written: {error}"))
-        elif self._is_starved:
+        elif self._is_store_full:
             self._wake()
 
     def _wake(self) -> None:
-        if self._waiting and not self._is_due and self._closed is None:
-            self._is_due = True
+        if self._waiting and not self._is_wake_scheduled and self._closed is None:
+            self._is_wake_scheduled = True
             asyncio.get_running_loop().call_soon(self._serve_waiting)
 
     def _serve_waiting(self) -> None:
         """Give what is there to those who wait, in turn and in equal parts."""
-        self._is_due = False
+        self._is_wake_scheduled = False
         if self._closed is not None:
             return
         self._is_serving = True
@@ -793,36 +705,36 @@ class Delivery:
         except MillstreamError as error:
             self.close(error)
         except Exception as error:
-            self._failed(error)
+            self._restart_after_defect(error)
         finally:
             self._is_serving = False
-        if self._is_cut_short:
+        if self._has_more_to_scan:
             self._wake()
         self._set_alarm()
 
     def _serve_all(self) -> None:
         self._check()
-        if not self._may_give:
+        if not self._may_deliver:
             # Whatever changes that wakes those who wait, and they look again.
-            self._is_cut_short = False
-            if self._is_starved and (self._last_write is None or self._last_write.done()):
+            self._has_more_to_scan = False
+            if self._is_store_full and (self._last_write is None or self._last_write.done()):
                 # Others fill the store, and do not tell this queue when they have made room.
-                asyncio.get_running_loop().call_later(STARVED_S, self._wake)
+                asyncio.get_running_loop().call_later(STORE_FULL_RETRY_S, self._wake)
             return
-        self._prepare(self._wanted_by_all())
+        self._prepare(self._total_demand())
         for waiter in list(self._waiting):
             if self._closed is not None or not self._serve(waiter):
                 break
         if self._closed is None:
-            self._after()
+            self._after_change()
 
-    def _wanted_by_all(self) -> int:
-        wanted = 0
+    def _total_demand(self) -> int:
+        demand = 0
         for waiter in self._waiting:
-            wanted += waiter.wanted.max_records
-            if wanted >= LOOK_OFFSETS:
-                return LOOK_OFFSETS
-        return wanted
+            demand += waiter.demand.max_records
+            if demand >= SCAN_OFFSETS:
+                return SCAN_OFFSETS
+        return demand
 
     def _serve(self, waiter: Waiter) -> bool:
         """Serve one; whether it is worth to go on with the next."""
@@ -830,25 +742,25 @@ class Delivery:
             self._waiting.pop(waiter, None)
             return True
         share = -(-max(1, self.queue.counts.available) // len(self._waiting))
-        wanted = waiter.wanted_now()
-        if wanted is None:
+        demand = waiter.current_demand()
+        if demand is None:
             return False
-        found = self.try_receive(wanted._replace(max_records=min(wanted.max_records, share)))
+        found = self.try_receive(demand._replace(max_records=min(demand.max_records, share)))
         if found.leases:
             self._waiting.pop(waiter, None)
-            waiter.give(self, found)
+            waiter.deliver(self, found)
             return True
         # This one may hold as many as it can; others may not.
         return self._has_available
 
-    def _failed(self, error: Exception) -> None:
+    def _restart_after_defect(self, error: Exception) -> None:
         """Something went wrong that nobody has thought of: begin anew from what is stored."""
-        self._tell(logging.ERROR, "a defect has stopped a queue", str(error), error)
+        self._log_restart(logging.ERROR, "a defect has stopped a queue", str(error), error)
         self.close(CoordinatorUnavailable(f"the queue failed: {error}"))
 
-    def _tell(self, level: int, what: str, why: str, defect: Exception | None = None) -> None:
+    def _log_restart(self, level: int, what: str, why: str, defect: Exception | None = None) -> None:
         place = {"queue": f"{self.topic}-{self.index}", "subscription_id": self.key.subscription_id, "error": why}
-        _logger.log(level, "%s; %s", what, _GOES_ON, extra=place, exc_info=defect)
+        _logger.log(level, "%s; %s", what, _RESTARTS, extra=place, exc_info=defect)
 
     def _set_alarm(self) -> None:
         due_ms = self.queue.next_due_ms
@@ -858,14 +770,14 @@ class Delivery:
             self._alarm.cancel()
         self._alarm_at_ms = due_ms
         delay_s = min(max(0, due_ms - self._clock.now_ms()) / 1000, ALARM_S_MAX)
-        self._alarm = asyncio.get_running_loop().call_later(delay_s, self._alarm_rings)
+        self._alarm = asyncio.get_running_loop().call_later(delay_s, self._alarm_fired)
 
-    def _alarm_rings(self) -> None:
+    def _alarm_fired(self) -> None:
         self._alarm = None
         if self._closed is not None:
             return
         try:
             self.queue.tick(self._clock.now_ms())
-            self._after()
+            self._after_change()
         except Exception as error:
-            self._failed(error)
+            self._restart_after_defect(error)

@@ -58,20 +58,20 @@ def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clo
         if name is not None and not name.startswith(LETTERS_PREFIX):
             by_name.setdefault(name, []).append(delivery)
     for suffix, kind, help_text, count in _COUNTED:
-        samples = [Sample(sum(map(count, ones)), (("subscription", name),)) for name, ones in by_name.items()]
+        samples = [Sample(sum(map(count, group)), (("subscription", name),)) for name, group in by_name.items()]
         yield Metric(f"millstream_subscription_{suffix}", kind, help_text, samples)
     now_ms = clock.now_ms()
     ages = [
-        Sample(max((one.oldest_age_ms(now_ms) for one in ones), default=0) / 1000, (("subscription", name),))
-        for name, ones in by_name.items()
+        Sample(max((one.oldest_age_ms(now_ms) for one in group), default=0) / 1000, (("subscription", name),))
+        for name, group in by_name.items()
     ]
     yield Metric(
         "millstream_subscription_oldest_age_seconds", "gauge", "Age of the oldest message that is not done.", ages
     )
     latencies = [
         Sample(one.latency.distribution(), (("subscription", name), ("topic", one.topic), ("partition", one.index)))
-        for name, ones in by_name.items()
-        for one in ones
+        for name, group in by_name.items()
+        for one in group
     ]
     yield Metric(
         "millstream_subscription_delivery_seconds",

@@ -11,7 +11,7 @@ class DeltaKind(IntEnum):
 
     START = 1
     """The queue begins at `first`."""
-    LOOKED = 2
+    SCANNED = 2
     """These were read from the log, and are available unless the deltas that follow say otherwise."""
     FILTERED = 3
     """The filter leaves these out; with `extra`, those whose bit is set."""
@@ -42,7 +42,7 @@ class DeltaKind(IntEnum):
     """Everything is forgotten, and the queue goes on at `first`; `last` is where it had looked to."""
     RETENTION_CUT = 17
     """The log no longer has these; what was not done of them never will be."""
-    ASIDE = 18
+    LEFT_BEHIND = 18
     """An unfinished message leaves the window, so that the window's start can move on; `extra` is its key."""
     REVIVED = 19
     """Dead letters are available again, as if they had never been delivered; `extra` has key and letter of each."""

@@ -15,12 +15,12 @@ from uuid import UUID
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.dead_letters import DeadLetters, LetterBox
+from millstream.broker.subscriptions.dead_letters import DeadLetterAppender, DeadLetters
 from millstream.broker.subscriptions.delivery import Delivery
-from millstream.broker.subscriptions.look_ahead import readable_end
+from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
+from millstream.broker.subscriptions.log_scan import readable_end
+from millstream.broker.subscriptions.outcomes import OutcomeBudget
 from millstream.broker.subscriptions.queue import Queue
-from millstream.broker.subscriptions.remembered import Remembered
-from millstream.broker.subscriptions.sieve import QueueSieve, Sieve
 from millstream.broker.subscriptions.state_store import StateStore
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
@@ -38,15 +38,15 @@ from millstream.protocol.filter.filter import compile_filter
 
 _logger = logging.getLogger(__name__)
 
-OPENING_S: Final = 1.0
+OPEN_WAIT_S: Final = 1.0
 """How long a worker waits for queues that are being opened while others are there to ask."""
-SETTLED_S: Final = 30.0
+SETTLE_WAIT_S: Final = 30.0
 RETRY_S_MAX: Final = 30.0
 REOPEN_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class Dependencies:
     """What the engine stands on."""
 
     topics: Topics
@@ -54,15 +54,15 @@ class Surroundings:
     store: StateStore
     clock: Clock
     random: Random
-    box: LetterBox
+    appender: DeadLetterAppender
     next_producer_id: Callable[[], Awaitable[ProducerId]]
-    sieve: Sieve
+    filter_cache: FilterCache
     forget: Callable[[Callable[[QueueKey], bool]], Awaitable[object]]
     """Has the states of queues go that are gone."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _OpenQueue:
     delivery: Delivery
     letters: DeadLetters
 
@@ -70,23 +70,23 @@ class _Open:
 class Engine:
     """The queues of one node."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
-        self._open: dict[QueueKey, _Open] = {}
+    def __init__(self, dependencies: Dependencies) -> None:
+        self._dependencies = dependencies
+        self._open: dict[QueueKey, _OpenQueue] = {}
         self._opening: dict[QueueKey, asyncio.Task[Delivery]] = {}
         self._followed: set[str] = set()
         # Queues for which a task tries until they are open.
-        self._beginning: set[tuple[QueueKey, Partition]] = set()
-        self._awaited: dict[UUID, asyncio.Future[None]] = {}
+        self._retrying: set[tuple[QueueKey, Partition]] = set()
+        self._opening_waiters: dict[UUID, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._remembered = Remembered()
+        self._outcome_budget = OutcomeBudget()
         self._closed = False
 
     def start(self) -> None:
         """Begin the queues of everything that is declared, and follow what will be."""
-        self._around.subscriptions.when_changed(self._declared)
-        self._around.topics.when_deleted(self._topic_deleted)
-        self._declared()
+        self._dependencies.subscriptions.when_changed(self._declarations_changed)
+        self._dependencies.topics.when_deleted(self._topic_deleted)
+        self._declarations_changed()
 
     async def close(self) -> None:
         """Send whoever waits away. Dead letters that are not written are the next leader's."""
@@ -97,10 +97,10 @@ class Engine:
         for opened in list(self._open.values()):
             opened.delivery.close(PartitionClosed("the broker is stopping"))
             await opened.letters.close()
-        for subscription_id in list(self._awaited):
-            self._tell_awaiting(subscription_id)
-        await self._around.box.close()
-        await self._around.sieve.stop()
+        for subscription_id in list(self._opening_waiters):
+            self._notify_opened(subscription_id)
+        await self._dependencies.appender.close()
+        await self._dependencies.filter_cache.stop()
 
     @property
     def open_count(self) -> int:
@@ -132,9 +132,9 @@ class Engine:
             found.delivery.close(NotLeader(f"{partition.log.partition} is led anew"))
         opening = self._opening.get(key)
         if opening is None:
-            opening = asyncio.get_running_loop().create_task(self._begin(subscription, partition, key))
+            opening = asyncio.get_running_loop().create_task(self._open_queue(subscription, partition, key))
             self._opening[key] = opening
-            opening.add_done_callback(lambda done: self._was_opened(key, done))
+            opening.add_done_callback(lambda done: self._opening_finished(key, done))
         return await asyncio.shield(opening)
 
     async def deliveries_of(self, subscription: Subscription, partitions: Iterable[Partition]) -> list[Delivery]:
@@ -144,7 +144,7 @@ class Engine:
         if not tasks:
             return []
         try:
-            await asyncio.wait(tasks, timeout=OPENING_S)
+            await asyncio.wait(tasks, timeout=OPEN_WAIT_S)
             if not any(task.done() and task.exception() is None for task in tasks):
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -160,18 +160,20 @@ class Engine:
         if self._closed:
             # Nobody would tell whoever waited for it, and the end of the node would wait for them.
             raise PartitionClosed("the broker is stopping")
-        found = self._awaited.get(subscription.subscription_id)
+        found = self._opening_waiters.get(subscription.subscription_id)
         if found is None:
-            found = self._awaited[subscription.subscription_id] = asyncio.get_running_loop().create_future()
+            found = self._opening_waiters[subscription.subscription_id] = asyncio.get_running_loop().create_future()
         return found
 
-    def worker_gone(self, subscription: Subscription, worker: str) -> None:
+    def release_worker(self, subscription: Subscription, worker: str) -> None:
         """Give what a worker of a subscription holds to others."""
         for opened in list(self._open.values()):
             if opened.delivery.key.subscription_id == subscription.subscription_id:
-                opened.delivery.worker_gone(worker)
+                opened.delivery.release_worker(worker)
 
-    def needed(self, topic_id: UUID, partition: PartitionIndex, subscribed: Iterable[Subscription]) -> list[Offset]:
+    def oldest_needed(
+        self, topic_id: UUID, partition: PartitionIndex, subscribed: Iterable[Subscription]
+    ) -> list[Offset]:
         """The oldest message that each queue on a partition is not done with; all, where a queue is not open."""
         keys = {QueueKey(one.subscription_id, topic_id, partition) for one in subscribed}
         keys.update(key for key in self._open if key.topic_id == topic_id and key.partition == partition)
@@ -187,109 +189,111 @@ class Engine:
 
     # Below: how
 
-    async def _begin(self, subscription: Subscription, partition: Partition, key: QueueKey) -> Delivery:
-        around = self._around
+    async def _open_queue(self, subscription: Subscription, partition: Partition, key: QueueKey) -> Delivery:
+        dependencies = self._dependencies
         if self._closed or not partition.is_leader:
             raise NotLeader(f"{partition.log.partition} is not led by this node")
         epoch = Epoch(partition.leader_epoch)
-        stored = await around.store.load(key, epoch)
+        stored = await dependencies.store.load(key, epoch)
         if stored.snapshot is None and not subscription.topics:
             # It may begin at the end of the partition, which a new leader does not know at once.
-            await _settled(partition)
-        queue = await self._restored(subscription, key, epoch, stored.snapshot)
+            await _wait_settled(partition)
+        queue = await self._restore_queue(subscription, key, epoch, stored.snapshot)
         declared = self._still_declared(subscription)
         if self._closed or not partition.is_leader or partition.leader_epoch != epoch:
             raise NotLeader(f"{partition.log.partition} is not led by this node any more")
         settings = queue.settings
         if not queue.is_started:
-            now_ms = around.clock.now_ms()
-            queue.begin(_start_of(declared, settings, partition, now_ms), now_ms=now_ms)
+            now_ms = dependencies.clock.now_ms()
+            queue.begin(_initial_offset(declared, settings, partition, now_ms), now_ms=now_ms)
         elif queue.fold.window.end > partition.log.end_offset:
-            _go_back(queue, partition, around.clock.now_ms())
-        sieve = self._sieve_for(settings, partition)
+            _rewind(queue, partition, dependencies.clock.now_ms())
+        queue_filter = self._filter_for(settings, partition)
         delivery = Delivery(
             key,
             queue,
             partition,
-            around.store,
-            around.clock,
+            dependencies.store,
+            dependencies.clock,
             next_sequence=stored.sequence + 1,
             name=declared.name,
-            sieve=sieve,
-            opener=around.sieve.open_batch,
+            queue_filter=queue_filter,
+            opener=dependencies.filter_cache.open_batch,
         )
         letters = DeadLetters(
             delivery,
-            around.box,
-            around.clock,
+            dependencies.appender,
+            dependencies.clock,
             subscription=declared.name,
-            next_producer_id=around.next_producer_id,
-            random=around.random,
+            next_producer_id=dependencies.next_producer_id,
+            random=dependencies.random,
         )
-        delivery.when_closed = self._was_closed
-        delivery.endings.share(self._remembered)
-        self._open[key] = _Open(delivery, letters)
-        delivery.news()
+        delivery.on_closed = self._queue_closed
+        delivery.outcomes.share(self._outcome_budget)
+        self._open[key] = _OpenQueue(delivery, letters)
+        delivery.queue_changed()
         await delivery.durable()
-        self._tell_awaiting(key.subscription_id)
+        self._notify_opened(key.subscription_id)
         return delivery
 
-    async def _restored(self, subscription: Subscription, key: QueueKey, epoch: Epoch, snapshot: bytes | None) -> Queue:
+    async def _restore_queue(
+        self, subscription: Subscription, key: QueueKey, epoch: Epoch, snapshot: bytes | None
+    ) -> Queue:
         """The queue as it was stored, with what is declared now."""
         while True:
-            settings = self._around.subscriptions.settings_of(self._still_declared(subscription))
+            settings = self._dependencies.subscriptions.settings_of(self._still_declared(subscription))
             if snapshot is None:
                 return Queue(key, settings, leader_epoch=epoch)
             # A large window takes a while.
             queue = await asyncio.to_thread(Queue, key, settings, leader_epoch=epoch, snapshot=snapshot)
-            if self._around.subscriptions.settings_of(self._still_declared(subscription)) == settings:
+            if self._dependencies.subscriptions.settings_of(self._still_declared(subscription)) == settings:
                 return queue
 
     def _still_declared(self, subscription: Subscription) -> Subscription:
-        declared = self._around.subscriptions.by_id(subscription.subscription_id)
+        declared = self._dependencies.subscriptions.by_id(subscription.subscription_id)
         if declared is None:
             raise UnknownSubscription(f"subscription {subscription.name!r} was deleted")
         return declared
 
-    def _was_opened(self, key: QueueKey, opening: asyncio.Task[Delivery]) -> None:
+    def _opening_finished(self, key: QueueKey, opening: asyncio.Task[Delivery]) -> None:
         self._opening.pop(key, None)
         if not opening.cancelled():
             # Whoever asked for it may have gone, and nobody else wants to know.
             opening.exception()
 
-    def _tell_awaiting(self, subscription_id: UUID) -> None:
-        awaited = self._awaited.pop(subscription_id, None)
-        if awaited is not None and not awaited.done():
-            awaited.set_result(None)
+    def _notify_opened(self, subscription_id: UUID) -> None:
+        waiter = self._opening_waiters.pop(subscription_id, None)
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
-    def _was_closed(self, delivery: Delivery) -> None:
+    def _queue_closed(self, delivery: Delivery) -> None:
         found = self._open.get(delivery.key)
         if found is not None and found.delivery is delivery:
             del self._open[delivery.key]
             self._spawn(found.letters.close())
             self._spawn(self._reopen(delivery))
 
-    def _declared(self) -> None:
+    def _declarations_changed(self) -> None:
         """Something about the subscriptions has changed."""
-        around = self._around
-        for subscription_id in [one for one in self._awaited if around.subscriptions.by_id(one) is None]:
-            self._tell_awaiting(subscription_id)
+        dependencies = self._dependencies
+        for subscription_id in [one for one in self._opening_waiters if dependencies.subscriptions.by_id(one) is None]:
+            self._notify_opened(subscription_id)
         for opened in list(self._open.values()):
-            declared = around.subscriptions.by_id(opened.delivery.key.subscription_id)
+            declared = dependencies.subscriptions.by_id(opened.delivery.key.subscription_id)
             if declared is None:
                 opened.delivery.close(UnknownSubscription("the subscription was deleted"))
                 continue
             if declared.topics and opened.delivery.topic not in declared.topics:
                 opened.delivery.close(UnknownSubscription("the subscription has this topic no more"))
                 continue
-            settings = around.subscriptions.settings_of(declared)
+            settings = dependencies.subscriptions.settings_of(declared)
             if settings != opened.delivery.settings:
                 self._change(opened.delivery, settings)
-        for subscription in around.subscriptions.all():
+        for subscription in dependencies.subscriptions.all():
             for topic in subscription.topics:
                 self._follow(topic)
-        self._begin_all()
-        self._spawn(self._forget(lambda key: around.subscriptions.is_deleted(key.subscription_id)))
+        self._open_all()
+        self._spawn(self._forget(lambda key: dependencies.subscriptions.is_deleted(key.subscription_id)))
 
     def _change(self, delivery: Delivery, settings: SubscriptionSettings) -> None:
         if settings.ordered != delivery.settings.ordered:
@@ -297,15 +301,15 @@ class Engine:
             delivery.close(NotLeader("the queue begins anew, since its order was changed"))
             return
         try:
-            delivery.change(settings, self._sieve_for(settings, delivery.partition))
+            delivery.change(settings, self._filter_for(settings, delivery.partition))
         except MillstreamError as error:
             # A newer node may have declared a filter that cannot be read here.
             delivery.close(error)
 
-    def _sieve_for(self, settings: SubscriptionSettings, partition: Partition) -> QueueSieve | None:
+    def _filter_for(self, settings: SubscriptionSettings, partition: Partition) -> QueueFilter | None:
         if not settings.filter:
             return None
-        return QueueSieve(self._around.sieve, partition.log.partition, compile_filter(settings.filter))
+        return QueueFilter(self._dependencies.filter_cache, partition.log.partition, compile_filter(settings.filter))
 
     def _topic_deleted(self, topic: Topic) -> None:
         gone = PartitionClosed(f"topic {topic.name!r} was deleted")
@@ -315,61 +319,63 @@ class Engine:
     def _follow(self, topic: str) -> None:
         if topic not in self._followed:
             self._followed.add(topic)
-            self._around.topics.when_leadership_changes(topic, lambda _index, led: self._begin_soon(topic, led))
+            self._dependencies.topics.when_leadership_changes(
+                topic, lambda _index, led: self._partition_led(topic, led)
+            )
 
-    def _begin_soon(self, topic: str, led: Partition | None) -> None:
+    def _partition_led(self, topic: str, led: Partition | None) -> None:
         """Begin the queues of a partition that this node leads from now on."""
         if led is None or self._closed:
             return
-        for subscription in self._around.subscriptions.all():
+        for subscription in self._dependencies.subscriptions.all():
             if topic in subscription.topics:
-                self._begin_at(subscription, led)
+                self._open_partition(subscription, led)
 
-    def _begin_all(self) -> None:
-        for subscription in self._around.subscriptions.all():
+    def _open_all(self) -> None:
+        for subscription in self._dependencies.subscriptions.all():
             for topic in subscription.topics:
-                self._begin_on(subscription, topic)
+                self._open_topic(subscription, topic)
 
-    def _begin_on(self, subscription: Subscription, name: str) -> None:
+    def _open_topic(self, subscription: Subscription, name: str) -> None:
         """Begin the queues of a topic, so that what is published from now on is in them."""
-        topic = self._around.topics.get(name)
+        topic = self._dependencies.topics.get(name)
         if topic is None or self._closed:
             return
-        for partition in self._around.topics.partitions_of(topic):
-            self._begin_at(subscription, partition)
+        for partition in self._dependencies.topics.partitions_of(topic):
+            self._open_partition(subscription, partition)
 
-    def _begin_at(self, subscription: Subscription, partition: Partition) -> None:
+    def _open_partition(self, subscription: Subscription, partition: Partition) -> None:
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, PartitionIndex(partition.index))
-        if partition.is_leader and key not in self._open and (key, partition) not in self._beginning:
-            self._beginning.add((key, partition))
-            self._spawn(self._begin_quietly(subscription, partition, key))
+        if partition.is_leader and key not in self._open and (key, partition) not in self._retrying:
+            self._retrying.add((key, partition))
+            self._spawn(self._open_with_retry(subscription, partition, key))
 
     async def _reopen(self, delivery: Delivery) -> None:
         """A queue was closed, but may still be led here, and have dead letters to write, or leases to take back."""
         await asyncio.sleep(REOPEN_S)
-        declared = self._around.subscriptions.by_id(delivery.key.subscription_id)
+        declared = self._dependencies.subscriptions.by_id(delivery.key.subscription_id)
         if declared is not None and delivery.topic in declared.topics:
-            self._begin_on(declared, delivery.topic)
+            self._open_topic(declared, delivery.topic)
 
-    async def _begin_quietly(self, subscription: Subscription, partition: Partition, key: QueueKey) -> None:
+    async def _open_with_retry(self, subscription: Subscription, partition: Partition, key: QueueKey) -> None:
         """Open a queue, again until it works."""
-        backoff = Backoff(self._around.random, max_s=RETRY_S_MAX)
+        backoff = Backoff(self._dependencies.random, max_s=RETRY_S_MAX)
         try:
-            while partition.is_leader and self._around.subscriptions.by_id(key.subscription_id) is not None:
+            while partition.is_leader and self._dependencies.subscriptions.by_id(key.subscription_id) is not None:
                 try:
                     await self.delivery(subscription, partition)
                 except MillstreamError as error:
-                    told = {"queue": subscription.name, "error": str(error)}
-                    _logger.debug("a queue could not be opened", extra=told)
+                    details = {"queue": subscription.name, "error": str(error)}
+                    _logger.debug("a queue could not be opened", extra=details)
                     await backoff.pause()
                 else:
                     return
         finally:
-            self._beginning.discard((key, partition))
+            self._retrying.discard((key, partition))
 
     async def _forget(self, is_gone: Callable[[QueueKey], bool]) -> None:
         try:
-            await self._around.forget(is_gone)
+            await self._dependencies.forget(is_gone)
         except MillstreamError as error:
             _logger.debug("states of queues that are gone stay for now", extra={"error": str(error)})
 
@@ -384,23 +390,23 @@ class Engine:
             return
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._task_finished)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
+    def _task_finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("a task of the subscriptions failed", exc_info=error)
 
 
-async def _settled(partition: Partition) -> None:
+async def _wait_settled(partition: Partition) -> None:
     try:
-        async with asyncio.timeout(SETTLED_S):
+        async with asyncio.timeout(SETTLE_WAIT_S):
             await partition.settled()
     except TimeoutError:
         raise RequestTimedOut(f"{partition.log.partition} has records that are not acknowledged yet") from None
 
 
-def _go_back(queue: Queue, partition: Partition, now_ms: int) -> None:
+def _rewind(queue: Queue, partition: Partition, now_ms: int) -> None:
     """The log has lost messages that the queue has seen, and others come in their place: they are to be delivered."""
     place = min(queue.oldest, partition.log.end_offset)
     _logger.warning(
@@ -410,16 +416,18 @@ def _go_back(queue: Queue, partition: Partition, now_ms: int) -> None:
     queue.seek(place, now_ms=now_ms)
 
 
-def _start_of(subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
+def _initial_offset(
+    subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int
+) -> Offset:
     """Where a queue begins that nobody has looked at yet."""
     if subscription.topics:
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
         # What was published to a partition that came after the subscription was published for it too.
         return partition.log_start if start is None else Offset(max(start, partition.log_start))
-    return place_of(settings, partition, now_ms)
+    return start_offset(settings, partition, now_ms)
 
 
-def place_of(settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
+def start_offset(settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
     """The place that the declared start names now."""
     end = readable_end(partition, settings.isolation)
     time_ms = settings.start_time_ms(now_ms)

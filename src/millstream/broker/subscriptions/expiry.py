@@ -20,10 +20,10 @@ from millstream.core.subscription import Subscription
 
 _logger = logging.getLogger(__name__)
 
-NOTES_PER_LIFE: Final = 8
+NOTES_PER_LIFETIME: Final = 8
 """How often a subscription that is used is noted as such in the time after which it would expire."""
-LOOK_S_MIN: Final = 0.05
-LOOK_S_MAX: Final = 600.0
+CHECK_S_MIN: Final = 0.05
+CHECK_S_MAX: Final = 600.0
 
 LastUsed = Callable[[UUID], int]
 """When a subscription was last used on this node, in milliseconds since 1970; 0 if it was not."""
@@ -50,30 +50,32 @@ class Expiry:
         """Look, as often as the shortest life asks for; for ever, without cost while nothing expires."""
         while True:
             self._changed.clear()
-            mortal = [(one, life_ms) for one in self._subscriptions.all() if (life_ms := self._life_ms(one)) >= 0]
-            for subscription, life_ms in mortal:
-                await self._look(subscription, life_ms)
-            shortest_ms = min((life_ms for _, life_ms in mortal), default=None)
+            expiring = [
+                (one, lifetime_ms) for one in self._subscriptions.all() if (lifetime_ms := self._lifetime_ms(one)) >= 0
+            ]
+            for subscription, lifetime_ms in expiring:
+                await self._check(subscription, lifetime_ms)
+            shortest_ms = min((lifetime_ms for _, lifetime_ms in expiring), default=None)
             with suppress(TimeoutError):
                 async with asyncio.timeout(None if shortest_ms is None else _pause_s(shortest_ms)):
                     await self._changed.wait()
 
-    def _life_ms(self, subscription: Subscription) -> int:
+    def _lifetime_ms(self, subscription: Subscription) -> int:
         return self._subscriptions.settings_of(subscription).expires_ms
 
-    async def _look(self, subscription: Subscription, life_ms: int) -> None:
+    async def _check(self, subscription: Subscription, lifetime_ms: int) -> None:
         now_ms = self._clock.now_ms()
         used_here_ms = self._last_used(subscription.subscription_id)
         used_ms = max(used_here_ms, subscription.used_ms, subscription.created_ms)
         try:
-            if now_ms - used_ms > life_ms:
+            if now_ms - used_ms > lifetime_ms:
                 await self._subscriptions.load()
                 now = self._subscriptions.existing(subscription.name)
                 # Another node may have noted a use.
-                if max(now.used_ms, now.created_ms) < now_ms - life_ms:
+                if max(now.used_ms, now.created_ms) < now_ms - lifetime_ms:
                     await self._delete(subscription.name)
                     _logger.info("an unused subscription expired", extra={"subscription": subscription.name})
-            elif used_here_ms - max(subscription.used_ms, subscription.created_ms) > life_ms / NOTES_PER_LIFE:
+            elif used_here_ms - max(subscription.used_ms, subscription.created_ms) > lifetime_ms / NOTES_PER_LIFETIME:
                 await self._subscriptions.note_use(subscription.name, used_here_ms)
         except UnknownSubscription:
             # Somebody was faster.
@@ -85,5 +87,5 @@ class Expiry:
             )
 
 
-def _pause_s(life_ms: int) -> float:
-    return min(max(life_ms / NOTES_PER_LIFE / 1000, LOOK_S_MIN), LOOK_S_MAX)
+def _pause_s(lifetime_ms: int) -> float:
+    return min(max(lifetime_ms / NOTES_PER_LIFETIME / 1000, CHECK_S_MIN), CHECK_S_MAX)

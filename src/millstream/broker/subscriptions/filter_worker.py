@@ -19,18 +19,18 @@ from contextlib import suppress
 
 import msgspec
 
+from millstream.broker.subscriptions.batch_scan import BatchScan
 from millstream.broker.subscriptions.filter_worker_message import (
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
     Answer,
     BatchRequest,
-    Found,
-    OpenedBatch,
-    Request,
+    FilterMatches,
+    FilterRequest,
+    ScannedBatch,
     Unreadable,
-    packed,
+    frame_message,
 )
-from millstream.broker.subscriptions.look import Opened
 from millstream.core.errors import CorruptBatch, FilterUnavailable
 from millstream.protocol.filter.evaluation import Evaluation, Messages, evaluate_few
 from millstream.protocol.filter.filter import Filter
@@ -49,7 +49,7 @@ ATTEMPTS = 2
 ANSWER_S_MAX = 60.0
 """A child that takes longer, its start included, is taken for dead."""
 
-FATAL_KEPT = 1024
+FATAL_REQUESTS_MAX = 1024
 """So many requests that the child died over are remembered, and not tried again for other queues."""
 
 IDLE_S = 300.0
@@ -57,8 +57,8 @@ BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 10.0
 
 _DEATHS = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
 _FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.MsgspecError)
-_FATAL = Unreadable(f"the process that reads it died over it {ATTEMPTS} times")
-_PROBE = packed(Request("", 0, b"", 0, 0, [], []))
+_FATAL_ANSWER = Unreadable(f"the process that reads it died over it {ATTEMPTS} times")
+_PROBE = frame_message(FilterRequest("", 0, b"", 0, 0, [], []))
 
 
 class FilterWorker:
@@ -70,24 +70,24 @@ class FilterWorker:
         self._answer_s_max = answer_s_max
         self._idle_s = idle_s
         self._backoff_min_s = backoff_min_s
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._child: Process | None = None
         self._idle: asyncio.TimerHandle | None = None
-        self._hung_up = False
+        self._input_closed = False
         self._stopping = asyncio.Event()
         self._failures = 0
-        self._fatal: dict[int, None] = {}
+        self._fatal_requests: dict[int, None] = {}
         """Hashes of the requests that the child died over, the oldest first."""
         self.evaluated_inline = 0
         self.evaluated_in_child = 0
-        self.opened_in_child = 0
+        self.scanned_in_child = 0
         self.restarts = 0
 
     @property
     def pid(self) -> int | None:
         """The process id of the child, if one runs."""
         child = self._child
-        return child.pid if child is not None and child.returncode is None and not self._hung_up else None
+        return child.pid if child is not None and child.returncode is None and not self._input_closed else None
 
     async def evaluate(self, messages: Messages, filters: Sequence[Filter]) -> Evaluation:
         """Tell which messages match which filter.
@@ -101,32 +101,32 @@ class FilterWorker:
                 return found
             # What does not decompress to little is for the child, which also tells it from what is corrupt.
         request = _request(messages, filters)
-        async with self._turn:
+        async with self._lock:
             answer = await self._ask(request)
-        if not isinstance(answer, Found):
+        if not isinstance(answer, FilterMatches):
             raise CorruptBatch(answer.reason if isinstance(answer, Unreadable) else "it was taken for another")
         self.evaluated_in_child += 1
         return answer.evaluation()
 
-    async def open_batch(self, batch: Buffer, first: int, *, with_keys: bool) -> Opened | str:
+    async def scan_batch(self, batch: Buffer, first: int, *, with_keys: bool) -> BatchScan | str:
         """Open a batch that is too heavy for the loop; the reason if it cannot be read or kills the child.
 
         Raises `FilterUnavailable` without an answer.
         """
-        request = packed(BatchRequest(bytes(batch), first, with_keys))
-        async with self._turn:
+        request = frame_message(BatchRequest(bytes(batch), first, with_keys))
+        async with self._lock:
             answer = await self._ask(request)
-        self.opened_in_child += 1
-        return answer.opened() if isinstance(answer, OpenedBatch) else getattr(answer, "reason", "it was not opened")
+        self.scanned_in_child += 1
+        return answer.scan() if isinstance(answer, ScannedBatch) else getattr(answer, "reason", "it was not opened")
 
     async def stop(self) -> None:
         """End the child; whoever waits for it is told that filters are unavailable."""
         self._stopping.set()
-        await self._end()
+        await self._kill()
 
     async def _ask(self, request: bytes) -> Answer:
-        if hash(request) in self._fatal:
-            return _FATAL
+        if hash(request) in self._fatal_requests:
+            return _FATAL_ANSWER
         deaths = 0
         for attempt in range(ATTEMPTS):
             await self._pause()
@@ -143,14 +143,14 @@ class FilterWorker:
                 self._failures = 0
                 return answer
         # Not if it took too long, or answers nothing at all: then the messages are not to blame.
-        if deaths == ATTEMPTS and await self._answers():
-            self._fatal[hash(request)] = None
-            if len(self._fatal) > FATAL_KEPT:
-                del self._fatal[next(iter(self._fatal))]
-            return _FATAL
+        if deaths == ATTEMPTS and await self._child_answers():
+            self._fatal_requests[hash(request)] = None
+            if len(self._fatal_requests) > FATAL_REQUESTS_MAX:
+                del self._fatal_requests[next(iter(self._fatal_requests))]
+            return _FATAL_ANSWER
         raise FilterUnavailable(f"filters could not be evaluated: {reason}")
 
-    async def _answers(self) -> bool:
+    async def _child_answers(self) -> bool:
         """Whether the child runs, and answers a request that holds nothing."""
         await self._pause()
         if self._stopping.is_set():
@@ -177,9 +177,9 @@ class FilterWorker:
                 answer = await self._exchange(request)
         except BaseException:
             # Whatever went wrong, an answer that is still on its way must not be taken for that of the next request.
-            await self._end()
+            await self._kill()
             raise
-        self._rest()
+        self._schedule_idle_stop()
         return answer
 
     async def _exchange(self, request: bytes) -> Answer:
@@ -200,26 +200,26 @@ class FilterWorker:
         child = self._child
         if child is not None and self.pid is not None:
             return child
-        await self._end()
+        await self._kill()
         if self._failures:
             self.restarts += 1
-        self._hung_up = False
+        self._input_closed = False
         # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
         self._child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", MODULE, stdin=PIPE, stdout=PIPE, start_new_session=True
         )
         return self._child
 
-    def _rest(self) -> None:
+    def _schedule_idle_stop(self) -> None:
         """Let the child end when nothing is asked for a while."""
-        self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._hang_up)
+        self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._close_input)
 
-    def _hang_up(self) -> None:
-        self._hung_up = True
+    def _close_input(self) -> None:
+        self._input_closed = True
         if self._child is not None and self._child.stdin is not None:
             self._child.stdin.close()
 
-    async def _end(self) -> None:
+    async def _kill(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
         child, self._child = self._child, None
@@ -241,8 +241,8 @@ def is_light(messages: Messages, filter_count: int) -> bool:
 
 
 def _request(messages: Messages, filters: Sequence[Filter]) -> bytes:
-    return packed(
-        Request(
+    return frame_message(
+        FilterRequest(
             messages.topic,
             messages.partition,
             bytes(messages.batches),

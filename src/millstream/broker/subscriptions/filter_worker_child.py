@@ -12,18 +12,18 @@ from typing import IO
 
 import msgspec
 
+from millstream.broker.subscriptions.batch_scan import scan_batch
 from millstream.broker.subscriptions.filter_worker_message import (
     LENGTH_BYTES,
     MESSAGE_BYTES_MAX,
     Answer,
     BatchRequest,
-    Found,
-    OpenedBatch,
-    Request,
+    FilterMatches,
+    FilterRequest,
+    ScannedBatch,
     Unreadable,
-    packed,
+    frame_message,
 )
-from millstream.broker.subscriptions.look import open_batch
 from millstream.core.errors import BatchRejected
 from millstream.core.heap import freeze_heap
 from millstream.protocol.filter.evaluation import evaluate
@@ -35,21 +35,21 @@ FILTERS_KEPT = 1024
 _compiled = lru_cache(maxsize=FILTERS_KEPT)(compile_filter)
 
 
-def answer(request: Request | BatchRequest) -> Answer:
+def answer(request: FilterRequest | BatchRequest) -> Answer:
     """Evaluate the filters of one request, or open its batch."""
     try:
         if isinstance(request, BatchRequest):
             header = read_header(request.batch)
-            found = open_batch(request.batch, header, request.first, with_keys=request.with_keys, light=False)
-            return OpenedBatch.of(found)
-        return Found.of(evaluate(request.messages(), [_compiled(text) for text in request.filters]))
+            found = scan_batch(request.batch, header, request.first, with_keys=request.with_keys, light=False)
+            return ScannedBatch.of(found)
+        return FilterMatches.of(evaluate(request.messages(), [_compiled(text) for text in request.filters]))
     except BatchRejected as error:
         return Unreadable(str(error))
 
 
 def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
     """Answer requests until there are no more."""
-    decode = msgspec.msgpack.Decoder(Request | BatchRequest).decode
+    decode = msgspec.msgpack.Decoder(FilterRequest | BatchRequest).decode
     while True:
         head = asking.read(LENGTH_BYTES)
         size = int.from_bytes(head, "big")
@@ -58,7 +58,7 @@ def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
         body = asking.read(size)
         if len(body) < size:
             return
-        answering.write(packed(answer(decode(body))))
+        answering.write(frame_message(answer(decode(body))))
         answering.flush()
 
 

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import msgspec
 
-from millstream.broker.subscriptions.look import Opened
+from millstream.broker.subscriptions.batch_scan import BatchScan
 from millstream.protocol.filter.evaluation import Evaluation, Messages
 
 LENGTH_BYTES = 4
 MESSAGE_BYTES_MAX = 1 << 30
 
 
-class Request(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class FilterRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Messages, and the texts of the filters to evaluate."""
 
     topic: str
@@ -45,41 +45,41 @@ class BatchRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     with_keys: bool
 
 
-class OpenedBatch(msgspec.Struct, frozen=True, tag=True):
-    """The answer: see `broker/subscriptions/look.py`; keys as numbers of 64 bits."""
+class ScannedBatch(msgspec.Struct, frozen=True, tag=True):
+    """The answer: see `broker/subscriptions/batch_scan.py`; keys as numbers of 64 bits."""
 
     absent: list[tuple[int, int]]
-    due: list[tuple[int, int]]
+    delayed: list[tuple[int, int]]
     keys: bytes | None
-    looked_bytes: int
+    scanned_bytes: int
 
     @staticmethod
-    def of(opened: Opened) -> OpenedBatch:
+    def of(scan: BatchScan) -> ScannedBatch:
         """Pack what was found."""
-        keys = None if opened.keys is None else opened.keys.astype("<i8").tobytes()
-        return OpenedBatch(opened.absent, opened.due, keys, opened.looked_bytes)
+        keys = None if scan.keys is None else scan.keys.astype("<i8").tobytes()
+        return ScannedBatch(scan.absent, scan.delayed, keys, scan.scanned_bytes)
 
-    def opened(self) -> Opened:
+    def scan(self) -> BatchScan:
         """Unpack it again."""
         import numpy as np
 
         keys = None if self.keys is None else np.frombuffer(self.keys, "<i8").astype(np.int64)
-        return Opened(self.absent, self.due, keys, self.looked_bytes)
+        return BatchScan(self.absent, self.delayed, keys, self.scanned_bytes)
 
 
-class Found(msgspec.Struct, frozen=True, tag=True):
+class FilterMatches(msgspec.Struct, frozen=True, tag=True):
     """The answer: offsets as numbers of 64 bits, and a bit a message for every filter."""
 
     offsets: bytes
     matches: list[bytes]
 
     @staticmethod
-    def of(evaluation: Evaluation) -> Found:
+    def of(evaluation: Evaluation) -> FilterMatches:
         """Pack an evaluation."""
         import numpy as np
 
         matches = [np.packbits(column, bitorder="little").tobytes() for column in evaluation.matches]
-        return Found(evaluation.offsets.astype("<i8").tobytes(), matches)
+        return FilterMatches(evaluation.offsets.astype("<i8").tobytes(), matches)
 
     def evaluation(self) -> Evaluation:
         """Unpack it again."""
@@ -97,10 +97,10 @@ class Unreadable(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Answer = Found | OpenedBatch | Unreadable
+Answer = FilterMatches | ScannedBatch | Unreadable
 
 
-def packed(message: object) -> bytes:
+def frame_message(message: object) -> bytes:
     """A message as it goes over the pipe."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body

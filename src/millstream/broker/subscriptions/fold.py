@@ -13,18 +13,26 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from millstream.broker.subscriptions.aside import Aside
-from millstream.broker.subscriptions.columns import AVAILABLE, DONE, LEASED, PARKED, REJECTING, STATES, run_end
+from millstream.broker.subscriptions.columns import (
+    AVAILABLE,
+    DONE,
+    LEASED,
+    PARKED,
+    REJECTING,
+    STATES,
+    Stragglers,
+    Window,
+    run_end,
+)
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.broker.subscriptions.frame import FrameHeader, read_frame
-from millstream.broker.subscriptions.rejected import LETTER_BYTES, Revival
-from millstream.broker.subscriptions.window import Window
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Revival
 from millstream.core.errors import CorruptState
 from millstream.core.ids import Offset
 from millstream.core.subscription import QueueKey
 
 
-class Interned:
+class InternTable:
     """A number for each text, for as long as somebody refers to it."""
 
     __slots__ = ("_free", "_numbers", "_references", "texts")
@@ -47,7 +55,7 @@ class Interned:
         number = self._numbers.get(text)
         return 0 if number is None else self._references[number]
 
-    def hold(self, text: str, count: int) -> int:
+    def add_references(self, text: str, count: int) -> int:
         """The number of a text that so many more messages refer to."""
         number = self._numbers.get(text)
         if number is None:
@@ -55,7 +63,7 @@ class Interned:
         self._references[number] += count
         return number
 
-    def drop(self, number: int, count: int) -> None:
+    def remove_references(self, number: int, count: int) -> None:
         """So many messages no longer refer to it."""
         left = self._references[number] - count
         self._references[number] = left
@@ -64,7 +72,7 @@ class Interned:
             self.texts[number] = ""
             self._free.append(number)
 
-    def held(self) -> list[str]:
+    def texts_in_use(self) -> list[str]:
         """Every text that is referred to, in the order of the alphabet."""
         return sorted(self._numbers)
 
@@ -88,7 +96,7 @@ REVIVED_MAX: Final = 100_000
 _REVIVED: Final = struct.Struct(f">q{LETTER_BYTES}s")
 
 
-Part = tuple[Window | Aside, int, int]
+Part = tuple[Window | Stragglers, int, int]
 
 """Columns, and a range of indices in them."""
 
@@ -108,7 +116,6 @@ class Fold:
     """Window, messages set aside, and counts of one queue."""
 
     __slots__ = (
-        "aside",
         "counters",
         "counts",
         "is_started",
@@ -118,6 +125,7 @@ class Fold:
         "redelivered",
         "revived",
         "sequence",
+        "stragglers",
         "window",
         "workers",
     )
@@ -126,9 +134,9 @@ class Fold:
         self.key = key
         self.is_started = False
         self.window = Window()
-        self.aside = Aside()
-        self.workers = Interned()
-        self.reasons = Interned()
+        self.stragglers = Stragglers()
+        self.workers = InternTable()
+        self.reasons = InternTable()
         self.plans: dict[int, bytes] = {}
         # The letter by which each message was revived last, until that letter is closed.
         self.revived: dict[int, bytes] = {}
@@ -142,8 +150,8 @@ class Fold:
     @property
     def oldest(self) -> Offset:
         """The first message that is not done; where the queue will look next if there is none."""
-        aside = self.aside.oldest
-        return Offset(self.window.start if aside is None else aside)
+        stragglers = self.stragglers.oldest
+        return Offset(self.window.start if stragglers is None else stragglers)
 
     @property
     def unfinished(self) -> int:
@@ -166,7 +174,7 @@ class Fold:
 
     def apply(self, delta: Delta) -> None:
         """Let one event happen."""
-        _TAKE[delta.kind](self, delta)
+        _APPLY_BY_NUMBER[delta.kind](self, delta)
 
     def parts(self, first: int, last: int) -> list[Part]:
         """Where the messages of a range are, the oldest first; offsets that are done may be missing."""
@@ -175,19 +183,19 @@ class Fold:
         if first >= start:
             return [(window, first - window.base, min(last + 1, window.end) - window.base)] if first <= last else []
         found: list[Part] = []
-        begin, stop = self.aside.indices(first, min(last, start - 1))
-        if begin < stop:
-            found.append((self.aside, begin, stop))
+        start_index, stop = self.stragglers.indices(first, min(last, start - 1))
+        if start_index < stop:
+            found.append((self.stragglers, start_index, stop))
         if last >= start and window.end > start:
             found.append((window, start - window.base, min(last + 1, window.end) - window.base))
         return found
 
-    def place(self, offset: int) -> tuple[Window | Aside, int] | None:
+    def place(self, offset: int) -> tuple[Window | Stragglers, int] | None:
         """Where one message is, or None if it is done and forgotten, or not looked at."""
         if offset >= self.window.start:
             return (self.window, offset - self.window.base) if offset < self.window.end else None
-        start, end = self.aside.indices(offset, offset)
-        return (self.aside, start) if start < end else None
+        start, end = self.stragglers.indices(offset, offset)
+        return (self.stragglers, start) if start < end else None
 
     def state_of(self, offset: int) -> int:
         """The state of one message that has been looked at."""
@@ -202,7 +210,7 @@ class Fold:
                 place = columns.states.find(state, start, end)
                 while place >= 0:
                     stop = run_end(columns.states, place, end)
-                    found += [_waiting(columns, state, *run) for run in columns.even_runs(place, stop)]
+                    found += [_waiting(columns, state, *run) for run in columns.uniform_runs(place, stop)]
                     place = columns.states.find(state, stop, end)
         return found
 
@@ -212,19 +220,19 @@ class Fold:
         found: list[WaitingRun] = []
         if number is None:
             return found
-        for columns in (self.aside, self.window):
-            held = np.frombuffer(columns.states, np.uint8) == LEASED
-            held &= np.frombuffer(columns.holders, np.uint32) == number
-            places = np.flatnonzero(held)
-            del held
+        for columns in (self.stragglers, self.window):
+            texts_in_use = np.frombuffer(columns.states, np.uint8) == LEASED
+            texts_in_use &= np.frombuffer(columns.holders, np.uint32) == number
+            places = np.flatnonzero(texts_in_use)
+            del texts_in_use
             if len(places):
-                for start, end in _side_by_side(places):
-                    found += [_waiting(columns, LEASED, *run) for run in columns.even_runs(start, end)]
+                for start, end in _consecutive_ranges(places):
+                    found += [_waiting(columns, LEASED, *run) for run in columns.uniform_runs(start, end)]
         return found
 
     # -- one event each --------------------------------------------------------------------------------------
 
-    def _exact(self, delta: Delta) -> list[Part]:
+    def _require_parts(self, delta: Delta) -> list[Part]:
         """Where all messages of a delta are."""
         window = self.window
         first, last = delta.first, delta.last
@@ -238,11 +246,11 @@ class Fold:
             )
         return parts
 
-    def _take_start(self, delta: Delta) -> None:
+    def _apply_start(self, delta: Delta) -> None:
         self.is_started = True
         self.window = Window(delta.first)
 
-    def _take_looked(self, delta: Delta) -> None:
+    def _apply_scanned(self, delta: Delta) -> None:
         window = self.window
         if delta.first != window.base + len(window.states) or delta.last < delta.first:
             raise CorruptState(f"queue {self.key} was looked at from {delta.first} on, not from {window.end}")
@@ -251,7 +259,7 @@ class Fold:
         self.counts[AVAILABLE] += count
         self.counters[delta.kind] += count
 
-    def _take_filtered(self, delta: Delta) -> None:
+    def _apply_filtered(self, delta: Delta) -> None:
         if not delta.extra:
             self._finish(delta)
             return
@@ -260,24 +268,24 @@ class Fold:
         bits = np.frombuffer(delta.extra, np.uint8)
         if len(bits) != (count + 7) // 8 or start < 0 or delta.last >= self.window.end:
             raise CorruptState(f"{delta.kind.name} of queue {self.key} has bits for other offsets")
-        out = np.unpackbits(bits, count=count, bitorder="little").astype(np.bool_)
-        np.frombuffer(self.window.states, np.uint8)[start : start + count][out] = DONE
-        filtered = int(np.count_nonzero(out))
+        filtered_out = np.unpackbits(bits, count=count, bitorder="little").astype(np.bool_)
+        np.frombuffer(self.window.states, np.uint8)[start : start + count][filtered_out] = DONE
+        filtered = int(np.count_nonzero(filtered_out))
         self.counts[AVAILABLE] -= filtered
         self.counters[delta.kind] += filtered
-        self.window.finished(filtered)
+        self.window.note_finished(filtered)
 
-    def _take_parked(self, delta: Delta) -> None:
-        for columns, start, end in self._exact(delta):
+    def _apply_parked(self, delta: Delta) -> None:
+        for columns, start, end in self._require_parts(delta):
             self._move(columns, start, end, PARKED)
             columns.set_due(start, end, delta.due_ms)
         self.counters[DeltaKind.PARKED] += delta.last - delta.first + 1
 
-    def _take_acquired(self, delta: Delta) -> None:
+    def _apply_acquired(self, delta: Delta) -> None:
         kind, first, last, attempt, due_ms, worker, time_ms, _, _ = delta
         count = last - first + 1
-        number = self.workers.hold(worker, count)
-        for columns, start, end in self._exact(delta):
+        number = self.workers.add_references(worker, count)
+        for columns, start, end in self._require_parts(delta):
             columns.lease(start, end, attempt, due_ms, number, time_ms)
         counts = self.counts
         counts[AVAILABLE] -= count
@@ -286,10 +294,10 @@ class Fold:
         if attempt > 1:
             self.redelivered += count
 
-    def _take_back(self, delta: Delta) -> None:
+    def _apply_returned(self, delta: Delta) -> None:
         """The messages wait again, for a worker or for a time."""
         parked = delta.due_ms > delta.time_ms
-        for columns, start, end in self._exact(delta):
+        for columns, start, end in self._require_parts(delta):
             self._move(columns, start, end, PARKED if parked else AVAILABLE)
             if delta.kind == DeltaKind.RELEASED and delta.attempt < columns.attempts[start]:
                 # It was returned: a delivery that nobody has looked at does not count.
@@ -298,39 +306,39 @@ class Fold:
                 columns.set_due(start, end, delta.due_ms)
         self.counters[delta.kind] += delta.last - delta.first + 1
 
-    def _take_extended(self, delta: Delta) -> None:
-        for columns, start, end in self._exact(delta):
+    def _apply_extended(self, delta: Delta) -> None:
+        for columns, start, end in self._require_parts(delta):
             columns.set_due(start, end, delta.due_ms)
         self.counters[DeltaKind.EXTENDED] += delta.last - delta.first + 1
 
-    def _take_rejecting(self, delta: Delta) -> None:
+    def _apply_rejecting(self, delta: Delta) -> None:
         count = delta.last - delta.first + 1
-        for columns, start, end in self._exact(delta):
+        for columns, start, end in self._require_parts(delta):
             self._move(columns, start, end, REJECTING)
             columns.set_due(start, end, delta.time_ms)
-            columns.set_holder(start, end, self.reasons.hold(delta.reason, end - start))
+            columns.set_holder(start, end, self.reasons.add_references(delta.reason, end - start))
         self.counters[DeltaKind.REJECTING] += count
 
-    def _take_planned(self, delta: Delta) -> None:
+    def _apply_planned(self, delta: Delta) -> None:
         self.plans[delta.first] = delta.extra
 
     def _finish(self, delta: Delta) -> None:
         """Nothing more will happen to the messages."""
-        for columns, start, end in self._exact(delta):
+        for columns, start, end in self._require_parts(delta):
             self._end(columns, start, end)
         self.counters[delta.kind] += delta.last - delta.first + 1
 
-    def _take_failed(self, delta: Delta) -> None:
+    def _apply_failed(self, delta: Delta) -> None:
         """The messages have ended as dead letters, or without a trace."""
         self._finish(delta)
         if self.plans:
             self._drop_plans(delta.first, delta.last)
 
-    def _take_sought(self, delta: Delta) -> None:
+    def _apply_sought(self, delta: Delta) -> None:
         self._clear(delta.first)
         self.counters[DeltaKind.SOUGHT] += 1
 
-    def _take_cut(self, delta: Delta) -> None:
+    def _apply_retention_cut(self, delta: Delta) -> None:
         if delta.last >= self.window.end:
             cut = self.unfinished + delta.last + 1 - self.window.end
             self._clear(delta.last + 1)
@@ -339,28 +347,28 @@ class Fold:
         before = self.unfinished
         for columns, start, end in self.parts(delta.first, delta.last):
             left = 0
-            for begin, stop in columns.even_runs(start, end):
-                if columns.states[begin] != DONE:
-                    self._let_go(columns, begin, stop - begin)
-                    columns.set_state(begin, stop, DONE)
-                    left += stop - begin
-            columns.finished(left)
+            for start_index, stop in columns.uniform_runs(start, end):
+                if columns.states[start_index] != DONE:
+                    self._leave_state(columns, start_index, stop - start_index)
+                    columns.set_state(start_index, stop, DONE)
+                    left += stop - start_index
+            columns.note_finished(left)
         self._drop_plans(delta.first, delta.last)
         for offset in [offset for offset in self.revived if offset <= delta.last]:
             del self.revived[offset]
         self.counters[DeltaKind.RETENTION_CUT] += before - self.unfinished
 
-    def _take_aside(self, delta: Delta) -> None:
+    def _apply_left_behind(self, delta: Delta) -> None:
         window = self.window
         start = delta.first - window.base
         if delta.first < window.start or delta.last >= window.end:
             raise CorruptState(f"queue {self.key} has no messages {delta.first} to {delta.last} to set aside")
-        self.aside.take(window, delta.first, delta.last, delta.extra)
+        self.stragglers.take_from(window, delta.first, delta.last, delta.extra)
         window.set_state(start, start + delta.last - delta.first + 1, DONE)
-        window.finished(delta.last - delta.first + 1)
-        self.counters[DeltaKind.ASIDE] += delta.last - delta.first + 1
+        window.note_finished(delta.last - delta.first + 1)
+        self.counters[DeltaKind.LEFT_BEHIND] += delta.last - delta.first + 1
 
-    def _take_revived(self, delta: Delta) -> None:
+    def _apply_revived(self, delta: Delta) -> None:
         count = delta.last - delta.first + 1
         if len(delta.extra) != count * _REVIVED.size:
             raise CorruptState(f"{delta.kind.name} of queue {self.key} has keys for other offsets")
@@ -371,7 +379,7 @@ class Fold:
                     raise CorruptState(f"{delta.kind.name} {offset}: queue {self.key} is not done with it")
                 columns.clear(index)
             else:
-                self.aside.revive(offset, key)
+                self.stragglers.revive(offset, key)
             self.revived.pop(offset, None)
             self.revived[offset] = letter
         while len(self.revived) > REVIVED_MAX:
@@ -379,37 +387,37 @@ class Fold:
         self.counts[AVAILABLE] += count
         self.counters[delta.kind] += count
 
-    def _take_letter_closed(self, delta: Delta) -> None:
+    def _apply_letter_closed(self, delta: Delta) -> None:
         for offset in range(delta.first, delta.last + 1):
             self.revived.pop(offset, None)
         self.counters[delta.kind] += delta.last - delta.first + 1
 
     # -- their steps -----------------------------------------------------------------------------------------
 
-    def _move(self, columns: Window | Aside, start: int, end: int, state: int) -> None:
+    def _move(self, columns: Window | Stragglers, start: int, end: int, state: int) -> None:
         """Let messages that are in the same state and with the same holder go to another state."""
-        self._let_go(columns, start, end - start)
+        self._leave_state(columns, start, end - start)
         columns.set_state(start, end, state)
         self.counts[state] += end - start
 
-    def _end(self, columns: Window | Aside, start: int, end: int) -> None:
-        self._let_go(columns, start, end - start)
+    def _end(self, columns: Window | Stragglers, start: int, end: int) -> None:
+        self._leave_state(columns, start, end - start)
         columns.set_state(start, end, DONE)
-        columns.finished(end - start)
+        columns.note_finished(end - start)
 
-    def _let_go(self, columns: Window | Aside, start: int, count: int) -> None:
+    def _leave_state(self, columns: Window | Stragglers, start: int, count: int) -> None:
         state = columns.states[start]
         self.counts[state] -= count
         if state == LEASED:
-            self.workers.drop(columns.holders[start], count)
+            self.workers.remove_references(columns.holders[start], count)
         elif state == REJECTING:
-            self.reasons.drop(columns.holders[start], count)
+            self.reasons.remove_references(columns.holders[start], count)
 
     def _clear(self, start: int) -> None:
         self.window = Window(start)
-        self.aside = Aside()
-        self.workers = Interned()
-        self.reasons = Interned()
+        self.stragglers = Stragglers()
+        self.workers = InternTable()
+        self.reasons = InternTable()
         self.plans = {}
         self.revived = {}
         self.counts = [0] * STATES
@@ -422,18 +430,18 @@ class Fold:
             del self.plans[offset]
 
 
-def revival_bytes(revivals: Iterable[Revival]) -> bytes:
+def encode_revivals(revivals: Iterable[Revival]) -> bytes:
     """Keys and letters of messages, as a delta has them."""
     return b"".join(_REVIVED.pack(one.key, one.letter) for one in revivals)
 
 
-def _waiting(columns: Window | Aside, state: int, start: int, end: int) -> WaitingRun:
+def _waiting(columns: Window | Stragglers, state: int, start: int, end: int) -> WaitingRun:
     first = columns.offset_at(start)
     last = first + end - start - 1
     return WaitingRun(state, first, last, columns.attempts[start], columns.dues[start], columns.holders[start])
 
 
-def _side_by_side(places: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
+def _consecutive_ranges(places: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
     """Cut ascending places into ranges."""
     cuts = np.flatnonzero(np.diff(places) != 1)
     starts = places[np.concatenate(([0], cuts + 1))]
@@ -441,29 +449,29 @@ def _side_by_side(places: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
     return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-_EVENTS: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
-    DeltaKind.START: Fold._take_start,
-    DeltaKind.LOOKED: Fold._take_looked,
-    DeltaKind.FILTERED: Fold._take_filtered,
-    DeltaKind.ABSENT: Fold._take_filtered,
-    DeltaKind.PARKED: Fold._take_parked,
-    DeltaKind.DUE: Fold._take_back,
-    DeltaKind.ACQUIRED: Fold._take_acquired,
+_APPLY: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
+    DeltaKind.START: Fold._apply_start,
+    DeltaKind.SCANNED: Fold._apply_scanned,
+    DeltaKind.FILTERED: Fold._apply_filtered,
+    DeltaKind.ABSENT: Fold._apply_filtered,
+    DeltaKind.PARKED: Fold._apply_parked,
+    DeltaKind.DUE: Fold._apply_returned,
+    DeltaKind.ACQUIRED: Fold._apply_acquired,
     DeltaKind.ACCEPTED: Fold._finish,
-    DeltaKind.RELEASED: Fold._take_back,
-    DeltaKind.EXPIRED: Fold._take_back,
-    DeltaKind.EXTENDED: Fold._take_extended,
-    DeltaKind.REJECTING: Fold._take_rejecting,
-    DeltaKind.PLANNED: Fold._take_planned,
-    DeltaKind.DEAD_LETTERED: Fold._take_failed,
-    DeltaKind.DROPPED: Fold._take_failed,
-    DeltaKind.SOUGHT: Fold._take_sought,
-    DeltaKind.RETENTION_CUT: Fold._take_cut,
-    DeltaKind.ASIDE: Fold._take_aside,
-    DeltaKind.REVIVED: Fold._take_revived,
-    DeltaKind.LETTER_CLOSED: Fold._take_letter_closed,
+    DeltaKind.RELEASED: Fold._apply_returned,
+    DeltaKind.EXPIRED: Fold._apply_returned,
+    DeltaKind.EXTENDED: Fold._apply_extended,
+    DeltaKind.REJECTING: Fold._apply_rejecting,
+    DeltaKind.PLANNED: Fold._apply_planned,
+    DeltaKind.DEAD_LETTERED: Fold._apply_failed,
+    DeltaKind.DROPPED: Fold._apply_failed,
+    DeltaKind.SOUGHT: Fold._apply_sought,
+    DeltaKind.RETENTION_CUT: Fold._apply_retention_cut,
+    DeltaKind.LEFT_BEHIND: Fold._apply_left_behind,
+    DeltaKind.REVIVED: Fold._apply_revived,
+    DeltaKind.LETTER_CLOSED: Fold._apply_letter_closed,
 }
 
-_TAKE: Final = tuple(_EVENTS[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
+_APPLY_BY_NUMBER: Final = tuple(_APPLY[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
 
 """The same by number, as this is asked for with every event."""

@@ -17,24 +17,24 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 NO_KEY: Final = 0
-_GONE_MAX: Final = 64
-_APART_MAX: Final = 64
-_CLOSE_MAX: Final = 2000
+_CONSUMED_MAX: Final = 64
+_GAP_MAX: Final = 64
+_SPAN_MAX: Final = 2000
 
 
 class KeyOrder:
     """The keys of the window's messages, and those in use."""
 
-    __slots__ = ("_base", "_heads", "_held", "_held_end", "_keys", "_unread", "_waiting", "is_ready")
+    __slots__ = ("_base", "_heads", "_holder_keys", "_holders_end", "_keys", "_unread_holders", "_waiting", "is_ready")
 
     def __init__(self, start: int, holding: Iterable[tuple[int, int]] = ()) -> None:
         """From an offset on nothing is known; `holding` are the ranges of messages that hold their keys already."""
         self._keys = array("q")
         self._base = start
         # The keys of those that hold them and lie beyond the others; and which of them are to be read, the last first.
-        self._held: dict[int, int] = {}
-        self._unread = sorted(holding, reverse=True)
-        self._held_end = self._unread[0][1] + 1 if self._unread else 0
+        self._holder_keys: dict[int, int] = {}
+        self._unread_holders = sorted(holding, reverse=True)
+        self._holders_end = self._unread_holders[0][1] + 1 if self._unread_holders else 0
         # Whose turn it is, by key; and behind it, by key: where the next stands in this array, and all that came up.
         self._heads: dict[int, int] = {}
         self._waiting: dict[int, array[int]] = {}
@@ -47,21 +47,21 @@ class KeyOrder:
         return self._base + len(self._keys)
 
     @property
-    def next_look(self) -> int:
+    def next_scan_offset(self) -> int:
         """The offset from which on the log is to be read."""
-        return self._unread[-1][0] if self._unread else self.next_offset
+        return self._unread_holders[-1][0] if self._unread_holders else self.next_offset
 
     @property
-    def is_scattered(self) -> bool:
+    def has_unread_holders(self) -> bool:
         """Whether messages that hold their keys are to be read first."""
-        return bool(self._unread)
+        return bool(self._unread_holders)
 
     @property
-    def look_max(self) -> int:
+    def scan_offsets_max(self) -> int:
         """How many offsets are to be read of them at once: those that lie close together."""
-        first, end = self._unread[-1]
-        for begin, last in reversed(self._unread):
-            if begin - end > _APART_MAX or end - first > _CLOSE_MAX:
+        first, end = self._unread_holders[-1]
+        for begin, last in reversed(self._unread_holders):
+            if begin - end > _GAP_MAX or end - first > _SPAN_MAX:
                 break
             end = last
         return end - first + 1
@@ -74,18 +74,18 @@ class KeyOrder:
     def learn(self, keys: bytes) -> None:
         """Add the keys of the messages that follow, 8 bytes each."""
         self._keys.frombytes(keys)
-        if self._held and not self._unread and self._held_end <= self.next_offset:
-            self._held = {}
+        if self._holder_keys and not self._unread_holders and self._holders_end <= self.next_offset:
+            self._holder_keys = {}
 
-    def learn_held(self, first: int, keys: Sequence[int]) -> None:
+    def learn_holders(self, first: int, keys: Sequence[int]) -> None:
         """Take what is wanted of the keys of a stretch of the log; what lies before it has none."""
         after = first + len(keys)
-        while self._unread and self._unread[-1][0] < after:
-            begin, last = self._unread.pop()
+        while self._unread_holders and self._unread_holders[-1][0] < after:
+            begin, last = self._unread_holders.pop()
             for offset in range(begin, min(last + 1, after)):
-                self._held[offset] = keys[offset - first] if offset >= first else NO_KEY
+                self._holder_keys[offset] = keys[offset - first] if offset >= first else NO_KEY
             if last >= after:
-                self._unread.append((after, last))
+                self._unread_holders.append((after, last))
 
     def trim(self, base: int) -> None:
         """Forget the keys of messages before an offset."""
@@ -96,13 +96,13 @@ class KeyOrder:
     def key_of(self, offset: int) -> int:
         """The key of a message in the window, if it holds it or has been reached."""
         index = offset - self._base
-        return self._keys[index] if index < len(self._keys) else self._held[offset]
+        return self._keys[index] if index < len(self._keys) else self._holder_keys[offset]
 
     def keys(self, first: int, last: int) -> array[int]:
         """The keys of messages in the window."""
         return self._keys[first - self._base : last + 1 - self._base]
 
-    def enter(self, key: int, offset: int) -> bool:
+    def try_enter(self, key: int, offset: int) -> bool:
         """Whether it is the message's turn; otherwise it waits from now on."""
         if key == NO_KEY:
             return True
@@ -120,7 +120,7 @@ class KeyOrder:
         """Whose turn it is, if anybody's."""
         return self._heads.get(key)
 
-    def wait_in_place(self, key: int, offset: int) -> None:
+    def insert_waiting(self, key: int, offset: int) -> None:
         """Have a message wait among those behind its key, before all later ones."""
         waiting = self._waiting.get(key)
         if waiting is None:
@@ -128,7 +128,7 @@ class KeyOrder:
         else:
             insort(waiting, offset, waiting[0])
 
-    def lead(self, key: int, offset: int) -> None:
+    def set_head(self, key: int, offset: int) -> None:
         """It is the turn of a message that has waited."""
         self._heads[key] = offset
 
@@ -148,7 +148,7 @@ class KeyOrder:
         offset = waiting[place]
         if place + 1 == len(waiting):
             del self._waiting[key]
-        elif place > _GONE_MAX and place > len(waiting) >> 1:
+        elif place > _CONSUMED_MAX and place > len(waiting) >> 1:
             del waiting[1 : place + 1]
             waiting[0] = 1
         else:

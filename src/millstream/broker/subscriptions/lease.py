@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from millstream.core.errors import InvalidRecordState
 from millstream.core.ids import Offset
@@ -19,7 +19,7 @@ class Lease(NamedTuple):
     deadline_ms: int
 
 
-class Settle(NamedTuple):
+class Settlement(NamedTuple):
     """One verb about consecutive messages; it is carried out for all of them or for none."""
 
     first: Offset
@@ -37,3 +37,31 @@ class Settle(NamedTuple):
         """Why it is refused when the worker has no lease, or one of another delivery."""
         what = f"message {self.first}" if self.first == self.last else f"messages {self.first} to {self.last}"
         return InvalidRecordState(f"{worker} does not hold {what}, or not any more")
+
+
+LETTER_BYTES: Final = 28
+"""The id of the dead letter topic, the partition and the offset."""
+
+
+class Rejected(NamedTuple):
+    """A message on its way to the dead letter topic."""
+
+    offset: Offset
+    attempts: int
+    reason: str
+    first_ms: int
+    """When it was delivered for the first time."""
+    time_ms: int
+    """When it was rejected."""
+    plan: bytes
+    """How it will be produced, as it was planned; empty until then."""
+
+
+class Revival(NamedTuple):
+    """A message that is to be delivered again, and the dead letter by which it is."""
+
+    offset: Offset
+    key: int
+    """The hash of its key, 0 without one."""
+    letter: bytes
+    """Where the letter is, `LETTER_BYTES` long."""

@@ -18,18 +18,24 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from millstream.broker.subscriptions.aside import Aside
-from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING
+from millstream.broker.subscriptions.batch_scan import ScanResult
+from millstream.broker.subscriptions.columns import (
+    AVAILABLE,
+    BLOCKED,
+    DONE,
+    LEASED,
+    PARKED,
+    REJECTING,
+    Stragglers,
+    Window,
+)
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
-from millstream.broker.subscriptions.fold import Fold, revival_bytes
+from millstream.broker.subscriptions.fold import Fold, encode_revivals
 from millstream.broker.subscriptions.frame import FrameHeader, write_frame
 from millstream.broker.subscriptions.key_order import KeyOrder
-from millstream.broker.subscriptions.lease import Lease, Settle
-from millstream.broker.subscriptions.look import Look
-from millstream.broker.subscriptions.rejected import Rejected, Revival
+from millstream.broker.subscriptions.lease import Lease, Rejected, Revival, Settlement
 from millstream.broker.subscriptions.snapshot import read_snapshot
 from millstream.broker.subscriptions.supply import NEVER_MS, DueIndex, Supply
-from millstream.broker.subscriptions.window import Window
 from millstream.core.errors import CoordinatorUnavailable, CorruptState, InvalidRecordState, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_LEAST_ONCE, AT_MOST_ONCE, QueueKey, SubscriptionSettings
@@ -40,7 +46,7 @@ CLOCK_STEP_MS: Final = 1000
 """Clocks that are put back by less are left alone: everything ends late by no more than this."""
 
 
-def put_back(fold: Fold, by_ms: int, now_ms: int) -> Iterator[Delta]:
+def shift_deadlines(fold: Fold, by_ms: int, now_ms: int) -> Iterator[Delta]:
     """Have leases and waits for a retry end as much earlier; a message that has a time of its own waits for it."""
     for run in fold.waiting_runs(0, fold.window.end):
         due_ms = run.due_ms - by_ms
@@ -71,36 +77,36 @@ REASONS_MAX: Final = 1024
 
 _PENDING_MAX: Final = 1000
 
-_ASIDE_STEP: Final = 4096
+_STRAGGLER_STEP: Final = 4096
 
-_NOWHERE: Final = 2**63 - 1
+_NO_LIMIT: Final = 2**63 - 1
 
 _ACCEPT: Final = Verb.ACCEPT
 
-_USED_UP: Final = "all attempts have failed"
+_ATTEMPTS_EXHAUSTED: Final = "all attempts have failed"
 
 
 _ACQUIRED: Final = DeltaKind.ACQUIRED
 
 _ACCEPTED: Final = DeltaKind.ACCEPTED
 
-_MERGED: Final = (DeltaKind.LOOKED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED, DeltaKind.LETTER_CLOSED)
+_MERGEABLE: Final = (DeltaKind.SCANNED, DeltaKind.ACQUIRED, DeltaKind.ACCEPTED, DeltaKind.LETTER_CLOSED)
 
-_PATIENT: Final = (
-    DeltaKind.LOOKED,
+_DEFERRABLE: Final = (
+    DeltaKind.SCANNED,
     DeltaKind.FILTERED,
     DeltaKind.ABSENT,
     DeltaKind.PARKED,
     DeltaKind.DUE,
-    DeltaKind.ASIDE,
+    DeltaKind.LEFT_BEHIND,
     DeltaKind.LETTER_CLOSED,
 )
 
 """What would be found out again after a crash, or does not matter then, and so may ride along with the next write."""
 
-_IS_MERGED: Final = tuple(kind in _MERGED for kind in range(max(DeltaKind) + 1))
+_IS_MERGEABLE: Final = tuple(kind in _MERGEABLE for kind in range(max(DeltaKind) + 1))
 
-_IS_PATIENT: Final = tuple(kind in _PATIENT for kind in range(max(DeltaKind) + 1))
+_IS_DEFERRABLE: Final = tuple(kind in _DEFERRABLE for kind in range(max(DeltaKind) + 1))
 
 """Both by number: they are asked for with every event."""
 
@@ -113,7 +119,7 @@ class Counts(NamedTuple):
     parked: int
     blocked: int
     rejecting: int
-    aside: int
+    stragglers: int
     """How many of them the window has left behind."""
 
 
@@ -148,12 +154,12 @@ class Queue:
         self.has_leases = False
         """Whether there are leases to store that may be forgotten after a crash: they can wait for what is urgent."""
         self._order = KeyOrder(0) if settings.ordered else None
-        self._restore()
+        self._rebuild()
 
-    def _restore(self) -> None:
+    def _rebuild(self) -> None:
         """Make anew what is not stored; also when the window is empty and stands elsewhere."""
         fold, start = self._fold, self._fold.window.start
-        self._aside_tried_at = 0
+        self._stragglers_checked_at = 0
         self._ticked_ms = 0
         self._dues = DueIndex(self._due_runs)
         waiting = fold.waiting_runs(0, fold.window.end)
@@ -163,9 +169,9 @@ class Queue:
         self._order = None if self._order is None else KeyOrder(start, holding)
         self._supply = Supply(fold, self._order)
         if self._order is None:
-            self._supply.came_back(0, start - 1)
+            self._supply.add_returned(0, start - 1)
         elif not holding:
-            self._supply.lock_keys(self._order)
+            self._supply.admit_key_holders(self._order)
 
     # -- what it says of itself ------------------------------------------------------------------------------
 
@@ -180,22 +186,22 @@ class Queue:
         return self._fold.is_started
 
     @property
-    def next_look(self) -> Offset:
+    def next_scan_offset(self) -> Offset:
         """Where the driver reads on."""
         window = self._fold.window
-        return Offset(window.end if self._order is None else max(self._order.next_look, window.start))
+        return Offset(window.end if self._order is None else max(self._order.next_scan_offset, window.start))
 
     @property
     def room(self) -> int:
         """How many offsets the driver may look further; 0 while too many messages wait."""
-        if self._order is not None and self._order.is_scattered:
-            return self._order.look_max
+        if self._order is not None and self._order.has_unread_holders:
+            return self._order.scan_offsets_max
         window = self._fold.window
-        return max(0, self._window_max - window.span) + window.end - self.next_look
+        return max(0, self._window_max - window.span) + window.end - self.next_scan_offset
 
     @property
     def is_ready(self) -> bool:
-        """Whether messages can be given; after a restart an ordered queue learns first, by `look`, who holds a key."""
+        """Whether messages can be given; after a restart an ordered queue learns first, by `scan`, who holds a key."""
         return self._order is None or self._order.is_ready
 
     @property
@@ -218,7 +224,7 @@ class Queue:
             parked=counts[PARKED],
             blocked=counts[BLOCKED],
             rejecting=counts[REJECTING],
-            aside=self._fold.aside.unfinished,
+            stragglers=self._fold.stragglers.unfinished,
         )
 
     def counter(self, kind: DeltaKind) -> int:
@@ -242,10 +248,10 @@ class Queue:
 
     def begin(self, offset: int, *, now_ms: int) -> None:
         """Start at an offset."""
-        self._do(Delta(DeltaKind.START, offset, offset, 0, 0, "", now_ms))
-        self._restore()
+        self._record(Delta(DeltaKind.START, offset, offset, 0, 0, "", now_ms))
+        self._rebuild()
 
-    def look(
+    def add_scanned(
         self,
         first: int,
         next_offset: int,
@@ -254,61 +260,63 @@ class Queue:
         absent: Sequence[tuple[int, int]] = (),
         matches: npt.NDArray[np.bool_] | None = None,
         keys: npt.NDArray[np.int64] | None = None,
-        due: Sequence[tuple[int, int]] = (),
+        delayed: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """Take in what the driver has read from `next_look` on. It may have begun earlier; a hole before is absent."""
+        """Add what was scanned from `next_scan_offset` on; it may overlap known offsets, a gap before it is absent."""
         window = self._fold.window
-        if self._order is None and matches is None and not absent and not due and first == window.end < next_offset:
-            self._do(Delta(DeltaKind.LOOKED, first, next_offset - 1, 0, 0, "", now_ms))
-            self._try_aside(now_ms)
+        if self._order is None and matches is None and not absent and not delayed and first == window.end < next_offset:
+            self._record(Delta(DeltaKind.SCANNED, first, next_offset - 1, 0, 0, "", now_ms))
+            self._leave_behind_if_due(now_ms)
             return
-        look = Look(first=first, next_offset=next_offset, absent=absent, matches=matches, keys=keys, due=due)
+        scan = ScanResult(
+            first=first, next_offset=next_offset, absent=absent, matches=matches, keys=keys, delayed=delayed
+        )
         if self._order is not None:
-            self._learn(self._order, look)
+            self._learn_keys(self._order, scan)
         if next_offset <= window.end:
             return
-        for delta in look.since(window.end).deltas(now_ms):
-            self._do(delta)
+        for delta in scan.starting_at(window.end).deltas(now_ms):
+            self._record(delta)
             if delta.kind == DeltaKind.PARKED:
                 self._dues.add(delta.first, delta.last, delta.due_ms)
-        self._try_aside(now_ms)
+        self._leave_behind_if_due(now_ms)
 
-    def _learn(self, order: KeyOrder, look: Look) -> None:
+    def _learn_keys(self, order: KeyOrder, scan: ScanResult) -> None:
         order.trim(self._fold.window.base)
-        was_scattered = order.is_scattered
+        was_scattered = order.has_unread_holders
         if was_scattered:
-            order.learn_held(look.first, array("q", look.key_bytes()))
-        if look.next_offset > order.next_offset and not (was_scattered and look.first > order.next_offset):
-            order.learn(look.since(order.next_offset).key_bytes())
-        if not (order.is_ready or order.is_scattered):
-            self._supply.lock_keys(order)
+            order.learn_holders(scan.first, array("q", scan.key_bytes()))
+        if scan.next_offset > order.next_offset and not (was_scattered and scan.first > order.next_offset):
+            order.learn(scan.starting_at(order.next_offset).key_bytes())
+        if not (order.is_ready or order.has_unread_holders):
+            self._supply.admit_key_holders(order)
 
     @property
-    def _aside_step(self) -> int:
-        return min(_ASIDE_STEP, self._dense_max)
+    def _straggler_step(self) -> int:
+        return min(_STRAGGLER_STEP, self._dense_max)
 
-    def _try_aside(self, now_ms: int) -> None:
+    def _leave_behind_if_due(self, now_ms: int) -> None:
         window = self._fold.window
-        if window.span > self._dense_max and window.end - self._aside_tried_at >= self._aside_step:
-            self._set_aside(now_ms)
+        if window.span > self._dense_max and window.end - self._stragglers_checked_at >= self._straggler_step:
+            self._leave_behind(now_ms)
 
-    def _set_aside(self, now_ms: int) -> None:
+    def _leave_behind(self, now_ms: int) -> None:
         """Let the start of the window move on, unless what is there is about to be taken or fills it anyway."""
-        window, aside = self._fold.window, self._fold.aside
-        self._aside_tried_at = window.end
+        window, stragglers = self._fold.window, self._fold.stragglers
+        self._stragglers_checked_at = window.end
         while window.span > self._dense_max and self.is_ready:
             start = window.start - window.base
-            end = min(start + self._aside_step, len(window))
+            end = min(start + self._straggler_step, len(window))
             end = end if self._order is None else max(start, min(end, self._order.next_offset - window.base))
             available = window.states.find(AVAILABLE, start, end)
             end = end if available < 0 else available
             unfinished = end - start - window.states.count(DONE, start, end)
             is_dense = unfinished * 4 > end - start and window.span * 2 < self._window_max
-            if start == end or is_dense or unfinished > self._parked_max - aside.unfinished:
+            if start == end or is_dense or unfinished > self._parked_max - stragglers.unfinished:
                 return
             for first, last in self._unfinished_ranges(start, end):
                 keys = b"" if self._order is None else self._order.keys(first, last).tobytes()
-                self._do(Delta(DeltaKind.ASIDE, first, last, 0, 0, "", now_ms, "", keys))
+                self._record(Delta(DeltaKind.LEFT_BEHIND, first, last, 0, 0, "", now_ms, "", keys))
 
     def _unfinished_ranges(self, start: int, end: int) -> list[tuple[int, int]]:
         window = self._fold.window
@@ -323,7 +331,7 @@ class Queue:
         """The oldest message that `acquire` would give, unless limits of the worker keep it from it."""
         if not self.is_ready or not self._fold.counts[AVAILABLE]:
             return None
-        found = self._supply.peek(_NOWHERE)
+        found = self._supply.peek(_NO_LIMIT)
         return None if found is None else Offset(found)
 
     def acquire(
@@ -353,7 +361,7 @@ class Queue:
         )
         if room <= 0:
             return []
-        end = _NOWHERE if until is None else until
+        end = _NO_LIMIT if until is None else until
         deadline_ms = now_ms + settings.lease_ms
         leases: list[Lease] = []
         taken = self._lease(worker, room, end, deadline_ms, now_ms, leases)
@@ -372,23 +380,23 @@ class Queue:
             attempt = min(attempts + 1, ATTEMPTS_COUNTED_MAX)
             delta = Delta(kind, first, last, attempt, due_ms, worker, now_ms)
             if kind == _ACQUIRED:
-                self._do(delta)
+                self._record(delta)
                 self._dues.add(first, last, due_ms)
             else:
-                self._end(delta)
+                self._finish(delta)
             leases.append(Lease(Offset(first), Offset(last), attempt, due_ms))
             taken += last - first + 1
         return taken
 
     # -- taking them back ------------------------------------------------------------------------------------
 
-    def settle(self, worker: str, verbs: Sequence[Settle], *, now_ms: int) -> list[InvalidRecordState | None]:
+    def settle(self, worker: str, verbs: Sequence[Settlement], *, now_ms: int) -> list[InvalidRecordState | None]:
         """Carry out what a worker says of messages that it holds; for each verb None or why it was refused."""
         if self._dues.next_ms <= now_ms:
             self.tick(now_ms)
         return [self._settle(worker, verb, now_ms) for verb in verbs]
 
-    def _settle(self, worker: str, settle: Settle, now_ms: int) -> InvalidRecordState | None:
+    def _settle(self, worker: str, settle: Settlement, now_ms: int) -> InvalidRecordState | None:
         number = self._fold.workers.number(worker)
         runs = [] if number is None else self._held_runs(number, settle.first, settle.last)
         if not runs or (settle.attempt is not None and any(run[2] != settle.attempt for run in runs)):
@@ -398,21 +406,29 @@ class Queue:
         verb = settle.verb
         for first, last, attempt in runs:
             if verb == _ACCEPT:
-                self._end(Delta(_ACCEPTED, first, last, attempt, 0, worker, now_ms))
+                self._finish(Delta(_ACCEPTED, first, last, attempt, 0, worker, now_ms))
             elif verb == Verb.RELEASE:
                 delay_ms = self.settings.backoff_ms(attempt, now_ms) if settle.delay_ms is None else settle.delay_ms
                 due_ms = now_ms + delay_ms
                 self._fail(Delta(DeltaKind.RELEASED, first, last, attempt, due_ms, worker, now_ms, settle.reason))
             elif verb == Verb.REJECT:
-                self._give_up(first, last, attempt, worker, now_ms, settle.reason)
+                self._reject(first, last, attempt, worker, now_ms, settle.reason)
             elif verb == Verb.RETURN:
                 due_ms = now_ms + (settle.delay_ms or 0)
                 # What waits in its first attempt holds its key, also after a restart.
                 left = max(1, attempt - 1) if self._order is not None and due_ms > now_ms else attempt - 1
-                self._wait_again(Delta(DeltaKind.RELEASED, first, last, left, due_ms, worker, now_ms, settle.reason))
+                self._requeue(Delta(DeltaKind.RELEASED, first, last, left, due_ms, worker, now_ms, settle.reason))
             else:
                 self._extend(first, last, attempt, worker, now_ms, settle.delay_ms)
         return None
+
+    def holds(self, worker: str, settlement: Settlement) -> bool:
+        """Whether a worker may settle a range now."""
+        if settlement.verb == Verb.ACCEPT and self.settings.delivery == AT_MOST_ONCE:
+            return True
+        number = self._fold.workers.number(worker)
+        runs = [] if number is None else self._held_runs(number, settlement.first, settlement.last)
+        return bool(runs) and (settlement.attempt is None or all(run[2] == settlement.attempt for run in runs))
 
     def _held_runs(self, number: int, first: int, last: int) -> list[tuple[int, int, int]]:
         """The messages as runs of the same attempt; empty unless the worker holds all of them."""
@@ -439,36 +455,45 @@ class Queue:
 
     def _extend(self, first: int, last: int, attempt: int, worker: str, now_ms: int, lease_ms: int | None) -> None:
         due_ms = now_ms + max(1, self.settings.lease_ms if lease_ms is None else lease_ms)
-        self._do(Delta(DeltaKind.EXTENDED, first, last, attempt, due_ms, worker, now_ms))
+        self._record(Delta(DeltaKind.EXTENDED, first, last, attempt, due_ms, worker, now_ms))
         self._dues.add(first, last, due_ms)
 
-    def worker_gone(self, worker: str, *, now_ms: int) -> None:
+    def release_worker(self, worker: str, *, now_ms: int) -> None:
         """Release what a worker holds; the deliveries count."""
         self.tick(now_ms)
         for run in self._fold.leased_to(worker):
             due_ms = now_ms + self.settings.backoff_ms(run.attempt, now_ms)
             self._fail(
-                Delta(DeltaKind.RELEASED, run.first, run.last, run.attempt, due_ms, worker, now_ms, "the worker left")
+                Delta(
+                    DeltaKind.RELEASED,
+                    run.first,
+                    run.last,
+                    run.attempt,
+                    due_ms,
+                    worker,
+                    now_ms,
+                    "the worker left",
+                )
             )
 
     def _fail(self, delta: Delta) -> None:
         """A delivery has failed: another one follows, at once or later, unless it was the last."""
         if 0 < self.settings.attempts <= delta.attempt:
-            self._do(delta._replace(due_ms=delta.time_ms))
-            reason = delta.reason or _USED_UP
-            self._give_up(delta.first, delta.last, delta.attempt, delta.worker, delta.time_ms, reason)
+            self._record(delta._replace(due_ms=delta.time_ms))
+            reason = delta.reason or _ATTEMPTS_EXHAUSTED
+            self._reject(delta.first, delta.last, delta.attempt, delta.worker, delta.time_ms, reason)
             return
-        self._wait_again(delta)
+        self._requeue(delta)
 
-    def _wait_again(self, delta: Delta) -> None:
+    def _requeue(self, delta: Delta) -> None:
         """The messages are available again, at once or at a time."""
-        self._do(delta)
+        self._record(delta)
         if delta.due_ms > delta.time_ms:
             self._dues.add(delta.first, delta.last, delta.due_ms)
         elif self.is_ready:
-            self._supply.came_back(delta.first, delta.last)
+            self._supply.add_returned(delta.first, delta.last)
 
-    def _give_up(self, first: int, last: int, attempt: int, worker: str, now_ms: int, reason: str) -> None:
+    def _reject(self, first: int, last: int, attempt: int, worker: str, now_ms: int, reason: str) -> None:
         reason = reason[:REASON_LENGTH_MAX]
         kind = DeltaKind.DROPPED
         if self.settings.has_dead_letters:
@@ -476,21 +501,21 @@ class Queue:
             reasons = self._fold.reasons
             if len(reasons) >= REASONS_MAX and reasons.number(reason) is None:
                 reason = ""
-        self._end(Delta(kind, first, last, attempt, 0, worker, now_ms, reason))
+        self._finish(Delta(kind, first, last, attempt, 0, worker, now_ms, reason))
 
-    def _end(self, delta: Delta) -> None:
+    def _finish(self, delta: Delta) -> None:
         """It is no longer the messages' turn, so their keys are free for the next."""
         order = self._order
         if order is None or not order.is_ready:
-            self._do(delta)
+            self._record(delta)
             return
         offsets = range(delta.first, delta.last + 1)
         keys = [self._supply.key_of(order, offset) for offset in offsets]
-        self._do(delta)
+        self._record(delta)
         for offset, key in zip(offsets, keys, strict=True):
-            self._next_of(order, key, offset)
+            self._release_key(order, key, offset)
 
-    def _next_of(self, order: KeyOrder, key: int, offset: int) -> None:
+    def _release_key(self, order: KeyOrder, key: int, offset: int) -> None:
         if not order.leave(key, offset):
             return
         while (waiting := order.next_waiting(key)) is not None:
@@ -499,8 +524,8 @@ class Queue:
                 place[0].states[place[1]] = AVAILABLE
                 self._fold.counts[BLOCKED] -= 1
                 self._fold.counts[AVAILABLE] += 1
-                order.lead(key, waiting)
-                self._supply.came_back(waiting, waiting)
+                order.set_head(key, waiting)
+                self._supply.add_returned(waiting, waiting)
                 return
 
     # -- time ------------------------------------------------------------------------------------------------
@@ -508,10 +533,10 @@ class Queue:
     def tick(self, now_ms: int) -> None:
         """Let everything happen that is due: leases end, waits are over, and a window that is full makes room."""
         if self._fold.window.span >= self._window_max:
-            self._set_aside(now_ms)
+            self._leave_behind(now_ms)
         if now_ms < self._ticked_ms - CLOCK_STEP_MS:
-            for delta in put_back(self._fold, self._ticked_ms - now_ms, now_ms):
-                self._do(delta)
+            for delta in shift_deadlines(self._fold, self._ticked_ms - now_ms, now_ms):
+                self._record(delta)
                 self._dues.add(delta.first, delta.last, delta.due_ms)
         self._ticked_ms = now_ms
         if self._dues.next_ms > now_ms:
@@ -525,16 +550,16 @@ class Queue:
                     due_ms = now_ms + self.settings.backoff_ms(run.attempt, now_ms)
                     self._fail(Delta(DeltaKind.EXPIRED, run.first, run.last, run.attempt, due_ms, worker, now_ms))
                 else:
-                    self._do(Delta(DeltaKind.DUE, run.first, run.last, run.attempt, 0, "", now_ms))
-                    self._come_up(run.first, run.last, run.attempt)
+                    self._record(Delta(DeltaKind.DUE, run.first, run.last, run.attempt, 0, "", now_ms))
+                    self._admit(run.first, run.last, run.attempt)
 
-    def _come_up(self, first: int, last: int, attempt: int) -> None:
+    def _admit(self, first: int, last: int, attempt: int) -> None:
         order = self._order
         if order is None or (attempt and order.is_ready):
-            self._supply.came_back(first, last)
+            self._supply.add_returned(first, last)
         elif order.is_ready:
             for offset in range(first, min(last + 1, self._supply.fresh)):
-                self._supply.come_up(order, offset, self._supply.key_of(order, offset))
+                self._supply.admit(order, offset, self._supply.key_of(order, offset))
 
     def _due_runs(self, first: int, last: int) -> list[tuple[int, int, int]]:
         return [(run.first, run.last, run.due_ms) for run in self._fold.waiting_runs(first, last)]
@@ -543,21 +568,21 @@ class Queue:
 
     def seek(self, offset: int, *, now_ms: int) -> None:
         """Go on at another offset. Leases end, nothing is remembered of the messages: they may come again."""
-        self._do(Delta(DeltaKind.SOUGHT, offset, self._fold.window.end, 0, 0, "", now_ms))
-        self._restore()
+        self._record(Delta(DeltaKind.SOUGHT, offset, self._fold.window.end, 0, 0, "", now_ms))
+        self._rebuild()
 
     def drop_before(self, log_start: int, *, now_ms: int) -> None:
         """The log begins at an offset now; what was not done before it never will be, and leases on it end."""
         oldest = self._fold.oldest
         if log_start <= oldest:
             return
-        is_beyond = log_start > self._fold.window.end
-        self._do(Delta(DeltaKind.RETENTION_CUT, oldest, log_start - 1, 0, 0, "", now_ms))
-        if is_beyond:
-            self._restore()
+        is_past_window = log_start > self._fold.window.end
+        self._record(Delta(DeltaKind.RETENTION_CUT, oldest, log_start - 1, 0, 0, "", now_ms))
+        if is_past_window:
+            self._rebuild()
         elif self._order is not None and self._order.is_ready:
             for key, head in self._order.heads_before(log_start):
-                self._next_of(self._order, key, head)
+                self._release_key(self._order, key, head)
 
     # -- dead letters ----------------------------------------------------------------------------------------
 
@@ -566,7 +591,7 @@ class Queue:
         found: list[Rejected] = []
         if not self._fold.counts[REJECTING]:
             return found
-        for columns in (self._fold.aside, self._fold.window):
+        for columns in (self._fold.stragglers, self._fold.window):
             place = columns.states.find(REJECTING)
             while place >= 0 and len(found) < count_max:
                 found.append(self._rejected(columns, place))
@@ -578,23 +603,23 @@ class Queue:
         places = [place for offset, plan in self._fold.plans.items() if plan and (place := self._fold.place(offset))]
         return [self._rejected(*place) for place in places if place[0].states[place[1]] == REJECTING]
 
-    def _rejected(self, columns: Window | Aside, place: int) -> Rejected:
+    def _rejected(self, columns: Window | Stragglers, place: int) -> Rejected:
         offset = Offset(columns.offset_at(place))
         reason = self._fold.reasons.texts[columns.holders[place]]
-        times = columns.firsts[place], columns.dues[place]
+        times = columns.first_delivered[place], columns.dues[place]
         return Rejected(offset, columns.attempts[place], reason, *times, self._fold.plans.get(offset, b""))
 
     def plan(self, offset: int, plan: bytes, *, now_ms: int) -> bool:
         """Keep how a message will be produced to the dead letter topic, or that it was not; False if it will not be."""
-        return self._dead(DeltaKind.PLANNED, offset, now_ms, "", plan)
+        return self._update_rejecting(DeltaKind.PLANNED, offset, now_ms, "", plan)
 
     def dead_lettered(self, offset: int, where: bytes, *, now_ms: int) -> bool:
         """The message stands in the dead letter topic; False if it was not on its way there."""
-        return self._dead(DeltaKind.DEAD_LETTERED, offset, now_ms, "", where)
+        return self._update_rejecting(DeltaKind.DEAD_LETTERED, offset, now_ms, "", where)
 
     def drop(self, offset: int, reason: str, *, now_ms: int) -> bool:
         """The message cannot be produced to the dead letter topic, and never will be."""
-        return self._dead(DeltaKind.DROPPED, offset, now_ms, reason, b"")
+        return self._update_rejecting(DeltaKind.DROPPED, offset, now_ms, reason, b"")
 
     def revive(self, revivals: Sequence[Revival], *, now_ms: int) -> int:
         """Have dead letters delivered again as new messages; says how many are.
@@ -604,46 +629,46 @@ class Queue:
         known to be written would be done with once it is, so none is revived before.
         """
         fold = self._fold
-        unwritten = [one.offset for one in revivals if self._is_new(one, REJECTING)]
+        unwritten = [one.offset for one in revivals if self._is_unrevived(one, REJECTING)]
         if unwritten:
             raise CoordinatorUnavailable(
                 f"the queue is still writing message {min(unwritten)} to the dead letter topic; try again in a moment"
             )
-        wanted = sorted({one.offset: one for one in revivals if self._is_new(one, DONE)}.values())
-        left = self._parked_max - fold.aside.unfinished
+        wanted = sorted({one.offset: one for one in revivals if self._is_unrevived(one, DONE)}.values())
+        left = self._parked_max - fold.stragglers.unfinished
         if sum(one.offset < fold.window.start for one in wanted) > left:
             raise PolicyViolation(
-                f"no more than {self._parked_max} old messages can wait in a queue, and {fold.aside.unfinished} do; "
+                f"a queue holds at most {self._parked_max} old messages, and {fold.stragglers.unfinished} are waiting; "
                 "revive the others when some of these are done"
             )
         for run in _consecutive(wanted):
             first, last = run[0].offset, run[-1].offset
-            self._do(Delta(DeltaKind.REVIVED, first, last, 0, 0, "", now_ms, "", revival_bytes(run)))
+            self._record(Delta(DeltaKind.REVIVED, first, last, 0, 0, "", now_ms, "", encode_revivals(run)))
             if self._order is None:
-                self._supply.came_back(first, last)
+                self._supply.add_returned(first, last)
             elif self._order.is_ready:
                 for one in run:
                     self._supply.revive(self._order, one.offset, one.key)
         return len(wanted)
 
-    def _is_new(self, revival: Revival, state: int) -> bool:
+    def _is_unrevived(self, revival: Revival, state: int) -> bool:
         """Whether a message is in a state, and was not revived by this letter before."""
         fold = self._fold
         is_in_state = revival.offset < fold.window.end and fold.state_of(revival.offset) == state
         return is_in_state and fold.revived.get(revival.offset) != revival.letter
 
-    def letters_closed(self, revivals: Iterable[Revival], *, now_ms: int) -> None:
+    def close_letters(self, revivals: Iterable[Revival], *, now_ms: int) -> None:
         """Forget by which letters messages were revived, since these are closed."""
         for one in revivals:
             if self._fold.revived.get(one.offset) == one.letter:
-                self._do(Delta(DeltaKind.LETTER_CLOSED, one.offset, one.offset, 0, 0, "", now_ms))
+                self._record(Delta(DeltaKind.LETTER_CLOSED, one.offset, one.offset, 0, 0, "", now_ms))
 
-    def _dead(self, kind: DeltaKind, offset: int, now_ms: int, reason: str, extra: bytes) -> bool:
+    def _update_rejecting(self, kind: DeltaKind, offset: int, now_ms: int, reason: str, extra: bytes) -> bool:
         place = self._fold.place(offset)
         if place is None or place[0].states[place[1]] != REJECTING:
             return False
         attempt = place[0].attempts[place[1]]
-        self._do(Delta(kind, offset, offset, attempt, 0, "", now_ms, reason, extra))
+        self._record(Delta(kind, offset, offset, attempt, 0, "", now_ms, reason, extra))
         return True
 
     # -- what has to be stored -------------------------------------------------------------------------------
@@ -663,16 +688,16 @@ class Queue:
         header = FrameHeader(self._fold.key, self._leader_epoch, self._fold.sequence, self.filter_version)
         return write_frame(header, deltas)
 
-    def _do(self, delta: Delta) -> None:
+    def _record(self, delta: Delta) -> None:
         """Let an event happen, and keep it to be stored."""
         self._fold.apply(delta)
         pending = self._pending
         kind = delta.kind
         if kind == _ACQUIRED and self.settings.delivery == AT_LEAST_ONCE:
             self.has_leases = True
-        elif not _IS_PATIENT[kind]:
+        elif not _IS_DEFERRABLE[kind]:
             self._is_urgent = True
-        if pending and _IS_MERGED[kind]:
+        if pending and _IS_MERGEABLE[kind]:
             before = pending[-1]
             if before.kind == kind and before.last + 1 == delta.first and before[3:7] == delta[3:7]:
                 pending[-1] = Delta(kind, before.first, *delta[2:])

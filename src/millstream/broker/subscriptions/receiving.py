@@ -10,19 +10,19 @@ from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.subscriptions.delivery import Delivery, Received, Wanted
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.delivery import Delivery, Demand, Received
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import MillstreamError
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.core.verb import Verb
 
-NOWHERE_S: Final = 1.0
+NO_QUEUE_WAIT_S: Final = 1.0
 """How long an answer is held back at most when no queue of the subscription is here."""
-FILTER_S: Final = 5.0
+FILTER_WAIT_S: Final = 5.0
 """How long a worker that does not wait for messages waits for a filter."""
 
 
-class Given(NamedTuple):
+class Grant(NamedTuple):
     """What one queue gives."""
 
     delivery: Delivery
@@ -33,23 +33,23 @@ class Given(NamedTuple):
     """How long they last from then on, whatever the subscription declares since; None if nothing is leased."""
 
     @classmethod
-    def now(cls, delivery: Delivery, received: Received, granted_at: float) -> Given:
+    def now(cls, delivery: Delivery, received: Received, granted_at: float) -> Grant:
         """With the length of leases that were granted just now."""
         settings = delivery.settings
         return cls(delivery, received, granted_at, None if settings.delivery == AT_MOST_ONCE else settings.lease_ms)
 
 
-class _Room:
+class _BudgetShare:
     """What an answer takes of the memory for all clients, until it is with the connection, which counts on."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self._taken_bytes = 0
 
-    def fit(self, wanted: Wanted) -> Wanted | None:
+    def fit(self, demand: Demand) -> Demand | None:
         """So much of what is wanted as there is room for now; None when there is none."""
         share_bytes = self.budget.share_bytes
-        return wanted._replace(max_bytes=min(wanted.max_bytes, share_bytes)) if share_bytes else None
+        return demand._replace(max_bytes=min(demand.max_bytes, share_bytes)) if share_bytes else None
 
     def take(self, received: Received) -> int:
         """Count what is given."""
@@ -58,164 +58,167 @@ class _Room:
         self._taken_bytes += size
         return size
 
-    def give_back(self) -> None:
+    def return_leases(self) -> None:
         """Everything is sent, or given up."""
         self.budget.give_back(self._taken_bytes)
 
 
-class _Waiting:
+class _WaitingWorker:
     """One worker's wait. The first queue that has something ends it."""
 
-    def __init__(self, wanted: Wanted, deliveries: Sequence[Delivery], room: _Room) -> None:
-        self.wanted = wanted
-        self.found: asyncio.Future[Given | None] = asyncio.get_running_loop().create_future()
+    def __init__(self, demand: Demand, deliveries: Sequence[Delivery], share: _BudgetShare) -> None:
+        self.demand = demand
+        self.found: asyncio.Future[Grant | None] = asyncio.get_running_loop().create_future()
         self._deliveries = deliveries
-        self._room = room
+        self._share = share
         self._asked_at = monotonic()
 
     @property
     def is_done(self) -> bool:
         return self.found.done()
 
-    def wanted_now(self) -> Wanted | None:
+    def current_demand(self) -> Demand | None:
         self._asked_at = monotonic()
-        fitting = self._room.fit(self.wanted)
+        fitting = self._share.fit(self.demand)
         if fitting is None:
-            self._room.budget.wait(self, self._room_again)
+            self._share.budget.wait(self, self._budget_freed)
         return fitting
 
-    def give(self, delivery: Delivery, received: Received) -> None:
-        self._room.take(received)
-        self.found.set_result(Given.now(delivery, received, self._asked_at))
+    def deliver(self, delivery: Delivery, received: Received) -> None:
+        self._share.take(received)
+        self.found.set_result(Grant.now(delivery, received, self._asked_at))
 
-    def refuse(self, reason: MillstreamError) -> None:
+    def reject(self, reason: MillstreamError) -> None:
         # Others may go on; whoever asks again is told.
         if not self.found.done():
             self.found.set_result(None)
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """Nobody is told any more."""
-        self._room.budget.stop_waiting(self)
+        self._share.budget.stop_waiting(self)
         for delivery in self._deliveries:
             delivery.forget(self)
 
-    def _room_again(self) -> None:
+    def _budget_freed(self) -> None:
         for delivery in self._deliveries:
-            delivery.look_again()
+            delivery.wake_waiting()
 
 
 async def receive(
     deliveries: Sequence[Delivery],
-    wanted: Wanted,
+    demand: Demand,
     budget: Budget,
     *,
     wait_s: float,
     first: int = 0,
-    until: asyncio.Future[None] | None = None,
-    beside: asyncio.Future[Any] | None = None,
-) -> list[Given]:
-    """Lease messages to a worker, beginning with one of the queues; wait for some when there are none, or `until`.
+    interrupt: asyncio.Future[None] | None = None,
+    also_after: asyncio.Future[Any] | None = None,
+) -> list[Grant]:
+    """Lease messages to a worker, starting with queue `first`; wait up to `wait_s` for some, or until `interrupt`.
 
-    `beside` is something else that the answer waits for, after them. What comes back may be told to the worker: where
-    the subscription promises it, the leases are durable. A queue that cannot give anything now does not keep others
-    from it; an error is raised when no queue can. The messages count as memory of clients until the loop's next turn:
-    whoever encodes and sends them does so before.
+    `also_after` is a further condition of the answer. Leases are durable on return where the delivery mode requires
+    it. A queue that fails is skipped; an error is raised only when all of them fail. The messages count towards the
+    memory of clients until the loop's next turn, so the caller encodes and sends them before that.
     """
     if not deliveries:
         # Nothing is led here yet. Whoever asks again and again is not answered again and again.
-        if until is None:
-            await asyncio.sleep(min(wait_s, NOWHERE_S))
+        if interrupt is None:
+            await asyncio.sleep(min(wait_s, NO_QUEUE_WAIT_S))
         else:
-            await asyncio.wait([until], timeout=wait_s)
+            await asyncio.wait([interrupt], timeout=wait_s)
         return []
-    room = _Room(budget)
+    share = _BudgetShare(budget)
     try:
-        given = _look_round(deliveries, wanted, first, room)
-        if not given and wait_s > 0:
-            given = await _wait(deliveries, _Waiting(wanted, deliveries, room), wait_s, until)
-        elif not given:
+        grants = _receive_from_any(deliveries, demand, first, share)
+        if not grants and wait_s > 0:
+            grants = await _wait(deliveries, _WaitingWorker(demand, deliveries, share), wait_s, interrupt)
+        elif not grants:
             # A filter may just be looking at what is there.
             for delivery in deliveries:
-                await delivery.looked(patience_s=FILTER_S)
-            given = _look_round(deliveries, wanted, first, room)
-        return await _certain(given, wanted.worker, beside)
+                await delivery.scan_settled(patience_s=FILTER_WAIT_S)
+            grants = _receive_from_any(deliveries, demand, first, share)
+        return await _await_durable(grants, demand.worker, also_after)
     finally:
-        asyncio.get_running_loop().call_soon(room.give_back)
+        asyncio.get_running_loop().call_soon(share.return_leases)
 
 
-def _look_round(deliveries: Sequence[Delivery], asked: Wanted, first: int, room: _Room) -> list[Given]:
-    wanted = room.fit(asked)
-    if wanted is None:
+def _receive_from_any(
+    deliveries: Sequence[Delivery], requested: Demand, first: int, share: _BudgetShare
+) -> list[Grant]:
+    demand = share.fit(requested)
+    if demand is None:
         return []
-    given: list[Given] = []
+    grants: list[Grant] = []
     errors: list[MillstreamError] = []
     granted_at = monotonic()
     for delivery in chain(deliveries[first:], deliveries[:first]):
         try:
-            received = delivery.try_receive(wanted)
+            received = delivery.try_receive(demand)
         except MillstreamError as error:
             errors.append(error)
             continue
         if received.leases:
-            given.append(Given.now(delivery, received, granted_at))
-            records = wanted.max_records - sum(lease.last - lease.first + 1 for lease in received.leases)
-            left_bytes = wanted.max_bytes - room.take(received)
+            grants.append(Grant.now(delivery, received, granted_at))
+            records = demand.max_records - sum(lease.last - lease.first + 1 for lease in received.leases)
+            left_bytes = demand.max_bytes - share.take(received)
             if records <= 0 or left_bytes <= 0:
                 break
-            wanted = wanted._replace(max_records=records, max_bytes=left_bytes, at_least_one=False)
+            demand = demand._replace(max_records=records, max_bytes=left_bytes, at_least_one=False)
     if len(errors) == len(deliveries):
         raise errors[0]
-    return given
+    return grants
 
 
 async def _wait(
-    deliveries: Sequence[Delivery], waiting: _Waiting, wait_s: float, until: asyncio.Future[None] | None
-) -> list[Given]:
+    deliveries: Sequence[Delivery], waiting: _WaitingWorker, wait_s: float, interrupt: asyncio.Future[None] | None
+) -> list[Grant]:
     try:
         for delivery in deliveries:
             # Some may be closed; if all were, it has been told.
             with suppress(MillstreamError):
                 delivery.park(waiting)
         # Without room nothing was looked at yet, and it is heard of when there is some.
-        waiting.wanted_now()
-        ends: list[asyncio.Future[Any]] = [waiting.found] if until is None else [waiting.found, until]
+        waiting.current_demand()
+        ends: list[asyncio.Future[Any]] = [waiting.found] if interrupt is None else [waiting.found, interrupt]
         await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
     except asyncio.CancelledError:
         if waiting.found.done() and (found := waiting.found.result()) is not None:
-            give_back([found], waiting.wanted.worker)
+            return_leases([found], waiting.demand.worker)
         raise
     finally:
-        waiting.end()
+        waiting.stop()
     # Also after the time is over: it may have come in the very moment.
     found = waiting.found.result() if waiting.found.done() else None
     return [] if found is None else [found]
 
 
-async def _certain(given: list[Given], worker: str, beside: asyncio.Future[Any] | None) -> list[Given]:
+async def _await_durable(grants: list[Grant], worker: str, also_after: asyncio.Future[Any] | None) -> list[Grant]:
     """Wait until what is given may be told; of several queues, some may lose their partition meanwhile."""
-    certain: list[Given] = []
+    durable: list[Grant] = []
     errors: list[MillstreamError] = []
     try:
-        if beside is not None:
-            await asyncio.wait([beside])
-        for one in given:
+        if also_after is not None:
+            await asyncio.wait([also_after])
+        for grant in grants:
             try:
-                await one.delivery.handed_out()
+                await grant.delivery.leases_durable()
             except MillstreamError as error:
                 errors.append(error)
             else:
-                certain.append(one)
+                durable.append(grant)
     except asyncio.CancelledError:
-        give_back(given, worker)
+        return_leases(grants, worker)
         raise
-    if errors and not certain:
+    if errors and not durable:
         raise errors[0]
-    return certain
+    return durable
 
 
-def give_back(given: Sequence[Given], worker: str) -> None:
+def return_leases(grants: Sequence[Grant], worker: str) -> None:
     """Return leases whose worker never learns of them; that does not count as a delivery."""
-    for one in given:
-        verbs = [Settle(lease.first, lease.last, Verb.RETURN, 0, "", lease.attempt) for lease in one.received.leases]
+    for grant in grants:
+        verbs = [
+            Settlement(lease.first, lease.last, Verb.RETURN, 0, "", lease.attempt) for lease in grant.received.leases
+        ]
         with suppress(MillstreamError):
-            one.delivery.settle_now(worker, verbs)
+            grant.delivery.settle_now(worker, verbs)

@@ -11,18 +11,18 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 
+from millstream.broker.coordination.peers import Peers
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import (
     LOAD_KEY,
     WRITE_KEY,
     QueueLoaded,
     QueuesWritten,
-    write_load,
-    write_writes,
+    encode_load,
+    encode_writes,
 )
 from millstream.broker.subscriptions.state_shard import WriteResult
 from millstream.broker.subscriptions.state_store import QueueWrite, StoredQueue
-from millstream.broker.transactions.peers import Peers
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     BrokerUnreachable,
@@ -41,14 +41,14 @@ from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.subscription import QueueKey
 from millstream.protocol.wire.error_codes import error_from_code
 
-UNDER_WAY_MAX: Final = 4
+IN_FLIGHT_MAX: Final = 4
 
 BATCH_BYTES_MAX: Final = 4 * 1024 * 1024
 
 UNWRITTEN_BYTES_MAX: Final = 32 * 1024 * 1024
 
 
-PASSING: Final = (
+TRANSIENT_ERRORS: Final = (
     BrokerUnreachable,
     CoordinatorUnavailable,
     LogUnavailable,
@@ -78,15 +78,15 @@ class StateLane:
         self._send = send
         self._backoff = backoff
         # By number and in order: everything that is not known to be durable, and of it what is not under way.
-        self._unsettled: dict[int, _Entry] = {}
-        self._unsent: deque[_Entry] = deque()
+        self._pending: dict[int, _Entry] = {}
+        self._queued: deque[_Entry] = deque()
         self._last_number = 0
         self._bytes = 0
-        self._under_way: set[asyncio.Future[list[WriteResult]]] = set()
+        self._in_flight: set[asyncio.Future[list[WriteResult]]] = set()
         # Batches that were sent before a failure have nothing to say about those sent again.
         self._generation = 0
-        self._pausing: asyncio.Task[None] | None = None
-        self._is_due = False
+        self._pause_task: asyncio.Task[None] | None = None
+        self._is_flush_scheduled = False
         self._closed = False
 
     @property
@@ -99,98 +99,98 @@ class StateLane:
         loop = asyncio.get_running_loop()
         self._last_number += 1
         entry = _Entry(self._last_number, write, loop.create_future())
-        self._unsettled[entry.number] = entry
-        self._unsent.append(entry)
+        self._pending[entry.number] = entry
+        self._queued.append(entry)
         self._bytes += len(write.deltas)
         if self._closed:
             self._settle(entry, NotCoordinator("the store of queues was closed"))
-        elif not self._is_due:
-            self._is_due = True
+        elif not self._is_flush_scheduled:
+            self._is_flush_scheduled = True
             loop.call_soon(self._flush)
         return entry.future
 
-    async def settled(self, key: QueueKey) -> None:
+    async def wait_settled(self, key: QueueKey) -> None:
         """Wait until it is known of every write of a queue whether it is in."""
-        under_way = [entry.future for entry in self._unsettled.values() if entry.write.key == key]
-        if under_way:
-            await asyncio.wait(under_way)
+        in_flight = [entry.future for entry in self._pending.values() if entry.write.key == key]
+        if in_flight:
+            await asyncio.wait(in_flight)
 
     async def close(self, *, patience_s: float) -> None:
         """Wait for what is under way, for a bounded time; what is left then is told so."""
-        if self._unsettled:
-            await asyncio.wait([entry.future for entry in self._unsettled.values()], timeout=patience_s)
+        if self._pending:
+            await asyncio.wait([entry.future for entry in self._pending.values()], timeout=patience_s)
         self._closed = True
-        tasks: list[asyncio.Future[Any]] = [*self._under_way]
-        if self._pausing is not None:
-            tasks.append(self._pausing)
+        tasks: list[asyncio.Future[Any]] = [*self._in_flight]
+        if self._pause_task is not None:
+            tasks.append(self._pause_task)
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for entry in list(self._unsettled.values()):
+        for entry in list(self._pending.values()):
             self._settle(entry, NotCoordinator("the store of queues was closed"))
 
     def _flush(self) -> None:
-        self._is_due = False
-        while self._unsent and len(self._under_way) < UNDER_WAY_MAX and self._pausing is None and not self._closed:
+        self._is_flush_scheduled = False
+        while self._queued and len(self._in_flight) < IN_FLIGHT_MAX and self._pause_task is None and not self._closed:
             batch = self._next_batch()
             sending = asyncio.ensure_future(self._send([entry.write for entry in batch]))
-            self._under_way.add(sending)
-            sending.add_done_callback(partial(self._sent, batch, self._generation))
+            self._in_flight.add(sending)
+            sending.add_done_callback(partial(self._batch_finished, batch, self._generation))
 
     def _next_batch(self) -> list[_Entry]:
         batch: list[_Entry] = []
         size = 0
-        while self._unsent and (not batch or size + len(self._unsent[0].write.deltas) <= BATCH_BYTES_MAX):
-            entry = self._unsent.popleft()
+        while self._queued and (not batch or size + len(self._queued[0].write.deltas) <= BATCH_BYTES_MAX):
+            entry = self._queued.popleft()
             size += len(entry.write.deltas)
             batch.append(entry)
         return batch
 
-    def _sent(self, batch: list[_Entry], generation: int, sending: asyncio.Future[list[WriteResult]]) -> None:
-        self._under_way.discard(sending)
+    def _batch_finished(self, batch: list[_Entry], generation: int, sending: asyncio.Future[list[WriteResult]]) -> None:
+        self._in_flight.discard(sending)
         if sending.cancelled():
             return
         error = sending.exception()
-        failed = isinstance(error, PASSING)
+        failed = isinstance(error, TRANSIENT_ERRORS)
         if error is None:
             self._backoff.succeeded()
-            failed = self._take_results(batch, sending.result())
+            failed = self._apply_results(batch, sending.result())
         elif not failed:
             for entry in batch:
                 self._settle(entry, error)
         if failed and generation == self._generation:
-            self._begin_again()
+            self._resend()
         self._flush()
 
-    def _take_results(self, batch: list[_Entry], results: list[WriteResult]) -> bool:
+    def _apply_results(self, batch: list[_Entry], results: list[WriteResult]) -> bool:
         """Tell each write how it went; whether some have to be sent again, since some before them were not in."""
-        again = False
+        resend = False
         for entry, result in zip(batch, results, strict=True):
-            if isinstance(result, OutOfOrderSequence) and self._is_behind_others(entry):
-                again = True
+            if isinstance(result, OutOfOrderSequence) and self._has_earlier_pending(entry):
+                resend = True
             else:
                 self._settle(entry, result)
-        return again
+        return resend
 
-    def _is_behind_others(self, entry: _Entry) -> bool:
+    def _has_earlier_pending(self, entry: _Entry) -> bool:
         """Whether writes of the same queue before it are still on their way. If not, they are lost, and so is it."""
         key = entry.write.key
-        return any(other.number < entry.number and other.write.key == key for other in self._unsettled.values())
+        return any(other.number < entry.number and other.write.key == key for other in self._pending.values())
 
-    def _begin_again(self) -> None:
+    def _resend(self) -> None:
         self._generation += 1
-        self._unsent = deque(self._unsettled.values())
-        if not self._closed and self._pausing is None:
-            self._pausing = asyncio.ensure_future(self._pause())
+        self._queued = deque(self._pending.values())
+        if not self._closed and self._pause_task is None:
+            self._pause_task = asyncio.ensure_future(self._pause())
 
     async def _pause(self) -> None:
         await self._backoff.pause()
-        self._pausing = None
+        self._pause_task = None
         self._flush()
 
     def _settle(self, entry: _Entry, error: BaseException | None) -> None:
-        if self._unsettled.pop(entry.number, None) is None:
+        if self._pending.pop(entry.number, None) is None:
             return
         self._bytes -= len(entry.write.deltas)
         if entry.future.done():
@@ -209,7 +209,7 @@ T = TypeVar("T")
 
 LOAD_S: Final = 30.0
 
-LOADS_AT_ONCE: Final = 16
+CONCURRENT_LOADS_MAX: Final = 16
 
 CLOSE_S: Final = 5.0
 
@@ -224,7 +224,7 @@ class RoutedStateStore:
         self._me = me
         self._lanes: dict[PartitionIndex, StateLane] = {}
         # A node may begin with thousands of queues. Those that wait for a node to come back are not counted.
-        self._gate = asyncio.Semaphore(LOADS_AT_ONCE)
+        self._load_slots = asyncio.Semaphore(CONCURRENT_LOADS_MAX)
 
     async def close(self) -> None:
         """Let what was written become durable, for a bounded time."""
@@ -237,12 +237,12 @@ class RoutedStateStore:
         while True:
             try:
                 await self._local.ensure()
-                await self._settled(key, deadline)
-                async with self._gate:
+                await self._wait_settled(key, deadline)
+                async with self._load_slots:
                     return await self._load(key, leader_epoch)
             except FencedLeaderEpoch:
                 raise
-            except PASSING:
+            except TRANSIENT_ERRORS:
                 if asyncio.get_running_loop().time() >= deadline:
                     raise
             await backoff.pause()
@@ -259,17 +259,17 @@ class RoutedStateStore:
         node = self._leader(self._local.partition_of(key))
         if node == self._me:
             return await self._local.load(key, leader_epoch)
-        body = await self._peers.ask_privately(node, LOAD_KEY, write_load(key, leader_epoch))
-        answer = _read(body, QueueLoaded)
+        body = await self._peers.send_private(node, LOAD_KEY, encode_load(key, leader_epoch))
+        answer = _decode(body, QueueLoaded)
         if answer.error:
             raise error_from_code(answer.error, answer.message, about="the state of a queue")
         return StoredQueue(answer.snapshot, answer.sequence)
 
-    async def _settled(self, key: QueueKey, deadline: float) -> None:
+    async def _wait_settled(self, key: QueueKey, deadline: float) -> None:
         """What this node has written of a queue before has numbers too, so its state is read behind all of that."""
         try:
             async with asyncio.timeout_at(deadline):
-                await self._lane(key).settled(key)
+                await self._lane(key).wait_settled(key)
         except TimeoutError:
             raise CoordinatorUnavailable("what was written of the queue before is still on its way") from None
 
@@ -288,8 +288,8 @@ class RoutedStateStore:
         node = self._leader(index)
         if node == self._me:
             return await self._local.write(index, writes)
-        body = await self._peers.ask_privately(node, WRITE_KEY, write_writes(index, writes))
-        answer = _read(body, QueuesWritten)
+        body = await self._peers.send_private(node, WRITE_KEY, encode_writes(index, writes))
+        answer = _decode(body, QueuesWritten)
         if answer.error:
             raise error_from_code(answer.error, answer.message, about="the states of queues")
         if len(answer.errors) != len(writes):
@@ -306,7 +306,7 @@ class RoutedStateStore:
         return node
 
 
-def _read(body: memoryview, kind: type[T]) -> T:
+def _decode(body: memoryview, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:

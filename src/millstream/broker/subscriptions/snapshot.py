@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
 from typing import Any, Final
 from uuid import UUID
 
@@ -10,9 +13,18 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, DONE, LEASED, PARKED, REJECTING, STATES, Columns
-from millstream.broker.subscriptions.fold import Fold, Interned
-from millstream.broker.subscriptions.window import Window
+from millstream.broker.subscriptions.columns import (
+    AVAILABLE,
+    BLOCKED,
+    DONE,
+    LEASED,
+    PARKED,
+    REJECTING,
+    STATES,
+    Columns,
+    Window,
+)
+from millstream.broker.subscriptions.fold import Fold, InternTable
 from millstream.core.errors import CorruptBatch, CorruptState
 from millstream.core.ids import PartitionIndex
 from millstream.core.subscription import QueueKey
@@ -33,7 +45,7 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     rows: bytes
     dues: bytes
     holders: bytes
-    firsts: bytes
+    first_delivered: bytes
 
 
 class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
@@ -52,9 +64,9 @@ class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
     plans: list[tuple[int, bytes]]
     revived: list[tuple[int, bytes]]
     window: StoredColumns
-    aside: StoredColumns
-    aside_offsets: bytes
-    aside_keys: bytes
+    stragglers: StoredColumns
+    straggler_offsets: bytes
+    straggler_keys: bytes
 
 
 _FORMAT_BYTE: Final = bytes([FORMAT])
@@ -64,9 +76,9 @@ _DECODER: Final = msgspec.msgpack.Decoder(StoredQueue)
 
 def write_snapshot(fold: Fold) -> bytes:
     """The bytes of a state."""
-    window, aside = fold.window, fold.aside
-    waiting = np.frombuffer(aside.states, np.uint8) != DONE
-    workers, reasons = fold.workers.held(), fold.reasons.held()
+    window, stragglers = fold.window, fold.stragglers
+    waiting = np.frombuffer(stragglers.states, np.uint8) != DONE
+    workers, reasons = fold.workers.texts_in_use(), fold.reasons.texts_in_use()
     numbers = _renumbered(fold.workers, workers), _renumbered(fold.reasons, reasons)
     stored = StoredQueue(
         subscription_id=fold.key.subscription_id.bytes,
@@ -81,10 +93,10 @@ def write_snapshot(fold: Fold) -> bytes:
         reasons=reasons,
         plans=sorted(fold.plans.items()),
         revived=list(fold.revived.items()),
-        window=_stored(window, slice(window.start - window.base, None), *numbers),
-        aside=_stored(aside, waiting, *numbers),
-        aside_offsets=np.frombuffer(aside.offsets, np.int64)[waiting].tobytes(),
-        aside_keys=np.frombuffer(aside.keys, np.int64)[waiting].tobytes(),
+        window=_store_columns(window, slice(window.start - window.base, None), *numbers),
+        stragglers=_store_columns(stragglers, waiting, *numbers),
+        straggler_offsets=np.frombuffer(stragglers.offsets, np.int64)[waiting].tobytes(),
+        straggler_keys=np.frombuffer(stragglers.keys, np.int64)[waiting].tobytes(),
     )
     return _FORMAT_BYTE + compress(COMPRESSION_ZSTD, _ENCODER.encode(stored))
 
@@ -104,21 +116,21 @@ def read_snapshot(data: bytes) -> Fold:
     except (CorruptBatch, msgspec.MsgspecError) as error:
         raise CorruptState(f"the snapshot of a queue cannot be read: {error}") from error
     try:
-        return _restored(stored)
+        return _restore_fold(stored)
     except (ValueError, IndexError) as error:
         raise CorruptState(f"the columns of a snapshot do not fit together: {error}") from error
 
 
-def _renumbered(interned: Interned, held: list[str]) -> npt.NDArray[np.uint32]:
+def _renumbered(interned: InternTable, texts_in_use: list[str]) -> npt.NDArray[np.uint32]:
     """The number in the snapshot for each number in use."""
     numbers = np.zeros(len(interned.texts) + 1, np.uint32)
-    for place, text in enumerate(held):
+    for place, text in enumerate(texts_in_use):
         number = interned.number(text)
         numbers[-1 if number is None else number] = place
     return numbers
 
 
-def _stored(
+def _store_columns(
     columns: Columns,
     chosen: slice | npt.NDArray[np.bool_],
     workers: npt.NDArray[np.uint32],
@@ -136,19 +148,19 @@ def _stored(
     holders = np.zeros(len(rows), np.uint32)
     holders[state == LEASED] = workers[numbers[state == LEASED]]
     holders[state == REJECTING] = reasons[numbers[state == REJECTING]]
-    firsts = np.frombuffer(columns.firsts, np.int64)[chosen][rows]
-    firsts[attempts[rows] == 0] = 0
+    first_delivered = np.frombuffer(columns.first_delivered, np.int64)[chosen][rows]
+    first_delivered[attempts[rows] == 0] = 0
     return StoredColumns(
         states=states.tobytes(),
         attempts=attempts.tobytes(),
         rows=rows.astype(np.uint32).tobytes(),
         dues=dues.tobytes(),
         holders=holders.tobytes(),
-        firsts=firsts.tobytes(),
+        first_delivered=first_delivered.tobytes(),
     )
 
 
-def _restored(stored: StoredQueue) -> Fold:
+def _restore_fold(stored: StoredQueue) -> Fold:
     key = QueueKey(UUID(bytes=stored.subscription_id), UUID(bytes=stored.topic_id), PartitionIndex(stored.partition))
     fold = Fold(key)
     fold.is_started = stored.is_started
@@ -158,46 +170,80 @@ def _restored(stored: StoredQueue) -> Fold:
     fold.redelivered = stored.redelivered
     fold.plans = dict(stored.plans)
     fold.revived = dict(stored.revived)
-    for columns, kept in ((fold.window, stored.window), (fold.aside, stored.aside)):
-        _restore(columns, kept)
+    for columns, kept in ((fold.window, stored.window), (fold.stragglers, stored.stragglers)):
+        _restore_columns(columns, kept)
         for state, count in enumerate(np.bincount(np.frombuffer(kept.states, np.uint8), minlength=STATES).tolist()):
             fold.counts[state] += count
     fold.counts[DONE] = 0
-    fold.aside.offsets.frombytes(stored.aside_offsets)
-    fold.aside.keys.frombytes(stored.aside_keys)
-    if not len(fold.aside.offsets) == len(fold.aside.keys) == len(fold.aside):
+    fold.stragglers.offsets.frombytes(stored.straggler_offsets)
+    fold.stragglers.keys.frombytes(stored.straggler_keys)
+    if not len(fold.stragglers.offsets) == len(fold.stragglers.keys) == len(fold.stragglers):
         raise ValueError("messages set aside have no offset")
-    _refer(fold.workers, stored.workers, fold, LEASED)
-    _refer(fold.reasons, stored.reasons, fold, REJECTING)
+    _count_references(fold.workers, stored.workers, fold, LEASED)
+    _count_references(fold.reasons, stored.reasons, fold, REJECTING)
     return fold
 
 
-def _restore(columns: Columns, stored: StoredColumns) -> None:
+def _restore_columns(columns: Columns, stored: StoredColumns) -> None:
     count = len(stored.states)
     if len(stored.attempts) != count or (np.frombuffer(stored.states, np.uint8) >= STATES).any():
         raise ValueError("a message has no attempts, or an unknown state")
     columns.states += stored.states
     columns.attempts += stored.attempts
     rows = np.frombuffer(stored.rows, np.uint32)
-    columns.dues = array("q", _spread(rows, np.frombuffer(stored.dues, np.int64), count))
-    columns.holders = array("I", _spread(rows, np.frombuffer(stored.holders, np.uint32), count))
-    columns.firsts = array("q", _spread(rows, np.frombuffer(stored.firsts, np.int64), count))
+    columns.dues = array("q", _scatter(rows, np.frombuffer(stored.dues, np.int64), count))
+    columns.holders = array("I", _scatter(rows, np.frombuffer(stored.holders, np.uint32), count))
+    columns.first_delivered = array("q", _scatter(rows, np.frombuffer(stored.first_delivered, np.int64), count))
 
 
-def _spread(rows: npt.NDArray[np.uint32], values: npt.NDArray[Any], count: int) -> bytes:
+def _scatter(rows: npt.NDArray[np.uint32], values: npt.NDArray[Any], count: int) -> bytes:
     column = np.zeros(count, values.dtype)
     column[rows] = values
     return column.tobytes()
 
 
-def _refer(interned: Interned, texts: list[str], fold: Fold, state: int) -> None:
+def _count_references(interned: InternTable, texts: list[str], fold: Fold, state: int) -> None:
     """Count who refers to each text. In a snapshot all are in use, so they get the numbers that the columns have."""
     total = np.zeros(len(texts), np.int64)
-    for columns in (fold.window, fold.aside):
-        held = np.frombuffer(columns.holders, np.uint32)[np.frombuffer(columns.states, np.uint8) == state]
-        counts = np.bincount(held, minlength=len(texts))
+    for columns in (fold.window, fold.stragglers):
+        texts_in_use = np.frombuffer(columns.holders, np.uint32)[np.frombuffer(columns.states, np.uint8) == state]
+        counts = np.bincount(texts_in_use, minlength=len(texts))
         if len(counts) > len(texts):
             raise ValueError("a message refers to a text that is not there")
         total += counts
     for text, references in zip(texts, total.tolist(), strict=True):
-        interned.hold(text, references)
+        interned.add_references(text, references)
+
+
+LARGE: Final = 2000
+"""A snapshot of so many messages takes up to half a millisecond."""
+
+
+class FoldImage:
+    """The fold of what was written of a queue."""
+
+    __slots__ = ("fold",)
+
+    def __init__(self, key: QueueKey) -> None:
+        self.fold = Fold(key)
+
+    def replay(self, data: bytes) -> None:
+        """Take in a frame of deltas, or a snapshot, which stands for everything before it."""
+        if is_snapshot(data):
+            self.fold = read_snapshot(data)
+        else:
+            self.fold.replay(data)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether its snapshot takes longer to make than the loop should wait."""
+        return len(self.fold.window) + len(self.fold.stragglers) > LARGE
+
+    def capture(self) -> Callable[[], bytes]:
+        """What makes the snapshot of it as it is now, on any thread."""
+        # Copying the columns of a million messages takes a few milliseconds, all the rest may take a hundred.
+        return partial(write_snapshot, deepcopy(self.fold))
+
+    def snapshot(self) -> bytes:
+        """All of it."""
+        return write_snapshot(self.fold)

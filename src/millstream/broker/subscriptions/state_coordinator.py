@@ -25,7 +25,7 @@ _TOPIC_SETTINGS = {
     "max.message.bytes": str(64 * 1024 * 1024),
 }
 
-PLACES_MAX: Final = 100_000
+PARTITION_CACHE_MAX: Final = 100_000
 """For so many queues it is remembered which partition keeps them: it is asked with every write."""
 
 
@@ -46,7 +46,7 @@ class StateCoordinator:
             topics, topic, lambda _timers: StateShard(make_image), clock=clock, retry_first_s=retry_first_s
         )
         # The number of partitions never changes.
-        self._places: dict[QueueKey, PartitionIndex] = {}
+        self._partition_cache: dict[QueueKey, PartitionIndex] = {}
 
     async def start(self) -> None:
         """Begin to load what the log has."""
@@ -66,12 +66,12 @@ class StateCoordinator:
 
     def partition_of(self, key: QueueKey) -> PartitionIndex:
         """The partition of the topic that keeps a queue."""
-        found = self._places.get(key)
+        found = self._partition_cache.get(key)
         if found is None:
             found = self._runtime.partition_of(f"{key.subscription_id}/{key.topic_id}/{key.partition}")
-            if len(self._places) >= PLACES_MAX:
-                self._places.clear()
-            self._places[key] = found
+            if len(self._partition_cache) >= PARTITION_CACHE_MAX:
+                self._partition_cache.clear()
+            self._partition_cache[key] = found
         return found
 
     def leader_of(self, index: PartitionIndex) -> NodeId | None:

@@ -40,7 +40,7 @@ class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
     sequence: int = -1
 
 
-class WriteOfQueue(msgspec.Struct, frozen=True, array_like=True):
+class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):
     """One write."""
 
     subscription_id: bytes
@@ -60,7 +60,7 @@ class WriteQueues(msgspec.Struct, frozen=True, array_like=True):
     """Writes of one partition of the state topic, in order."""
 
     state_partition: int
-    writes: list[WriteOfQueue]
+    writes: list[QueueWriteMessage]
 
 
 class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
@@ -71,15 +71,15 @@ class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
     errors: Sequence[tuple[int, str | None]] = ()
 
 
-def write_load(key: QueueKey, leader_epoch: Epoch) -> bytes:
+def encode_load(key: QueueKey, leader_epoch: Epoch) -> bytes:
     """The body that asks for a queue."""
     return msgspec.msgpack.encode(LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch))
 
 
-def write_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
+def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
     """The body of writes."""
     content = [
-        WriteOfQueue(
+        QueueWriteMessage(
             write.key.subscription_id.bytes,
             write.key.topic_id.bytes,
             write.key.partition,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 from uuid import UUID
 
-from millstream.broker.coordination.state import LateRecords, Outcome, StateRecord
+from millstream.broker.coordination.state_machine import LateRecords, Outcome, StateRecord
 from millstream.broker.subscriptions.state_store import MakeImage, QueueImage, QueueWrite
 from millstream.core.errors import CorruptState, FencedLeaderEpoch, MillstreamError, OutOfOrderSequence
 from millstream.core.ids import Epoch, PartitionIndex
@@ -67,12 +67,12 @@ WriteResult = MillstreamError | None
 
 
 @dataclass(slots=True)
-class _Kept:
+class _QueueState:
     leader_epoch: Epoch
     sequence: int
     image: QueueImage
     has_state: bool = False
-    since: list[StateRecord] | None = None
+    changes: list[StateRecord] | None = None
     """What was taken in since a snapshot was begun."""
 
 
@@ -88,32 +88,32 @@ class Loaded(NamedTuple):
 class _LateSnapshot:
     """The snapshot of a large queue, made beside the loop while the queue goes on."""
 
-    def __init__(self, all_kept: Mapping[QueueKey, _Kept], key: QueueKey) -> None:
-        self._all_kept = all_kept
+    def __init__(self, all_kept: Mapping[QueueKey, _QueueState], key: QueueKey) -> None:
+        self._queues = all_kept
         self._key = key
         self._snapshot: StateRecord | None = None
-        self._since: list[StateRecord] = []
+        self._changes: list[StateRecord] = []
 
     async def make(self) -> None:
-        kept = self._all_kept.get(self._key)
-        if kept is None:
+        queue = self._queues.get(self._key)
+        if queue is None:
             return
-        leader_epoch, sequence = kept.leader_epoch, kept.sequence
-        kept.since = self._since
+        leader_epoch, sequence = queue.leader_epoch, queue.sequence
+        queue.changes = self._changes
         try:
-            content = await asyncio.to_thread(kept.image.capture())
+            content = await asyncio.to_thread(queue.image.capture())
         except BaseException:
-            kept.since = None
+            queue.changes = None
             raise
         self._snapshot = write_record(QueueRecord(SNAPSHOT, self._key, leader_epoch, sequence, content))
 
     def records(self) -> list[StateRecord]:
-        kept = self._all_kept.get(self._key)
-        if kept is None or kept.since is not self._since or self._snapshot is None:
+        queue = self._queues.get(self._key)
+        if queue is None or queue.changes is not self._changes or self._snapshot is None:
             # It has gone, and whatever has come in its place is in the log.
             return []
-        kept.since = None
-        return [self._snapshot, *self._since]
+        queue.changes = None
+        return [self._snapshot, *self._changes]
 
 
 class StateShard:
@@ -121,31 +121,31 @@ class StateShard:
 
     def __init__(self, make_image: MakeImage) -> None:
         self._make_image = make_image
-        self._kept: dict[QueueKey, _Kept] = {}
+        self._queues: dict[QueueKey, _QueueState] = {}
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._queues)
 
     def __iter__(self) -> Iterable[QueueKey]:
-        return iter(self._kept)
+        return iter(self._queues)
 
     def written(self) -> list[QueueKey]:
         """The queues that have begun."""
-        return [key for key, kept in self._kept.items() if kept.has_state]
+        return [key for key, queue in self._queues.items() if queue.has_state]
 
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
         """Read a queue for its leader; leaders before it can write no more once this is answered."""
-        kept = self._kept.get(key)
-        if kept is not None and kept.leader_epoch > leader_epoch:
-            raise _fenced(key, kept, leader_epoch)
+        queue = self._queues.get(key)
+        if queue is not None and queue.leader_epoch > leader_epoch:
+            raise _fenced(key, queue, leader_epoch)
         records: Sequence[StateRecord] = ()
-        if kept is None or kept.leader_epoch < leader_epoch:
-            sequence = NO_SEQUENCE if kept is None else kept.sequence
+        if queue is None or queue.leader_epoch < leader_epoch:
+            sequence = NO_SEQUENCE if queue is None else queue.sequence
             records = [write_record(QueueRecord(DELTAS, key, leader_epoch, sequence, b""))]
-        if kept is None:
+        if queue is None:
             return records, Loaded(None, NO_SEQUENCE, is_large=False)
-        snapshot = kept.image.capture() if kept.has_state else None
-        return records, Loaded(snapshot, kept.sequence, kept.image.is_large)
+        snapshot = queue.image.capture() if queue.has_state else None
+        return records, Loaded(snapshot, queue.sequence, queue.image.is_large)
 
     def write(self, writes: Iterable[QueueWrite]) -> Outcome[list[WriteResult]]:
         """Take in the writes of several queues; each is told whether it was."""
@@ -154,7 +154,7 @@ class StateShard:
         ends: dict[QueueKey, int] = {}
         for write in writes:
             try:
-                is_new = self._check(write, ends)
+                is_new = self._check_write(write, ends)
             except MillstreamError as error:
                 results.append(error)
                 continue
@@ -168,8 +168,8 @@ class StateShard:
 
     def forget(self, is_gone: Callable[[QueueKey], bool]) -> Outcome[int]:
         """Drop the queues that are gone; say how many."""
-        gone = [key for key in self._kept if is_gone(key)]
-        return [write_record(QueueRecord(SNAPSHOT, key, Epoch(-1), NO_SEQUENCE, None)) for key in gone], len(gone)
+        deleted = [key for key in self._queues if is_gone(key)]
+        return [write_record(QueueRecord(SNAPSHOT, key, Epoch(-1), NO_SEQUENCE, None)) for key in deleted], len(deleted)
 
     # The state machine
 
@@ -177,23 +177,23 @@ class StateShard:
         """Take one record in."""
         read = read_record(record)
         if read.content is None:
-            self._kept.pop(read.key, None)
+            self._queues.pop(read.key, None)
             return
-        kept = self._kept.get(read.key)
+        queue = self._queues.get(read.key)
         if read.kind == SNAPSHOT:
             # A snapshot stands for everything before it.
             image = self._make_image(read.key, read.content or None)
-            self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, image, bool(read.content))
+            self._queues[read.key] = _QueueState(read.leader_epoch, read.sequence, image, bool(read.content))
             return
-        if kept is None:
+        if queue is None:
             image = self._make_image(read.key, None)
-            kept = self._kept[read.key] = _Kept(read.leader_epoch, read.sequence, image)
-        if kept.since is not None:
-            kept.since.append(record)
+            queue = self._queues[read.key] = _QueueState(read.leader_epoch, read.sequence, image)
+        if queue.changes is not None:
+            queue.changes.append(record)
         if read.content:
-            kept.image.replay(read.content)
-            kept.has_state = True
-        kept.leader_epoch, kept.sequence = read.leader_epoch, read.sequence
+            queue.image.replay(read.content)
+            queue.has_state = True
+        queue.leader_epoch, queue.sequence = read.leader_epoch, read.sequence
 
     def loaded(self) -> None:
         """Nothing is due by itself."""
@@ -203,28 +203,28 @@ class StateShard:
 
     def durable_keys(self) -> list[Hashable]:
         """Every queue."""
-        return list(self._kept)
+        return list(self._queues)
 
     def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
         """The snapshot of a queue."""
-        if not isinstance(key, QueueKey) or (kept := self._kept.get(key)) is None:
+        if not isinstance(key, QueueKey) or (queue := self._queues.get(key)) is None:
             return None
-        if kept.image.is_large:
-            return _LateSnapshot(self._kept, key)
-        content = kept.image.capture()() if kept.has_state else b""
-        return write_record(QueueRecord(SNAPSHOT, key, kept.leader_epoch, kept.sequence, content))
+        if queue.image.is_large:
+            return _LateSnapshot(self._queues, key)
+        content = queue.image.capture()() if queue.has_state else b""
+        return write_record(QueueRecord(SNAPSHOT, key, queue.leader_epoch, queue.sequence, content))
 
-    def _check(self, write: QueueWrite, ends: dict[QueueKey, int]) -> bool:
+    def _check_write(self, write: QueueWrite, ends: dict[QueueKey, int]) -> bool:
         """Whether a write is new; raise when it may not be."""
-        kept = self._kept.get(write.key)
-        if kept is None or kept.leader_epoch != write.leader_epoch:
-            raise _fenced(write.key, kept, write.leader_epoch)
-        end = ends.get(write.key, kept.sequence)
+        queue = self._queues.get(write.key)
+        if queue is None or queue.leader_epoch != write.leader_epoch:
+            raise _fenced(write.key, queue, write.leader_epoch)
+        end = ends.get(write.key, queue.sequence)
         if write.sequence > end + 1:
             raise OutOfOrderSequence(f"write {write.sequence} of a queue came after {end}; the ones between are lost")
         return write.sequence == end + 1
 
 
-def _fenced(key: QueueKey, kept: _Kept | None, leader_epoch: Epoch) -> FencedLeaderEpoch:
-    known = "was not loaded" if kept is None else f"is written under leader epoch {kept.leader_epoch}"
+def _fenced(key: QueueKey, queue: _QueueState | None, leader_epoch: Epoch) -> FencedLeaderEpoch:
+    known = "was not loaded" if queue is None else f"is written under leader epoch {queue.leader_epoch}"
     return FencedLeaderEpoch(f"the queue of partition {key.partition} {known}, not under {leader_epoch}")

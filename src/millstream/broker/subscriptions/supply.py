@@ -15,11 +15,9 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from millstream.broker.subscriptions.aside import Aside
-from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED
+from millstream.broker.subscriptions.columns import AVAILABLE, BLOCKED, Stragglers, Window
 from millstream.broker.subscriptions.fold import Fold
 from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
-from millstream.broker.subscriptions.window import Window
 
 DueRuns = Callable[[int, int], Iterable[tuple[int, int, int]]]
 
@@ -55,12 +53,12 @@ class DueIndex:
         """Messages are due at a time."""
         away_ms = due_ms - self._now_ms
         level = 0 if away_ms < _NEAR_MS else 1 if away_ms < _FAR_MS else 2
-        compartment = due_ms >> _SHIFTS[level]
-        hints = self._hints[level].get(compartment)
+        bucket = due_ms >> _SHIFTS[level]
+        hints = self._hints[level].get(bucket)
         if hints is not None and hints[-1] + 1 == first:
             hints[-1] = last
         else:
-            self._put(level, first, last, compartment)
+            self._put(level, first, last, bucket)
 
     def pop(self, now_ms: int) -> list[tuple[int, int]]:
         """Ranges of offsets in which something may be due by now."""
@@ -69,7 +67,7 @@ class DueIndex:
         for level in (2, 1):
             heap = self._heaps[level]
             while heap and heap[0] << _SHIFTS[level] <= now_ms:
-                self._refine(level, heappop(heap))
+                self._split_bucket(level, heappop(heap))
         heap = self._heaps[0]
         while heap and heap[0] <= now_ms:
             hints = self._hints[0].pop(heappop(heap))
@@ -78,21 +76,21 @@ class DueIndex:
         self.next_ms = min(times, default=NEVER_MS)
         return due
 
-    def _refine(self, level: int, compartment: int) -> None:
-        hints = self._hints[level].pop(compartment)
+    def _split_bucket(self, level: int, bucket: int) -> None:
+        hints = self._hints[level].pop(bucket)
         for first, last in zip(hints[::2], hints[1::2], strict=True):
             for run_first, run_last, due_ms in self._runs(first, last):
                 # Anything else has been given another time meanwhile, and a hint of its own.
-                if due_ms >> _SHIFTS[level] == compartment:
+                if due_ms >> _SHIFTS[level] == bucket:
                     finer = level - 1 if due_ms >> _SHIFTS[level - 1] > self._now_ms >> _SHIFTS[level - 1] else 0
                     self._put(finer, run_first, run_last, due_ms >> _SHIFTS[finer])
 
-    def _put(self, level: int, first: int, last: int, compartment: int) -> None:
-        hints = self._hints[level].get(compartment)
+    def _put(self, level: int, first: int, last: int, bucket: int) -> None:
+        hints = self._hints[level].get(bucket)
         if hints is None:
-            self._hints[level][compartment] = array("q", (first, last))
-            heappush(self._heaps[level], compartment)
-            self.next_ms = min(self.next_ms, compartment << _SHIFTS[level])
+            self._hints[level][bucket] = array("q", (first, last))
+            heappush(self._heaps[level], bucket)
+            self.next_ms = min(self.next_ms, bucket << _SHIFTS[level])
         elif hints[-1] + 1 == first:
             hints[-1] = last
         else:
@@ -124,7 +122,7 @@ class Supply:
         """The first offset that has not come up yet."""
         return max(self._fresh, self._fold.window.start)
 
-    def came_back(self, first: int, last: int) -> None:
+    def add_returned(self, first: int, last: int) -> None:
         """Messages are available that may have come up before. In an ordered queue it is their turn."""
         last = min(last, self.fresh - 1)
         if first <= last:
@@ -143,7 +141,7 @@ class Supply:
                 heappush(hints, (until, last))
         while True:
             found = self._fresh_run(1, until)
-            if found is None or self._lets_in(found.first):
+            if found is None or self._try_enter(found.first):
                 return None if found is None else found.first
             self._fresh = found.first + 1
 
@@ -185,9 +183,9 @@ class Supply:
 
     def _run_in(self, first: int, last: int, count: int) -> Run | None:
         for columns, start, end in self._fold.parts(first, last):
-            found = columns.run(start, end, AVAILABLE, count)
+            found = columns.find_run(start, end, AVAILABLE, count)
             if found is not None:
-                return _as_run(columns, *found)
+                return _to_run(columns, *found)
         return None
 
     def _fresh_run(self, count: int, until: int) -> Run | None:
@@ -202,7 +200,7 @@ class Supply:
             end = self.order.next_offset
         if fresh >= end:
             return None
-        found = window.run(fresh - base, end - base, AVAILABLE, count)
+        found = window.find_run(fresh - base, end - base, AVAILABLE, count)
         if found is None:
             self._fresh = end
             return None
@@ -212,12 +210,12 @@ class Supply:
 
     # -- ordered by key --------------------------------------------------------------------------------------
 
-    def _lets_in(self, offset: int) -> bool:
+    def _try_enter(self, offset: int) -> bool:
         """Whether it is the turn of a message that comes up; if so it is the head of its key from now on."""
         order = self.order
         if order is None:
             return True
-        if order.enter(order.key_of(offset), offset):
+        if order.try_enter(order.key_of(offset), offset):
             return True
         self.block(offset)
         return False
@@ -230,22 +228,22 @@ class Supply:
             self._fold.counts[AVAILABLE] -= 1
             self._fold.counts[BLOCKED] += 1
 
-    def lock_keys(self, order: KeyOrder) -> None:
+    def admit_key_holders(self, order: KeyOrder) -> None:
         """Find out whose turn it is, once the keys are known of who is leased or tried again; then who is aside."""
         fold = self._fold
         for run in fold.waiting_runs(0, fold.window.end):
             if run.attempt:
                 for offset in range(run.first, run.last + 1):
-                    order.enter(self.key_of(order, offset), offset)
+                    order.try_enter(self.key_of(order, offset), offset)
         order.is_ready = True
-        aside = fold.aside
-        for index in np.flatnonzero(np.frombuffer(aside.states, np.uint8) == AVAILABLE).tolist():
-            self.come_up(order, aside.offsets[index], aside.keys[index])
+        stragglers = fold.stragglers
+        for index in np.flatnonzero(np.frombuffer(stragglers.states, np.uint8) == AVAILABLE).tolist():
+            self.admit(order, stragglers.offsets[index], stragglers.keys[index])
 
-    def come_up(self, order: KeyOrder, offset: int, key: int) -> None:
+    def admit(self, order: KeyOrder, offset: int, key: int) -> None:
         """A message that lies before `fresh` is available for the first time."""
-        if order.enter(key, offset):
-            self.came_back(offset, offset)
+        if order.try_enter(key, offset):
+            self.add_returned(offset, offset)
         else:
             self.block(offset)
 
@@ -257,26 +255,26 @@ class Supply:
         head = order.head_of(key)
         place = None if head is None else self._fold.place(head)
         if key == NO_KEY or head is None:
-            order.enter(key, offset)
+            order.try_enter(key, offset)
         elif head > offset and place is not None and place[0].states[place[1]] == AVAILABLE:
             self.block(head)
-            order.wait_in_place(key, head)
-            order.lead(key, offset)
+            order.insert_waiting(key, head)
+            order.set_head(key, offset)
         else:
             self.block(offset)
-            order.wait_in_place(key, offset)
+            order.insert_waiting(key, offset)
             return
-        self.came_back(offset, offset)
+        self.add_returned(offset, offset)
 
     def key_of(self, order: KeyOrder, offset: int) -> int:
         """The hash of the key of an unfinished message."""
-        return order.key_of(offset) if offset >= self._fold.window.start else self._fold.aside.key_of(offset)
+        return order.key_of(offset) if offset >= self._fold.window.start else self._fold.stragglers.key_of(offset)
 
     def _take_in_order(self, order: KeyOrder, found: Run, runs: list[Run]) -> int:
         taken = 0
         first = -1
         for offset, key in enumerate(order.keys(found.first, found.last), found.first):
-            if order.enter(key, offset):
+            if order.try_enter(key, offset):
                 taken += 1
                 if first < 0:
                     first = offset
@@ -290,6 +288,6 @@ class Supply:
         return taken
 
 
-def _as_run(columns: Window | Aside, start: int, end: int) -> Run:
+def _to_run(columns: Window | Stragglers, start: int, end: int) -> Run:
     first = columns.offset_at(start)
     return Run(first, first + end - start - 1, columns.attempts[start])

@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 
 from millstream.broker.coordination.runtime import Runtime, StateTopic, StateTopics
 from millstream.broker.coordination.shard import RETRY_FIRST_S, Shard
-from millstream.broker.coordination.state import Confirmation, Outcome
+from millstream.broker.coordination.state_machine import Confirmation, Outcome
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.batch import Member, placement_of
 from millstream.broker.transactions.records import transaction_tombstone
@@ -40,7 +40,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId, PartitionIndex, ProducerId
 from millstream.core.topic import TRANSACTION_STATE, TopicPartition
 
-KEPT: Final = 4
+RESERVED_IDS: Final = 4
 
 
 class ProducerIds(Protocol):
@@ -50,19 +50,19 @@ class ProducerIds(Protocol):
         """Give out an id that nobody has had before."""
 
 
-class SpareIds:
+class ProducerIdReserve:
     """A few ids that nobody has yet."""
 
     def __init__(self, producer_ids: ProducerIds) -> None:
         self._producer_ids = producer_ids
-        self._spare: deque[ProducerId] = deque()
+        self._reserve: deque[ProducerId] = deque()
         self._error: MillstreamError | None = None
 
     async def fill(self) -> None:
         """See that there are some; when there is no getting any, only who needs one is told."""
         try:
-            while len(self._spare) < KEPT:
-                self._spare.append(await self._producer_ids.next())
+            while len(self._reserve) < RESERVED_IDS:
+                self._reserve.append(await self._producer_ids.next())
         except MillstreamError as error:
             self._error = error
         else:
@@ -70,9 +70,9 @@ class SpareIds:
 
     def take(self) -> ProducerId:
         """Take one."""
-        if not self._spare:
+        if not self._reserve:
             raise CoordinatorUnavailable(f"there is no producer id at hand: {self._error or 'try again'}")
-        return self._spare.popleft()
+        return self._reserve.popleft()
 
 
 T = TypeVar("T")
@@ -80,11 +80,11 @@ T = TypeVar("T")
 
 ID_CHARACTERS_MAX: Final = 4096
 
-PATIENCE_S: Final = 0.5
+ENDING_WAIT_S: Final = 0.5
 
 """How long a producer waits here for its last transaction to be ended, before it is told to ask again."""
 
-MARKERS_S: Final = 5.0
+MARKERS_WAIT_S: Final = 5.0
 
 """How long who commits a batch waits here for its markers, which may be on other nodes, before it is told of it."""
 
@@ -105,7 +105,7 @@ class TransactionsStatus:
     shards_loading: int
 
 
-_FINAL: Final = Confirmation(
+_FINAL_REFUSALS: Final = Confirmation(
     (ProducerFenced, InvalidProducerMapping, InvalidTransactionState, UnknownTransaction), transaction_tombstone("")
 )
 
@@ -128,7 +128,7 @@ class TransactionCoordinator:
         self._limits = TransactionLimits(
             timeout_max_ms=config.transaction_timeout_max_ms, id_expiration_ms=config.transactional_id_expiry_ms
         )
-        self._spare = SpareIds(producer_ids)
+        self._reserve = ProducerIdReserve(producer_ids)
         self._on_ending: Callable[[], None] = lambda: None
         topic = StateTopic(name=TRANSACTION_STATE, partitions=config.transactions_partitions, overrides=_TOPIC_SETTINGS)
         self._runtime: Runtime[TransactionShard] = Runtime(
@@ -137,7 +137,7 @@ class TransactionCoordinator:
             self._make_shard,
             clock=clock,
             retry_first_s=retry_first_s,
-            confirmation=_FINAL if config.in_cluster else None,
+            confirmation=_FINAL_REFUSALS if config.in_cluster else None,
         )
 
     @property
@@ -186,13 +186,13 @@ class TransactionCoordinator:
             raise InvalidTransactionTimeout(
                 f"a transaction may take from 1 to {self._limits.timeout_max_ms} ms, not {request.timeout_ms}"
             )
-        await self._spare.fill()
-        return await self._patiently(request.transactional_id, lambda shard: shard.init(request))
+        await self._reserve.fill()
+        return await self._run_after_ending(request.transactional_id, lambda shard: shard.init(request))
 
     async def add_partitions(self, who: ProducerRef, partitions: Collection[TopicPartition], *, version: int) -> None:
         """Partitions become part of the producer's transaction."""
         _check_id(who.transactional_id)
-        await self._patiently(
+        await self._run_after_ending(
             who.transactional_id, lambda shard: shard.add_partitions(who, partitions, version=version)
         )
 
@@ -206,7 +206,7 @@ class TransactionCoordinator:
     async def end(self, who: ProducerRef, *, commit: bool, version: int) -> Initialized:
         """Commit or abort; answered when the decision is durable, while markers are still being written."""
         _check_id(who.transactional_id)
-        await self._spare.fill()
+        await self._reserve.fill()
         return await self._run(who.transactional_id, lambda shard: shard.end(who, commit=commit, version=version))
 
     # The batch commit
@@ -227,12 +227,12 @@ class TransactionCoordinator:
         long, since the decision stands.
         """
         _check_id(query)
-        await self._spare.fill()
+        await self._reserve.fill()
         is_new = await self._runtime.run(query, lambda shard: shard.batches.complete(query, batch, members), pure=True)
         with suppress(TimeoutError, CoordinatorUnavailable):
-            async with asyncio.timeout(MARKERS_S):
+            async with asyncio.timeout(MARKERS_WAIT_S):
                 for member in members:
-                    await self._until_ended(member.transactional_id)
+                    await self._wait_ended(member.transactional_id)
         return is_new
 
     async def abort_batch(self, query: str, batch: int, run: str = "") -> int:
@@ -240,7 +240,7 @@ class TransactionCoordinator:
         _check_id(query)
         if run:
             _check_id(run)
-        await self._spare.fill()
+        await self._reserve.fill()
         return await self._runtime.run(query, lambda shard: shard.batches.abort(query, batch, run), pure=True)
 
     # For administrators
@@ -248,7 +248,7 @@ class TransactionCoordinator:
     async def abort(self, transactional_id: str) -> str:
         """End a transaction that hangs; the answer is the state that it was in."""
         _check_id(transactional_id)
-        await self._spare.fill()
+        await self._reserve.fill()
         return await self._run(transactional_id, lambda shard: shard.abort(transactional_id))
 
     async def describe(self, transactional_id: str) -> TransactionDescription:
@@ -275,27 +275,27 @@ class TransactionCoordinator:
     async def _run(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
         return await self._runtime.run(placement_of(transactional_id), operation, pure=True)
 
-    async def _patiently(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
+    async def _run_after_ending(self, transactional_id: str, operation: Callable[[TransactionShard], Outcome[T]]) -> T:
         """Wait a moment for the last transaction to be ended: sooner than the client would ask again."""
         try:
             return await self._run(transactional_id, operation)
         except ConcurrentTransactions as concurrent:
             try:
-                async with asyncio.timeout(PATIENCE_S):
-                    await self._until_ended(transactional_id)
+                async with asyncio.timeout(ENDING_WAIT_S):
+                    await self._wait_ended(transactional_id)
             except (TimeoutError, CoordinatorUnavailable):
                 raise concurrent from None
         return await self._run(transactional_id, operation)
 
-    async def _until_ended(self, transactional_id: str) -> None:
-        await self._run(transactional_id, lambda shard: shard.until_ended(transactional_id))
+    async def _wait_ended(self, transactional_id: str) -> None:
+        await self._run(transactional_id, lambda shard: shard.wait_ended(transactional_id))
 
     def _make_shard(self, timers: Timers) -> TransactionShard:
         return TransactionShard(
             timers,
             limits=self._limits,
             clock=self._clock,
-            take_producer_id=self._spare.take,
+            take_producer_id=self._reserve.take,
             on_ending=lambda: self._on_ending(),
         )
 

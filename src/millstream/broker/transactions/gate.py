@@ -18,8 +18,8 @@ from kio.schema.types import ProducerId as WireProducerId
 from kio.schema.types import TopicName, TransactionalId
 from kio.static.primitive import i16, i32
 
+from millstream.broker.coordination.peers import Peers
 from millstream.broker.transactions.coordinator import TransactionCoordinator
-from millstream.broker.transactions.peers import Peers
 from millstream.broker.transactions.requests import ProducerRef
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import (
@@ -37,7 +37,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 Answers = Mapping[TopicPartition, MillstreamError | None]
 
-_UNREACHED = (CoordinatorUnavailable, BrokerUnreachable, RequestTimedOut)
+_UNREACHABLE = (CoordinatorUnavailable, BrokerUnreachable, RequestTimedOut)
 
 
 class CoordinatorGate:
@@ -63,14 +63,14 @@ class CoordinatorGate:
             answers = await self._ask(who, partitions, add=add)
         except MillstreamError as error:
             answers = dict.fromkeys(partitions, error)
-        return {partition: _as_told(error) for partition, error in answers.items()}
+        return {partition: _client_error(error) for partition, error in answers.items()}
 
     async def _ask(self, who: ProducerRef, partitions: Sequence[TopicPartition], *, add: bool) -> Answers:
         leader = self._coordinator.leader_of(who.transactional_id)
         if leader is None:
             raise CoordinatorUnavailable(f"nobody coordinates {who.transactional_id!r} now")
         if leader != self._me:
-            answer = await self._peers.ask(leader, _request(who, partitions, add=add))
+            answer = await self._peers.send(leader, _request(who, partitions, add=add))
             return _answers(answer)
         if not add:
             return await self._coordinator.verify(who, partitions)
@@ -78,8 +78,8 @@ class CoordinatorGate:
         return dict.fromkeys(partitions)
 
 
-def _as_told(error: MillstreamError | None) -> MillstreamError | None:
-    if isinstance(error, _UNREACHED):
+def _client_error(error: MillstreamError | None) -> MillstreamError | None:
+    if isinstance(error, _UNREACHABLE):
         return NotEnoughReplicas(f"the coordinator of the transaction could not say yes: {error}")
     if isinstance(error, ProducerFenced):
         return FencedProducer(str(error))

@@ -18,7 +18,7 @@ from kio.schema.write_txn_markers.v2.request import (
 )
 from kio.static.primitive import i8, i16, i32
 
-from millstream.broker.transactions.peers import Peers
+from millstream.broker.coordination.peers import Peers
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION
 from millstream.core.errors import MillstreamError, NotLeader, UnknownTopic, UnknownTopicId
 from millstream.core.ids import NodeId, PartitionIndex
@@ -49,7 +49,7 @@ class LedTopics(Protocol):
         """Who carries and leads one partition; None when that is not agreed on yet."""
 
 
-class _Parcel(NamedTuple):
+class _MarkerBatch(NamedTuple):
     marker: Marker
     partitions: tuple[TopicPartition, ...]
     answers: asyncio.Future[Answers]
@@ -63,7 +63,7 @@ class MarkerRoutes:
         self._local = local
         self._peers = peers
         self._me = me
-        self._waiting: dict[NodeId, list[_Parcel]] = {}
+        self._waiting: dict[NodeId, list[_MarkerBatch]] = {}
         self._sending: dict[NodeId, asyncio.Task[None]] = {}
 
     async def write(self, marker: Marker, partitions: Iterable[TopicPartition]) -> Answers:
@@ -76,9 +76,9 @@ class MarkerRoutes:
             except MillstreamError as error:
                 answers[partition] = error
         here = by_leader.pop(self._me, [])
-        told = [self._write_here(marker, partition) for partition in here]
-        told += [self._hand_over(node, marker, tuple(there)) for node, there in by_leader.items()]
-        for answered in await asyncio.gather(*told):
+        pending = [self._write_here(marker, partition) for partition in here]
+        pending += [self._enqueue(node, marker, tuple(there)) for node, there in by_leader.items()]
+        for answered in await asyncio.gather(*pending):
             answers.update(answered)
         return answers
 
@@ -103,67 +103,67 @@ class MarkerRoutes:
         try:
             await self._local.write(marker, partition)
         except MillstreamError as error:
-            return {partition: _to_be_tried_again(error)}
+            return {partition: _retryable(error)}
         return {partition: None}
 
-    async def _hand_over(self, node: NodeId, marker: Marker, partitions: tuple[TopicPartition, ...]) -> Answers:
-        parcel = _Parcel(marker, partitions, asyncio.get_running_loop().create_future())
-        self._waiting.setdefault(node, []).append(parcel)
+    async def _enqueue(self, node: NodeId, marker: Marker, partitions: tuple[TopicPartition, ...]) -> Answers:
+        batch = _MarkerBatch(marker, partitions, asyncio.get_running_loop().create_future())
+        self._waiting.setdefault(node, []).append(batch)
         if node not in self._sending:
             self._sending[node] = asyncio.get_running_loop().create_task(self._send(node), name=f"markers to {node}")
-        return await parcel.answers
+        return await batch.answers
 
     async def _send(self, node: NodeId) -> None:
         waiting = self._waiting[node]
-        parcels: list[_Parcel] = []
+        batches: list[_MarkerBatch] = []
         try:
             while waiting:
-                parcels, waiting[:] = waiting[:MARKERS_AT_ONCE_MAX], waiting[MARKERS_AT_ONCE_MAX:]
-                await self._deliver(node, parcels)
+                batches, waiting[:] = waiting[:MARKERS_AT_ONCE_MAX], waiting[MARKERS_AT_ONCE_MAX:]
+                await self._send_batches(node, batches)
         finally:
             del self._sending[node], self._waiting[node]
-            for parcel in (*parcels, *waiting):
-                parcel.answers.cancel()
+            for batch in (*batches, *waiting):
+                batch.answers.cancel()
 
-    async def _deliver(self, node: NodeId, parcels: list[_Parcel]) -> None:
-        request = WriteTxnMarkersRequest(markers=tuple(_as_written(parcel) for parcel in parcels))
+    async def _send_batches(self, node: NodeId, batches: list[_MarkerBatch]) -> None:
+        request = WriteTxnMarkersRequest(markers=tuple(_to_wire(batch) for batch in batches))
         try:
-            answer = await self._peers.ask(node, request)
-            told = [_answers(parcel, result) for parcel, result in zip(parcels, answer.markers, strict=True)]
+            answer = await self._peers.send(node, request)
+            results = [_answers(batch, result) for batch, result in zip(batches, answer.markers, strict=True)]
         except (MillstreamError, ValueError) as error:
             lost = error if isinstance(error, MillstreamError) else NotLeader(f"node {node} left answers out")
-            told = [dict.fromkeys(parcel.partitions, lost) for parcel in parcels]
-        for parcel, answers in zip(parcels, told, strict=True):
-            if not parcel.answers.done():
-                parcel.answers.set_result(answers)
+            results = [dict.fromkeys(batch.partitions, lost) for batch in batches]
+        for batch, answers in zip(batches, results, strict=True):
+            if not batch.answers.done():
+                batch.answers.set_result(answers)
 
 
-def _as_written(parcel: _Parcel) -> WritableTxnMarker:
-    marker = parcel.marker
+def _to_wire(batch: _MarkerBatch) -> WritableTxnMarker:
+    marker = batch.marker
     return WritableTxnMarker(
         producer_id=WireProducerId(marker.producer_id),
         producer_epoch=i16(marker.producer_epoch),
         transaction_result=marker.commit,
         topics=tuple(
             WritableTxnMarkerTopic(name=TopicName(name), partition_indexes=tuple(map(i32, indexes)))
-            for name, indexes in by_topic(parcel.partitions).items()
+            for name, indexes in by_topic(batch.partitions).items()
         ),
         coordinator_epoch=i32(marker.coordinator_epoch),
         transaction_version=i8(EPOCH_PER_TRANSACTION if marker.bumps_epoch else 0),
     )
 
 
-def _answers(parcel: _Parcel, result: Any) -> Answers:
+def _answers(batch: _MarkerBatch, result: Any) -> Answers:
     answers: dict[TopicPartition, MillstreamError | None] = {}
     for topic in result.topics:
         for one in topic.partitions:
             partition = TopicPartition(topic.name, PartitionIndex(one.partition_index))
             code = one.error_code
             error = error_from_code(code, None, about=f"a marker for {partition}") if code else None
-            answers[partition] = None if error is None else _to_be_tried_again(error)
+            answers[partition] = None if error is None else _retryable(error)
     return answers
 
 
-def _to_be_tried_again(error: MillstreamError) -> MillstreamError:
+def _retryable(error: MillstreamError) -> MillstreamError:
     """A leader that does not know the topic may only not have heard of it yet; whether it is gone is decided here."""
     return NotLeader(str(error)) if isinstance(error, UnknownTopic | UnknownTopicId) else error

@@ -72,21 +72,21 @@ class MarkerSender:
         self._wakes = 0
         self._soon: asyncio.Handle | None = None
         self._collecting: set[MarkedShard] = set()
-        self._under_way: set[tuple[MarkedShard, str]] = set()
+        self._in_flight: set[tuple[MarkedShard, str]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
         self.retries = 0
 
     @property
-    def under_way(self) -> int:
+    def in_flight(self) -> int:
         """How many transactions are being ended."""
-        return len(self._under_way)
+        return len(self._in_flight)
 
     def wake(self) -> None:
         """Something may have been decided. Cheap, and called from inside of operations, so it only looks later."""
         self._wakes += 1
         if self._soon is None and not self._closed:
-            self._soon = asyncio.get_running_loop().call_soon(self._look)
+            self._soon = asyncio.get_running_loop().call_soon(self._scan_shards)
 
     async def close(self) -> None:
         """Stop; what is not done is done after the next start."""
@@ -98,7 +98,7 @@ class MarkerSender:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _look(self) -> None:
+    def _scan_shards(self) -> None:
         self._soon = None
         for shard in self._shards():
             if shard not in self._collecting and shard.state is not None and shard.state.has_endings:
@@ -111,13 +111,13 @@ class MarkerSender:
             seen = -1
             while seen != self._wakes:
                 seen = self._wakes
-                known = [transactional_id for one, transactional_id in self._under_way if one is shard]
-                room = AT_ONCE_MAX - len(self._under_way)
+                known = [transactional_id for one, transactional_id in self._in_flight if one is shard]
+                room = AT_ONCE_MAX - len(self._in_flight)
                 if room <= 0:
                     return
                 decided = partial(TransactionShard.endings, known=known, limit=room)
                 for ending in await shard.run(decided, pure=True):
-                    self._under_way.add((shard, ending.transactional_id))
+                    self._in_flight.add((shard, ending.transactional_id))
                     self._start(self._finish(shard, ending), name=f"end {ending.transactional_id}")
         except MillstreamError:
             # The shard is read back or led elsewhere; whoever loads it looks again.
@@ -130,11 +130,11 @@ class MarkerSender:
             reason = await self._try_to_finish(shard, ending)
             if reason is not None:
                 # It stays decided, so it is tried again, here or by whoever coordinates it then.
-                named = {"transactional_id": ending.transactional_id, "reason": reason}
-                _logger.info("a transaction is not ended yet", extra=named)
+                details = {"transactional_id": ending.transactional_id, "reason": reason}
+                _logger.info("a transaction is not ended yet", extra=details)
                 await asyncio.sleep(self._pause_s)
         finally:
-            self._under_way.discard((shard, ending.transactional_id))
+            self._in_flight.discard((shard, ending.transactional_id))
             self.wake()
 
     async def _try_to_finish(self, shard: MarkedShard, ending: Ending) -> str | None:
@@ -169,7 +169,7 @@ class MarkerSender:
                 claimed = self._latest_epoch()
                 if claimed <= epoch or not await shard.run(lambda state: state.confirmed(ending), pure=True):
                     return False
-            left = {one for one in left if not _is_over(ending, one, answers.get(one, _NO_ANSWER))}
+            left = {one for one in left if not _is_settled(ending, one, answers.get(one, _NO_ANSWER))}
             if left:
                 self.retries += 1
                 await backoff.pause()
@@ -199,7 +199,7 @@ def _marker(ending: Ending, coordinator_epoch: int) -> Marker:
 _NO_ANSWER: Final = MillstreamError("no answer came")
 
 
-def _is_over(ending: Ending, partition: TopicPartition, error: MillstreamError | None) -> bool:
+def _is_settled(ending: Ending, partition: TopicPartition, error: MillstreamError | None) -> bool:
     if error is None:
         return True
     if isinstance(error, _NOT_NEEDED):

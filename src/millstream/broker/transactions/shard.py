@@ -11,8 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import Final
 
-from millstream.broker.coordination.later import Later
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Deferred, Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.transactions.batch import NO_BATCH, Attempt, LastBatch, Member, attempt_of, check_members
 from millstream.broker.transactions.records import (
@@ -125,7 +124,7 @@ class Batches:
         """
         check_members(query, batch, members)
         if batch <= self.last_batch_of(query):
-            return self._cleared(query, self.last_batch_of(query)), False
+            return self._abort_superseded(query, self.last_batch_of(query)), False
         if not self._has_room(query):
             raise self._full()
         named = {member.transactional_id for member in members}
@@ -136,7 +135,7 @@ class Batches:
                 raise InvalidTransactionState(f"{member.transactional_id!r} is {transaction.state.value}, not prepared")
             committed = transaction.ending(commit=True, version=EPOCH_PER_TRANSACTION, now_ms=self._clock.now_ms())
             records.append(transaction_record(committed))
-        return records + self._cleared(query, batch, but=named), True
+        return records + self._abort_superseded(query, batch, but=named), True
 
     def abort(self, query: str, batch: int, run: str = "") -> Outcome[int]:
         """Abort every attempt at one batch that is not decided; the answer is how many there were.
@@ -201,7 +200,7 @@ class Batches:
             if attempt is not None:
                 yield attempt.batch, self._transactions[transactional_id]
 
-    def _cleared(self, query: str, batch: int, but: Collection[str] = ()) -> list[StateRecord]:
+    def _abort_superseded(self, query: str, batch: int, but: Collection[str] = ()) -> list[StateRecord]:
         """What ends every attempt up to a batch that lost."""
         return [
             self._ended(one, f"batch {batch} is committed without it")
@@ -237,7 +236,7 @@ _WAITING_MAX: Final = 100
 
 """So many wait for the end of one transaction; more, such as those who gave up waiting, are not parked."""
 
-_UNTOLD: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
+_NO_PRODUCER: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
 
 _COMPLETE_FOR: Final = {True: TransactionState.COMPLETE_COMMIT, False: TransactionState.COMPLETE_ABORT}
 
@@ -267,7 +266,7 @@ class TransactionShard:
         self._transactions: dict[str, Transaction] = {}
         # In the order in which they were decided, so that the oldest is ended first.
         self._ending: dict[str, None] = {}
-        self._until_ended: dict[str, list[Later[None]]] = {}
+        self._ended_waiters: dict[str, list[Deferred[None]]] = {}
         self._loaded = False
         self.batches = Batches(self._transactions, clock=clock, abort=self.aborted, queries_max=limits.queries_max)
 
@@ -298,7 +297,7 @@ class TransactionShard:
         if transaction.state not in IDLE:
             raise InvalidTransactionState(f"{request.transactional_id!r} is prepared; its batch decides about it")
         expected_epoch = None if request.expected is None else request.expected[1]
-        begun = self._begun(transaction, expected_epoch, request.timeout_ms, now_ms)
+        begun = self._started(transaction, expected_epoch, request.timeout_ms, now_ms)
         if known is not None and request.expected is None:
             _log_fenced(known, begun, "a producer begins with its transactional id")
         return [transaction_record(begun)], Initialized(begun.producer_id, begun.epoch)
@@ -343,7 +342,7 @@ class TransactionShard:
 
     def abort(self, transactional_id: str) -> Outcome[str]:
         """An administrator ends a transaction that hangs; the answer is the state it was in."""
-        transaction = self._described(transactional_id)
+        transaction = self._require_known(transactional_id)
         if transaction.state in IDLE:
             raise InvalidTransactionState(f"{transactional_id!r} has no transaction to abort")
         if transaction.is_committing:
@@ -386,14 +385,14 @@ class TransactionShard:
             return [], False
         return [transaction_record(transaction)], True
 
-    def until_ended(self, transactional_id: str) -> Outcome[None]:
+    def wait_ended(self, transactional_id: str) -> Outcome[None]:
         """Wait until the transaction that is being ended has its markers; at once if none is."""
         if transactional_id not in self._ending:
             return [], None
-        waiting = self._until_ended.setdefault(transactional_id, [])
+        waiting = self._ended_waiters.setdefault(transactional_id, [])
         if len(waiting) >= _WAITING_MAX:
             return [], None
-        later: Later[None] = Later()
+        later: Deferred[None] = Deferred()
         waiting.append(later)
         return [], later
 
@@ -401,12 +400,12 @@ class TransactionShard:
 
     def describe(self, transactional_id: str) -> Outcome[TransactionDescription]:
         """One transactional id."""
-        return [], _description(self._described(transactional_id))
+        return [], _description(self._require_known(transactional_id))
 
     def listing(self, wanted: TransactionFilter) -> Outcome[list[TransactionDescription]]:
         """Every transactional id that the filter lets through."""
         now_ms = self._clock.now_ms()
-        return [], [_description(one) for one in self._transactions.values() if _passes(one, wanted, now_ms)]
+        return [], [_description(one) for one in self._transactions.values() if _matches(one, wanted, now_ms)]
 
     def counts(self) -> dict[str, int]:
         """How many transactional ids are in which state; for looking only."""
@@ -436,7 +435,7 @@ class TransactionShard:
 
     def unload(self) -> None:
         """Send everyone who waits to find the coordinator again."""
-        waiting, self._until_ended = self._until_ended, {}
+        waiting, self._ended_waiters = self._ended_waiters, {}
         for laters in waiting.values():
             for later in laters:
                 later.refuse(NotCoordinator("the state of this transaction is read back from the log"))
@@ -469,7 +468,7 @@ class TransactionShard:
         if known is None and len(self._transactions) >= self._limits.ids_max:
             raise PolicyViolation(f"a coordinator keeps at most {self._limits.ids_max} transactional ids")
 
-    def _begun(self, transaction: Transaction, expected: int | None, timeout_ms: int, now_ms: int) -> Transaction:
+    def _started(self, transaction: Transaction, expected: int | None, timeout_ms: int, now_ms: int) -> Transaction:
         if is_exhausted(transaction.epoch) and expected in (None, transaction.epoch):
             keeps = expected is not None
             fresh = self._take_producer_id()
@@ -480,9 +479,9 @@ class TransactionShard:
         state = transaction.state
         if state is TransactionState.ONGOING or (state is TransactionState.PREPARED and not commit):
             ended = transaction.ending(commit=commit, version=0, now_ms=self._clock.now_ms())
-            return [transaction_record(ended)], _UNTOLD
+            return [transaction_record(ended)], _NO_PRODUCER
         if state is _COMPLETE_FOR[commit]:
-            return [], _UNTOLD
+            return [], _NO_PRODUCER
         raise _wrong_state(transaction, commit=commit)
 
     def _end_second_version(self, transaction: Transaction, who: ProducerRef, *, commit: bool) -> Outcome[Initialized]:
@@ -515,7 +514,7 @@ class TransactionShard:
             raise InvalidProducerMapping(f"{transactional_id!r} has no producer id")
         return transaction
 
-    def _described(self, transactional_id: str) -> Transaction:
+    def _require_known(self, transactional_id: str) -> Transaction:
         transaction = self._transactions.get(transactional_id)
         if transaction is None:
             raise UnknownTransaction(f"there is no transactional id {transactional_id!r}")
@@ -541,8 +540,8 @@ class TransactionShard:
                 self._on_ending()
         elif was_ending and not is_ending:
             del self._ending[transactional_id]
-            for later in self._until_ended.pop(transactional_id, ()):
-                later.give(None)
+            for later in self._ended_waiters.pop(transactional_id, ()):
+                later.resolve(None)
 
     def _set_timeout(self, transaction: Transaction) -> None:
         transactional_id = transaction.transactional_id
@@ -659,8 +658,8 @@ def _wrong_state(transaction: Transaction, *, commit: bool) -> InvalidTransactio
     )
 
 
-def _refused(error: MillstreamError) -> Later[Initialized]:
-    later: Later[Initialized] = Later()
+def _refused(error: MillstreamError) -> Deferred[Initialized]:
+    later: Deferred[Initialized] = Deferred()
     later.refuse(error)
     return later
 
@@ -676,7 +675,7 @@ def _ending_of(transaction: Transaction) -> Ending:
     )
 
 
-def _passes(transaction: Transaction, wanted: TransactionFilter, now_ms: int) -> bool:
+def _matches(transaction: Transaction, wanted: TransactionFilter, now_ms: int) -> bool:
     if wanted.states and transaction.state.value not in wanted.states:
         return False
     if wanted.producer_ids and transaction.producer_id not in wanted.producer_ids:

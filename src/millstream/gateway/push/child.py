@@ -48,7 +48,7 @@ class PushChild(SupervisedChild):
         *,
         node_id: int,
         private_addresses: bool,
-        worker_gone: Callable[[str], None],
+        release_worker: Callable[[str], None],
         log_level: str = "info",
         log_format: str = "text",
         backoff_min_s: float = BACKOFF_MIN_S,
@@ -59,7 +59,7 @@ class PushChild(SupervisedChild):
         self._board = board
         self._node_id = node_id
         self._private_addresses = private_addresses
-        self._worker_gone = worker_gone
+        self._worker_gone = release_worker
         self._log_level = log_level
         self._log_format = log_format
         self._pushed: list[PushSubscription] = []

@@ -7,22 +7,27 @@ each shall have; every partition of a topic that somebody wants goes to exactly 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 from uuid import UUID
 
-from millstream.broker.groups.consumer.assignment import Assignment, nothing, size_of
+from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, nothing, size_of
+from millstream.broker.groups.consumer.group import Choice
+from millstream.broker.groups.consumer.member import ConsumerMember
+from millstream.broker.groups.consumer.records import Resolved
+from millstream.broker.groups.consumer.topic_view import TopicView, existing, partitions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class MemberSubscription:
     """What one member wants, and what it was given last time."""
 
     member_id: str
     instance_id: str | None = None
     topics: frozenset[UUID]
-    had: Assignment = field(default_factory=nothing)
+    previous: Assignment = field(default_factory=nothing)
 
 
 Partitions = Mapping[UUID, int]
@@ -30,36 +35,36 @@ Partitions = Mapping[UUID, int]
 """How many partitions each topic has; at least the topics that are wished for are in it."""
 
 
-Assignor = Callable[[Sequence[Wish], Partitions], dict[str, Assignment]]
+Assignor = Callable[[Sequence[MemberSubscription], Partitions], dict[str, Assignment]]
 
 """Shares out; the answer has an entry for every member."""
 
 
-def wanted_by(wishes: Sequence[Wish]) -> dict[UUID, list[Wish]]:
+def members_by_topic(members: Sequence[MemberSubscription]) -> dict[UUID, list[MemberSubscription]]:
     """Who wants each topic, in the order of the members."""
-    found: dict[UUID, list[Wish]] = {}
-    for wish in wishes:
-        for topic_id in wish.topics:
-            found.setdefault(topic_id, []).append(wish)
+    found: dict[UUID, list[MemberSubscription]] = {}
+    for member in members:
+        for topic_id in member.topics:
+            found.setdefault(topic_id, []).append(member)
     return found
 
 
-def assign_ranges(wishes: Sequence[Wish], partitions: Partitions) -> dict[str, Assignment]:
+def assign_ranges(members: Sequence[MemberSubscription], partitions: Partitions) -> dict[str, Assignment]:
     """Share out each topic by itself."""
-    given: dict[str, dict[UUID, frozenset[int]]] = {wish.member_id: {} for wish in wishes}
-    for topic_id, wanting in wanted_by(sorted(wishes, key=_place)).items():
-        share, extra = divmod(partitions[topic_id], len(wanting))
+    given: dict[str, dict[UUID, frozenset[int]]] = {member.member_id: {} for member in members}
+    for topic_id, subscribers in members_by_topic(sorted(members, key=_sort_key)).items():
+        share, extra = divmod(partitions[topic_id], len(subscribers))
         begin = 0
-        for number, wish in enumerate(wanting):
-            end = begin + share + (number < extra)
+        for partition, member in enumerate(subscribers):
+            end = begin + share + (partition < extra)
             if end > begin:
-                given[wish.member_id][topic_id] = frozenset(range(begin, end))
+                given[member.member_id][topic_id] = frozenset(range(begin, end))
             begin = end
     return dict(given)
 
 
-def _place(wish: Wish) -> tuple[bool, str, str]:
-    return wish.instance_id is None, wish.instance_id or "", wish.member_id
+def _sort_key(member: MemberSubscription) -> tuple[bool, str, str]:
+    return member.instance_id is None, member.instance_id or "", member.member_id
 
 
 PASSES_MAX = 16
@@ -67,7 +72,7 @@ PASSES_MAX = 16
 """How often members with different topics are levelled at most; two passes are nearly always enough."""
 
 
-Hand = dict[UUID, set[int]]
+Allocation = dict[UUID, set[int]]
 
 """What a member holds while partitions are shared out."""
 
@@ -77,114 +82,122 @@ Free = dict[UUID, list[int]]
 """What nobody holds, by topic."""
 
 
-class _Hands:
+class _Allocations:
     """What every member holds while partitions are shared out."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
         self._kept: dict[str, Assignment] = {}
-        self._opened: dict[str, Hand] = {}
+        self._opened: dict[str, Allocation] = {}
 
     def keep(self, member_id: str, kept: Assignment) -> None:
         """Begin with what a member had and still wants."""
         self._kept[member_id] = kept
         self.sizes[member_id] = size_of(kept)
 
-    def open(self, member_id: str) -> Hand:
+    def open(self, member_id: str) -> Allocation:
         """The hand of a member that gives or gets."""
-        hand = self._opened.get(member_id)
-        if hand is None:
+        allocation = self._opened.get(member_id)
+        if allocation is None:
             kept = self._kept[member_id].items()
-            hand = self._opened[member_id] = {topic_id: set(numbers) for topic_id, numbers in kept}
-        return hand
+            allocation = self._opened[member_id] = {
+                topic_id: set(partition_numbers) for topic_id, partition_numbers in kept
+            }
+        return allocation
 
-    def take(self, member_id: str, topic_id: UUID, number: int) -> None:
+    def take(self, member_id: str, topic_id: UUID, partition: int) -> None:
         """Give a partition to a member."""
-        self.open(member_id).setdefault(topic_id, set()).add(number)
+        self.open(member_id).setdefault(topic_id, set()).add(partition)
         self.sizes[member_id] += 1
 
     def result(self, member_id: str) -> Assignment:
         """What a member holds in the end; the very assignment that it had if nothing has changed."""
-        hand = self._opened.get(member_id)
-        if hand is None:
+        allocation = self._opened.get(member_id)
+        if allocation is None:
             return self._kept[member_id]
-        return {topic_id: frozenset(numbers) for topic_id, numbers in hand.items() if numbers}
+        return {
+            topic_id: frozenset(partition_numbers)
+            for topic_id, partition_numbers in allocation.items()
+            if partition_numbers
+        }
 
 
-def assign_uniformly(wishes: Sequence[Wish], partitions: Partitions) -> dict[str, Assignment]:
+def assign_uniformly(members: Sequence[MemberSubscription], partitions: Partitions) -> dict[str, Assignment]:
     """Share out evenly."""
-    if not wishes:
+    if not members:
         return {}
-    hands, free = _keep(wishes, partitions)
-    if all(wish.topics == wishes[0].topics for wish in wishes):
-        _level_all(hands, free, sum(partitions[topic_id] for topic_id in wishes[0].topics))
+    allocations, free = _keep_previous(members, partitions)
+    if all(member.topics == members[0].topics for member in members):
+        _balance_all(allocations, free, sum(partitions[topic_id] for topic_id in members[0].topics))
     else:
-        _level_by_topic(hands, free, wishes, partitions)
-    return {wish.member_id: hands.result(wish.member_id) for wish in wishes}
+        _balance_by_topic(allocations, free, members, partitions)
+    return {member.member_id: allocations.result(member.member_id) for member in members}
 
 
-def _keep(wishes: Sequence[Wish], partitions: Partitions) -> tuple[_Hands, Free]:
+def _keep_previous(members: Sequence[MemberSubscription], partitions: Partitions) -> tuple[_Allocations, Free]:
     """What members had and still want, and what nobody has."""
-    taken: dict[UUID, set[int]] = {}
-    for topics in {wish.topics for wish in wishes}:
-        taken.update((topic_id, set()) for topic_id in topics)
-    hands = _Hands()
-    for wish in wishes:
+    assigned: dict[UUID, set[int]] = {}
+    for topics in {member.topics for member in members}:
+        assigned.update((topic_id, set()) for topic_id in topics)
+    allocations = _Allocations()
+    for member in members:
         kept: dict[UUID, frozenset[int]] = {}
-        for topic_id, had in wish.had.items():
-            others = taken.get(topic_id)
-            if others is None or topic_id not in wish.topics:
+        for topic_id, previous in member.previous.items():
+            others = assigned.get(topic_id)
+            if others is None or topic_id not in member.topics:
                 continue
-            mine = had if others.isdisjoint(had) else had - others
-            if mine and max(mine) >= partitions[topic_id]:
-                mine = frozenset(number for number in mine if number < partitions[topic_id])
-            if mine:
-                kept[topic_id] = mine
-                others |= mine
-        hands.keep(wish.member_id, wish.had if kept == wish.had else kept)
+            kept_partitions = previous if others.isdisjoint(previous) else previous - others
+            if kept_partitions and max(kept_partitions) >= partitions[topic_id]:
+                kept_partitions = frozenset(
+                    partition for partition in kept_partitions if partition < partitions[topic_id]
+                )
+            if kept_partitions:
+                kept[topic_id] = kept_partitions
+                others |= kept_partitions
+        allocations.keep(member.member_id, member.previous if kept == member.previous else kept)
     free = {
-        topic_id: sorted(set(range(partitions[topic_id])) - numbers)
-        for topic_id, numbers in sorted(taken.items())
-        if len(numbers) < partitions[topic_id]
+        topic_id: sorted(set(range(partitions[topic_id])) - partition_numbers)
+        for topic_id, partition_numbers in sorted(assigned.items())
+        if len(partition_numbers) < partitions[topic_id]
     }
-    return hands, free
+    return allocations, free
 
 
 # Everybody wants the same topics
 
 
-def _level_all(hands: _Hands, free: Free, total: int) -> None:
-    sizes = hands.sizes
+def _balance_all(allocations: _Allocations, free: Free, total: int) -> None:
+    sizes = allocations.sizes
     share, extra = divmod(total, len(sizes))
     # One partition more goes to those who have most, so that the fewest have to move.
     by_size = sorted(sizes, key=lambda member_id: -sizes[member_id])
-    quotas = {member_id: share + (number < extra) for number, member_id in enumerate(by_size)}
+    quotas = {member_id: share + (partition < extra) for partition, member_id in enumerate(by_size)}
     for member_id in by_size:
         if sizes[member_id] > quotas[member_id]:
-            for topic_id, number in _give_up(hands.open(member_id), sizes[member_id] - quotas[member_id]):
-                free.setdefault(topic_id, []).append(number)
+            for topic_id, partition in _revoke(allocations.open(member_id), sizes[member_id] - quotas[member_id]):
+                free.setdefault(topic_id, []).append(partition)
             sizes[member_id] = quotas[member_id]
-    _deal(hands, free, {member_id: quotas[member_id] - size for member_id, size in sizes.items()})
+    _deal(allocations, free, {member_id: quotas[member_id] - size for member_id, size in sizes.items()})
 
 
-def _give_up(hand: Hand, count: int) -> Iterator[tuple[UUID, int]]:
+def _revoke(allocation: Allocation, count: int) -> Iterator[tuple[UUID, int]]:
     """Take so many partitions out of a hand, always of the topic that it has most of."""
-    topics = [(-len(numbers), topic_id) for topic_id, numbers in hand.items()]
+    topics = [(-len(partition_numbers), topic_id) for topic_id, partition_numbers in allocation.items()]
     heapq.heapify(topics)
     for _ in range(count):
         negative_size, topic_id = topics[0]
-        number = max(hand[topic_id])
-        hand[topic_id].remove(number)
+        partition = max(allocation[topic_id])
+        allocation[topic_id].remove(partition)
         heapq.heapreplace(topics, (negative_size + 1, topic_id))
-        yield topic_id, number
+        yield topic_id, partition
 
 
-def _deal(hands: _Hands, free: Free, missing: dict[str, int]) -> None:
+def _deal(allocations: _Allocations, free: Free, missing: dict[str, int]) -> None:
     waiting = deque(member_id for member_id, count in missing.items() if count > 0)
-    for topic_id, numbers in free.items():
-        for number in sorted(numbers):
+    for topic_id, partition_numbers in free.items():
+        for partition in sorted(partition_numbers):
             member_id = waiting.popleft()
-            hands.take(member_id, topic_id, number)
+            allocations.take(member_id, topic_id, partition)
             missing[member_id] -= 1
             if missing[member_id]:
                 waiting.append(member_id)
@@ -193,37 +206,47 @@ def _deal(hands: _Hands, free: Free, missing: dict[str, int]) -> None:
 # Members want different topics
 
 
-def _level_by_topic(hands: _Hands, free: Free, wishes: Sequence[Wish], partitions: Partitions) -> None:
-    wanting = {topic_id: [wish.member_id for wish in found] for topic_id, found in wanted_by(wishes).items()}
+def _balance_by_topic(
+    allocations: _Allocations, free: Free, members: Sequence[MemberSubscription], partitions: Partitions
+) -> None:
+    subscribers = {
+        topic_id: [member.member_id for member in found] for topic_id, found in members_by_topic(members).items()
+    }
     # Topics with few members for their partitions come first: the others can still even out what these cause.
-    order = sorted(wanting, key=lambda topic_id: (-partitions[topic_id] / len(wanting[topic_id]), topic_id))
+    order = sorted(subscribers, key=lambda topic_id: (-partitions[topic_id] / len(subscribers[topic_id]), topic_id))
     for topic_id in order:
         if topic_id in free:
-            _hand_out(topic_id, free[topic_id], wanting[topic_id], hands)
+            _distribute(topic_id, free[topic_id], subscribers[topic_id], allocations)
     for _ in range(PASSES_MAX):
-        moved = [_level(topic_id, wanting[topic_id], hands) for topic_id in order if len(wanting[topic_id]) > 1]
+        moved = [
+            _balance_topic(topic_id, subscribers[topic_id], allocations)
+            for topic_id in order
+            if len(subscribers[topic_id]) > 1
+        ]
         if not any(moved):
             return
 
 
-def _hand_out(topic_id: UUID, numbers: Iterable[int], wanting: list[str], hands: _Hands) -> None:
+def _distribute(
+    topic_id: UUID, partition_numbers: Iterable[int], subscribers: list[str], allocations: _Allocations
+) -> None:
     """Give partitions of one topic to whoever has least."""
-    least = [(hands.sizes[member_id], member_id) for member_id in wanting]
+    least = [(allocations.sizes[member_id], member_id) for member_id in subscribers]
     heapq.heapify(least)
-    for number in numbers:
+    for partition in partition_numbers:
         size, member_id = least[0]
-        hands.take(member_id, topic_id, number)
+        allocations.take(member_id, topic_id, partition)
         heapq.heapreplace(least, (size + 1, member_id))
 
 
-def _level(topic_id: UUID, wanting: list[str], hands: _Hands) -> int:
+def _balance_topic(topic_id: UUID, subscribers: list[str], allocations: _Allocations) -> int:
     """Move partitions of one topic from who has most to who has least, while they differ by more than one."""
-    sizes = hands.sizes
-    found = [sizes[member_id] for member_id in wanting]
+    sizes = allocations.sizes
+    found = [sizes[member_id] for member_id in subscribers]
     if max(found) - min(found) < 2:
         return 0
-    least = [(size, member_id) for size, member_id in zip(found, wanting, strict=True)]
-    most = [(-sizes[member_id], member_id) for member_id in wanting if hands.open(member_id).get(topic_id)]
+    least = [(size, member_id) for size, member_id in zip(found, subscribers, strict=True)]
+    most = [(-sizes[member_id], member_id) for member_id in subscribers if allocations.open(member_id).get(topic_id)]
     heapq.heapify(least)
     heapq.heapify(most)
     moved = 0
@@ -232,13 +255,13 @@ def _level(topic_id: UUID, wanting: list[str], hands: _Hands) -> int:
         high_size, high = _current(most, sizes, sign=-1)
         if -high_size - low_size < 2:
             break
-        numbers = hands.open(high)[topic_id]
-        number = max(numbers)
-        numbers.remove(number)
+        partition_numbers = allocations.open(high)[topic_id]
+        partition = max(partition_numbers)
+        partition_numbers.remove(partition)
         sizes[high] -= 1
-        hands.take(low, topic_id, number)
+        allocations.take(low, topic_id, partition)
         moved += 1
-        if not numbers:
+        if not partition_numbers:
             heapq.heappop(most)
     return moved
 
@@ -248,3 +271,48 @@ def _current(heap: list[tuple[int, str]], sizes: dict[str, int], *, sign: int) -
     while (now := sign * sizes[heap[0][1]]) != heap[0][0]:
         heapq.heapreplace(heap, (now, heap[0][1]))
     return heap[0]
+
+
+DEFAULT_ASSIGNOR: Final = "uniform"
+ASSIGNORS: Final[Mapping[str, Assignor]] = {DEFAULT_ASSIGNOR: assign_uniformly, "range": assign_ranges}
+
+
+def preferred_assignor(votes: Counter[str]) -> str:
+    """The assignor with the most votes; the first by name wins a tie, and without votes it is the default."""
+    return min(votes, key=lambda name: (-votes[name], name), default=DEFAULT_ASSIGNOR)
+
+
+def names_of(choice: Choice, resolved: Mapping[str, Resolved]) -> frozenset[str]:
+    """The topics that somebody who chose this wants; an expression that is not resolved yet matches none."""
+    names, expression = choice
+    found = resolved.get(expression) if expression else None
+    return names if found is None else names | found.topics
+
+
+def topic_ids_of(choice: Choice, resolved: Mapping[str, Resolved], topics: TopicView) -> frozenset[UUID]:
+    """The same, of topics that there are, by id."""
+    return frozenset(topic.topic_id for topic in existing(topics, names_of(choice, resolved)))
+
+
+def compute_target(
+    members: Collection[ConsumerMember],
+    previous: Mapping[str, Assignment],
+    resolved: Mapping[str, Resolved],
+    topics: TopicView,
+    assignor: str,
+) -> dict[str, Assignment]:
+    """What every member shall have, given what each shall have had so far."""
+    chosen = {(member.subscription.topics, member.subscription.expression) for member in members}
+    ids = {choice: topic_ids_of(choice, resolved, topics) for choice in chosen}
+    names = {name for choice in chosen for name in names_of(choice, resolved)}
+    subscriptions = [
+        MemberSubscription(
+            member_id=member.member_id,
+            instance_id=member.instance_id,
+            topics=ids[member.subscription.topics, member.subscription.expression],
+            previous=previous.get(member.member_id, NOTHING),
+        )
+        for member in members
+    ]
+    assign = ASSIGNORS.get(assignor, assign_uniformly)
+    return assign(subscriptions, partitions_of(existing(topics, names)))

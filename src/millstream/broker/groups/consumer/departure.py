@@ -7,10 +7,12 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection
 
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.groups.consumer.assignment import NOTHING
+from millstream.broker.groups.consumer.assignor import names_of
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, ConsumerMember
+from millstream.broker.groups.consumer.reconciliation import GroupContext
 from millstream.broker.groups.consumer.records import (
     ConsumerKey,
     Kind,
@@ -20,8 +22,6 @@ from millstream.broker.groups.consumer.records import (
     tombstone,
 )
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
-from millstream.broker.groups.consumer.surroundings import Surroundings
-from millstream.broker.groups.consumer.target import names_of
 from millstream.broker.groups.consumer.topic_view import metadata_hash
 
 _logger = logging.getLogger(__name__)
@@ -33,13 +33,13 @@ Downgrade = Callable[[ConsumerGroup, Collection[str]], list[StateRecord]]
 class Departure:
     """Lets members go."""
 
-    def __init__(self, surroundings: Surroundings, downgrade: Downgrade) -> None:
-        self._around = surroundings
+    def __init__(self, context: GroupContext, downgrade: Downgrade) -> None:
+        self._context = context
         self._downgrade = downgrade
 
     def leave(self, group: ConsumerGroup, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
         """A member goes by its own will."""
-        member = group.find_speaker(request.member_id, request.instance_id)
+        member = group.find_sender(request.member_id, request.instance_id)
         answer = HeartbeatAnswer(member_id=member.member_id, epoch=request.epoch)
         if request.epoch != AWAY_EPOCH:
             return self.remove(group, [member], "left"), answer
@@ -65,5 +65,5 @@ class Departure:
         unused = [expression for expression in group.resolved if expression not in used]
         records += [tombstone(ConsumerKey(Kind.EXPRESSION, group.group_id, one)) for one in unused]
         names = {name for choice in remaining for name in names_of(choice, group.resolved)}
-        hashed = metadata_hash(self._around.topics, names)
+        hashed = metadata_hash(self._context.topics, names)
         return [*records, group_epoch_record(group.group_id, group.epoch + 1, hashed)]

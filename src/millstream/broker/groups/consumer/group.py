@@ -57,7 +57,7 @@ class ConsumerGroup:
         self.checked_version: int | None = None
         self.checked_expressions: dict[str, int] = {}
         self.refreshed_ms = 0
-        self.aimed_ms = 0
+        self.target_computed_ms = 0
         self.empty_since_ms = 0
 
     # The fold
@@ -124,7 +124,7 @@ class ConsumerGroup:
         member_id = self.static_members.get(instance_id)
         return None if member_id is None else self.members.get(member_id)
 
-    def find_speaker(self, member_id: str, instance_id: str | None) -> ConsumerMember:
+    def find_sender(self, member_id: str, instance_id: str | None) -> ConsumerMember:
         """The member that speaks; raise when it is unknown or another process has taken its place."""
         if instance_id is None:
             return self.find(member_id)
@@ -142,16 +142,16 @@ class ConsumerGroup:
             known = self.targets.get(self.static_members.get(member.instance_id, ""))
         return NOTHING if known is None else known
 
-    def is_taken(self, topic_id: UUID, partition: int, *, by_other_than: str) -> bool:
+    def is_owned(self, topic_id: UUID, partition: int, *, by_other_than: str) -> bool:
         """Whether another member has a partition."""
         return self._owners.get((topic_id, partition), by_other_than) != by_other_than
 
-    def waits_for_others(self, member: ConsumerMember) -> bool:
+    def awaits_release(self, member: ConsumerMember) -> bool:
         """Whether a member shall have partitions that others have not given up yet."""
         if member.position.state is not MemberState.UNRELEASED:
             return False
         return any(
-            self.is_taken(topic_id, partition, by_other_than=member.member_id)
+            self.is_owned(topic_id, partition, by_other_than=member.member_id)
             for topic_id, partition in partitions_in(self.target_of(member))
         )
 
@@ -196,43 +196,46 @@ class ConsumerGroup:
         return resolved is not None and topic in resolved.topics
 
     def _count(self, member: ConsumerMember) -> None:
-        told = member.subscription
-        self.choices[told.topics, told.expression] += 1
-        self.members_bytes += told.size_bytes
-        if told.assignor is not None:
-            self.assignors[told.assignor] += 1
-        if told.instance_id is not None:
-            self.static_members[told.instance_id] = member.member_id
-        if told.classic is not None:
+        subscription = member.subscription
+        self.choices[subscription.topics, subscription.expression] += 1
+        self.members_bytes += subscription.size_bytes
+        if subscription.assignor is not None:
+            self.assignors[subscription.assignor] += 1
+        if subscription.instance_id is not None:
+            self.static_members[subscription.instance_id] = member.member_id
+        if subscription.classic is not None:
             self.classic_members += 1
-            self._classic_support.update({name for name, _ in told.classic.protocols})
+            self._classic_support.update({name for name, _ in subscription.classic.protocols})
 
     def _uncount(self, member: ConsumerMember) -> None:
-        told = member.subscription
-        _decrease(self.choices, (told.topics, told.expression))
-        self.members_bytes -= told.size_bytes
-        if told.assignor is not None:
-            _decrease(self.assignors, told.assignor)
-        if told.instance_id is not None and self.static_members.get(told.instance_id) == member.member_id:
-            del self.static_members[told.instance_id]
-        if told.classic is not None:
+        subscription = member.subscription
+        _decrease(self.choices, (subscription.topics, subscription.expression))
+        self.members_bytes -= subscription.size_bytes
+        if subscription.assignor is not None:
+            _decrease(self.assignors, subscription.assignor)
+        if (
+            subscription.instance_id is not None
+            and self.static_members.get(subscription.instance_id) == member.member_id
+        ):
+            del self.static_members[subscription.instance_id]
+        if subscription.classic is not None:
             self.classic_members -= 1
-            for name in {name for name, _ in told.classic.protocols}:
+            for name in {name for name, _ in subscription.classic.protocols}:
                 _decrease(self._classic_support, name)
 
     def _own(self, member: ConsumerMember) -> None:
-        for place in _held(member.position):
+        for place in _owned_partitions(member.position):
             self._owners[place] = member.member_id
 
     def _disown(self, member: ConsumerMember | None) -> None:
         if member is None:
             return
-        for place in _held(member.position):
+        for place in _owned_partitions(member.position):
             if self._owners.get(place) == member.member_id:
                 del self._owners[place]
 
 
-def _held(position: Position) -> Iterator[tuple[UUID, int]]:
+def _owned_partitions(position: Position) -> Iterator[tuple[UUID, int]]:
     yield from partitions_in(position.assigned)
     yield from partitions_in(position.pending)
 

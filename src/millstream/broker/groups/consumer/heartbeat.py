@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.groups.consumer.assignment import Assignment, is_within
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, ConsumerMember, Subscription
+from millstream.broker.groups.consumer.reconciliation import GroupContext, Reconciliation
 from millstream.broker.groups.consumer.records import member_tombstones, target_record
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
-from millstream.broker.groups.consumer.surroundings import Surroundings
-from millstream.broker.groups.consumer.turn import Turn
 from millstream.core.errors import FencedMemberEpoch, GroupFull, UnreleasedInstance
 
 FindGroup = Callable[[str, bool], tuple[ConsumerGroup, list[StateRecord]]]
@@ -22,28 +21,28 @@ FindGroup = Callable[[str, bool], tuple[ConsumerGroup, list[StateRecord]]]
 class Heartbeats:
     """Carries out heartbeats."""
 
-    def __init__(self, surroundings: Surroundings, find_group: FindGroup) -> None:
-        self._around = surroundings
+    def __init__(self, context: GroupContext, find_group: FindGroup) -> None:
+        self._context = context
         self._find_group = find_group
 
     def run(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
         """Take a heartbeat in; everything it changes is in the records."""
         joins = request.epoch == 0
         group, records = self._find_group(request.group_id, joins)
-        member_id = request.member_id or self._around.new_suffix()
+        member_id = request.member_id or self._context.new_suffix()
         before = self._member(group, member_id, request, records)
-        after = before.saying(_told(before.subscription, request))
-        check_room(group, after, self._around)
-        turn = Turn(group, before=before, after=after, surroundings=self._around, records=records)
-        member = turn.run(request.owned)
-        self._around.sessions.keep_alive(group.group_id, member)
+        after = before.saying(_updated_subscription(before.subscription, request))
+        check_room(group, after, self._context)
+        reconciliation = Reconciliation(group, before=before, after=after, context=self._context, records=records)
+        member = reconciliation.run(request.owned)
+        self._context.sessions.keep_alive(group.group_id, member)
         # A member that joins, or tells everything, may not know what it has.
-        tell = joins or request.is_full or member.position.assigned != before.position.assigned
+        include_assignment = joins or request.is_full or member.position.assigned != before.position.assigned
         answer = HeartbeatAnswer(
             member_id=member_id,
             epoch=member.epoch,
-            heartbeat_ms=self._around.limits.heartbeat_of(group.group_id),
-            assignment=member.position.assigned if tell else None,
+            heartbeat_ms=self._context.limits.heartbeat_of(group.group_id),
+            assignment=member.position.assigned if include_assignment else None,
         )
         return records, answer
 
@@ -52,7 +51,7 @@ class Heartbeats:
     ) -> ConsumerMember:
         """The member that speaks; a new one if it joins."""
         if request.epoch != 0:
-            member = group.find_speaker(member_id, request.instance_id)
+            member = group.find_sender(member_id, request.instance_id)
             _check_epoch(member, request.epoch, request.owned)
             return member
         known = group.members.get(member_id) or ConsumerMember(member_id=member_id)
@@ -65,10 +64,10 @@ class Heartbeats:
             raise UnreleasedInstance(
                 f"instance {request.instance_id!r} of group {group.group_id!r} belongs to member {static.member_id!r}"
             )
-        return take_place(group, static, member_id, records)
+        return replace_static_member(group, static, member_id, records)
 
 
-def take_place(
+def replace_static_member(
     group: ConsumerGroup, static: ConsumerMember, member_id: str, records: list[StateRecord]
 ) -> ConsumerMember:
     """A new process takes the place of a static member, with all that this has."""
@@ -78,9 +77,9 @@ def take_place(
     return ConsumerMember(member_id=member_id, subscription=static.subscription, position=position)
 
 
-def check_room(group: ConsumerGroup, member: ConsumerMember, surroundings: Surroundings) -> None:
+def check_room(group: ConsumerGroup, member: ConsumerMember, context: GroupContext) -> None:
     """Raise `GroupFull` when there is no room for what a member says of itself, or for the member."""
-    limits = surroundings.limits
+    limits = context.limits
     known = group.members.get(member.member_id)
     if known is None and member.instance_id is not None:
         known = group.find_static(member.instance_id)
@@ -91,9 +90,9 @@ def check_room(group: ConsumerGroup, member: ConsumerMember, surroundings: Surro
         raise GroupFull(f"the members of group {group.group_id!r} say more of themselves than is kept")
 
 
-def _told(before: Subscription, request: ConsumerHeartbeat) -> Subscription:
+def _updated_subscription(before: Subscription, request: ConsumerHeartbeat) -> Subscription:
     """What the member says of itself now; what it leaves out is as it was."""
-    told = dataclasses.replace(
+    updated = dataclasses.replace(
         before,
         instance_id=before.instance_id if request.instance_id is None else request.instance_id,
         rack_id=before.rack_id if request.rack_id is None else request.rack_id,
@@ -107,7 +106,7 @@ def _told(before: Subscription, request: ConsumerHeartbeat) -> Subscription:
         assignor=before.assignor if request.assignor is None else request.assignor,
         classic=None,
     )
-    return before if told == before else told
+    return before if updated == before else updated
 
 
 def _check_epoch(member: ConsumerMember, epoch: int, owned: Assignment | None) -> None:

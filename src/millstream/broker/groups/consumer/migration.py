@@ -11,13 +11,13 @@ import logging
 from collections.abc import Collection, Iterable
 from uuid import UUID
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer.assignment import Assignment, assignment_of, partitions_in
-from millstream.broker.groups.consumer.embedded import (
+from millstream.broker.groups.consumer.consumer_protocol import (
     TopicPartitions,
-    read_assignment_of,
-    read_subscription_of,
-    write_assignment,
+    encode_assignment,
+    parse_assignment,
+    parse_subscription,
 )
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.member import ClassicSide, ConsumerMember, Position, Subscription
@@ -59,29 +59,29 @@ def upgrade(group: Group, topics: TopicView, *, members_max: int) -> tuple[Consu
         upgraded.targets[member.member_id] = converted.position.assigned
     upgraded.metadata_hash = metadata_hash(topics, {name for names, _ in upgraded.choices for name in names})
     _logger.info("a classic group becomes a consumer group", extra={"group": group.group_id})
-    return upgraded, [group_tombstone(group.group_id), *_records_of(upgraded)]
+    return upgraded, [group_tombstone(group.group_id), *_group_records(upgraded)]
 
 
 def _upgraded_member(group: Group, member: Member, into: ConsumerGroup, topics: TopicView) -> ConsumerMember:
     # A group in its first rebalance has not chosen a protocol yet; what members want is the same in each.
     chosen = group.protocol_name or member.protocols[0][0]
-    told = read_subscription_of(member.metadata(chosen))
-    partitions, has_more = read_assignment_of(member.assignment)
+    subscription = parse_subscription(member.metadata(chosen))
+    partitions, has_more = parse_assignment(member.assignment)
     if has_more:
         raise UnknownGroup(f"the assignor of group {group.group_id!r} keeps data that a consumer group would lose")
     assigned = assignment_of(
         (topic_id, [number])
         for topic_id, number in partitions_in(partitions_by_id(partitions, topics))
-        if not into.is_taken(topic_id, number, by_other_than=member.member_id)
+        if not into.is_owned(topic_id, number, by_other_than=member.member_id)
     )
     return ConsumerMember(
         member_id=member.member_id,
         subscription=Subscription(
             instance_id=member.instance_id,
-            rack_id=told.rack_id,
+            rack_id=subscription.rack_id,
             client_id=member.client_id,
             client_host=member.client_host,
-            topics=told.topics,
+            topics=subscription.topics,
             rebalance_timeout_ms=member.rebalance_timeout_ms,
             classic=ClassicSide(session_timeout_ms=member.session_timeout_ms, protocols=member.protocols),
         ),
@@ -89,7 +89,7 @@ def _upgraded_member(group: Group, member: Member, into: ConsumerGroup, topics: 
     )
 
 
-def _records_of(group: ConsumerGroup) -> Iterable[StateRecord]:
+def _group_records(group: ConsumerGroup) -> Iterable[StateRecord]:
     for member in group.members.values():
         yield subscription_record(group.group_id, member.member_id, member.subscription)
     yield group_epoch_record(group.group_id, group.epoch, group.metadata_hash)
@@ -118,17 +118,17 @@ def downgrade(group: ConsumerGroup, without: Collection[str], topics: TopicView,
             classic.add(_classic_member(member))
     classic.protocol_name = classic.select_protocol()
     assignments = {
-        member_id: write_assignment(
+        member_id: encode_assignment(
             named_partitions(group.members[member_id].position.assigned, topics),
             version=_version_of(member.metadata(classic.protocol_name)),
         )
         for member_id, member in classic.members.items()
     }
     _logger.info("a consumer group becomes a classic group", extra={"group": group.group_id})
-    return [*take_away(group), group_record(group.group_id, classic.stored(assignments))]
+    return [*deletion_records(group), group_record(group.group_id, classic.stored(assignments))]
 
 
-def take_away(group: ConsumerGroup) -> list[StateRecord]:
+def deletion_records(group: ConsumerGroup) -> list[StateRecord]:
     """The records that take a consumer group away with everything in it."""
     records: list[StateRecord] = []
     for member_id in group.members:
@@ -141,16 +141,16 @@ def take_away(group: ConsumerGroup) -> list[StateRecord]:
 
 
 def _classic_member(member: ConsumerMember) -> Member:
-    told = member.subscription
-    classic = told.classic
+    subscription = member.subscription
+    classic = subscription.classic
     if classic is None:
         raise ValueError(f"member {member.member_id!r} does not speak the classic protocol")
     return Member(
         member.member_id,
-        instance_id=told.instance_id,
-        client_id=told.client_id,
-        client_host=told.client_host,
-        rebalance_timeout_ms=told.rebalance_timeout_ms,
+        instance_id=subscription.instance_id,
+        client_id=subscription.client_id,
+        client_host=subscription.client_host,
+        rebalance_timeout_ms=subscription.rebalance_timeout_ms,
         session_timeout_ms=classic.session_timeout_ms,
         protocol_type=CONSUMER_PROTOCOL_TYPE,
         protocols=classic.protocols,
@@ -159,7 +159,7 @@ def _classic_member(member: ConsumerMember) -> Member:
 
 def _version_of(metadata: bytes) -> int:
     try:
-        return read_subscription_of(metadata).version
+        return parse_subscription(metadata).version
     except ProtocolViolation:
         return 0
 

@@ -19,7 +19,7 @@ from enum import IntEnum
 from typing import Final
 from uuid import UUID
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer.assignment import Assignment, assignment_of
 from millstream.broker.groups.consumer.member import ClassicSide, MemberState, Position, Subscription
 from millstream.core.errors import ProtocolViolation

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.member import ConsumerMember, MemberState
 

@@ -9,19 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, union
+from millstream.broker.groups.consumer.assignor import preferred_assignor
 from millstream.broker.groups.consumer.classic_member import ClassicMembers
 from millstream.broker.groups.consumer.departure import Departure
 from millstream.broker.groups.consumer.expression import Expressions
-from millstream.broker.groups.consumer.fold import apply, record_of
 from millstream.broker.groups.consumer.group import ConsumerGroup
 from millstream.broker.groups.consumer.heartbeat import Heartbeats
-from millstream.broker.groups.consumer.member import ConsumerMember, MemberState
-from millstream.broker.groups.consumer.migration import can_downgrade, downgrade, take_away, upgrade
-from millstream.broker.groups.consumer.records import ConsumerKey, Kind
+from millstream.broker.groups.consumer.member import LEFT_EPOCH, ConsumerMember, MemberState, Position
+from millstream.broker.groups.consumer.migration import can_downgrade, deletion_records, downgrade, upgrade
+from millstream.broker.groups.consumer.reconciliation import GroupContext
+from millstream.broker.groups.consumer.records import (
+    ConsumerKey,
+    Kind,
+    expression_record,
+    group_epoch_record,
+    position_record,
+    read_expression,
+    read_group_epoch,
+    read_position,
+    read_subscription,
+    read_target,
+    read_target_epoch,
+    subscription_record,
+    target_epoch_record,
+    target_record,
+)
 from millstream.broker.groups.consumer.requests import (
     ConsumerGroupDescription,
     ConsumerHeartbeat,
@@ -30,8 +47,6 @@ from millstream.broker.groups.consumer.requests import (
     NamedPartitions,
 )
 from millstream.broker.groups.consumer.sessions import Late, Sessions
-from millstream.broker.groups.consumer.surroundings import Surroundings
-from millstream.broker.groups.consumer.target import preferred_assignor
 from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.broker.groups.group import GroupState
 from millstream.broker.groups.records import group_tombstone
@@ -56,6 +71,89 @@ from millstream.core.errors import (
     UnknownGroup,
     UnsupportedVersion,
 )
+
+_GONE: Final = Position(epoch=LEFT_EPOCH, previous_epoch=LEFT_EPOCH)
+
+
+def apply(group: ConsumerGroup, key: ConsumerKey, record: StateRecord) -> None:
+    """Take one record in, but not the one that takes the whole group away.
+
+    Records of a member may come in any order, since older ones of the same key are dropped from the log.
+    """
+    _APPLY[key.kind](group, key.name, record)
+
+
+def _apply_group(group: ConsumerGroup, _: str, record: StateRecord) -> None:
+    group.epoch, group.metadata_hash = read_group_epoch(record)
+
+
+def _apply_old_topics(group: ConsumerGroup, _: str, record: StateRecord) -> None:
+    group.has_old_topics = record.value is not None
+
+
+def _apply_target_epoch(group: ConsumerGroup, _: str, record: StateRecord) -> None:
+    group.target_epoch = -1 if record.value is None else read_target_epoch(record)
+
+
+def _apply_subscription(group: ConsumerGroup, member_id: str, record: StateRecord) -> None:
+    if record.value is None:
+        group.remove(member_id)
+    else:
+        group.put(_member(group, member_id).saying(read_subscription(record)))
+
+
+def _apply_target(group: ConsumerGroup, member_id: str, record: StateRecord) -> None:
+    if record.value is None:
+        group.targets.pop(member_id, None)
+    else:
+        group.targets[member_id] = read_target(record)
+
+
+def _apply_position(group: ConsumerGroup, member_id: str, record: StateRecord) -> None:
+    if record.value is not None:
+        group.put(_member(group, member_id).at(read_position(record)))
+    elif member_id in group.members:
+        group.put(group.members[member_id].at(_GONE))
+
+
+def _apply_expression(group: ConsumerGroup, expression: str, record: StateRecord) -> None:
+    group.resolve(expression, None if record.value is None else read_expression(record))
+
+
+def _member(group: ConsumerGroup, member_id: str) -> ConsumerMember:
+    return group.members.get(member_id) or ConsumerMember(member_id=member_id)
+
+
+_APPLY: Final[dict[Kind, Callable[[ConsumerGroup, str, StateRecord], None]]] = {
+    Kind.GROUP: _apply_group,
+    Kind.OLD_TOPICS: _apply_old_topics,
+    Kind.TARGET_EPOCH: _apply_target_epoch,
+    Kind.SUBSCRIPTION: _apply_subscription,
+    Kind.TARGET: _apply_target,
+    Kind.POSITION: _apply_position,
+    Kind.EXPRESSION: _apply_expression,
+}
+
+
+def record_of(group: ConsumerGroup, key: ConsumerKey) -> StateRecord | None:
+    """The record of this name as it stands now, or None if it has gone since."""
+    if key.kind is Kind.GROUP:
+        return group_epoch_record(group.group_id, group.epoch, group.metadata_hash)
+    if key.kind is Kind.TARGET_EPOCH:
+        return target_epoch_record(group.group_id, group.target_epoch)
+    if key.kind is Kind.TARGET:
+        target = group.targets.get(key.name)
+        return None if target is None else target_record(group.group_id, key.name, target)
+    if key.kind is Kind.EXPRESSION:
+        resolved = group.resolved.get(key.name)
+        return None if resolved is None else expression_record(group.group_id, key.name, resolved)
+    member = group.members.get(key.name)
+    if member is None:
+        return None
+    if key.kind is Kind.SUBSCRIPTION:
+        return subscription_record(group.group_id, key.name, member.subscription)
+    return position_record(group.group_id, key.name, member.position)
+
 
 Records = list[StateRecord]
 
@@ -100,7 +198,7 @@ class ConsumerShard:
         self._rebalance_classic = rebalance_classic
         self._sessions = Sessions(timers, session_of=limits.session_of)
         self._sessions.on_expiry(self._expire)
-        around = Surroundings(
+        context = GroupContext(
             topics=topics.topics,
             expressions=topics.expressions,
             sessions=self._sessions,
@@ -108,9 +206,9 @@ class ConsumerShard:
             clock=clock,
             new_suffix=new_suffix,
         )
-        self._heartbeats = Heartbeats(around, self._find_or_make)
-        self._departure = Departure(around, self._downgrade)
-        self._classic = ClassicMembers(around, self._departure)
+        self._heartbeats = Heartbeats(context, self._find_or_make)
+        self._departure = Departure(context, self._downgrade)
+        self._classic = ClassicMembers(context, self._departure)
 
     def __iter__(self) -> Iterator[ConsumerGroup]:
         return iter(self._registry.consumers)
@@ -177,10 +275,10 @@ class ConsumerShard:
         """Members go."""
         return self._classic.leave(group, list(leavers))
 
-    def empty_away(self, group_id: str) -> Records:
+    def delete_if_empty(self, group_id: str) -> Records:
         """The records that take an empty group away, because a classic one begins in its place."""
         group = self.get(group_id)
-        return [] if group is None else take_away(group)
+        return [] if group is None else deletion_records(group)
 
     # Offsets
 
@@ -211,11 +309,11 @@ class ConsumerShard:
         if group is not None and (member_id or epoch >= 0):
             _check_epoch(group.find(member_id or ""), epoch)
 
-    def dispose(self, group: ConsumerGroup, now_ms: int, *, offsets_left: int, some_expired: bool) -> Records:
+    def expire_if_unused(self, group: ConsumerGroup, now_ms: int, *, offsets_left: int, some_expired: bool) -> Records:
         """The records that take a group away of which nothing is left."""
         # A group that has only just become empty may be one whose consumers restart.
         idle = some_expired or now_ms - group.empty_since_ms >= self._limits.sweep_ms
-        return take_away(group) if group.is_empty and idle and not offsets_left else []
+        return deletion_records(group) if group.is_empty and idle and not offsets_left else []
 
     # The fold
 
@@ -316,16 +414,16 @@ class ConsumerShard:
         return [] if group is None else self._downgrade(group, ())
 
     def _described(self, group: ConsumerGroup, member: ConsumerMember) -> ConsumerMemberDescription:
-        told = member.subscription
+        subscription = member.subscription
         return ConsumerMemberDescription(
             member_id=member.member_id,
-            instance_id=told.instance_id,
-            rack_id=told.rack_id,
+            instance_id=subscription.instance_id,
+            rack_id=subscription.rack_id,
             epoch=member.epoch,
-            client_id=told.client_id,
-            client_host=told.client_host,
-            topics=told.topics,
-            expression=told.expression,
+            client_id=subscription.client_id,
+            client_host=subscription.client_host,
+            topics=subscription.topics,
+            expression=subscription.expression,
             # What a member was told to give up, it has until it says that it gave it up.
             assigned=self._named(union(member.position.assigned, member.position.pending)),
             target=self._named(group.targets.get(member.member_id, NOTHING)),
@@ -345,5 +443,5 @@ def _check_epoch(member: ConsumerMember, epoch: int) -> None:
 
 
 def _stale(member: ConsumerMember, epoch: int) -> MillstreamError:
-    said = f"member {member.member_id!r} is in epoch {member.epoch}, not {epoch}"
-    return IllegalGeneration(said) if member.speaks_classic else StaleMemberEpoch(said)
+    message = f"member {member.member_id!r} is in epoch {member.epoch}, not {epoch}"
+    return IllegalGeneration(message) if member.speaks_classic else StaleMemberEpoch(message)

@@ -6,11 +6,39 @@ given up before others get it, and what a member shall have follows from who is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from uuid import UUID
 
 from millstream.broker.groups.consumer.topic_view import TopicView, existing, metadata_hash, partitions_of
-from millstream.broker.groups.share.assignor import Assignment, share_out
+
+Assignment = Mapping[UUID, frozenset[int]]
+"""Partitions by topic."""
+
+
+def assign_partitions(wanted: Mapping[str, frozenset[UUID]], partitions: Mapping[UUID, int]) -> dict[str, Assignment]:
+    """What each member gets of the topics that it wants."""
+    shares: dict[str, dict[UUID, frozenset[int]]] = {member: {} for member in wanted}
+    # Each topic begins with another member, so that topics of one partition do not all go to the first.
+    turn = 0
+    for topic in sorted(partitions):
+        members = sorted(member for member, topics in wanted.items() if topic in topics)
+        if not members:
+            continue
+        for member, share in _deal(members, partitions[topic], turn).items():
+            shares[member][topic] = share
+        turn += partitions[topic]
+    return dict(shares.items())
+
+
+def _deal(members: list[str], partitions: int, turn: int) -> dict[str, frozenset[int]]:
+    number = len(members)
+    dealt: dict[str, set[int]] = {}
+    for step in range(max(number, partitions)):
+        dealt.setdefault(members[(step + turn) % number], set()).add(step % partitions)
+    return {member: frozenset(share) for member, share in dealt.items()}
+
 
 GROUP_TYPE = "share"
 NO_EPOCH = -1
@@ -36,7 +64,7 @@ class ShareMember:
 
 
 @dataclass(slots=True)
-class ToldMember:
+class ReportedState:
     """What a member was told last; soft."""
 
     epoch: int = NO_EPOCH
@@ -98,7 +126,7 @@ def target_of(members: dict[str, ShareMember], view: TopicView) -> dict[str, Ass
         member.member_id: frozenset(topics[name] for name in member.topics if name in topics)
         for member in members.values()
     }
-    return share_out(wanted, partitions)
+    return assign_partitions(wanted, partitions)
 
 
 def hash_of(members: dict[str, ShareMember], view: TopicView) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Final
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.share.group import ShareMember
 from millstream.core.errors import ProtocolViolation
 from millstream.protocol.messages.primitives import Reader, Writer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from uuid import UUID
 
-from millstream.broker.groups.share.assignor import Assignment
+from millstream.broker.groups.share.group import Assignment
 
 JOIN_EPOCH = 0
 LEFT_EPOCH = -1

@@ -10,17 +10,17 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from uuid import UUID
 
-from millstream.broker.coordination.state import Outcome, StateRecord
+from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.coordination.timers import Timers
 from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.broker.groups.requests import GroupLimits, GroupListing
-from millstream.broker.groups.share.assignor import Assignment
 from millstream.broker.groups.share.group import (
     GROUP_TYPE,
     NO_EPOCH,
+    Assignment,
+    ReportedState,
     ShareGroup,
     ShareMember,
-    ToldMember,
     hash_of,
     target_of,
 )
@@ -69,7 +69,7 @@ class ShareShard:
         self._check_room = check_room
         self._groups: dict[str, ShareGroup] = {}
         # Soft; beside the groups, since the first member of a group is told before there is one.
-        self._told: dict[tuple[str, str], ToldMember] = {}
+        self._reported: dict[tuple[str, str], ReportedState] = {}
 
     def __iter__(self) -> Iterator[ShareGroup]:
         return iter(self._groups.values())
@@ -89,9 +89,9 @@ class ShareShard:
             return self._leave(group, request)
         if known is None and request.epoch != JOIN_EPOCH:
             raise UnknownMember(f"share group {request.group_id!r} has no member {request.member_id!r}")
-        told = self._told.get((request.group_id, request.member_id)) or ToldMember()
+        reported = self._reported.get((request.group_id, request.member_id)) or ReportedState()
         if request.epoch != JOIN_EPOCH:
-            _check_epoch(group, request, told)
+            _check_epoch(group, request, reported)
         member = self._member(group, known, request)
         members = {**group.members, member.member_id: member}
         records, epoch = self._changes(group, known, member, members)
@@ -102,9 +102,9 @@ class ShareShard:
             member_id=member.member_id,
             epoch=epoch,
             heartbeat_ms=request.heartbeat_ms,
-            assignment=assignment if request.epoch == JOIN_EPOCH or assignment != told.assignment else None,
+            assignment=assignment if request.epoch == JOIN_EPOCH or assignment != reported.assignment else None,
         )
-        self._tell(request.group_id, member.member_id, epoch, assignment)
+        self._note_reported(request.group_id, member.member_id, epoch, assignment)
         return records, answer
 
     def describe(self, group_id: str) -> Outcome[ShareGroupDescription]:
@@ -115,7 +115,7 @@ class ShareShard:
             ShareMemberDescription(
                 member_id=member.member_id,
                 rack_id=member.rack_id,
-                epoch=max(0, self._told.get((group_id, member.member_id), ToldMember()).epoch),
+                epoch=max(0, self._reported.get((group_id, member.member_id), ReportedState()).epoch),
                 client_id=member.client_id,
                 client_host=member.client_host,
                 topics=member.topics,
@@ -144,7 +144,7 @@ class ShareShard:
                 group_type=GROUP_TYPE,
             )
 
-    def take_away(self, group: ShareGroup) -> Records:
+    def deletion_records(self, group: ShareGroup) -> Records:
         """The records that take an empty group away."""
         return [tombstone(ShareKey(ShareKind.GROUP, group.group_id))]
 
@@ -238,14 +238,14 @@ class ShareShard:
         members: dict[str, ShareMember],
     ) -> tuple[Records, int]:
         records: Records = [member_record(group.group_id, member)] if member != known else []
-        moved = known is None or known.topics != member.topics
-        if not moved and group.checked_version == self._topics.version:
+        topics_changed = known is None or known.topics != member.topics
+        if not topics_changed and group.checked_version == self._topics.version:
             return records, group.epoch
-        rests_on = hash_of(members, self._topics)
-        if not moved and rests_on == group.metadata_hash:
+        topics_hash = hash_of(members, self._topics)
+        if not topics_changed and topics_hash == group.metadata_hash:
             group.checked_version = self._topics.version
             return records, group.epoch
-        records.append(group_record(group.group_id, group.epoch + 1, rests_on))
+        records.append(group_record(group.group_id, group.epoch + 1, topics_hash))
         return records, group.epoch + 1
 
     def _leave(self, group: ShareGroup, request: ShareHeartbeat) -> Outcome[ShareAnswer]:
@@ -257,23 +257,23 @@ class ShareShard:
         return self._removed(group, request.member_id), answer
 
     def _removed(self, group: ShareGroup, member_id: str) -> Records:
-        left = {known: member for known, member in group.members.items() if known != member_id}
+        remaining = {known: member for known, member in group.members.items() if known != member_id}
         return [
             tombstone(ShareKey(ShareKind.MEMBER, group.group_id, member_id)),
-            group_record(group.group_id, group.epoch + 1, hash_of(left, self._topics)),
+            group_record(group.group_id, group.epoch + 1, hash_of(remaining, self._topics)),
         ]
 
     def _replay_removal(self, group: ShareGroup, key: ShareKey) -> None:
         if key.kind is ShareKind.GROUP:
             for member_id in group.members:
-                self._forget(group.group_id, member_id)
+                self._forget_member(group.group_id, member_id)
             del self._groups[key.group_id]
             return
         group.members.pop(key.member_id, None)
-        self._forget(group.group_id, key.member_id)
+        self._forget_member(group.group_id, key.member_id)
 
-    def _forget(self, group_id: str, member_id: str) -> None:
-        self._told.pop((group_id, member_id), None)
+    def _forget_member(self, group_id: str, member_id: str) -> None:
+        self._reported.pop((group_id, member_id), None)
         self._timers.cancel((_SESSION, group_id, member_id))
 
     def _keep_alive(self, group_id: str, member_id: str, session_ms: int) -> None:
@@ -285,17 +285,17 @@ class ShareShard:
         group = self._groups.get(group_id)
         if group is None or member_id not in group.members:
             # It was told that it is in, but the log did not take it.
-            self._told.pop((group_id, member_id), None)
+            self._reported.pop((group_id, member_id), None)
             return []
         # Set once more, in case that the log does not take it now.
         self._keep_alive(group_id, member_id, _RETRY_MS)
         return self._removed(group, member_id)
 
-    def _tell(self, group_id: str, member_id: str, epoch: int, assignment: Assignment) -> None:
-        told = self._told.setdefault((group_id, member_id), ToldMember())
-        if told.epoch != epoch:
-            told.previous_epoch, told.epoch = told.epoch, epoch
-        told.assignment = assignment
+    def _note_reported(self, group_id: str, member_id: str, epoch: int, assignment: Assignment) -> None:
+        reported = self._reported.setdefault((group_id, member_id), ReportedState())
+        if reported.epoch != epoch:
+            reported.previous_epoch, reported.epoch = reported.epoch, epoch
+        reported.assignment = assignment
 
     def _named(self, assignment: Assignment) -> tuple[tuple[UUID, str, tuple[int, ...]], ...]:
         found = [(self._topics.by_id(topic_id), partitions) for topic_id, partitions in assignment.items()]
@@ -308,12 +308,12 @@ class ShareShard:
         )
 
 
-def _check_epoch(group: ShareGroup, request: ShareHeartbeat, told: ToldMember) -> None:
-    if told.epoch == NO_EPOCH:
+def _check_epoch(group: ShareGroup, request: ShareHeartbeat, reported: ReportedState) -> None:
+    if reported.epoch == NO_EPOCH:
         is_known = request.epoch <= group.epoch
     else:
-        is_known = request.epoch in (told.epoch, told.previous_epoch)
+        is_known = request.epoch in (reported.epoch, reported.previous_epoch)
     if not is_known:
         raise FencedMemberEpoch(
-            f"member {request.member_id!r} is in epoch {told.epoch}, not {request.epoch}; it has to join again"
+            f"member {request.member_id!r} is in epoch {reported.epoch}, not {request.epoch}; it has to join again"
         )

@@ -17,8 +17,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
-from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.fenced import fenced_code
+from millstream.broker.kafka.errors import error_code, fenced_code
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import ProducerRef
 from millstream.broker.transactions.transaction import FIRST_VERSION

@@ -31,8 +31,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.fenced import fenced_code, log_fenced
+from millstream.broker.kafka.errors import error_code, fenced_code, log_fenced
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import ProducerRef
 from millstream.broker.transactions.transaction import EPOCH_PER_TRANSACTION, FIRST_VERSION

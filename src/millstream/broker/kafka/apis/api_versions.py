@@ -34,7 +34,7 @@ from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_response_cl
 from millstream.protocol.messages.shape import reshape
 
 _SOFTWARE: Final = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9\-.]*[a-zA-Z0-9])?")
-_OURS: Final = "millstream"
+_OWN_SOFTWARE: Final = "millstream"
 _FIRST_WITH_SOFTWARE: Final = 3
 _FIRST_WITH_LEVEL_0: Final = 4
 
@@ -66,10 +66,10 @@ class ApiVersions(Api[ApiVersionsRequest, ApiVersionsResponse]):
         client.software_version = request.client_software_version
         served = sorted(self._served, key=lambda api: api.key)
         public = [api for api in served if api.key < PRIVATE_KEY_MIN]
-        told = served if request.client_software_name == _OURS else public
+        listed = served if request.client_software_name == _OWN_SOFTWARE else public
         features = tuple(features_of({api.key for api in public}))
         return dataclasses.replace(
-            _response(ErrorCode.none, told),
+            _response(ErrorCode.none, listed),
             supported_features=tuple(
                 SupportedFeatureKey(name=feature.name, min_version=i16(feature.oldest), max_version=i16(feature.newest))
                 for feature in features

@@ -29,7 +29,7 @@ from millstream.broker.groups.consumer.requests import (
 )
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo
-from millstream.broker.kafka.group_answer import named_partitions, not_described
+from millstream.broker.kafka.group_responses import describe_failure, named_partitions
 from millstream.core.errors import MillstreamError
 
 _CLASSIC_MEMBER: Final = i8(0)
@@ -55,7 +55,7 @@ class ConsumerGroupDescribe(Api[ConsumerGroupDescribeRequest, ConsumerGroupDescr
         try:
             return _described(await self._groups.describe_consumer_group(group_id), operations)
         except MillstreamError as error:
-            return not_described(DescribedGroup, group_id, error)
+            return describe_failure(DescribedGroup, group_id, error)
 
 
 def _described(group: ConsumerGroupDescription, operations: i32) -> DescribedGroup:

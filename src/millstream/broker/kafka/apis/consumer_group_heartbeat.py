@@ -30,13 +30,13 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32
 
 from millstream.broker.groups.consumer.assignment import assignment_of
+from millstream.broker.groups.consumer.assignor import ASSIGNORS
 from millstream.broker.groups.consumer.member import AWAY_EPOCH, LEFT_EPOCH
 from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, HeartbeatAnswer
-from millstream.broker.groups.consumer.target import ASSIGNORS
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo, Versioned
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.group_answer import check_text, milliseconds, partitions_by_topic
+from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
 from millstream.core.errors import InvalidRequest, MillstreamError, UnsupportedAssignor
 
 _MILLISECOND: Final = timedelta(milliseconds=1)

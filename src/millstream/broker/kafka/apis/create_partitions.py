@@ -18,7 +18,7 @@ from millstream.broker.cluster.told import Placement
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.topic_lookup import agreement_s, check_replicas, topic_named
+from millstream.broker.kafka.topic_lookup import check_replicas, request_timeout_s, topic_named
 from millstream.core.errors import (
     InvalidAssignment,
     InvalidPartitions,
@@ -53,7 +53,7 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
                     wanted.count,
                     validate_only=request.validate_only,
                     placement=self._checked(wanted),
-                    timeout_s=agreement_s(request.timeout),
+                    timeout_s=request_timeout_s(request.timeout),
                 )
             except MillstreamError as error:
                 code, message = error_code(error), error_message(error)

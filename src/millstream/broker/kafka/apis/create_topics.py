@@ -25,7 +25,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import topic_settings
-from millstream.broker.kafka.topic_lookup import agreement_s, check_assignments
+from millstream.broker.kafka.topic_lookup import check_assignments, request_timeout_s
 from millstream.core.errors import (
     InvalidAssignment,
     InvalidPartitions,
@@ -58,7 +58,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
             try:
                 if named[wanted.name] > 1:
                     raise InvalidRequest(f"topic {wanted.name!r} is named more than once in the request")
-                timeout_s = agreement_s(request.timeout)
+                timeout_s = request_timeout_s(request.timeout)
                 topic = await self._create(wanted, validate_only=request.validate_only, timeout_s=timeout_s)
                 results[wanted.name] = self._created(wanted, topic)
             except MillstreamError as error:

@@ -21,7 +21,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.kafka.topic_lookup import agreement_s, topic_named, topic_with_id
+from millstream.broker.kafka.topic_lookup import request_timeout_s, topic_named, topic_with_id
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.topic import Topic
 
@@ -51,7 +51,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
                 topic = self._find(wanted)
                 if self._service is not None:
                     await self._service.check_letters_kept(topic.name)
-                await self._topics.delete(topic.name, timeout_s=agreement_s(request.timeout))
+                await self._topics.delete(topic.name, timeout_s=request_timeout_s(request.timeout))
                 if self._service is not None:
                     await self._service.topic_deleted(topic.name)
                 results[identity] = DeletableTopicResult(

@@ -52,9 +52,9 @@ class DeliveryState(PackedApi[DeliveryStateRequest]):
                 end=end,
             )
         # Imported when first asked for, with what queues are made of.
-        from millstream.broker.subscriptions.told_state import told_state
+        from millstream.broker.subscriptions.outcomes import message_state
 
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
         wait_s = min(request.wait_ms, WAIT_MS_MAX) / 1000
-        told = await told_state(delivery, request.offset, start=start, wait_s=wait_s)
-        return DeliveryStateAnswer(0, None, told.state, told.attempt, told.next_ms, told.is_final)
+        current = await message_state(delivery, request.offset, start=start, wait_s=wait_s)
+        return DeliveryStateAnswer(0, None, current.state, current.attempt, current.next_ms, current.is_final)

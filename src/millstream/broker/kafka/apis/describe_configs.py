@@ -102,7 +102,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             replication = min(self._config.default_replication, len(self._membership.nodes()))
             return node_settings(self._config, self._topics.defaults_for(replication))
         if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
-            check_group_named(name)
+            check_group_name(name)
             # A group that nobody has declared has the defaults, as in Kafka.
             shared = share_group_settings(self._subscriptions.get(name))
             return chain(consumer_group_settings(self._groups, name), shared)
@@ -111,7 +111,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
         )
 
 
-def check_group_named(name: str) -> None:
+def check_group_name(name: str) -> None:
     """Raise `InvalidRequest` for an empty name, which for nodes means all of them: groups have no such default."""
     if not name:
         raise InvalidRequest("settings for all groups are those of the node (group-consumer-*); name one group")

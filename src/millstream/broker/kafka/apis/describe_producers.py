@@ -25,7 +25,7 @@ from kio.schema.types import ProducerId
 from kio.static.primitive import i32, i64
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.groups.pending_offsets import PendingProducer
+from millstream.broker.groups.transactional_offsets import PendingProducer
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.log.producer import Producer

@@ -36,7 +36,7 @@ from millstream.core.partition_state import PartitionState
 from millstream.core.topic import INTERNAL_TOPICS, Topic, check_topic_name
 
 PARTITIONS_MAX: Final = 2000
-_NOBODY: Final = BrokerId(-1)
+_NO_LEADER: Final = BrokerId(-1)
 
 
 class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicPartitionsResponse]):
@@ -113,7 +113,7 @@ def _partition(
     return DescribeTopicPartitionsResponsePartition(
         error_code=ErrorCode.none if led else ErrorCode.leader_not_available,
         partition_index=cast("i32", index),
-        leader_id=BrokerId(state.leader) if state is not None and led else _NOBODY,
+        leader_id=BrokerId(state.leader) if state is not None and led else _NO_LEADER,
         leader_epoch=cast("i32", state.leader_epoch if state is not None else -1),
         replica_nodes=_brokers(state.replicas if state is not None else ()),
         isr_nodes=_brokers(state.in_sync if state is not None else ()),

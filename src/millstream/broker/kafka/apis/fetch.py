@@ -61,14 +61,14 @@ PartitionKey = tuple[str | UUID, int]
 class Position:
     """What a client wants of one partition, and what it was last told about it."""
 
-    __slots__ = ("leader_epoch", "log_start_told", "max_bytes", "offset", "watermark_told")
+    __slots__ = ("leader_epoch", "max_bytes", "offset", "sent_log_start", "sent_watermark")
 
     def __init__(self, offset: Offset, max_bytes: int, leader_epoch: int) -> None:
         self.offset = offset
         self.max_bytes = max_bytes
         self.leader_epoch = leader_epoch
-        self.watermark_told: Offset | None = None
-        self.log_start_told: Offset | None = None
+        self.sent_watermark: Offset | None = None
+        self.sent_log_start: Offset | None = None
 
 
 class FetchSession:
@@ -95,7 +95,7 @@ class FetchSession:
                 known.max_bytes = position.max_bytes
                 known.leader_epoch = position.leader_epoch
 
-    def served(self, key: PartitionKey) -> None:
+    def move_to_back(self, key: PartitionKey) -> None:
         """Put a partition that had its turn behind the others, so that none starves."""
         self.positions[key] = self.positions.pop(key)
 
@@ -230,7 +230,7 @@ _FoundByKey = dict[PartitionKey, _Found]
 
 
 def _size_of(found: _FoundByKey) -> int:
-    return sum([one.stretch.size for one in found.values() if one.stretch is not None])
+    return sum([result.stretch.size for result in found.values() if result.stretch is not None])
 
 
 class _Context(NamedTuple):
@@ -275,7 +275,7 @@ class _Wait:
         if not self.woken.done():
             self.woken.set_result(None)
 
-    def go_on(self) -> list[PartitionKey]:
+    def rearm(self) -> list[PartitionKey]:
         """Wait once more; tells what has moved."""
         moved, self.moved = list(self.moved), {}
         self.woken = asyncio.get_running_loop().create_future()
@@ -330,8 +330,8 @@ class Fetch:
         context = self._context(request, header, client)
         if isinstance(context, ErrorCode):
             return _write(header, context, 0, [])
-        found = self._look(context)
-        if self._is_enough(context, found):
+        found = self._read_all(context)
+        if self._is_complete(context, found):
             return self._answer(header, context, found)
         return self._wait(header, context, found)
 
@@ -362,25 +362,25 @@ class Fetch:
             return self._topics.partition(topic, index)
         return self._topics.partition_by_id(topic, index)
 
-    def _look(self, context: _Context) -> _FoundByKey:
+    def _read_all(self, context: _Context) -> _FoundByKey:
         """What there is now, within the limits of the request and of the broker."""
         found: _FoundByKey = {}
-        self._look_again(context, found, context.positions)
+        self._read_some(context, found, context.positions)
         return found
 
-    def _look_again(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
+    def _read_some(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
         """The same of some of the partitions; what was found of the others stands."""
         size = _size_of(found)
         share_bytes = self._budget.share_bytes
         left = min(context.bytes_max, share_bytes) - size
         committed = context.request.read_committed
         # A single partition's records are one piece, and sooner read at once than found first.
-        most_at_once = READ_BYTES_MAX if len(context.positions) > 1 else READ_ALL_BYTES_MAX
+        at_once_max = READ_BYTES_MAX if len(context.positions) > 1 else READ_ALL_BYTES_MAX
         # As in Kafka, only the first partition with records may exceed the limits, by its first batch: the client makes
         # progress, and every other partition keeps to what is left of `max_bytes` and to its own.
         for key in keys:
-            at_once = most_at_once if size < READ_ALL_BYTES_MAX else 0
-            one = self._look_at(
+            at_once = at_once_max if size < READ_ALL_BYTES_MAX else 0
+            result = self._read_partition(
                 key,
                 context.positions[key],
                 left,
@@ -388,12 +388,12 @@ class Fetch:
                 at_once=at_once,
                 at_least_one=share_bytes > 0 and not size,
             )
-            found[key] = one
-            if one.stretch is not None:
-                left -= one.stretch.size
-                size += one.stretch.size
+            found[key] = result
+            if result.stretch is not None:
+                left -= result.stretch.size
+                size += result.stretch.size
 
-    def _look_at(
+    def _read_partition(
         self, key: PartitionKey, position: Position, left: int, *, committed: bool, at_once: int, at_least_one: bool
     ) -> _Found:
         try:
@@ -417,7 +417,7 @@ class Fetch:
         except MillstreamError as error:
             return _Found(key, error_code(error), -1, -1, None, -1, () if committed else None)
 
-    def _is_enough(self, context: _Context, found: _FoundByKey) -> bool:
+    def _is_complete(self, context: _Context, found: _FoundByKey) -> bool:
         size = _size_of(found)
         return (
             size >= min(context.request.min_bytes, max(context.bytes_max, 1))
@@ -425,7 +425,7 @@ class Fetch:
             or not context.positions
             or self._stopping
             or context.client.presence.has_left
-            or any(one.code is not ErrorCode.none for one in found.values())
+            or any(result.code is not ErrorCode.none for result in found.values())
             or (size > 0 and _is_full(context, found))
         )
 
@@ -438,18 +438,18 @@ class Fetch:
         self._waits.add(wait)
         try:
             if self._listen(context, wait, found):
-                found = self._look(context)
-            while loop.time() < deadline and not self._is_enough(context, found):
+                found = self._read_all(context)
+            while loop.time() < deadline and not self._is_complete(context, found):
                 is_short_of_memory = self._wait_for_memory(wait)
                 context.client.presence.when_left = wait.finish
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(deadline):
                         await wait.woken
-                moved = wait.go_on()
+                moved = wait.rearm()
                 if is_short_of_memory or not moved:
-                    found = self._look(context)
+                    found = self._read_all(context)
                 else:
-                    self._look_at_moved(context, found, moved)
+                    self._read_moved(context, found, moved)
             return self._answer(header, context, found)
         finally:
             self._waits.discard(wait)
@@ -462,12 +462,12 @@ class Fetch:
         self._budget.wait(wait, wait.finish)
         return True
 
-    def _look_at_moved(self, context: _Context, found: _FoundByKey, moved: list[PartitionKey]) -> None:
+    def _read_moved(self, context: _Context, found: _FoundByKey, moved: list[PartitionKey]) -> None:
         """Look at the partitions to which something has happened, and once more at what there is to send already."""
-        keys = dict.fromkeys(moved) | {key: None for key, one in found.items() if one.size}
+        keys = dict.fromkeys(moved) | {key: None for key, result in found.items() if result.size}
         for key in keys:
             found.pop(key, None)
-        self._look_again(context, found, [key for key in context.positions if key in keys])
+        self._read_some(context, found, [key for key in context.positions if key in keys])
 
     def _listen(self, context: _Context, wait: _Wait, found: _FoundByKey) -> bool:
         """Be told of every advance from now on; whether something has changed since the partitions were looked at."""
@@ -480,11 +480,11 @@ class Fetch:
                 changed = True
                 continue
             wait.listen(partition, key)
-            one = found.get(key)
+            result = found.get(key)
             if (
-                one is None
+                result is None
                 or not partition.is_leader
-                or (one.high_watermark, one.log_start, one.last_stable)
+                or (result.high_watermark, result.log_start, result.last_stable)
                 != (
                     partition.high_watermark,
                     partition.log_start,
@@ -494,24 +494,26 @@ class Fetch:
                 changed = True
         return changed
 
-    def _answer(self, header: RequestHeader, context: _Context, looked: _FoundByKey) -> Reply:
-        size = _size_of(looked)
-        found = list(looked.values())
+    def _answer(self, header: RequestHeader, context: _Context, found_by_key: _FoundByKey) -> Reply:
+        size = _size_of(found_by_key)
+        found = list(found_by_key.values())
         if context.incremental:
             positions = context.positions
-            found = [one for one in found if one.key in positions and _is_news(one, positions[one.key])]
+            found = [
+                result for result in found if result.key in positions and _has_changed(result, positions[result.key])
+            ]
         context.client.fetched_bytes += size
         throttle_ms = self._quota.charge(context.client, size) if self._quota.is_limiting else 0
         session = context.session
         if session is not None:
-            for one in found:
-                position = session.positions.get(one.key)
+            for result in found:
+                position = session.positions.get(result.key)
                 if position is None:
                     continue
-                position.watermark_told = Offset(one.high_watermark)
-                position.log_start_told = Offset(one.log_start)
-                if one.size:
-                    session.served(one.key)
+                position.sent_watermark = Offset(result.high_watermark)
+                position.sent_log_start = Offset(result.log_start)
+                if result.size:
+                    session.move_to_back(result.key)
         session_id = 0 if session is None else session.session_id
         return _write(header, ErrorCode.none, session_id, found, throttle_ms=throttle_ms)
 
@@ -520,20 +522,20 @@ def _is_full(context: _Context, found: _FoundByKey) -> bool:
     """Whether a partition has records that did not fit in: waiting would not bring more."""
     positions = context.positions
     return any(
-        not one.size
-        and one.key in positions
-        and positions[one.key].offset < (one.high_watermark if one.aborted is None else one.last_stable)
-        for one in found.values()
+        not result.size
+        and result.key in positions
+        and positions[result.key].offset < (result.high_watermark if result.aborted is None else result.last_stable)
+        for result in found.values()
     )
 
 
-def _is_news(one: _Found, position: Position) -> bool:
+def _has_changed(result: _Found, position: Position) -> bool:
     """Whether an incremental answer has to mention the partition."""
     return (
-        bool(one.size)
-        or one.code is not ErrorCode.none
-        or one.high_watermark != position.watermark_told
-        or one.log_start != position.log_start_told
+        bool(result.size)
+        or result.code is not ErrorCode.none
+        or result.high_watermark != position.sent_watermark
+        or result.log_start != position.sent_log_start
     )
 
 
@@ -614,8 +616,8 @@ def _write(
         writer.int16(code)
         writer.int32(session_id)
     by_topic: dict[str | UUID, list[_Found]] = {}
-    for one in found:
-        by_topic.setdefault(one.key[0], []).append(one)
+    for result in found:
+        by_topic.setdefault(result.key[0], []).append(result)
     writer.array_length(len(by_topic))
     pieces: list[Piece | Stored] = []
     for topic, of_topic in by_topic.items():
@@ -624,10 +626,10 @@ def _write(
         else:
             writer.string(topic)
         writer.array_length(len(of_topic))
-        for one in of_topic:
-            _write_found(writer, version, one)
-            if one.stretch is not None and one.stretch.size:
-                pieces += (writer.buffer, one.stretch.data or one.stretch)
+        for result in of_topic:
+            _write_found(writer, version, result)
+            if result.stretch is not None and result.stretch.size:
+                pieces += (writer.buffer, result.stretch.data or result.stretch)
                 writer.buffer = bytearray()
             writer.no_tags()
         writer.no_tags()
@@ -643,33 +645,33 @@ def _write(
     return Stream(parts)
 
 
-def _write_found(writer: Writer, version: int, one: _Found) -> None:
-    if version >= FIRST_WITH_RACK and one.aborted is None:
+def _write_found(writer: Writer, version: int, result: _Found) -> None:
+    if version >= FIRST_WITH_RACK and result.aborted is None:
         # What most consumers ask for all day long, without a call for each field.
         is_flexible = version >= FIRST_FLEXIBLE
         writer.buffer += (_PLAIN_COMPACT if is_flexible else _PLAIN).pack(
-            one.key[1],
-            one.code,
-            one.high_watermark,
-            one.last_stable,
-            one.log_start,
+            result.key[1],
+            result.code,
+            result.high_watermark,
+            result.last_stable,
+            result.log_start,
             0 if is_flexible else -1,
             _NO_PREFERRED_REPLICA,
         )
-        writer.blob_length(one.size)
+        writer.blob_length(result.size)
         return
     if version >= FIRST_WITH_LOG_START:
         writer.buffer += _FOUND_WITH_START.pack(
-            one.key[1], one.code, one.high_watermark, one.last_stable, one.log_start
+            result.key[1], result.code, result.high_watermark, result.last_stable, result.log_start
         )
     else:
-        writer.buffer += _FOUND.pack(one.key[1], one.code, one.high_watermark, one.last_stable)
+        writer.buffer += _FOUND.pack(result.key[1], result.code, result.high_watermark, result.last_stable)
     # Only `read_committed` asks for the aborted transactions.
-    writer.array_length(-1 if one.aborted is None else len(one.aborted))
-    for producer_id, first_offset in one.aborted or ():
+    writer.array_length(-1 if result.aborted is None else len(result.aborted))
+    for producer_id, first_offset in result.aborted or ():
         writer.int64(producer_id)
         writer.int64(first_offset)
         writer.no_tags()
     if version >= FIRST_WITH_RACK:
         writer.int32(_NO_PREFERRED_REPLICA)
-    writer.blob_length(one.size)
+    writer.blob_length(result.size)

@@ -35,7 +35,7 @@ from millstream.broker.kafka.apis.describe_configs import (
     GROUP_RESOURCE,
     NODE_RESOURCE,
     TOPIC_RESOURCE,
-    check_group_named,
+    check_group_name,
 )
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import how_to_change, is_list
@@ -96,7 +96,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         A consumer group's are its own; all others are those of a share group, which is a subscription.
         """
         name = resource.resource_name
-        check_group_named(name)
+        check_group_name(name)
         changes: dict[str, str | None] = {}
         for config in resource.configs:
             if config.name in changes:

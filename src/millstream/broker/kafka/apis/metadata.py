@@ -44,8 +44,8 @@ from millstream.core.topic import INTERNAL_TOPICS, Topic, check_topic_name
 
 _FIRST_BY_ID: Final = 12
 _CLUSTER_OPERATIONS_IN: Final = (8, 10)
-_NOBODY: Final = BrokerId(-1)
-_LATER: Final = (RequestTimedOut, StoreUnavailable, CatalogUnavailable)
+_NO_LEADER: Final = BrokerId(-1)
+_TRANSIENT: Final = (RequestTimedOut, StoreUnavailable, CatalogUnavailable)
 
 
 class Metadata(Api[MetadataRequest, MetadataResponse]):
@@ -120,7 +120,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         try:
             topic = await self._find(wanted, create=create)
         except MillstreamError as error:
-            code = ErrorCode.leader_not_available if isinstance(error, _LATER) else error_code(error)
+            code = ErrorCode.leader_not_available if isinstance(error, _TRANSIENT) else error_code(error)
             return _refused(code, wanted, operations)
         return self._describe(topic, operations, self._alive())
 
@@ -155,7 +155,7 @@ def _partition(index: int, state: PartitionState | None, alive: frozenset[int]) 
         return MetadataResponsePartition(
             error_code=ErrorCode.leader_not_available,
             partition_index=cast("i32", index),
-            leader_id=_NOBODY,
+            leader_id=_NO_LEADER,
             replica_nodes=(),
             isr_nodes=(),
         )
@@ -163,7 +163,7 @@ def _partition(index: int, state: PartitionState | None, alive: frozenset[int]) 
     return MetadataResponsePartition(
         error_code=ErrorCode.none if led else ErrorCode.leader_not_available,
         partition_index=cast("i32", index),
-        leader_id=cast("BrokerId", state.leader) if led else _NOBODY,
+        leader_id=cast("BrokerId", state.leader) if led else _NO_LEADER,
         leader_epoch=cast("i32", state.leader_epoch),
         replica_nodes=cast("tuple[BrokerId, ...]", state.replicas),
         isr_nodes=cast("tuple[BrokerId, ...]", state.in_sync),

@@ -40,7 +40,7 @@ class PipelineCreate(PrivateApi[NewPipeline]):
         group = f"{GROUP_PREFIX}{request.name}"
         if self._subscriptions.get(group) is not None:
             raise InvalidPipeline(f"the pipeline's group {group!r} is a subscription's; choose another name")
-        rules = [told.rule() for told in request.rules]
+        rules = [rule.rule() for rule in request.rules]
         await check_filters_of(rules, self._subscriptions, decode=request.settings.get(DECODE, ""))
         made = await self._pipelines.create(
             request.name,

@@ -38,11 +38,11 @@ class PipelineList(PrivateApi[PipelineNames]):
     async def handle(self, request: PipelineNames) -> dict[str, Any]:
         """Tell of some, or of all."""
         if request.names is None:
-            return {"pipelines": [self._told(one, ()) for one in self._pipelines.all()]}
+            return {"pipelines": [self._describe(one, ()) for one in self._pipelines.all()]}
         wanted = [await self._pipelines.find(name) for name in request.names]
-        return {"pipelines": [self._told(one, one.rules) for one in wanted]}
+        return {"pipelines": [self._describe(one, one.rules) for one in wanted]}
 
-    def _told(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
+    def _describe(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
         return {
             "name": pipeline.name,
             "pipeline_id": str(pipeline.pipeline_id),

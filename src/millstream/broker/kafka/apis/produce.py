@@ -32,9 +32,8 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.fenced import log_fenced
-from millstream.broker.kafka.produce_layout import Portion, Request, read, write
+from millstream.broker.kafka.errors import error_code, log_fenced
+from millstream.broker.kafka.produce_codec import Portion, Request, read, write
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.transaction_opening import Opening, is_open
 from millstream.broker.log.admission import check_records, needs_time
@@ -99,13 +98,13 @@ class _Waiting:
         self.is_over = True
         if error is not None:
             self.portion.fail(error_code(error), str(error))
-        self.pending.one_less()
+        self.pending.partition_acknowledged()
 
 
 class _Pending(Promise):
     """A request whose reply waits for acknowledgements."""
 
-    __slots__ = ("_produce", "deadline", "header", "portions", "throttle_ms", "waiting", "waits_for")
+    __slots__ = ("_produce", "deadline", "header", "portions", "throttle_ms", "unacknowledged", "waiting")
 
     def __init__(self, produce: Produce, header: RequestHeader, portions: list[Portion], throttle_ms: int) -> None:
         super().__init__()
@@ -115,21 +114,21 @@ class _Pending(Promise):
         self.throttle_ms = throttle_ms
         self.deadline = 0.0
         self.waiting: list[_Waiting] = []
-        self.waits_for = 0
+        self.unacknowledged = 0
 
-    def one_less(self) -> None:
+    def partition_acknowledged(self) -> None:
         """One of the partitions is acknowledged, or never will be."""
-        self.waits_for -= 1
-        if not self.waits_for:
-            self._produce.keep(self)
+        self.unacknowledged -= 1
+        if not self.unacknowledged:
+            self._produce.send_reply(self)
 
     def time_out(self) -> list[Partition]:
         """Tell of every partition that is still waited for that nothing is known; returns these."""
-        left = [waiting for waiting in self.waiting if not waiting.is_over]
-        for waiting in left:
+        unsettled = [waiting for waiting in self.waiting if not waiting.is_over]
+        for waiting in unsettled:
             waiting.is_over = True
             waiting.portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
-        return [waiting.partition for waiting in left]
+        return [waiting.partition for waiting in unsettled]
 
 
 class Produce:
@@ -240,7 +239,7 @@ class Produce:
             try:
                 return self._store(portion, request.acks, version, guards.get(portion) if guards else None)
             except CorruptBatch as error:
-                self._reject(portion, _as_told(error, portion.records))
+                self._reject(portion, _client_error(error, portion.records))
             except MillstreamError as error:
                 self._reject(portion, error)
         return None
@@ -275,7 +274,7 @@ class Produce:
         loop = asyncio.get_running_loop()
         pending.deadline = loop.time() + min(max(request.timeout_ms, 0) / 1000, _TIMEOUT_S_MAX)
         self._pending[pending] = None
-        pending.waits_for = len(waiting)
+        pending.unacknowledged = len(waiting)
         for partition, portion in waiting:
             one = _Waiting(pending, portion, partition)
             pending.waiting.append(one)
@@ -283,7 +282,7 @@ class Produce:
         if self._sweep is None:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
-    def keep(self, pending: _Pending) -> None:
+    def send_reply(self, pending: _Pending) -> None:
         """Answer a request that waits for nothing any more."""
         del self._pending[pending]
         # Each of them refers back to the request: apart, both are freed at once and the collector has nothing to find.
@@ -295,12 +294,12 @@ class Produce:
         self._sweep = None
         loop = asyncio.get_running_loop()
         now = loop.time()
-        given_up: dict[Partition, None] = {}
+        timed_out: dict[Partition, None] = {}
         for pending in tuple(self._pending):
             if pending.deadline <= now:
-                given_up.update(dict.fromkeys(pending.time_out()))
-                self.keep(pending)
-        for partition in given_up:
+                timed_out.update(dict.fromkeys(pending.time_out()))
+                self.send_reply(pending)
+        for partition in timed_out:
             partition.drop_over()
         if self._pending:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
@@ -322,7 +321,7 @@ def _check_allowed(partition: Partition, records: memoryview, version: int) -> N
         raise UnsupportedCompression(f"zstd needs Produce v{FIRST_WITH_ZSTD} or later, not v{version}")
 
 
-def _as_told(error: CorruptBatch, records: memoryview | None) -> MillstreamError:
+def _client_error(error: CorruptBatch, records: memoryview | None) -> MillstreamError:
     """What a client is told of a batch that cannot be read.
 
     As in Kafka, a wrong checksum, an impossible length or an impossible format is corruption on the way, and clients

@@ -59,7 +59,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         self._ids: OrderedDict[Partition, PublishedIds] = OrderedDict()
         self.duplicates = 0
         self._forgotten = 0
-        self._turn = 0
+        self._requests = 0
         topics.when_deleted(self._topic_deleted)
 
     def metrics(self) -> Iterable[Metric]:
@@ -79,8 +79,8 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         """Store what is new, unless the client has taken more than its quota gives."""
         owed_ms = self._quota.owed_ms(client)
         if owed_ms:
-            said = f"client {client.client_id!r} is beyond its {self._quota.key}; wait for {owed_ms} ms"
-            return PublishOnceAnswer(int(ErrorCode.throttling_quota_exceeded), said, [], owed_ms)
+            message = f"client {client.client_id!r} is beyond its {self._quota.key}; wait for {owed_ms} ms"
+            return PublishOnceAnswer(int(ErrorCode.throttling_quota_exceeded), message, [], owed_ms)
         client.produce_requests += 1
         client.produced_bytes += len(request.batch)
         if self._quota.is_limiting:
@@ -96,14 +96,14 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         records = _read(request.batch, partition.log.clock.now_ms())
         try:
             async with asyncio.timeout(min(max(request.timeout_ms, 1), TIMEOUT_MS_MAX) / 1000):
-                placed, end = await self._publish(partition, records, request.batch, window_ms)
+                results, end = await self._publish(partition, records, request.batch, window_ms)
                 waiting = partition.acknowledged(AppendedRange(Offset(0), Offset(end), -1, Offset(0), False), _ACKS_ALL)
                 if waiting is not None:
                     await waiting
         except TimeoutError:
             raise RequestTimedOut("the messages were not acknowledged in time; publish them again") from None
-        self.duplicates += sum(not is_new for _, _, is_new in placed)
-        return PublishOnceAnswer(0, None, placed)
+        self.duplicates += sum(not is_new for _, _, is_new in results)
+        return PublishOnceAnswer(0, None, results)
 
     async def _publish(
         self, partition: Partition, records: Sequence[Record], batch: bytes, window_ms: int
@@ -123,17 +123,17 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
                     new.append(record)
                 known[message_id] = found
             appended = None if not new else partition.write(_batch_of(new, records, batch), acks=_ACKS_ALL)
-        placed: list[tuple[int, int, bool]] = []
-        told: set[bytes] = set()
+        results: list[tuple[int, int, bool]] = []
+        reported: set[bytes] = set()
         for message_id in named:
             offset, timestamp_ms = known[message_id]
-            is_new = offset < 0 and message_id not in told
-            told.add(message_id)
+            is_new = offset < 0 and message_id not in reported
+            reported.add(message_id)
             if offset < 0 and appended is not None:
                 offset = appended.base_offset - 1 - offset
                 timestamp_ms = timestamp_ms if appended.append_time_ms < 0 else appended.append_time_ms
-            placed.append((offset, timestamp_ms, is_new))
-        return placed, max(offset for offset, _, _ in placed) + 1
+            results.append((offset, timestamp_ms, is_new))
+        return results, max(offset for offset, _, _ in results) + 1
 
     def _ids_of(self, partition: Partition) -> PublishedIds:
         window_ms = partition.log.settings.deduplication_window_ms
@@ -146,8 +146,8 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
             found = self._ids[partition] = PublishedIds(partition, window_ms)
         found.window_ms = window_ms
         self._ids.move_to_end(partition)
-        self._turn += 1
-        if self._turn % COUNT_EVERY == 0:
+        self._requests += 1
+        if self._requests % COUNT_EVERY == 0:
             # What this node does not lead any more is never asked for here.
             for known in [one for one, ids in self._ids.items() if not ids.is_current]:
                 self._drop(known)
@@ -195,5 +195,5 @@ def _batch_of(new: Sequence[Record], records: Sequence[Record], batch: bytes) ->
     header = read_header(batch)
     if len(new) == len(records) and header.base_timestamp_ms >= 0 and header.max_timestamp_ms >= 0:
         return bytearray(batch)
-    left = [NewRecord(record.key, record.value, record.headers, record.timestamp_ms) for record in new]
-    return encode_batch(left, compression=header.compression)
+    remaining = [NewRecord(record.key, record.value, record.headers, record.timestamp_ms) for record in new]
+    return encode_batch(remaining, compression=header.compression)

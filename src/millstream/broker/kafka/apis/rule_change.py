@@ -40,7 +40,7 @@ class RuleChange(PrivateApi[RuleChanges]):
 
     async def handle(self, request: RuleChanges) -> dict[str, Any]:
         """Change them durably."""
-        rules = [told.rule() for told in request.put]
+        rules = [rule.rule() for rule in request.put]
         now = await self._pipelines.find(request.name)
         await check_filters_of(rules, self._subscriptions, decode=now.overrides.get(DECODE, ""))
         changed = await self._pipelines.change_rules(

@@ -30,8 +30,14 @@ from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.share_door import Acknowledgements, ShareDoor, check_member_id
-from millstream.broker.kafka.share_session import CLOSES, OPENS, SharePartition
+from millstream.broker.kafka.share_consumers import (
+    CLOSES,
+    OPENS,
+    Acknowledgements,
+    ShareConsumers,
+    SharePartition,
+    check_member_id,
+)
 from millstream.core.errors import MillstreamError
 
 
@@ -41,8 +47,8 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
     key = 79
     versions = (1, 2)
 
-    def __init__(self, door: ShareDoor) -> None:
-        self._door = door
+    def __init__(self, consumers: ShareConsumers) -> None:
+        self._consumers = consumers
 
     async def handle(self, request: ShareAcknowledgeRequest, client: ClientInfo) -> ShareAcknowledgeResponse:
         """Settle each partition on its own."""
@@ -50,18 +56,18 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         group_id, epoch = request.group_id or "", request.share_session_epoch
         if epoch == OPENS:
             return _refused(ErrorCode.invalid_share_session_epoch)
-        session = self._door.session((group_id, member_id), epoch, client.presence)
+        session = self._consumers.session((group_id, member_id), epoch, client.presence)
         if isinstance(session, ErrorCode):
             return _refused(session)
         try:
-            subscription = await self._door.service.declared.find(group_id)
-            results = await self._door.acknowledge(
+            subscription = await self._consumers.service.declared.find(group_id)
+            results = await self._consumers.acknowledge(
                 subscription, member_id, _acknowledgements(request), renews=request.is_renew_ack
             )
         finally:
             if epoch == CLOSES:
-                self._door.release(session)
-        return self._answer(results, self._door.service.declared.settings_of(subscription).lease_ms)
+                self._consumers.release(session)
+        return self._answer(results, self._consumers.service.declared.settings_of(subscription).lease_ms)
 
     def failure(self, error: MillstreamError, request: ShareAcknowledgeRequest) -> ShareAcknowledgeResponse:
         """Say why nothing is settled."""
@@ -72,7 +78,7 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
     ) -> ShareAcknowledgeResponse:
         by_topic: dict[UUID, list[PartitionData]] = {}
         for place, error in results.items():
-            leader = self._door.leader(place, error)
+            leader = self._consumers.leader(place, error)
             by_topic.setdefault(place[0], []).append(
                 PartitionData(
                     partition_index=i32(place[1]),
@@ -91,7 +97,7 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
             ),
             node_endpoints=tuple(
                 NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
-                for node in self._door.leaders(results)
+                for node in self._consumers.leaders(results)
             ),
         )
 

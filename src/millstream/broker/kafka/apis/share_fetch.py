@@ -41,8 +41,15 @@ from kio.static.primitive import Records, i16, i32, i32Timedelta, i64
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.kafka.share_door import Acknowledgements, ShareDoor, check_member_id
-from millstream.broker.kafka.share_session import CLOSES, OPENS, SharePartition, ShareSession
+from millstream.broker.kafka.share_consumers import (
+    CLOSES,
+    OPENS,
+    Acknowledgements,
+    ShareConsumers,
+    SharePartition,
+    ShareSession,
+    check_member_id,
+)
 from millstream.broker.subscriptions.lease import Lease
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import Subscription
@@ -56,7 +63,7 @@ often it carries some, which saves a request for each."""
 _BYTES_MAX: Final = 16 * 1024 * 1024
 """An answer is held in memory as a whole; one batch is given however large it is."""
 _PAUSE_MS: Final = 100
-_FOR_CLIENTS: Final = frozenset(
+_KNOWN_TO_CLIENTS: Final = frozenset(
     {
         ErrorCode.not_leader_or_follower,
         ErrorCode.fenced_leader_epoch,
@@ -70,7 +77,7 @@ _FOR_CLIENTS: Final = frozenset(
 asks again."""
 
 
-class _Told:
+class _Results:
     """What is said about each partition."""
 
     def __init__(self) -> None:
@@ -89,8 +96,8 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
     versions = (1, 2)
     waits_for_others = True
 
-    def __init__(self, door: ShareDoor, quota: QuotaMeter, *, bytes_max: int) -> None:
-        self._door = door
+    def __init__(self, consumers: ShareConsumers, quota: QuotaMeter, *, bytes_max: int) -> None:
+        self._consumers = consumers
         self._quota = quota
         self._bytes_max = bytes_max
 
@@ -100,33 +107,33 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         group_id, epoch = request.group_id or "", request.share_session_epoch
         acknowledged = _acknowledgements(request)
         _check(request, acknowledged)
-        session = self._door.session(
+        session = self._consumers.session(
             (group_id, member_id), epoch, client.presence, wanted=_wanted(request), forgotten=_forgotten(request)
         )
         if isinstance(session, ErrorCode):
             return _refused(session)
-        told = _Told()
+        results = _Results()
         try:
-            subscription = await self._door.service.declared.find(group_id)
-            settled = await self._door.settle(subscription, member_id, acknowledged, renews=request.is_renew_ack)
+            subscription = await self._consumers.service.declared.find(group_id)
+            settled = await self._consumers.settle(subscription, member_id, acknowledged, renews=request.is_renew_ack)
         finally:
             if epoch == CLOSES:
-                self._door.release(session)
+                self._consumers.release(session)
         # What is settled becomes durable while more is acquired.
-        confirming = asyncio.ensure_future(self._door.confirm(settled)) if settled else None
+        confirming = asyncio.ensure_future(self._consumers.confirm(settled)) if settled else None
         try:
             if epoch != CLOSES and request.max_records > 0 and request.max_bytes > 0:
-                await self._acquire(request, client, subscription, session, confirming, told)
+                await self._acquire(request, client, subscription, session, confirming, results)
             if confirming is not None:
-                told.acknowledged = await confirming
+                results.acknowledged = await confirming
         finally:
             if confirming is not None:
                 confirming.cancel()
-        size = sum(map(len, told.records.values()))
+        size = sum(map(len, results.records.values()))
         client.fetched_bytes += size
         if self._quota.is_limiting:
             self._quota.take(client, size)
-        return self._answer(subscription, told)
+        return self._answer(subscription, results)
 
     def downgrade(self, version: int, response: ShareFetchResponse) -> ShareFetchResponse:
         """Both versions of the answer are laid alike."""
@@ -143,49 +150,49 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         subscription: Subscription,
         session: ShareSession,
         confirming: asyncio.Future[Any] | None,
-        told: _Told,
+        results: _Results,
     ) -> None:
         # Loaded with the first subscription; the node has one now.
-        from millstream.broker.subscriptions.delivery import Wanted
+        from millstream.broker.subscriptions.delivery import Demand
         from millstream.broker.subscriptions.receiving import receive
 
         deliveries = {}
         for place in session.partitions:
             try:
-                deliveries[place] = await self._door.delivery(subscription, place)
+                deliveries[place] = await self._consumers.delivery(subscription, place)
             except MillstreamError as error:
-                told.failed[place] = error
+                results.failed[place] = error
         places = {delivery.key: place for place, delivery in deliveries.items()}
-        wanted = Wanted(
-            self._door.worker(request.member_id or ""),
+        wanted = Demand(
+            self._consumers.worker(request.member_id or ""),
             request.max_records,
             self._quota.allowance(client, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
         )
-        patience_ms = 0 if told.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX
+        patience_ms = 0 if results.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX
         wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
-        if any(_code(error) == ErrorCode.unknown_server_error for error in told.failed.values()):
+        if any(_code(error) == ErrorCode.unknown_server_error for error in results.failed.values()):
             # The client asks again at once.
             await asyncio.sleep(_PAUSE_MS / 1000)
-        left_ms = await self._paid(client, max(0, wait_ms))
-        if left_ms is None:
+        remaining_ms = await self._wait_for_quota(client, max(0, wait_ms))
+        if remaining_ms is None:
             return
         session.turn += 1
         given = await receive(
             list(deliveries.values()),
             wanted,
-            self._door.service.budget,
-            wait_s=left_ms / 1000,
+            self._consumers.service.budget,
+            wait_s=remaining_ms / 1000,
             first=session.turn % max(1, len(deliveries)),
-            beside=confirming,
+            also_after=confirming,
         )
         for one in given:
             place = places[one.delivery.key]
-            told.leases[place] = one.received.leases
-            told.records[place] = b"".join(one.received.batches)
-        told.lease_ms = min((one.lease_ms for one in given if one.lease_ms is not None), default=None)
+            results.leases[place] = one.received.leases
+            results.records[place] = b"".join(one.received.batches)
+        results.lease_ms = min((one.lease_ms for one in given if one.lease_ms is not None), default=None)
 
-    async def _paid(self, client: ClientInfo, wait_ms: int) -> int | None:
+    async def _wait_for_quota(self, client: ClientInfo, wait_ms: int) -> int | None:
         """Wait until a client owes nothing of its quota; how much longer it waits then, or None if that took all."""
         while owed_ms := self._quota.owed_ms(client):
             await asyncio.sleep(min(owed_ms, wait_ms) / 1000)
@@ -194,11 +201,11 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             wait_ms -= owed_ms
         return wait_ms
 
-    def _answer(self, subscription: Subscription, told: _Told) -> ShareFetchResponse:
+    def _answer(self, subscription: Subscription, results: _Results) -> ShareFetchResponse:
         by_topic: dict[UUID, list[PartitionData]] = {}
-        for topic_id, index in dict.fromkeys([*told.acknowledged, *told.failed, *told.leases]):
-            by_topic.setdefault(topic_id, []).append(self._partition((topic_id, index), told))
-        lease_ms = told.lease_ms or self._door.service.declared.settings_of(subscription).lease_ms
+        for topic_id, index in dict.fromkeys([*results.acknowledged, *results.failed, *results.leases]):
+            by_topic.setdefault(topic_id, []).append(self._partition((topic_id, index), results))
+        lease_ms = results.lease_ms or self._consumers.service.declared.settings_of(subscription).lease_ms
         return ShareFetchResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.none,
@@ -209,14 +216,14 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             ),
             node_endpoints=tuple(
                 NodeEndpoint(node_id=BrokerId(node.node_id), host=node.host, port=i32(node.port), rack=node.rack)
-                for node in self._door.leaders({**told.acknowledged, **told.failed})
+                for node in self._consumers.leaders({**results.acknowledged, **results.failed})
             ),
         )
 
-    def _partition(self, place: SharePartition, told: _Told) -> PartitionData:
-        failed = told.failed.get(place)
-        refused = told.acknowledged.get(place)
-        leader = self._door.leader(place, failed or refused)
+    def _partition(self, place: SharePartition, results: _Results) -> PartitionData:
+        failed = results.failed.get(place)
+        refused = results.acknowledged.get(place)
+        leader = self._consumers.leader(place, failed or refused)
         return PartitionData(
             partition_index=i32(place[1]),
             error_code=ErrorCode.none if failed is None else _code(failed),
@@ -224,12 +231,12 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             acknowledge_error_code=i16(0) if refused is None else i16(int(error_code(refused))),
             acknowledge_error_message=None if refused is None else error_message(refused),
             current_leader=LeaderIdAndEpoch(leader_id=i32(leader.node_id), leader_epoch=i32(leader.epoch)),
-            records=Records(told.records.get(place, b"")),
+            records=Records(results.records.get(place, b"")),
             acquired_records=tuple(
                 AcquiredRecords(
                     first_offset=i64(lease.first), last_offset=i64(lease.last), delivery_count=i16(lease.attempt)
                 )
-                for lease in told.leases.get(place, ())
+                for lease in results.leases.get(place, ())
             ),
         )
 
@@ -244,7 +251,7 @@ def _check(request: ShareFetchRequest, acknowledged: Acknowledgements) -> None:
 
 def _code(error: MillstreamError) -> ErrorCode:
     code = error_code(error)
-    return code if code in _FOR_CLIENTS else ErrorCode.unknown_server_error
+    return code if code in _KNOWN_TO_CLIENTS else ErrorCode.unknown_server_error
 
 
 def _wanted(request: ShareFetchRequest) -> list[SharePartition]:

@@ -23,7 +23,7 @@ from kio.static.primitive import i32
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.share.requests import ShareGroupDescription, ShareMemberDescription
 from millstream.broker.kafka.api import GROUP_OPERATIONS, NO_THROTTLE, NOT_ASKED, Api, ClientInfo
-from millstream.broker.kafka.group_answer import named_partitions, not_described
+from millstream.broker.kafka.group_responses import describe_failure, named_partitions
 from millstream.core.errors import MillstreamError
 
 ASSIGNOR: Final = "simple"
@@ -48,7 +48,7 @@ class ShareGroupDescribe(Api[ShareGroupDescribeRequest, ShareGroupDescribeRespon
         try:
             return _described(await self._groups.describe_share_group(group_id), operations)
         except MillstreamError as error:
-            return not_described(DescribedGroup, group_id, error)
+            return describe_failure(DescribedGroup, group_id, error)
 
 
 def _described(group: ShareGroupDescription, operations: i32) -> DescribedGroup:

@@ -27,7 +27,7 @@ from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.share.requests import JOIN_EPOCH, LEFT_EPOCH, ShareAnswer, ShareHeartbeat
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.group_answer import check_text, milliseconds, partitions_by_topic
+from millstream.broker.kafka.group_responses import check_text, milliseconds, partitions_by_topic
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import SubscriptionSettings
 

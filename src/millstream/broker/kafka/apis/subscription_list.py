@@ -73,8 +73,8 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
         engine = self._service.loaded
         for delivery in () if engine is None else engine.deliveries:
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
-        told = [self._told(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
-        return {"subscriptions": [{**one, "kept": []} for one in told] if request.names is None else told}
+        described = [self._describe(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
+        return {"subscriptions": [{**one, "kept": []} for one in described] if request.names is None else described}
 
     async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
         for topic, index in places:
@@ -86,12 +86,12 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
                     for subscription in subscriptions:
                         await engine.delivery(subscription, partition)
 
-    def _pushed(self, subscription: Subscription) -> list[dict[str, Any]]:
+    def _push_status(self, subscription: Subscription) -> list[dict[str, Any]]:
         """How push goes here; a client puts those of all nodes together."""
-        told = self._service.push.told(subscription.name)
-        return [] if told is None else [{"node": self._service.node_id, **told}]
+        status = self._service.push.told(subscription.name)
+        return [] if status is None else [{"node": self._service.node_id, **status}]
 
-    def _told(
+    def _describe(
         self,
         subscription: Subscription,
         queues: Mapping[UUID, Iterable[Delivery]],
@@ -107,7 +107,7 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
             "created_ms": subscription.created_ms,
             "queues": [_queue(delivery) for delivery in queues.get(subscription.subscription_id, ())],
             "kept": kept,
-            "push": self._pushed(subscription),
+            "push": self._push_status(subscription),
         }
 
 

@@ -41,7 +41,7 @@ from millstream.protocol.private.subscription_messages import (
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.engine import Engine
-    from millstream.broker.subscriptions.receiving import Given
+    from millstream.broker.subscriptions.receiving import Grant
 
 RECORDS_MAX = 100_000
 BYTES_MAX = 64 * 1024 * 1024
@@ -70,7 +70,7 @@ class SubscriptionReceive(PackedApi[Receive]):
         arrived = monotonic()
         _check(request)
         if not self._quota.is_limiting:
-            given = await self._lease(request)
+            grants = await self._lease(request)
         else:
             left_ms = min(request.wait_ms, WAIT_MS_MAX)
             while owed_ms := self._quota.owed_ms(client):
@@ -80,10 +80,10 @@ class SubscriptionReceive(PackedApi[Receive]):
                 await asyncio.sleep(owed_ms / 1000)
                 left_ms -= owed_ms
             bytes_max = self._quota.allowance(client, request.max_bytes)
-            given = await self._lease(msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max)))
-        if given:
-            client.presence.when_undelivered(partial(self._give_back, given, request.worker))
-        answer = answer_of(given, arrived)
+            grants = await self._lease(msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max)))
+        if grants:
+            client.presence.when_undelivered(partial(self._give_back, grants, request.worker))
+        answer = build_answer(grants, arrived)
         size = sum(len(one.batches) for one in answer.partitions)
         client.fetch_requests += 1
         client.fetched_bytes += size
@@ -95,9 +95,9 @@ class SubscriptionReceive(PackedApi[Receive]):
         """Lease what is there, or wait for it, whoever asks."""
         arrived = monotonic()
         _check(request)
-        return answer_of(await self._lease(request), arrived)
+        return build_answer(await self._lease(request), arrived)
 
-    async def _lease(self, request: Receive) -> list[Given]:
+    async def _lease(self, request: Receive) -> list[Grant]:
         subscription = await self._subscriptions.find(request.subscription)
         engine = await self._service.engine()
         loop = asyncio.get_running_loop()
@@ -105,16 +105,16 @@ class SubscriptionReceive(PackedApi[Receive]):
         while True:
             # Partitions may come to this node while a worker waits here.
             opening = engine.next_opening(subscription)
-            given = await self._receive(engine, subscription, request, deadline - loop.time(), opening)
-            if given or not opening.done() or loop.time() >= deadline:
-                return given
+            grants = await self._receive(engine, subscription, request, deadline - loop.time(), opening)
+            if grants or not opening.done() or loop.time() >= deadline:
+                return grants
             subscription = await self._subscriptions.find(request.subscription)
 
     async def _receive(
         self, engine: Engine, subscription: Subscription, request: Receive, wait_s: float, opening: asyncio.Future[None]
-    ) -> list[Given]:
+    ) -> list[Grant]:
         # Imported when the first worker asks, with what queues are made of.
-        from millstream.broker.subscriptions.delivery import Wanted
+        from millstream.broker.subscriptions.delivery import Demand
         from millstream.broker.subscriptions.receiving import receive
 
         topics = () if request.partitions is not None else await self._service.share_topics.of(subscription)
@@ -122,7 +122,7 @@ class SubscriptionReceive(PackedApi[Receive]):
         deliveries = await engine.deliveries_of(subscription, partitions)
         return await receive(
             deliveries,
-            Wanted(
+            Demand(
                 request.worker,
                 min(request.max_records, RECORDS_MAX),
                 min(request.max_bytes, BYTES_MAX),
@@ -131,14 +131,14 @@ class SubscriptionReceive(PackedApi[Receive]):
             self._service.budget,
             wait_s=max(0.0, wait_s),
             first=next(self._turn) % max(1, len(deliveries)),
-            until=opening,
+            interrupt=opening,
         )
 
     @staticmethod
-    def _give_back(given: list[Given], worker: str) -> None:
-        from millstream.broker.subscriptions.receiving import give_back
+    def _give_back(grants: list[Grant], worker: str) -> None:
+        from millstream.broker.subscriptions.receiving import return_leases
 
-        give_back(given, worker)
+        return_leases(grants, worker)
 
     def _partitions(self, topics: tuple[str, ...], wanted: list[tuple[str, int]] | None) -> list[Partition]:
         if wanted is not None:
@@ -154,19 +154,19 @@ def _check(request: Receive) -> None:
         raise InvalidRequest("at least one record and one byte are asked for, and no wait is negative")
 
 
-def answer_of(given: list[Given], arrived: float) -> ReceiveAnswer:
+def build_answer(grants: list[Grant], arrived: float) -> ReceiveAnswer:
     """Tell a worker, whose request arrived at this monotonic time, what it was given."""
-    waited_s = min((one.granted_at for one in given), default=arrived) - arrived
-    return ReceiveAnswer(0, None, [_told(one) for one in given], waited_ms=max(0, int(waited_s * 1000)))
+    waited_s = min((one.granted_at for one in grants), default=arrived) - arrived
+    return ReceiveAnswer(0, None, [_partition_messages(one) for one in grants], waited_ms=max(0, int(waited_s * 1000)))
 
 
-def _told(given: Given) -> PartitionMessages:
-    partition = given.delivery.partition
+def _partition_messages(grants: Grant) -> PartitionMessages:
+    partition = grants.delivery.partition
     return PartitionMessages(
         partition.topic.name,
         partition.topic.topic_id.bytes,
         partition.index,
-        [LeasedRange(*lease) for lease in given.received.leases],
-        b"".join(given.received.batches),
-        given.lease_ms,
+        [LeasedRange(*lease) for lease in grants.received.leases],
+        b"".join(grants.received.batches),
+        grants.lease_ms,
     )

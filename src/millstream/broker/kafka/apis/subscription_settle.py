@@ -20,7 +20,7 @@ from kio.schema.errors import ErrorCode
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.packed import PackedApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.ids import Offset
 from millstream.core.subscription import Subscription
@@ -73,7 +73,7 @@ class SubscriptionSettle(PackedApi[SettleRequest]):
         ]
 
 
-def _verb(asked: SettledRange) -> Settle:
+def _verb(asked: SettledRange) -> Settlement:
     if asked.verb not in _VERBS:
         known = "1 accept, 2 release, 3 reject, 4 extend, 5 return"
         raise InvalidRequest(f"verb {asked.verb} is not known; there are {known}")
@@ -81,7 +81,7 @@ def _verb(asked: SettledRange) -> Settle:
         raise InvalidRequest(f"messages {asked.first} to {asked.last} are none")
     if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
         raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
-    return Settle(
+    return Settlement(
         Offset(asked.first),
         Offset(asked.last),
         Verb(asked.verb),

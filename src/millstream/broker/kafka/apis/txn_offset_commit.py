@@ -26,8 +26,7 @@ from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
 from millstream.broker.groups.requests import CommitRequest, MemberRef, PartitionCommit
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
-from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.fenced import log_fenced
+from millstream.broker.kafka.errors import error_code, log_fenced
 from millstream.broker.replication.transaction_gate import TransactionGate
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import ProducerId
@@ -127,7 +126,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
                 request, ProducerId(message.producer_id), message.producer_epoch, admit=admit, adds=adds
             )
         except MillstreamError as error:
-            code = _as_told(error_code(error), version)
+            code = _client_code(error_code(error), version)
             log_fenced(code, str(error), client, transactional_id=message.transactional_id)
             return {(name, one.partition): code for name, commits in valid.items() for one in commits}
         return {
@@ -141,7 +140,7 @@ class TxnOffsetCommit(Api[TxnOffsetCommitCall, TxnOffsetCommitResponse]):
         return topic is not None and 0 <= index < topic.partitions
 
 
-def _as_told(code: ErrorCode, version: int) -> ErrorCode:
+def _client_code(code: ErrorCode, version: int) -> ErrorCode:
     if code is ErrorCode.coordinator_load_in_progress and version < _FIRST_WITH_LOADING:
         return ErrorCode.coordinator_not_available
     if code is ErrorCode.transaction_abortable and version < _FIRST_WITH_ABORTABLE:

@@ -32,5 +32,5 @@ class WriteQueueStates(PackedApi[WriteQueues]):
         """Make it durable."""
         writes = [write.read() for write in request.writes]
         results = await self._states.write(PartitionIndex(request.state_partition), writes)
-        told = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
-        return QueuesWritten(0, None, told)
+        outcomes = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
+        return QueuesWritten(0, None, outcomes)

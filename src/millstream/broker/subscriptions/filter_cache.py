@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.broker.subscriptions.filter_worker import FilterWorker
-from millstream.broker.subscriptions.look_ahead import Stretch
+from millstream.broker.subscriptions.log_scan import ScannedRange
 from millstream.core.errors import BatchRejected
 from millstream.core.ids import Offset
 from millstream.core.topic import TopicPartition
@@ -28,7 +28,7 @@ from millstream.protocol.records.batch import Buffer, iterate_whole_headers
 
 _logger = logging.getLogger(__name__)
 
-KEPT_BYTES_MAX: Final = 16 * 1024 * 1024
+CACHED_BYTES_MAX: Final = 16 * 1024 * 1024
 
 Bits = npt.NDArray[np.bool_]
 
@@ -60,35 +60,35 @@ class _Partition:
         return self.runs[at] if at >= 0 and offset < self.runs[at].end else None
 
 
-class Sieve:
+class FilterCache:
     """The filters of a node, by the partitions that they look at."""
 
     def __init__(self, worker: FilterWorker) -> None:
         self._worker = worker
         self._partitions: dict[TopicPartition, _Partition] = {}
-        self._kept: OrderedDict[tuple[TopicPartition, int], _Run] = OrderedDict()
+        self._cached: OrderedDict[tuple[TopicPartition, int], _Run] = OrderedDict()
         """Every run, that which was used last at the end."""
-        self._kept_bytes = 0
+        self._cached_bytes = 0
 
     @property
-    def kept_bytes(self) -> int:
+    def cached_bytes(self) -> int:
         """How much of what was found is kept."""
-        return self._kept_bytes
+        return self._cached_bytes
 
-    async def open_batch(self, seen: Stretch) -> Stretch:
+    async def open_batch(self, scanned: ScannedRange) -> ScannedRange:
         """Open the heavy batch of a stretch, beside the loop."""
-        opened = await self._worker.open_batch(seen.records, seen.batch_first, with_keys=seen.keys is not None)
-        return seen.with_batch(opened)
+        opened = await self._worker.scan_batch(scanned.records, scanned.batch_first, with_keys=scanned.keys is not None)
+        return scanned.with_batch_scan(opened)
 
     async def stop(self) -> None:
         """End the process that evaluates filters."""
         await self._worker.stop()
 
-    def join(self, partition: TopicPartition, wanted: Filter) -> None:
+    def add_filter(self, partition: TopicPartition, wanted: Filter) -> None:
         """A queue with a filter begins."""
         self._partitions.setdefault(partition, _Partition()).filters[wanted] += 1
 
-    def leave(self, partition: TopicPartition, wanted: Filter) -> None:
+    def remove_filter(self, partition: TopicPartition, wanted: Filter) -> None:
         """A queue with a filter ends, or has another one now."""
         known = self._partitions.get(partition)
         if known is None:
@@ -99,7 +99,7 @@ class Sieve:
         if not known.filters:
             # The next queue may find other messages there: a topic that was made anew, another leader's log.
             for run in list(known.runs):
-                self._drop(partition, run)
+                self._evict(partition, run)
             del self._partitions[partition]
 
     async def matches(
@@ -108,16 +108,16 @@ class Sieve:
         """For every offset of a stretch, whether its message matches; what cannot be opened does."""
         known = self._partitions.get(partition) or _Partition()
         async with known.turn:
-            runs = self._covering(partition, known, wanted, first, next_offset)
+            runs = self._cached_runs(partition, known, wanted, first, next_offset)
             if runs is None:
-                runs = await self._look(partition, known, wanted, records, first, next_offset)
+                runs = await self._evaluate_missing(partition, known, wanted, records, first, next_offset)
         found = np.zeros(next_offset - first, np.bool_)
         for run in runs:
             start, end = max(first, run.start), min(next_offset, run.end)
             found[start - first : end - first] = run.rows[wanted][start - run.start : end - run.start]
         return found
 
-    def _covering(
+    def _cached_runs(
         self, partition: TopicPartition, known: _Partition, wanted: Filter, first: int, next_offset: int
     ) -> list[_Run] | None:
         """The runs that together tell all of a stretch, if there are."""
@@ -127,12 +127,12 @@ class Sieve:
             run = known.run_at(at)
             if run is None or wanted not in run.rows:
                 return None
-            self._kept.move_to_end((partition, run.start))
+            self._cached.move_to_end((partition, run.start))
             runs.append(run)
             at = run.end
         return runs
 
-    async def _look(
+    async def _evaluate_missing(
         self,
         partition: TopicPartition,
         known: _Partition,
@@ -151,7 +151,7 @@ class Sieve:
             if run is not None and wanted in run.rows and header.next_offset <= run.end:
                 if position >= 0:
                     piece = memoryview(records)[position:end_position]
-                    runs.append(await self._sift(partition, known, wanted, piece, start, header.base_offset))
+                    runs.append(await self._evaluate_range(partition, known, wanted, piece, start, header.base_offset))
                     position = -1
                 if not runs or runs[-1] is not run:
                     runs.append(run)
@@ -165,10 +165,10 @@ class Sieve:
         if position >= 0:
             end = max(last, next_offset)
             piece = memoryview(records)[position:end_position]
-            runs.append(await self._sift(partition, known, wanted, piece, start, end))
+            runs.append(await self._evaluate_range(partition, known, wanted, piece, start, end))
         return runs
 
-    async def _sift(
+    async def _evaluate_range(
         self, partition: TopicPartition, known: _Partition, wanted: Filter, records: Buffer, start: int, end: int
     ) -> _Run:
         rows = {one: np.zeros(end - start, np.bool_) for one in (*known.filters, wanted)}
@@ -179,7 +179,7 @@ class Sieve:
             await self._evaluate_one_by_one(partition, records, first, next_offset, rows)
         run = _Run(start, end, rows)
         if self._partitions.get(partition) is known:
-            self._keep(partition, known, run)
+            self._cache(partition, known, run)
         return run
 
     async def _evaluate(
@@ -224,38 +224,38 @@ class Sieve:
                 for dense in by_filter.values():
                     dense[begin - first : end - first] = True
 
-    def _keep(self, partition: TopicPartition, known: _Partition, run: _Run) -> None:
+    def _cache(self, partition: TopicPartition, known: _Partition, run: _Run) -> None:
         for old in [old for old in known.runs if old.start < run.end and old.end > run.start]:
-            self._drop(partition, old)
+            self._evict(partition, old)
         insort(known.runs, run, key=_start)
-        self._kept[partition, run.start] = run
-        self._kept_bytes += run.size_bytes
-        while self._kept_bytes > KEPT_BYTES_MAX:
-            self._drop(*next((place[0], kept) for place, kept in self._kept.items()))
+        self._cached[partition, run.start] = run
+        self._cached_bytes += run.size_bytes
+        while self._cached_bytes > CACHED_BYTES_MAX:
+            self._evict(*next((place[0], kept) for place, kept in self._cached.items()))
 
-    def _drop(self, partition: TopicPartition, run: _Run) -> None:
+    def _evict(self, partition: TopicPartition, run: _Run) -> None:
         runs = self._partitions[partition].runs
         del runs[bisect_left(runs, run.start, key=_start)]
-        self._kept_bytes -= self._kept.pop((partition, run.start)).size_bytes
+        self._cached_bytes -= self._cached.pop((partition, run.start)).size_bytes
 
 
 def _start(run: _Run) -> int:
     return run.start
 
 
-class QueueSieve:
+class QueueFilter:
     """The filter of one queue."""
 
-    def __init__(self, sieve: Sieve, partition: TopicPartition, wanted: Filter) -> None:
-        self._sieve = sieve
+    def __init__(self, cache: FilterCache, partition: TopicPartition, wanted: Filter) -> None:
+        self._filters = cache
         self._partition = partition
         self.filter = wanted
-        sieve.join(partition, wanted)
+        cache.add_filter(partition, wanted)
 
     def close(self) -> None:
         """The queue has gone, or has another filter."""
-        self._sieve.leave(self._partition, self.filter)
+        self._filters.remove_filter(self._partition, self.filter)
 
     async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Bits:
         """For every offset of a stretch, whether its message matches."""
-        return await self._sieve.matches(self._partition, self.filter, records, first, next_offset)
+        return await self._filters.matches(self._partition, self.filter, records, first, next_offset)

@@ -17,8 +17,10 @@ from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from uuid import UUID
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import StateRecord
 from millstream.broker.groups.consumer.assignment import NO_PARTITIONS, NOTHING, Assignment, overlaps, union
+from millstream.broker.groups.consumer.assignor import compute_target, names_of, preferred_assignor, topic_ids_of
+from millstream.broker.groups.consumer.expression import Expressions
 from millstream.broker.groups.consumer.group import Choice, ConsumerGroup
 from millstream.broker.groups.consumer.member import ConsumerMember, MemberState, Position
 from millstream.broker.groups.consumer.records import (
@@ -33,10 +35,24 @@ from millstream.broker.groups.consumer.records import (
     target_record,
     tombstone,
 )
-from millstream.broker.groups.consumer.surroundings import Surroundings
-from millstream.broker.groups.consumer.target import names_of, preferred_assignor, topic_ids_of, work_out_target
-from millstream.broker.groups.consumer.topic_view import metadata_hash
+from millstream.broker.groups.consumer.sessions import Sessions
+from millstream.broker.groups.consumer.topic_view import TopicView, metadata_hash
+from millstream.broker.groups.requests import GroupLimits
+from millstream.core.clock import Clock
 from millstream.core.errors import FencedMemberEpoch, InvalidRegex
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupContext:
+    """The topics, the clock, and the bounds that groups live by."""
+
+    topics: TopicView
+    expressions: Expressions
+    sessions: Sessions
+    limits: GroupLimits
+    clock: Clock
+    new_suffix: Callable[[], str]
+    """What makes a member id unique."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,17 +67,21 @@ class Goal:
     """Whether another member has this partition."""
 
 
-def step(position: Position, goal: Goal, owned: Assignment | None, *, wants_others: bool = False) -> Position:
+def next_position(
+    position: Position, goal: Goal, owned: Assignment | None, *, topics_changed: bool = False
+) -> Position:
     """The position after a heartbeat with which the member tells what it owns, or None if that has not changed.
 
-    `wants_others` says that the member changed its topics just now: those it does not want any more go at once, even
+    `topics_changed` says that the member changed its topics just now: those it does not want any more go at once, even
     if the target is not new.
     """
-    reached = _step(position, goal, owned, wants_others=wants_others)
-    return position if reached is position else dataclasses.replace(reached, since=_since(position, reached))
+    reached = _next_position(position, goal, owned, topics_changed=topics_changed)
+    return (
+        position if reached is position else dataclasses.replace(reached, since=_assignment_epochs(position, reached))
+    )
 
 
-def _since(before: Position, after: Position) -> dict[UUID, dict[int, int]]:
+def _assignment_epochs(before: Position, after: Position) -> dict[UUID, dict[int, int]]:
     """From which epoch on the member has each partition: it keeps what it had, and gets the rest in the newest."""
     found: dict[UUID, dict[int, int]] = {}
     for topic_id, numbers in union(after.assigned, after.pending).items():
@@ -73,10 +93,10 @@ def _since(before: Position, after: Position) -> dict[UUID, dict[int, int]]:
     return found
 
 
-def _step(position: Position, goal: Goal, owned: Assignment | None, *, wants_others: bool) -> Position:
+def _next_position(position: Position, goal: Goal, owned: Assignment | None, *, topics_changed: bool) -> Position:
     if position.state is MemberState.UNREVOKED:
-        if _has(owned, position.pending):
-            return _drop_unwanted(position, goal, owned) if wants_others else position
+        if _may_hold(owned, position.pending):
+            return _revoke_unwanted(position, goal, owned) if topics_changed else position
         return _advance(position, goal, owned)
     if position.state is MemberState.UNRELEASED:
         return _advance(position, goal, owned)
@@ -86,38 +106,38 @@ def _step(position: Position, goal: Goal, owned: Assignment | None, *, wants_oth
         return _advance(position.at(goal.epoch), goal, owned)
     if position.epoch != goal.epoch:
         return _advance(position, goal, owned)
-    return _drop_unwanted(position, goal, owned) if wants_others else position
+    return _revoke_unwanted(position, goal, owned) if topics_changed else position
 
 
-def _has(owned: Assignment | None, pending: Assignment) -> bool:
+def _may_hold(owned: Assignment | None, pending: Assignment) -> bool:
     """Whether the member may still have some of these partitions; if it does not say, it may."""
     return bool(pending) and (owned is None or overlaps(pending, owned))
 
 
-def _drop_unwanted(position: Position, goal: Goal, owned: Assignment | None) -> Position:
+def _revoke_unwanted(position: Position, goal: Goal, owned: Assignment | None) -> Position:
     kept = {topic_id: numbers for topic_id, numbers in position.assigned.items() if topic_id in goal.topics}
     if len(kept) == len(position.assigned):
         return position
-    gone = {topic_id: numbers for topic_id, numbers in position.assigned.items() if topic_id not in goal.topics}
-    pending = union(position.pending, gone)
-    if _has(owned, pending):
+    revoked = {topic_id: numbers for topic_id, numbers in position.assigned.items() if topic_id not in goal.topics}
+    pending = union(position.pending, revoked)
+    if _may_hold(owned, pending):
         return dataclasses.replace(position, state=MemberState.UNREVOKED, assigned=kept, pending=pending)
     return dataclasses.replace(position, assigned=kept)
 
 
 def _advance(position: Position, goal: Goal, owned: Assignment | None) -> Position:
     kept: dict[UUID, frozenset[int]] = {}
-    gone: dict[UUID, frozenset[int]] = {}
+    revoked: dict[UUID, frozenset[int]] = {}
     wanted: dict[UUID, frozenset[int]] = {}
     for topic_id in {*goal.target, *position.assigned}:
         target = goal.target.get(topic_id, NO_PARTITIONS) if topic_id in goal.topics else NO_PARTITIONS
         has = position.assigned.get(topic_id, NO_PARTITIONS)
-        _put(kept, topic_id, has & target)
-        _put(gone, topic_id, has - target)
-        _put(wanted, topic_id, target - has)
-    if _has(owned, gone):
-        return dataclasses.replace(position, state=MemberState.UNREVOKED, assigned=kept, pending=gone)
-    free = {topic_id: _free(topic_id, numbers, goal) for topic_id, numbers in wanted.items()}
+        _put_if_any(kept, topic_id, has & target)
+        _put_if_any(revoked, topic_id, has - target)
+        _put_if_any(wanted, topic_id, target - has)
+    if _may_hold(owned, revoked):
+        return dataclasses.replace(position, state=MemberState.UNREVOKED, assigned=kept, pending=revoked)
+    free = {topic_id: _unowned(topic_id, numbers, goal) for topic_id, numbers in wanted.items()}
     waits = any(len(free[topic_id]) < len(numbers) for topic_id, numbers in wanted.items())
     return dataclasses.replace(
         position.at(goal.epoch),
@@ -127,11 +147,11 @@ def _advance(position: Position, goal: Goal, owned: Assignment | None) -> Positi
     )
 
 
-def _free(topic_id: UUID, numbers: frozenset[int], goal: Goal) -> frozenset[int]:
+def _unowned(topic_id: UUID, numbers: frozenset[int], goal: Goal) -> frozenset[int]:
     return frozenset(number for number in numbers if not goal.is_taken(topic_id, number))
 
 
-def _put(into: dict[UUID, frozenset[int]], topic_id: UUID, numbers: frozenset[int]) -> None:
+def _put_if_any(into: dict[UUID, frozenset[int]], topic_id: UUID, numbers: frozenset[int]) -> None:
     if numbers:
         into[topic_id] = numbers
 
@@ -154,16 +174,16 @@ EXPRESSIONS_MAX = 100
 """So many different expressions a group may use: what each matches is kept."""
 
 
-AIM_AT_ONCE_MEMBERS_MAX = 50
+TARGET_AT_ONCE_MEMBERS_MAX = 50
 
-AIM_PAUSE_MS_MAX = 1000
+TARGET_PAUSE_MS_MAX = 1000
 
 """A target is worked out at once in a small group. In a large one, whose members may all come together, it is worked
 out at most once in as many milliseconds as there are members, up to this.
 """
 
 
-class Turn:
+class Reconciliation:
     """What one request does to a group."""
 
     def __init__(
@@ -172,7 +192,7 @@ class Turn:
         *,
         before: ConsumerMember,
         after: ConsumerMember,
-        surroundings: Surroundings,
+        context: GroupContext,
         records: list[StateRecord],
     ) -> None:
         """`before` is the member as it was, or as it takes over from the static member whose place it takes."""
@@ -180,8 +200,8 @@ class Turn:
         self.member = after
         self.records = records
         self._before = before
-        self._around = surroundings
-        self._now_ms = surroundings.clock.now_ms()
+        self._context = context
+        self._now_ms = context.clock.now_ms()
         self._resolved: Mapping[str, Resolved] = group.resolved
         instance_id = after.instance_id
         self._replaced = None if instance_id is None else group.find_static(instance_id)
@@ -190,37 +210,37 @@ class Turn:
         self._epoch = group.epoch
         self._target_epoch = group.target_epoch
         self._target = group.target_of(after)
-        self._wants_others = False
+        self._topics_changed = False
 
     def run(self, owned: Assignment | None) -> ConsumerMember:
         """Work everything out; returns the member as it will be."""
-        names_changed = self._note_subscription()
-        choice_changed = self._note_expression() or names_changed
-        self._wants_others = choice_changed
+        names_changed = self._record_subscription()
+        choice_changed = self._record_expression() or names_changed
+        self._topics_changed = choice_changed
         matches_changed = self._refresh_expressions()
         self._raise_epoch(must=self.group.epoch == 0 or choice_changed or matches_changed)
-        if self._epoch > self.group.target_epoch and self._may_aim():
-            self._aim()
-        self._step(owned)
+        if self._epoch > self.group.target_epoch and self._may_compute_target():
+            self._compute_target()
+        self._next_position(owned)
         return self.member
 
     # What the member says of itself
 
-    def _note_subscription(self) -> bool:
+    def _record_subscription(self) -> bool:
         before, after = self._before.subscription, self.member.subscription
         is_new = self.member.member_id not in self.group.members
         if is_new or before != after:
             self.records.append(subscription_record(self.group.group_id, self.member.member_id, after))
         return before.topics != after.topics
 
-    def _note_expression(self) -> bool:
+    def _record_expression(self) -> bool:
         old, new = self._before.subscription.expression, self.member.subscription.expression
         if old == new:
             return False
         if new and not self.group.users_of(new):
             if len(self.group.resolved) >= EXPRESSIONS_MAX:
                 raise InvalidRegex(f"group {self.group.group_id!r} uses {EXPRESSIONS_MAX} others already")
-            self._around.expressions.check(new)
+            self._context.expressions.check(new)
         if old and self.group.users_of(old) <= 1:
             self.records.append(tombstone(ConsumerKey(Kind.EXPRESSION, self.group.group_id, old)))
             self._resolved = {name: known for name, known in self._resolved.items() if name != old}
@@ -228,8 +248,8 @@ class Turn:
 
     def _refresh_expressions(self) -> bool:
         """Hold topics that are new against the group's expressions; whether some match now that did not."""
-        group, version = self.group, self._around.topics.version
-        used = [expression for _, expression in self._choices() if expression]
+        group, version = self.group, self._context.topics.version
+        used = [expression for _, expression in self._current_choices() if expression]
         stale = [one for one in dict.fromkeys(used) if group.checked_expressions.get(one) != version]
         due = self._now_ms - group.refreshed_ms >= REFRESH_MS
         stale = [one for one in stale if due or one not in self._resolved]
@@ -240,7 +260,7 @@ class Turn:
         return changed
 
     def _refresh(self, expression: str, version: int) -> bool:
-        found = self._around.expressions.matches(expression)
+        found = self._context.expressions.matches(expression)
         known = self._resolved.get(expression)
         if known is not None and known.topics == found:
             self.group.checked_expressions[expression] = version
@@ -251,7 +271,7 @@ class Turn:
         self.group.refreshed_ms = self._now_ms
         return True
 
-    def _choices(self) -> Counter[Choice]:
+    def _current_choices(self) -> Counter[Choice]:
         """What the members of the group want, this one's newest wish included."""
         choices = Counter(self.group.choices)
         counted = self._replaced or self.group.members.get(self.member.member_id)
@@ -263,11 +283,11 @@ class Turn:
     # What follows from it for the group
 
     def _raise_epoch(self, *, must: bool) -> None:
-        group, version = self.group, self._around.topics.version
+        group, version = self.group, self._context.topics.version
         if not must and group.checked_version == version:
             return
-        names = {name for choice in self._choices() for name in names_of(choice, self._resolved)}
-        hashed = metadata_hash(self._around.topics, names)
+        names = {name for choice in self._current_choices() for name in names_of(choice, self._resolved)}
+        hashed = metadata_hash(self._context.topics, names)
         if not must and hashed == group.metadata_hash:
             group.checked_version = version
             return
@@ -277,21 +297,21 @@ class Turn:
             self.records.append(tombstone(ConsumerKey(Kind.OLD_TOPICS, group.group_id)))
         _logger.info("group rebalances", extra={"group": group.group_id, "epoch": self._epoch})
 
-    def _may_aim(self) -> bool:
+    def _may_compute_target(self) -> bool:
         """Whether to work out a target now; what is put off, the next heartbeat of anybody does."""
         members = len(self.group.members)
-        pause_ms = min(members, AIM_PAUSE_MS_MAX) if members > AIM_AT_ONCE_MEMBERS_MAX else 0
-        return self.group.target_epoch == 0 or self._now_ms - self.group.aimed_ms >= pause_ms
+        pause_ms = min(members, TARGET_PAUSE_MS_MAX) if members > TARGET_AT_ONCE_MEMBERS_MAX else 0
+        return self.group.target_epoch == 0 or self._now_ms - self.group.target_computed_ms >= pause_ms
 
-    def _aim(self) -> None:
+    def _compute_target(self) -> None:
         """Work out a new target for everybody, and write down what changes."""
         group = self.group
-        group.aimed_ms = self._now_ms
+        group.target_computed_ms = self._now_ms
         members = {**group.members, self.member.member_id: self.member}
         had = {**group.targets, self.member.member_id: self._target}
         if self._replaced is not None:
             del members[self._replaced.member_id]
-        targets = work_out_target(members.values(), had, self._resolved, self._around.topics, self._assignor())
+        targets = compute_target(members.values(), had, self._resolved, self._context.topics, self._assignor())
         for member_id, target in targets.items():
             if member_id not in group.targets or group.targets[member_id] != target:
                 self.records.append(target_record(group.group_id, member_id, target))
@@ -310,11 +330,11 @@ class Turn:
 
     # What follows from it for the member
 
-    def _step(self, owned: Assignment | None) -> None:
+    def _next_position(self, owned: Assignment | None) -> None:
         group, member = self.group, self.member
         position = member.position
-        if self._wants_others or not position.is_reconciled_to(self._target_epoch):
-            position = step(position, self._goal(), owned, wants_others=self._wants_others)
+        if self._topics_changed or not position.is_reconciled_to(self._target_epoch):
+            position = next_position(position, self._goal(), owned, topics_changed=self._topics_changed)
         known = group.members.get(member.member_id)
         if known is not None and known.position == position:
             return
@@ -322,15 +342,15 @@ class Turn:
         self.records.append(position_record(group.group_id, member.member_id, position))
         # Classic members have deadlines of their own: to join, and to sync.
         if position.state is MemberState.UNREVOKED and not member.speaks_classic:
-            self._around.sessions.await_revocation(group.group_id, self.member)
+            self._context.sessions.await_revocation(group.group_id, self.member)
 
     def _goal(self) -> Goal:
-        told = self.member.subscription
+        subscription = self.member.subscription
         # A member that takes a static member's place has what that had.
         owner = self.member.member_id if self._replaced is None else self._replaced.member_id
         return Goal(
             epoch=self._target_epoch,
             target=self._target,
-            topics=topic_ids_of((told.topics, told.expression), self._resolved, self._around.topics),
-            is_taken=lambda topic_id, number: self.group.is_taken(topic_id, number, by_other_than=owner),
+            topics=topic_ids_of((subscription.topics, subscription.expression), self._resolved, self._context.topics),
+            is_taken=lambda topic_id, number: self.group.is_owned(topic_id, number, by_other_than=owner),
         )

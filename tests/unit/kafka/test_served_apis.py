@@ -21,7 +21,7 @@ from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.apis.node_status import NodeState
-from millstream.broker.kafka.served import Parts, Served
+from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
 from millstream.broker.subscriptions.expiry import Expiry
@@ -34,9 +34,9 @@ from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_request_cla
 @pytest.fixture
 async def served(
     catalog: Catalog, topics: Topics, membership: Membership, config: Config, quotas: ClientQuotas
-) -> Served:
+) -> ServedApis:
     node = NodeState(node_id=5, cluster_id="c", started_ms=0, kafka="h:1", http="h:2", data="d")
-    parts = Parts(
+    parts = ApiDependencies(
         config=config,
         clock=SystemClock(),
         topics=topics,
@@ -53,7 +53,7 @@ async def served(
         node=node,
         supervise=lambda name, work: asyncio.get_running_loop().create_task(work, name=name),
     )
-    return Served(parts)
+    return ServedApis(parts)
 
 
 def names_of_kafka() -> Iterator[str]:
@@ -71,7 +71,7 @@ def names_of_kafka() -> Iterator[str]:
             yield "".join(word.capitalize() for word in package.name.split("_"))
 
 
-async def test_every_api_of_the_page_is_served_once(served: Served) -> None:
+async def test_every_api_of_the_page_is_served_once(served: ServedApis) -> None:
     serving = sorted((api.key, type(api).__name__, *api.versions) for api in served.apis)
     assert serving == sorted(entry[:4] for entry in api_entries())
     assert len({api.key for api in served.apis}) == len(serving)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.subscriptions import sieve as sieves
+from millstream.broker.subscriptions import filter_cache
+from millstream.broker.subscriptions.filter_cache import FilterCache, QueueFilter
 from millstream.broker.subscriptions.filter_worker import FilterWorker
-from millstream.broker.subscriptions.sieve import QueueSieve, Sieve
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
 from millstream.protocol.filter.evaluation import Evaluation, Messages
@@ -45,30 +45,30 @@ async def worker() -> CountingWorker:
 
 
 async def test_queues_of_a_partition_share_what_was_found(worker: CountingWorker) -> None:
-    sieve = Sieve(worker)
-    one = QueueSieve(sieve, PLACE, compile_filter("key = 'a'"))
-    two = QueueSieve(sieve, PLACE, compile_filter("key = 'b'"))
+    cache = FilterCache(worker)
+    one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
+    two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))
     records = batch(10, "a", "b", "a")
     assert (await one.matches(records, Offset(10), Offset(13))).tolist() == [True, False, True]
     assert (await two.matches(records, Offset(10), Offset(13))).tolist() == [False, True, False]
     assert worker.asked == 1
-    await sieve.stop()
+    await cache.stop()
 
 
 async def test_queues_that_look_at_the_same_time_have_it_evaluated_once(worker: CountingWorker) -> None:
-    sieve = Sieve(worker)
-    queues = [QueueSieve(sieve, PLACE, compile_filter(f"key = '{key}'")) for key in "abcdefgh"]
+    cache = FilterCache(worker)
+    queues = [QueueFilter(cache, PLACE, compile_filter(f"key = '{key}'")) for key in "abcdefgh"]
     records = batch(0, "a", "b", "c")
     found = await asyncio.gather(*(one.matches(records, Offset(0), Offset(3)) for one in queues))
     assert [bits.tolist() for bits in found[:2]] == [[True, False, False], [False, True, False]]
     assert worker.asked == 1
-    await sieve.stop()
+    await cache.stop()
 
 
 async def test_stretches_of_other_lengths_share_what_was_found(worker: CountingWorker) -> None:
-    sieve = Sieve(worker)
-    one = QueueSieve(sieve, PLACE, compile_filter("key = 'a'"))
-    two = QueueSieve(sieve, PLACE, compile_filter("key = 'b'"))
+    cache = FilterCache(worker)
+    one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
+    two = QueueFilter(cache, PLACE, compile_filter("key = 'b'"))
     first, second = batch(0, "a", "b", "a"), batch(5, "b", "a")
     assert (await one.matches(first, Offset(0), Offset(2))).tolist() == [True, False]
     assert worker.asked == 1
@@ -84,7 +84,7 @@ async def test_stretches_of_other_lengths_share_what_was_found(worker: CountingW
     assert worker.asked == 2
     assert (await one.matches(first + second, Offset(2), Offset(6))).tolist() == [True, False, False, False]
     assert worker.asked == 2
-    three = QueueSieve(sieve, PLACE, compile_filter("key <> 'a'"))
+    three = QueueFilter(cache, PLACE, compile_filter("key <> 'a'"))
     assert (await three.matches(first + second, Offset(0), Offset(7))).tolist() == [
         False,
         True,
@@ -96,7 +96,7 @@ async def test_stretches_of_other_lengths_share_what_was_found(worker: CountingW
     ]
     assert (await one.matches(second, Offset(5), Offset(7))).tolist() == [False, True]
     assert worker.asked == 3
-    await sieve.stop()
+    await cache.stop()
 
 
 @given(st.lists(st.tuples(st.integers(0, 39), st.integers(1, 40)), min_size=1, max_size=20), st.integers(0, 200))
@@ -105,17 +105,17 @@ async def test_however_queues_look_they_find_the_same(looks: list[tuple[int, int
     keys = "abcdabcaab" * 4
     batches = [batch(start, *keys[start : start + 4]) for start in range(0, 40, 4) if start != 12]
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sieves, "KEPT_BYTES_MAX", kept_bytes_max)
-        sieve = Sieve(worker)
-        queues = [QueueSieve(sieve, PLACE, compile_filter(f"key = '{key}'")) for key in "abc"]
+        patched.setattr(filter_cache, "CACHED_BYTES_MAX", kept_bytes_max)
+        cache = FilterCache(worker)
+        queues = [QueueFilter(cache, PLACE, compile_filter(f"key = '{key}'")) for key in "abc"]
         for at, (start, length) in enumerate(looks):
             end = min(start + length, 40)
             records = b"".join(bytes(one) for one in batches if _overlaps(one, start, end))
             found = await queues[at % 3].matches(records, Offset(start), Offset(end))
             wanted = "abc"[at % 3]
             assert found.tolist() == [keys[o] == wanted and not 12 <= o < 16 for o in range(start, end)]
-            assert sieve.kept_bytes <= kept_bytes_max
-    await sieve.stop()
+            assert cache.cached_bytes <= kept_bytes_max
+    await cache.stop()
 
 
 def _overlaps(one: bytearray, start: int, end: int) -> bool:
@@ -124,15 +124,15 @@ def _overlaps(one: bytearray, start: int, end: int) -> bool:
 
 
 async def test_a_partition_without_queues_is_forgotten(worker: CountingWorker) -> None:
-    sieve = Sieve(worker)
+    cache = FilterCache(worker)
     wanted = compile_filter("key = 'a'")
-    before = QueueSieve(sieve, PLACE, wanted)
+    before = QueueFilter(cache, PLACE, wanted)
     assert (await before.matches(batch(0, "a"), Offset(0), Offset(1))).tolist() == [True]
     before.close()
-    after = QueueSieve(sieve, PLACE, wanted)
+    after = QueueFilter(cache, PLACE, wanted)
     assert (await after.matches(batch(0, "b"), Offset(0), Offset(1))).tolist() == [False]
-    assert sieve.kept_bytes == 1
-    await sieve.stop()
+    assert cache.cached_bytes == 1
+    await cache.stop()
 
 
 async def test_a_batch_that_cannot_be_opened_goes_through_and_the_others_are_filtered(worker: CountingWorker) -> None:
@@ -140,8 +140,8 @@ async def test_a_batch_that_cannot_be_opened_goes_through_and_the_others_are_fil
     broken[62:] = bytes(len(broken) - 62)
     broken[17:21] = crc32c.crc32c(bytes(broken[21:])).to_bytes(4, "big")
     records = batch(0, "a", "b") + broken + batch(4, "b", "a")
-    sieve = Sieve(worker)
-    one = QueueSieve(sieve, PLACE, compile_filter("key = 'a'"))
+    cache = FilterCache(worker)
+    one = QueueFilter(cache, PLACE, compile_filter("key = 'a'"))
     found = await one.matches(records, Offset(1), Offset(6))
     assert found.tolist() == [False, True, True, False, True]
-    await sieve.stop()
+    await cache.stop()

@@ -52,7 +52,7 @@ def named_partitions(part: Callable[..., T], named: Iterable[tuple[UUID, str, Se
     )
 
 
-def not_described(group: Callable[..., T], group_id: str, error: MillstreamError) -> T:
+def describe_failure(group: Callable[..., T], group_id: str, error: MillstreamError) -> T:
     """Why a group is not described."""
     return group(
         error_code=error_code(error),

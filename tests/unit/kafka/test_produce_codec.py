@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.produce_layout import (
+from millstream.broker.kafka.produce_codec import (
     FIRST_WITH_TOPIC_IDS,
     Portion,
     Request,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
@@ -12,22 +12,81 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.kafka.errors import error_code
-from millstream.broker.kafka.share_session import (
-    CLOSES,
-    OPENS,
-    PARTITIONS_MAX,
-    SharePartition,
-    ShareSession,
-    ShareSessions,
-)
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.net.presence import Presence
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError, UnknownTopicId
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.subscription import QueueKey, Subscription
 from millstream.core.verb import Verb
+
+OPENS: Final = 0
+CLOSES: Final = -1
+SESSIONS_MAX: Final = 20_000
+PARTITIONS_MAX: Final = 10_000
+"""Of one session."""
+_EPOCH_MAX: Final = 2**31 - 1
+
+SharePartition = tuple[UUID, int]
+SessionKey = tuple[str, str]
+"""Group and member."""
+
+
+class ShareSession:
+    """The partitions of one member, and how many requests it has made."""
+
+    __slots__ = ("epoch", "member", "partitions", "presence", "turn")
+
+    def __init__(self, member: SessionKey, presence: Presence) -> None:
+        self.member = member
+        self.presence = presence
+        self.epoch = 1
+        self.partitions: dict[SharePartition, None] = {}
+        self.turn = 0
+        """Which of the partitions is asked first; they take turns."""
+
+
+class ShareSessions:
+    """Every session. `lost` is told of those whose connection has gone."""
+
+    def __init__(self, lost: Callable[[ShareSession], None]) -> None:
+        self._lost = lost
+        self._by_member: dict[SessionKey, ShareSession] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_member)
+
+    def open(self, member: SessionKey, presence: Presence) -> ShareSession | ErrorCode:
+        """A new session, in place of one that the member had."""
+        self.close(member)
+        if len(self._by_member) >= SESSIONS_MAX:
+            return ErrorCode.share_session_limit_reached
+        session = self._by_member[member] = ShareSession(member, presence)
+        presence.when_gone(session, lambda: self._gone(session))
+        return session
+
+    def resume(self, member: SessionKey, epoch: int) -> ShareSession | ErrorCode:
+        """The session that a request goes on with; it counts the requests."""
+        session = self._by_member.get(member)
+        if session is None:
+            return ErrorCode.share_session_not_found
+        if epoch != session.epoch:
+            return ErrorCode.invalid_share_session_epoch
+        session.epoch = 1 if session.epoch == _EPOCH_MAX else session.epoch + 1
+        return session
+
+    def close(self, member: SessionKey) -> ShareSession | None:
+        """Forget the session of a member."""
+        session = self._by_member.pop(member, None)
+        if session is not None:
+            session.presence.forget(session)
+        return session
+
+    def _gone(self, session: ShareSession) -> None:
+        if self.close(session.member) is session:
+            self._lost(session)
+
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
@@ -77,7 +136,7 @@ class Leader(NamedTuple):
 NO_LEADER: Final = Leader(-1, -1)
 
 
-class ShareDoor:
+class ShareConsumers:
     """Where share consumers come in; one for a node."""
 
     def __init__(self, service: SubscriptionService, membership: Membership) -> None:
@@ -165,13 +224,10 @@ class ShareDoor:
         batches: Sequence[AcknowledgementBatch],
         renews: bool,
     ) -> Delivery | MillstreamError:
-        # Loaded with the first subscription; the node has one now.
-        from millstream.broker.subscriptions.settling import settle_all
-
         try:
-            verbs, gaps = verbs_of(batches, renews=renews)
+            verbs, gaps = settlements_of(batches, renews=renews)
             delivery = await self.delivery(subscription, place)
-            settle_all(delivery, self.worker(member_id), verbs, gaps)
+            delivery.settle_all(self.worker(member_id), verbs, gaps)
         except MillstreamError as error:
             return error
         return delivery
@@ -188,7 +244,7 @@ class ShareDoor:
             if found is not None:
                 # A queue that has just closed keeps no other from hearing of it.
                 with suppress(MillstreamError):
-                    found.worker_gone(self.worker(member_id))
+                    found.release_worker(self.worker(member_id))
 
     def leader(self, place: SharePartition, error: MillstreamError | None) -> Leader:
         """Where to ask instead, for a partition that is not led here."""
@@ -210,10 +266,12 @@ def check_member_id(member_id: str | None) -> str:
     return member_id
 
 
-def verbs_of(batches: Sequence[AcknowledgementBatch], *, renews: bool = False) -> tuple[list[Settle], list[Settle]]:
+def settlements_of(
+    batches: Sequence[AcknowledgementBatch], *, renews: bool = False
+) -> tuple[list[Settlement], list[Settlement]]:
     """The acknowledgements of one partition as the queue takes them, and the gaps; or `InvalidRequest`."""
-    verbs: list[Settle] = []
-    gaps: list[Settle] = []
+    verbs: list[Settlement] = []
+    gaps: list[Settlement] = []
     before = -1
     offsets = 0
     for batch in batches:
@@ -224,7 +282,7 @@ def verbs_of(batches: Sequence[AcknowledgementBatch], *, renews: bool = False) -
             raise InvalidRequest(f"more than {OFFSETS_MAX} messages are acknowledged at once")
         at = batch.first_offset
         for kind, size in _runs(batch):
-            (gaps if kind == GAP else verbs).append(Settle(Offset(at), Offset(at + size - 1), _VERBS[kind]))
+            (gaps if kind == GAP else verbs).append(Settlement(Offset(at), Offset(at + size - 1), _VERBS[kind]))
             at += size
     return verbs, gaps
 

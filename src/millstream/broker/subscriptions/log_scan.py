@@ -13,28 +13,28 @@ import numpy as np
 import numpy.typing as npt
 
 from millstream.broker.replication.partition import Partition
-from millstream.broker.subscriptions.look import Opened, Ranges, TooHeavy, open_batch
+from millstream.broker.subscriptions.batch_scan import BatchScan, Ranges, TooHeavy, scan_batch
 from millstream.core.errors import BatchRejected, DamagedRange, OffsetOutOfRange, RepairPending
 from millstream.core.ids import Offset
 from millstream.core.subscription import READ_COMMITTED
 from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers, read_header
 
-LOOKED_BYTES_MAX: Final = 2 * 1024 * 1024
+SCANNED_BYTES_MAX: Final = 2 * 1024 * 1024
 """So much is looked through on the loop at once: a few milliseconds."""
 
 
-class Stretch(NamedTuple):
+class ScannedRange(NamedTuple):
     """A part of the log as a queue looks at it."""
 
     records: Buffer
     first: Offset
     next_offset: Offset
     absent: Ranges
-    due: Ranges
+    delayed: Ranges
     """Delayed messages: offset and time."""
     keys: npt.NDArray[np.int64] | None
-    looked_bytes: int = 0
+    scanned_bytes: int = 0
     """How much was looked through."""
     is_heavy: bool = False
     """Whether it ends with a batch that is still to be opened, elsewhere."""
@@ -48,16 +48,16 @@ class Stretch(NamedTuple):
         """The first offset of the heavy batch that is looked at."""
         return max(int(self.first), read_header(self.records).base_offset)
 
-    def with_batch(self, opened: Opened | str) -> Stretch:
+    def with_batch_scan(self, scan: BatchScan | str) -> ScannedRange:
         """The same with its heavy batch opened, or with the reason why it cannot be."""
         first = self.batch_first
-        if isinstance(opened, str):
+        if isinstance(scan, str):
             lost = (first, self.next_offset - 1)
-            return self._replace(absent=[*self.absent, lost], is_heavy=False, unreadable=((*lost, opened),))
+            return self._replace(absent=[*self.absent, lost], is_heavy=False, unreadable=((*lost, scan),))
         keys = self.keys
-        if keys is not None and opened.keys is not None:
-            keys[first - self.first :] = opened.keys
-        return self._replace(absent=[*self.absent, *opened.absent], due=opened.due, is_heavy=False)
+        if keys is not None and scan.keys is not None:
+            keys[first - self.first :] = scan.keys
+        return self._replace(absent=[*self.absent, *scan.absent], delayed=scan.delayed, is_heavy=False)
 
 
 def readable_end(partition: Partition, isolation: str) -> Offset:
@@ -65,7 +65,7 @@ def readable_end(partition: Partition, isolation: str) -> Offset:
     return partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
 
 
-def read(
+def read_batches(
     partition: Partition, offset: Offset, isolation: str, *, max_bytes: int, at_least_one: bool = True
 ) -> tuple[Buffer, Ranges]:
     """Whole batches from an offset on, and the aborted transactions among them."""
@@ -75,7 +75,7 @@ def read(
     return partition.read(offset, max_bytes=max_bytes, at_least_one=at_least_one), []
 
 
-def look(
+def scan_log(
     partition: Partition,
     offset: Offset,
     isolation: str,
@@ -83,77 +83,81 @@ def look(
     max_bytes: int,
     offsets_max: int,
     with_keys: bool = False,
-) -> Stretch | None:
+) -> ScannedRange | None:
     """Look at the log from an offset on; None when there is nothing to see yet."""
     try:
-        records, aborted = read(partition, offset, isolation, max_bytes=max_bytes)
+        records, aborted = read_batches(partition, offset, isolation, max_bytes=max_bytes)
     except DamagedRange as damage:
         next_offset = Offset(min(damage.next_offset, readable_end(partition, isolation)))
-        return _lost(offset, next_offset, damage, with_keys=with_keys)
+        return _damaged_range(offset, next_offset, damage, with_keys=with_keys)
     except RepairPending:
         # Whoever waits is woken when it is back, or when nobody has it.
         return None
     absent: Ranges = []
-    due: Ranges = []
+    delayed: Ranges = []
     keys: list[tuple[int, npt.NDArray[np.int64]]] = []
     unreadable: list[tuple[int, int, str]] = []
-    left_out = AbortedBatches(aborted)
+    aborted_batches = AbortedBatches(aborted)
     position = offset
-    looked_bytes = 0
+    scanned_bytes = 0
     for header in iterate_whole_headers(records):
         if header.next_offset <= position:
             continue
-        if position > offset and (header.next_offset - offset > offsets_max or looked_bytes > LOOKED_BYTES_MAX):
+        if position > offset and (header.next_offset - offset > offsets_max or scanned_bytes > SCANNED_BYTES_MAX):
             break
         first = max(position, header.base_offset)
         gap = [(int(position), header.base_offset - 1)] if header.base_offset > position else []
         # Asked of markers too, which end what is aborted.
-        is_aborted = left_out.holds(header.last_offset, header.attributes, header.producer_id)
+        is_aborted = aborted_batches.holds(header.last_offset, header.attributes, header.producer_id)
         if header.is_control or is_aborted:
             absent += [*gap, (first, header.last_offset)]
         else:
             try:
-                opened = open_batch(records, header, first, with_keys=with_keys)
+                scan = scan_batch(records, header, first, with_keys=with_keys)
             except TooHeavy:
                 if position > offset:
                     break
                 batch = memoryview(records)[header.position : header.end_position]
-                none = np.zeros(header.next_offset - offset, np.int64) if with_keys else None
-                return Stretch(batch, offset, header.next_offset, gap, [], none, is_heavy=True)
+                no_keys = np.zeros(header.next_offset - offset, np.int64) if with_keys else None
+                return ScannedRange(batch, offset, header.next_offset, gap, [], no_keys, is_heavy=True)
             except BatchRejected as error:
                 absent += [*gap, (first, header.last_offset)]
                 unreadable.append((first, header.last_offset, str(error)))
             else:
-                absent += [*gap, *opened.absent]
-                due += opened.due
-                looked_bytes += opened.looked_bytes
-                if opened.keys is not None:
-                    keys.append((first, opened.keys))
+                absent += [*gap, *scan.absent]
+                delayed += scan.delayed
+                scanned_bytes += scan.scanned_bytes
+                if scan.keys is not None:
+                    keys.append((first, scan.keys))
         position = header.next_offset
     if position == offset:
         return None
     all_keys = np.zeros(position - offset, np.int64) if with_keys else None
     if all_keys is not None:
-        for begin, some in keys:
-            all_keys[begin - offset : begin - offset + some.size] = some
-    return Stretch(records, offset, position, absent, due, all_keys, looked_bytes, False, tuple(unreadable))
+        for begin, batch_keys in keys:
+            all_keys[begin - offset : begin - offset + batch_keys.size] = batch_keys
+    return ScannedRange(records, offset, position, absent, delayed, all_keys, scanned_bytes, False, tuple(unreadable))
 
 
-def open_here(seen: Stretch) -> Stretch:
+def scan_heavy_batch(scanned: ScannedRange) -> ScannedRange:
     """Open the heavy batch of a stretch in this process."""
-    header, with_keys = read_header(seen.records), seen.keys is not None
+    header, with_keys = read_header(scanned.records), scanned.keys is not None
     try:
-        return seen.with_batch(open_batch(seen.records, header, seen.batch_first, with_keys=with_keys, light=False))
+        return scanned.with_batch_scan(
+            scan_batch(scanned.records, header, scanned.batch_first, with_keys=with_keys, light=False)
+        )
     except BatchRejected as error:
-        return seen.with_batch(str(error))
+        return scanned.with_batch_scan(str(error))
 
 
-def _lost(offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_keys: bool) -> Stretch | None:
+def _damaged_range(
+    offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_keys: bool
+) -> ScannedRange | None:
     """A stretch that the disk has lost: nothing is there, and what follows goes on."""
     if next_offset <= offset:
         return None
     keys = np.zeros(next_offset - offset, np.int64) if with_keys else None
-    return Stretch(b"", offset, next_offset, [(offset, next_offset - 1)], [], keys, damage=damage)
+    return ScannedRange(b"", offset, next_offset, [(offset, next_offset - 1)], [], keys, damage=damage)
 
 
 async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int], Offset]:
@@ -171,18 +175,16 @@ async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int,
         return found, Offset(offset + 1)
     if not header.is_control:
         with suppress(BatchRejected):
-            opened = await asyncio.to_thread(
-                open_batch, records, header, header.base_offset, with_keys=True, light=False
-            )
-            if opened.keys is not None:
-                found = dict(enumerate(opened.keys.tolist(), header.base_offset))
-            for first, last in opened.absent:
+            scan = await asyncio.to_thread(scan_batch, records, header, header.base_offset, with_keys=True, light=False)
+            if scan.keys is not None:
+                found = dict(enumerate(scan.keys.tolist(), header.base_offset))
+            for first, last in scan.absent:
                 for missing in range(first, last + 1):
                     del found[missing]
     return found, Offset(max(header.next_offset, offset + 1))
 
 
-def batches_with(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:
+def batches_covering(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:
     """The batches of a stretch that hold something of the given ranges, which are in order; neighbours together."""
     view = memoryview(records)
     begin = end = 0

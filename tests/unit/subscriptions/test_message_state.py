@@ -7,11 +7,10 @@ import asyncio
 import numpy as np
 import pytest
 
-from millstream.broker.subscriptions import delivery as endings
-from millstream.broker.subscriptions.delivery import Delivery, Endings
-from millstream.broker.subscriptions.lease import Settle
-from millstream.broker.subscriptions.remembered import Remembered
-from millstream.broker.subscriptions.told_state import ToldState, told_state
+from millstream.broker.subscriptions import outcomes
+from millstream.broker.subscriptions.delivery import Delivery
+from millstream.broker.subscriptions.lease import Settlement
+from millstream.broker.subscriptions.outcomes import MessageState, OutcomeBudget, OutcomeHistory, message_state
 from millstream.core.errors import NotLeader, PolicyViolation
 from millstream.core.ids import Offset
 from millstream.core.subscription import AT_MOST_ONCE
@@ -26,12 +25,12 @@ async def bench() -> Workbench:
     return Workbench()
 
 
-def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settle]:
-    return [Settle(Offset(offset), Offset(offset), verb, delay_ms)]
+def settle(offset: int, verb: Verb, delay_ms: int | None = None) -> list[Settlement]:
+    return [Settlement(Offset(offset), Offset(offset), verb, delay_ms)]
 
 
 async def state(delivery: Delivery, offset: int = 0, start: int | None = 0) -> str:
-    return (await told_state(delivery, offset, start=start, wait_s=0)).state
+    return (await message_state(delivery, offset, start=start, wait_s=0)).state
 
 
 async def test_from_publication_to_acceptance(bench: Workbench) -> None:
@@ -39,17 +38,19 @@ async def test_from_publication_to_acceptance(bench: Workbench) -> None:
     bench.publish("a")
     assert await state(delivery) == "waiting"
     (lease,) = delivery.try_receive(wanted()).leases
-    told = await told_state(delivery, 0, start=0, wait_s=0)
-    assert told == ToldState("leased", 1, lease.deadline_ms)
+    told = await message_state(delivery, 0, start=0, wait_s=0)
+    assert told == MessageState("leased", 1, lease.deadline_ms)
     delivery.settle_now("one", settle(0, Verb.RELEASE, 5000))
-    assert await told_state(delivery, 0, start=0, wait_s=0) == ToldState("delayed", 1, bench.clock.now_ms() + 5000)
+    assert await message_state(delivery, 0, start=0, wait_s=0) == MessageState(
+        "delayed", 1, bench.clock.now_ms() + 5000
+    )
     bench.clock.advance_ms(6000)
     delivery.try_receive(wanted())
-    waiting = asyncio.ensure_future(told_state(delivery, 0, start=0, wait_s=WAIT_S))
+    waiting = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))
     await turns()
     assert not waiting.done()
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
-    assert await waiting == ToldState("accepted", 2, is_final=True)
+    assert await waiting == MessageState("accepted", 2, is_final=True)
 
 
 async def test_other_ends(bench: Workbench) -> None:
@@ -59,7 +60,7 @@ async def test_other_ends(bench: Workbench) -> None:
     delivery.settle_now("one", settle(0, Verb.REJECT))
     assert await state(delivery, 0) == "rejected"
     delivery.queue.dead_lettered(0, b"", now_ms=bench.clock.now_ms())
-    delivery.news()
+    delivery.queue_changed()
     assert await state(delivery, 0) == "dead-lettered"
     delivery.queue.settings = type(delivery.settings)()
     delivery.settle_now("one", settle(1, Verb.REJECT))
@@ -74,7 +75,7 @@ async def test_what_the_filter_leaves_out_and_what_is_no_message(bench: Workbenc
     bench.publish(*"abcdefghij")
     now_ms = bench.clock.now_ms()
     matches = np.array([True, False] * 5)
-    delivery.queue.look(0, 10, now_ms=now_ms, matches=matches, absent=[(4, 4)])
+    delivery.queue.add_scanned(0, 10, now_ms=now_ms, matches=matches, absent=[(4, 4)])
     assert [await state(delivery, offset) for offset in range(6)] == [
         "waiting",
         "filtered",
@@ -90,7 +91,7 @@ async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.Mo
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
     delivery.settle_now("one", settle(0, Verb.ACCEPT))
-    monkeypatch.setattr(endings, "FRAMES_BYTES_MAX", 0)
+    monkeypatch.setattr(outcomes, "FRAMES_BYTES_MAX", 0)
     delivery.settle_now("one", settle(1, Verb.ACCEPT))
     # Nothing has ended otherwise so far, so it is known all the same.
     assert await state(delivery, 0) == "accepted"
@@ -101,11 +102,11 @@ async def test_an_end_that_is_forgotten(bench: Workbench, monkeypatch: pytest.Mo
 async def test_whoever_waits_is_told_the_end_however_much_happens(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endings, "FRAMES_BYTES_MAX", 0)
+    monkeypatch.setattr(outcomes, "FRAMES_BYTES_MAX", 0)
     delivery = await bench.open()
     bench.publish("a", "b", "c")
     delivery.try_receive(wanted(3))
-    waiting = [asyncio.ensure_future(told_state(delivery, offset, start=0, wait_s=WAIT_S)) for offset in range(3)]
+    waiting = [asyncio.ensure_future(message_state(delivery, offset, start=0, wait_s=WAIT_S)) for offset in range(3)]
     await turns()
     # All in one turn, so that nobody can look in between.
     delivery.settle_now("one", settle(2, Verb.REJECT))
@@ -124,7 +125,7 @@ async def test_at_most_once_accepts_what_it_hands_out(bench: Workbench) -> None:
 async def test_whoever_waits_is_told_when_the_queue_goes(bench: Workbench) -> None:
     delivery = await bench.open()
     bench.publish("a")
-    waiting = asyncio.ensure_future(told_state(delivery, 0, start=0, wait_s=WAIT_S))
+    waiting = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))
     await turns()
     delivery.close(NotLeader("elsewhere"))
     with pytest.raises(NotLeader):
@@ -132,16 +133,16 @@ async def test_whoever_waits_is_told_when_the_queue_goes(bench: Workbench) -> No
 
 
 async def test_not_everybody_may_wait(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endings, "WATCHERS_MAX", 1)
+    monkeypatch.setattr(outcomes, "WATCHERS_MAX", 1)
     delivery = await bench.open()
     bench.publish("a")
-    waiting = asyncio.ensure_future(told_state(delivery, 0, start=0, wait_s=WAIT_S))
+    waiting = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))
     await turns()
     with pytest.raises(PolicyViolation):
-        await told_state(delivery, 0, start=0, wait_s=WAIT_S)
+        await message_state(delivery, 0, start=0, wait_s=WAIT_S)
     waiting.cancel()
     await asyncio.wait([waiting])
-    again = asyncio.ensure_future(told_state(delivery, 0, start=0, wait_s=WAIT_S))
+    again = asyncio.ensure_future(message_state(delivery, 0, start=0, wait_s=WAIT_S))
     await turns()
     assert not again.done()
     delivery.try_receive(wanted())
@@ -150,17 +151,17 @@ async def test_not_everybody_may_wait(bench: Workbench, monkeypatch: pytest.Monk
 
 
 def test_all_queues_together_keep_no_more_than_a_node_may() -> None:
-    remembered = Remembered(bytes_max=300)
-    kept = [Endings() for _ in range(4)]
+    remembered = OutcomeBudget(bytes_max=300)
+    kept = [OutcomeHistory() for _ in range(4)]
     for one in kept:
         one.share(remembered)
     for number in (0, 1, 2, 0, 3):
-        kept[number].wrote(bytes(100))
+        kept[number].add_frame(bytes(100))
     # Those forget that have written nothing for longest.
     assert [one._bytes for one in kept] == [200, 0, 0, 100]
     assert remembered.bytes == 300
-    kept[0].closed()
+    kept[0].close()
     assert (remembered.bytes, kept[0]._bytes) == (100, 0)
-    kept[0].closed()
-    kept[1].wrote(bytes(50))
+    kept[0].close()
+    kept[1].add_frame(bytes(50))
     assert remembered.bytes == 150

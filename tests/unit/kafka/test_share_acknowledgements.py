@@ -10,11 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka import share_session
-from millstream.broker.kafka.share_door import GAP, OFFSETS_MAX, RENEW, check_member_id, verbs_of
-from millstream.broker.kafka.share_session import ShareSession, ShareSessions
+from millstream.broker.kafka import share_consumers
+from millstream.broker.kafka.share_consumers import (
+    GAP,
+    OFFSETS_MAX,
+    RENEW,
+    ShareSession,
+    ShareSessions,
+    check_member_id,
+    settlements_of,
+)
 from millstream.broker.net.presence import Presence
-from millstream.broker.subscriptions.lease import Settle
+from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import Offset
 from millstream.core.verb import Verb
@@ -80,7 +87,7 @@ def test_a_session_that_was_opened_anew_outlives_the_older_connection() -> None:
 
 
 def test_there_are_not_too_many_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(share_session, "SESSIONS_MAX", 1)
+    monkeypatch.setattr(share_consumers, "SESSIONS_MAX", 1)
     sessions = Sessions()
     opened(sessions, ONE, Presence())
     assert sessions.open(TWO, Presence()) is ErrorCode.share_session_limit_reached
@@ -96,13 +103,13 @@ class Batch:
     acknowledge_types: tuple[int, ...]
 
 
-def settle(first: int, last: int, verb: Verb) -> Settle:
-    return Settle(Offset(first), Offset(last), verb)
+def settle(first: int, last: int, verb: Verb) -> Settlement:
+    return Settlement(Offset(first), Offset(last), verb)
 
 
 def test_acknowledgements_become_ranges() -> None:
     batches = [Batch(0, 9, (1,)), Batch(10, 14, (1, 1, 2, 3, 3)), Batch(20, 20, (2,)), Batch(21, 24, (1, 0, 0, 1))]
-    verbs, gaps = verbs_of(batches)
+    verbs, gaps = settlements_of(batches)
     assert verbs == [
         settle(0, 9, Verb.ACCEPT),
         settle(10, 11, Verb.ACCEPT),
@@ -113,8 +120,8 @@ def test_acknowledgements_become_ranges() -> None:
         settle(24, 24, Verb.ACCEPT),
     ]
     assert gaps == [settle(22, 23, Verb.ACCEPT)]
-    assert verbs_of([]) == ([], [])
-    assert verbs_of([Batch(3, 4, (RENEW,))], renews=True) == ([settle(3, 4, Verb.EXTEND)], [])
+    assert settlements_of([]) == ([], [])
+    assert settlements_of([Batch(3, 4, (RENEW,))], renews=True) == ([settle(3, 4, Verb.EXTEND)], [])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +143,7 @@ def test_acknowledgements_become_ranges() -> None:
 )
 def test_what_cannot_be_an_acknowledgement(batches: list[Batch]) -> None:
     with pytest.raises(InvalidRequest):
-        verbs_of(batches)
+        settlements_of(batches)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 4), min_size=1, max_size=8)), max_size=5))
@@ -148,7 +155,7 @@ def test_every_offset_is_settled_once_as_it_was_said(plan: list[tuple[int, list[
         batches.append(Batch(at, at + len(types) - 1, tuple(types)))
         said.update(zip(range(at, at + len(types)), types, strict=True))
         at += len(types)
-    verbs, gaps = verbs_of(batches, renews=True)
+    verbs, gaps = settlements_of(batches, renews=True)
     done = {offset: int(one.verb) for one in verbs for offset in range(one.first, one.last + 1)}
     left = {offset for one in gaps for offset in range(one.first, one.last + 1)}
     assert done == {offset: kind for offset, kind in said.items() if kind != GAP}

@@ -1,25 +1,20 @@
-"""Offsets that transactions have committed but that do not count yet: they become visible or vanish with the marker.
+"""What transactions do to the offsets of groups: commit them provisionally, and end.
 
-They are kept in `__consumer_offsets` under keys of their own, beside the offsets that count, so that compaction and a
-rewrite of the log treat both alike; the marker's records put them in the place of those in one append.
-
-    key 7300  (producer id, group, topic, partition)   value: as that of a committed offset; header `producer-epoch`
-    key 7301  (producer id)                            value: epoch, coordinator epoch and time of its last marker
-
-The last marker of a producer fences what comes late: offsets of an earlier epoch, and markers of a coordinator that
-has been replaced. It is forgotten when the producer has not been heard of for long.
+Between the moment when the coordinator of a transaction says that it is open and the moment when an offset is appended,
+the transaction may have ended. So whoever asks takes a `Guard` first, which every marker of the producer breaks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
-from millstream.broker.coordination.state import StateRecord
+from millstream.broker.coordination.state_machine import Outcome, StateRecord
 from millstream.broker.groups.records import CommittedOffset, OffsetKey, offset_record, read_offset
 from millstream.broker.groups.requests import FetchedOffset, FetchedOffsets
-from millstream.core.errors import FencedProducer
+from millstream.core.clock import Clock
+from millstream.core.errors import FencedProducer, InvalidTransactionState
 from millstream.core.ids import NO_EPOCH, ProducerId
 from millstream.core.marker import Marker
 from millstream.protocol.messages.primitives import Reader, Writer
@@ -116,7 +111,7 @@ class PendingOffsets:
         """Whether a transaction that is not decided has committed this offset."""
         return key in self._producers_of
 
-    def marked(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
+    def with_stability(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
         """The same offsets, where those that a transaction is about to change are marked."""
         if not self._producers_of:
             return fetched
@@ -128,7 +123,7 @@ class PendingOffsets:
             for topic, offsets in fetched.items()
         }
 
-    def with_first(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
+    def with_uncommitted(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
         """Offsets, and beside them those that a transaction is about to commit where there is none yet.
 
         Who asks for everything that a group has would else take such a partition for one that was never read.
@@ -170,7 +165,7 @@ class PendingOffsets:
         if last is not None and epoch < last.epoch:
             raise FencedProducer(f"producer {producer_id} is at epoch {last.epoch}, not {epoch}")
 
-    def ended_by(self, marker: Marker, *, now_ms: int) -> list[StateRecord]:
+    def records_for_marker(self, marker: Marker, *, now_ms: int) -> list[StateRecord]:
         """What a marker changes; nothing when it came before. Raises when it comes too late."""
         last = self._markers.get(marker.producer_id)
         marker = marker.admitted(NO_EPOCH if last is None else last.coordinator_epoch)
@@ -179,18 +174,18 @@ class PendingOffsets:
         newest = max((pending.epoch for pending in offsets.values()), default=-1)
         if newest > marker.producer_epoch or (marker.bumps_epoch and newest == marker.producer_epoch):
             raise FencedProducer(f"producer {marker.producer_id} has begun a transaction after this marker")
-        told = LastMarker(marker.producer_epoch, marker.coordinator_epoch, now_ms)
-        if not offsets and last is not None and last[:2] == told[:2]:
+        latest = LastMarker(marker.producer_epoch, marker.coordinator_epoch, now_ms)
+        if not offsets and last is not None and last[:2] == latest[:2]:
             return []
         # Also when it changes no offset: an older coordinator's copy may still be on its way.
-        records = [marker_record(marker.producer_id, told)]
+        records = [marker_record(marker.producer_id, latest)]
         for key, pending in offsets.items():
             if marker.commit:
                 records.append(offset_record(key, pending.committed))
             records.append(pending_tombstone(PendingKey(marker.producer_id, key)))
         return records
 
-    def forgotten(self, *, before_ms: int) -> Iterator[StateRecord]:
+    def expired_markers(self, *, before_ms: int) -> Iterator[StateRecord]:
         """What takes away the last markers of producers that have not been heard of since then."""
         for producer_id, marker in self._markers.items():
             if marker.time_ms <= before_ms:
@@ -266,3 +261,71 @@ def _marker_key(producer_id: ProducerId) -> bytes:
     writer.int16(_MARKER_KEY)
     writer.int64(producer_id)
     return bytes(writer.buffer)
+
+
+AsRecord = Callable[[OffsetKey, CommittedOffset], StateRecord]
+
+
+class Guard:
+    """Holds as long as no marker of its producer has come."""
+
+    __slots__ = ("holds", "producer_id")
+
+    def __init__(self, producer_id: ProducerId) -> None:
+        self.producer_id = producer_id
+        self.holds = True
+
+
+class Producer(NamedTuple):
+    """The producer of a transaction, and the guard that was taken before its coordinator was asked."""
+
+    producer_id: ProducerId
+    epoch: int
+    guard: Guard
+
+
+class TransactionalOffsets:
+    """The transactions of producers, as far as one shard's groups are concerned."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.pending = PendingOffsets()
+        self._guards: dict[ProducerId, set[Guard]] = {}
+
+    def acquire_guard(self, producer_id: ProducerId) -> Outcome[Guard]:
+        """Take a guard; `release` has to follow."""
+        guard = Guard(producer_id)
+        self._guards.setdefault(producer_id, set()).add(guard)
+        return [], guard
+
+    def release(self, guard: Guard) -> Outcome[None]:
+        """Give a guard back."""
+        guards = self._guards.get(guard.producer_id)
+        if guards is not None:
+            guards.discard(guard)
+            if not guards:
+                del self._guards[guard.producer_id]
+        return [], None
+
+    def recorder(self, producer: Producer) -> AsRecord:
+        """How offsets of this producer are written down; raises when its transaction may have ended."""
+        guards = self._guards.get(producer.producer_id, ())
+        if not producer.guard.holds or producer.guard not in guards:
+            raise InvalidTransactionState(f"the transaction of producer {producer.producer_id} has ended meanwhile")
+        self.pending.check_epoch(producer.producer_id, producer.epoch)
+
+        def as_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
+            return pending_record(PendingKey(producer.producer_id, key), Pending(producer.epoch, committed))
+
+        return as_record
+
+    def end(self, marker: Marker) -> Outcome[None]:
+        """A transaction is committed or aborted."""
+        records = self.pending.records_for_marker(marker, now_ms=self._clock.now_ms())
+        for guard in self._guards.pop(marker.producer_id, ()):
+            guard.holds = False
+        return records, None
+
+    def expired_markers(self, retention_ms: int) -> Iterator[StateRecord]:
+        """What takes away the memory of producers that have not been heard of for so long."""
+        return self.pending.expired_markers(before_ms=self._clock.now_ms() - retention_ms)

@@ -101,7 +101,7 @@ from millstream.broker.kafka.apis.write_txn_markers import WriteTxnMarkers
 from millstream.broker.kafka.dispatch import RawApi
 from millstream.broker.kafka.node_metrics import GroupMetrics, ProcessMetrics
 from millstream.broker.kafka.quota_meter import QuotaMeters
-from millstream.broker.kafka.share_door import ShareDoor
+from millstream.broker.kafka.share_consumers import ShareConsumers
 from millstream.broker.kafka.share_offsets import ShareOffsets
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.kafka.transaction_service import TransactionService
@@ -117,7 +117,7 @@ from millstream.core.tasks import Supervise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class ApiDependencies:
     """What the APIs stand on."""
 
     config: Config
@@ -139,10 +139,10 @@ class Parts:
     warnings: Callable[[], Iterable[str]] = tuple
 
 
-class Served:
+class ServedApis:
     """The APIs of a running node, and the coordinators behind them."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: ApiDependencies) -> None:
         self._parts = parts
         self._groups = GroupCoordinator(
             parts.topics,
@@ -285,11 +285,11 @@ class Served:
 
     def _share_apis(self) -> Iterable[Api[Any, Any]]:
         groups, service = self._groups, self._subscriptions
-        door = ShareDoor(service, self._parts.membership)
+        consumers = ShareConsumers(service, self._parts.membership)
         yield ShareGroupHeartbeat(groups, service.declared)
         yield ShareGroupDescribe(groups)
-        yield ShareFetch(door, self._meters.fetch, bytes_max=self._parts.config.fetch_bytes_max)
-        yield ShareAcknowledge(door)
+        yield ShareFetch(consumers, self._meters.fetch, bytes_max=self._parts.config.fetch_bytes_max)
+        yield ShareAcknowledge(consumers)
         offsets = ShareOffsets(service, self._parts.membership)
         yield DescribeShareGroupOffsets(offsets, self._parts.topics)
         yield AlterShareGroupOffsets(groups, offsets, self._parts.topics)

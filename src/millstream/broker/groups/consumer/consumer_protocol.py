@@ -19,7 +19,7 @@ TopicPartitions = Sequence[tuple[str, Sequence[int]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EmbeddedSubscription:
+class ProtocolSubscription:
     """What a classic consumer tells of itself."""
 
     version: int
@@ -28,7 +28,7 @@ class EmbeddedSubscription:
     rack_id: str | None = None
 
 
-def read_subscription_of(metadata: bytes) -> EmbeddedSubscription:
+def parse_subscription(metadata: bytes) -> ProtocolSubscription:
     """Read it, or raise `ProtocolViolation`."""
     reader = Reader(metadata, flexible=False)
     version = _version(reader)
@@ -38,10 +38,10 @@ def read_subscription_of(metadata: bytes) -> EmbeddedSubscription:
     if version >= 2:
         reader.int32()
     rack_id = reader.nullable_string() if version >= 3 else None
-    return EmbeddedSubscription(version=version, topics=topics, owned=owned, rack_id=rack_id or None)
+    return ProtocolSubscription(version=version, topics=topics, owned=owned, rack_id=rack_id or None)
 
 
-def read_assignment_of(assignment: bytes) -> tuple[TopicPartitions, bool]:
+def parse_assignment(assignment: bytes) -> tuple[TopicPartitions, bool]:
     """The partitions of an assignment, and whether it carries something that only its assignor understands."""
     if not assignment:
         return (), False
@@ -50,7 +50,7 @@ def read_assignment_of(assignment: bytes) -> tuple[TopicPartitions, bool]:
     return _read_partitions(reader), bool(reader.blob())
 
 
-def write_assignment(partitions: Iterable[tuple[str, Iterable[int]]], *, version: int) -> bytes:
+def encode_assignment(partitions: Iterable[tuple[str, Iterable[int]]], *, version: int) -> bytes:
     """An assignment in the version in which the member subscribed."""
     writer = Writer(flexible=False)
     writer.int16(min(version, NEWEST_VERSION))

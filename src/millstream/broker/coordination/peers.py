@@ -21,10 +21,10 @@ _PRIVATE_VERSION: Final = 0
 class Peers(Protocol):
     """Asks other nodes."""
 
-    async def ask(self, node: NodeId, request: Any) -> Any:
+    async def send(self, node: NodeId, request: Any) -> Any:
         """Send a message to a node; the answer is of the message's version. A `MillstreamError` when none came."""
 
-    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+    async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         """Send one of Millstream's own requests; the body of the answer. A `MillstreamError` when none came."""
 
 
@@ -38,7 +38,7 @@ class WirePeers:
         self._opening: dict[NodeId, asyncio.Lock] = {}
         self._closed = False
 
-    async def ask(self, node: NodeId, request: Any) -> Any:
+    async def send(self, node: NodeId, request: Any) -> Any:
         """Send a message to a node."""
         key, newest = request.__api_key__, request.__version__
         channel = await self._channel(node)
@@ -46,7 +46,7 @@ class WirePeers:
         answer = await channel.call(reshape(request, load_request_class(key, version)), timeout_s=ANSWER_S)
         return reshape(answer, load_response_class(key, newest))
 
-    async def ask_privately(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
+    async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         """Send one of Millstream's own requests."""
         channel = await self._channel(node)
         frame = await channel.exchange(api_key, _PRIVATE_VERSION, [body], timeout_s=ANSWER_S)

@@ -1,6 +1,6 @@
 """What the log has at offsets that a queue looks at for the first time: batches opened for it, and the deltas.
 
-A batch is opened on the loop only if that takes well below a millisecond; `open_batch` raises `TooHeavy` for others,
+A batch is opened on the loop only if that takes well below a millisecond; `scan_batch` raises `TooHeavy` for others,
 which the process that evaluates filters opens.
 """
 
@@ -44,22 +44,22 @@ class TooHeavy(Exception):
     """Opening the batch would hold up the loop."""
 
 
-class Opened(NamedTuple):
+class BatchScan(NamedTuple):
     """What a queue has to know of one batch, from an offset on."""
 
     absent: Ranges
-    due: Ranges
+    delayed: Ranges
     """Delayed messages: offset and time."""
     keys: npt.NDArray[np.int64] | None
     """A number for the key of every offset, the same on every node; 0 where there is none.
 
     Two keys with the same number wait for each other, which keeps the order of both.
     """
-    looked_bytes: int
+    scanned_bytes: int
     """How much was looked through."""
 
 
-def open_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, light: bool = True) -> Opened:
+def scan_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, light: bool = True) -> BatchScan:
     """Find out which offsets of a batch hold messages, which of these are delayed, and their keys.
 
     Raises `BatchRejected` for what cannot be read, and `TooHeavy`, if only what is light is opened.
@@ -74,19 +74,19 @@ def open_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: b
         raise TooHeavy from None
     has_delays = section.find(_DELIVER_AT_BYTES) >= 0
     if is_dense and not has_delays and not with_keys:
-        return Opened([], [], None, len(section))
+        return BatchScan([], [], None, len(section))
     if light and header.record_count > LIGHT_RECORDS_MAX:
         raise TooHeavy
     if header.record_count >= COMPILED_RECORDS_MIN:
         return _open_compiled(records, header, first, with_keys=with_keys, has_delays=has_delays)
     offsets: list[int] = []
-    due: Ranges = []
+    delayed: Ranges = []
     keys = np.zeros(header.next_offset - first, np.int64) if with_keys else None
     if has_delays:
         for record in decode_batch(records, header, first=first):
             offsets.append(record.offset)
             if (time_ms := deliver_at_ms(record)) is not None:
-                due.append((record.offset, time_ms))
+                delayed.append((record.offset, time_ms))
             if keys is not None and record.key is not None:
                 keys[record.offset - first] = crc32(record.key) + 1
     else:
@@ -96,17 +96,17 @@ def open_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: b
                 offsets.append(offset)
                 if keys is not None and raw.key is not None:
                     keys[offset - first] = crc32(raw.key) + 1
-    absent = _holes(np.array(offsets, np.int64), first, header.last_offset)
-    return Opened(absent, due, keys, len(section))
+    absent = _find_gaps(np.array(offsets, np.int64), first, header.last_offset)
+    return BatchScan(absent, delayed, keys, len(section))
 
 
-def _open_compiled(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, has_delays: bool) -> Opened:
+def _open_compiled(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, has_delays: bool) -> BatchScan:
     from millstream.protocol.records.decoder import HEADER, KEY, decode_columns
 
     batch = memoryview(records)[header.position : header.end_position]
     fields = [name for name, is_wanted in ((KEY, with_keys), (HEADER, has_delays)) if is_wanted]
     found: list[npt.NDArray[np.int64]] = [np.empty(0, np.int64)]
-    due: Ranges = []
+    delayed: Ranges = []
     keys = np.zeros(header.next_offset - first, np.int64) if with_keys else None
     for columns in decode_columns(batch, fields=fields, start_offset=first, verify_crc=False):
         found.append(columns.offsets)
@@ -117,30 +117,30 @@ def _open_compiled(records: Buffer, header: BatchHeader, first: int, *, with_key
                 numbers[np.unpackbits(columns.keys.validity, count=numbers.size, bitorder="little") == 0] = 0
             keys[columns.offsets - first] = numbers
         if columns.headers is not None:
-            due += _due(columns.offsets, columns.headers)
-    return Opened(_holes(np.concatenate(found), first, header.last_offset), due, keys, len(batch))
+            delayed += _find_delayed(columns.offsets, columns.headers)
+    return BatchScan(_find_gaps(np.concatenate(found), first, header.last_offset), delayed, keys, len(batch))
 
 
-def _due(offsets: npt.NDArray[np.int64], headers: HeaderColumn) -> Ranges:
+def _find_delayed(offsets: npt.NDArray[np.int64], headers: HeaderColumn) -> Ranges:
     """The delayed messages among some."""
     names, values = headers.keys.data.tobytes(), headers.values.data.tobytes()
     name_ends, value_ends = headers.keys.offsets.tolist(), headers.values.offsets.tolist()
-    due: Ranges = []
+    delayed: Ranges = []
     for offset, (begin, end) in zip(offsets.tolist(), pairwise(headers.offsets.tolist()), strict=True):
-        for at in range(begin, end):
-            if names[name_ends[at] : name_ends[at + 1]] == _DELIVER_AT_BYTES:
-                time_ms = _time_ms(values[value_ends[at] : value_ends[at + 1]])
+        for position in range(begin, end):
+            if names[name_ends[position] : name_ends[position + 1]] == _DELIVER_AT_BYTES:
+                time_ms = _time_ms(values[value_ends[position] : value_ends[position + 1]])
                 if time_ms is not None:
-                    due.append((offset, time_ms))
+                    delayed.append((offset, time_ms))
                     break
-    return due
+    return delayed
 
 
-def _holes(offsets: npt.NDArray[np.int64], first: int, last: int) -> Ranges:
+def _find_gaps(offsets: npt.NDArray[np.int64], first: int, last: int) -> Ranges:
     """The ranges from `first` to `last` of which no offset is there."""
     bounds = np.concatenate(([first - 1], offsets, [last + 1]))
     before = np.flatnonzero(np.diff(bounds) > 1)
-    return [(int(bounds[at]) + 1, int(bounds[at + 1]) - 1) for at in before]
+    return [(int(bounds[position]) + 1, int(bounds[position + 1]) - 1) for position in before]
 
 
 def deliver_at_ms(record: Record) -> int | None:
@@ -156,7 +156,7 @@ def _time_ms(value: bytes) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ScanResult:
     """What was read of the offsets [first, next_offset)."""
 
     first: int
@@ -167,31 +167,31 @@ class Look:
     """For each offset whether the filter lets it through; None if it lets all through."""
     keys: npt.NDArray[np.int64] | None = None
     """For each offset the hash of its key, 0 without one."""
-    due: Sequence[tuple[int, int]] = ()
+    delayed: Sequence[tuple[int, int]] = ()
     """Messages that are delayed: offset and time."""
 
-    def since(self, offset: int) -> Look:
+    def starting_at(self, offset: int) -> ScanResult:
         """The part from an offset on; what lies between the offset and the first that was read is absent."""
         skipped = offset - self.first
         if skipped == 0:
             return self
         if skipped < 0:
-            hole = -skipped
-            return Look(
+            gap = -skipped
+            return ScanResult(
                 first=offset,
                 next_offset=self.next_offset,
                 absent=[(offset, self.first - 1), *self.absent],
-                matches=None if self.matches is None else np.concatenate((np.ones(hole, np.bool_), self.matches)),
-                keys=None if self.keys is None else np.concatenate((np.zeros(hole, np.int64), self.keys)),
-                due=self.due,
+                matches=None if self.matches is None else np.concatenate((np.ones(gap, np.bool_), self.matches)),
+                keys=None if self.keys is None else np.concatenate((np.zeros(gap, np.int64), self.keys)),
+                delayed=self.delayed,
             )
-        return Look(
+        return ScanResult(
             first=offset,
             next_offset=max(self.next_offset, offset),
             absent=[(max(first, offset), last) for first, last in self.absent if last >= offset],
             matches=None if self.matches is None else self.matches[skipped:],
             keys=None if self.keys is None else self.keys[skipped:],
-            due=[(message, due_ms) for message, due_ms in self.due if message >= offset],
+            delayed=[(message, due_ms) for message, due_ms in self.delayed if message >= offset],
         )
 
     def key_bytes(self) -> bytes:
@@ -205,10 +205,10 @@ class Look:
         if self.next_offset <= self.first:
             return []
         first, last = self.first, self.next_offset - 1
-        deltas = [Delta(DeltaKind.LOOKED, first, last, 0, 0, "", now_ms)]
+        deltas = [Delta(DeltaKind.SCANNED, first, last, 0, 0, "", now_ms)]
         for begin, end in self.absent:
             deltas.append(Delta(DeltaKind.ABSENT, begin, end, 0, 0, "", now_ms))
-        if self.matches is None and not self.due:
+        if self.matches is None and not self.delayed:
             return deltas
         wanted = np.ones(self.next_offset - self.first, np.bool_)
         for begin, end in self.absent:
@@ -231,7 +231,7 @@ class Look:
 
     def _parked(self, wanted: npt.NDArray[np.bool_], now_ms: int) -> list[Delta]:
         deltas: list[Delta] = []
-        for offset, due_ms in self.due:
+        for offset, due_ms in self.delayed:
             if due_ms <= now_ms or not wanted[offset - self.first]:
                 continue
             before = deltas[-1] if deltas else None
