@@ -79,7 +79,7 @@ async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[st
     parts = Parts(kafka_address, starting=lambda: broker.starting)
     server = Server(build_app(status.ask, broker.health, parts, Site(hosts)))
     server.when_stopped = parts.stop
-    asyncio.get_running_loop().add_reader(line.fileno(), _hear, server, line, broker)
+    asyncio.get_running_loop().add_reader(line.fileno(), _deliver, server, line, broker)
     try:
         await server.serve(sockets=[listening])
     finally:
@@ -88,7 +88,7 @@ async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[st
         line.close()
 
 
-def _hear(server: Server, line: socket.socket, broker: BrokerLine) -> None:
+def _deliver(server: Server, line: socket.socket, broker: BrokerLine) -> None:
     piece = line.recv(65536)
     if piece:
         broker.feed(piece)

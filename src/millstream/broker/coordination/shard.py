@@ -21,7 +21,7 @@ from millstream.broker.coordination.later import Later
 from millstream.broker.coordination.state import Confirmation, Operation, StateMachine, StateRecord
 from millstream.broker.coordination.timers import Timer, Timers
 from millstream.broker.log.log import AppendedRange
-from millstream.broker.replication.acknowledgement import AcknowledgementListener, Told
+from millstream.broker.replication.acknowledgement import AcknowledgementFuture, AcknowledgementListener
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     CoordinatorLoading,
@@ -276,7 +276,7 @@ class StateLog(Protocol):
     def is_acknowledged(self, appended: AppendedRange) -> bool:
         """Whether an append is acknowledged already."""
 
-    def tell(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
+    def notify_acknowledged(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
         """Tell `listener` once an append is acknowledged, or why it never will be."""
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
@@ -286,7 +286,7 @@ class StateLog(Protocol):
         """Wait until everything that the log holds now is acknowledged."""
 
 
-class _Append(Told):
+class _Append(AcknowledgementFuture):
     """An append that is not acknowledged yet. The shard hears of it at once, without a turn of a busy loop."""
 
     __slots__ = ("_heard",)
@@ -440,7 +440,7 @@ class Shard(Generic[S]):
             waiting = _Append(lambda error: self._on_acknowledged(appended.next_offset, incarnation, error))
             self._unacknowledged.add(waiting.future)
             waiting.future.add_done_callback(self._unacknowledged.discard)
-            self.partition.tell(appended, waiting)
+            self.partition.notify_acknowledged(appended, waiting)
         return appended.next_offset
 
     async def acknowledged_up_to(self, offset: Offset) -> None:

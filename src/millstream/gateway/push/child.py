@@ -99,7 +99,7 @@ class PushChild(SupervisedChild):
     async def _ended(self, process: Process) -> int:
         telling = asyncio.get_running_loop().create_task(self._tell(process), name="tell the push process")
         try:
-            await self._hear(process)
+            await self._deliver(process)
             return await process.wait()
         finally:
             telling.cancel()
@@ -123,7 +123,7 @@ class PushChild(SupervisedChild):
             self._is_dismissed = True
             process.stdin.close()
 
-    async def _hear(self, process: Process) -> None:
+    async def _deliver(self, process: Process) -> None:
         if process.stdout is None:
             return
         while True:

@@ -174,7 +174,7 @@ class PipelineChild(SupervisedChild):
         telling = asyncio.get_running_loop().create_task(self._tell(process), name="tell the driver of pipelines")
         code = -1
         try:
-            await self._hear(process)
+            await self._deliver(process)
             code = await process.wait()
             return code
         finally:
@@ -210,7 +210,7 @@ class PipelineChild(SupervisedChild):
     def _wanted_of(self, pipeline: Pipeline) -> Wanted:
         return Wanted(pipeline, attempt=self._attempts[pipeline.name], is_suspect=self._roll.is_suspect(pipeline.name))
 
-    async def _hear(self, process: Process) -> None:
+    async def _deliver(self, process: Process) -> None:
         if process.stdout is None:
             return
         while True:

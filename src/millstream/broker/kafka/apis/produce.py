@@ -37,7 +37,7 @@ from millstream.broker.kafka.fenced import log_fenced
 from millstream.broker.kafka.produce_layout import Portion, Request, read, write
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.transaction_opening import Opening, is_open
-from millstream.broker.log.admission import check_records, needs_time
+from millstream.broker.log.batch_checks import check_records, is_expensive_to_check
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.log.transactions import Guard
 from millstream.broker.net.connection import Answer
@@ -84,19 +84,19 @@ _NO_TRANSACTION = "the record batch belongs to a transaction, but the request na
 class _Waiting:
     """A partition of a request whose reply waits for it to be acknowledged."""
 
-    __slots__ = ("is_over", "partition", "pending", "portion")
+    __slots__ = ("is_finished", "partition", "pending", "portion")
 
     def __init__(self, pending: _Pending, portion: Portion, partition: Partition) -> None:
         self.pending = pending
         self.portion = portion
         self.partition = partition
-        self.is_over = False
+        self.is_finished = False
 
     def acknowledged(self, error: MillstreamError | None) -> None:
         """Called once by the partition."""
-        if self.is_over:
+        if self.is_finished:
             return
-        self.is_over = True
+        self.is_finished = True
         if error is not None:
             self.portion.fail(error_code(error), str(error))
         self.pending.one_less()
@@ -125,9 +125,9 @@ class _Pending(Promise):
 
     def time_out(self) -> list[Partition]:
         """Tell of every partition that is still waited for that nothing is known; returns these."""
-        left = [waiting for waiting in self.waiting if not waiting.is_over]
+        left = [waiting for waiting in self.waiting if not waiting.is_finished]
         for waiting in left:
-            waiting.is_over = True
+            waiting.is_finished = True
             waiting.portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
         return [waiting.partition for waiting in left]
 
@@ -193,7 +193,7 @@ class Produce:
         if records is None or not (len(records) >= _MANY_RECORDS_BYTES or _flags(records) & COMPRESSION_MASK):
             return False
         try:
-            return self._partition(portion).log.settings.reads_records and needs_time(records)
+            return self._partition(portion).log.settings.reads_records and is_expensive_to_check(records)
         except MillstreamError:
             # It is refused when it is appended.
             return False
@@ -279,7 +279,7 @@ class Produce:
         for partition, portion in waiting:
             one = _Waiting(pending, portion, partition)
             pending.waiting.append(one)
-            partition.tell(cast("AppendedRange", portion.appended), one, request.acks)
+            partition.notify_acknowledged(cast("AppendedRange", portion.appended), one, request.acks)
         if self._sweep is None:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
@@ -301,7 +301,7 @@ class Produce:
                 given_up.update(dict.fromkeys(pending.time_out()))
                 self.keep(pending)
         for partition in given_up:
-            partition.drop_over()
+            partition.discard_finished()
         if self._pending:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 

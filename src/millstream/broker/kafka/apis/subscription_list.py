@@ -88,7 +88,7 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
 
     def _pushed(self, subscription: Subscription) -> list[dict[str, Any]]:
         """How push goes here; a client puts those of all nodes together."""
-        told = self._service.push.told(subscription.name)
+        told = self._service.push.describe(subscription.name)
         return [] if told is None else [{"node": self._service.node_id, **told}]
 
     def _told(
