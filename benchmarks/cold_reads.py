@@ -47,7 +47,7 @@ def read_all(log: Log) -> int:
     """Read everything as a consumer's fetches do."""
     offset, size = int(log.start_offset), 0
     while offset < log.end_offset:
-        stretch = log.stretch(offset, max_bytes=READ_BYTES, up_to=log.end_offset)
+        stretch = log.read_slice(offset, max_bytes=READ_BYTES, up_to=log.end_offset)
         if stretch is None:
             break
         offset, size = stretch.next_offset, size + len(stretch.data)

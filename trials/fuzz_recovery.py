@@ -186,7 +186,7 @@ def read_all(log: Log) -> dict[int, bytes]:
         except OffsetOutOfRange:
             raise
         except MillstreamError:
-            offset = next((after for first, after in log.damage if first <= offset < after), offset + 1)
+            offset = next((after for first, after in log.damaged_ranges if first <= offset < after), offset + 1)
             continue
         headers = list(iterate_whole_headers(data))
         if not headers:
@@ -219,7 +219,7 @@ def compare(log: Log, written: list[Written], committed: int, damage: Damage) ->
             continue
         if batch.next_offset <= log.start_offset:
             raise Finding(f"{log}: the start went beyond {batch.base_offset}, which was not deleted")
-        raise Finding(f"{log}: {batch} was not touched and is gone; damage {log.damage}, done {damage.touched}")
+        raise Finding(f"{log}: {batch} was not touched and is gone; damage {log.damaged_ranges}, done {damage.touched}")
     return found
 
 

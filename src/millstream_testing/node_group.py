@@ -12,7 +12,7 @@ from random import Random
 from typing import Any, Self
 
 from millstream.broker.catalog.catalog import Catalog
-from millstream.broker.cluster.cluster_node import ClusterNode, Surroundings
+from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
 from millstream.broker.cluster.cluster_topics import ClusterTopics
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
@@ -85,7 +85,7 @@ class GroupNode:
         self._supervise("log store", self._log_store.run())
         self._store = EmbeddedStore(group.service, group.clock)
         self._cluster = ClusterNode(
-            Surroundings(
+            ClusterDependencies(
                 config=self.config,
                 clock=group.clock,
                 random=Random(group.starts),

@@ -81,7 +81,7 @@ class UnsteadyStore(EmbeddedStore):
             raise StoreUnavailable("the answer was lost")
         return answer
 
-    async def _hear(self) -> None:
+    async def _deliver(self) -> None:
         await self.hears.wait()
 
 

@@ -67,7 +67,7 @@ class MemoryPartition:
         """Whether an append is acknowledged already."""
         return appended.next_offset <= self.high_watermark
 
-    def tell(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
+    def notify_acknowledged(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
         """Tell `listener` once an append is acknowledged, or why it never will be."""
         self._waiting.append((appended.next_offset, listener))
 

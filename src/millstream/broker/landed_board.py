@@ -28,7 +28,7 @@ class Landing:
     place: tuple[str, str]
     """The lake that is said for it, which may be that of the node, and the format of its tables."""
     takes: Callable[[str], bool]
-    told: dict[UUID, Offsets] = field(default_factory=dict)
+    landed: dict[UUID, Offsets] = field(default_factory=dict)
     """By topic, how far it has come in that place."""
 
 
@@ -54,9 +54,9 @@ class LandedBoard:
         landing = self._landings.get(pipeline_id)
         if landing is None or landing.place != place or self._topics.by_id(topic_id) is None:
             return
-        for gone in [one for one in landing.told if self._topics.by_id(one) is None]:
-            del landing.told[gone]
-        landing.told[topic_id] = dict(offsets)
+        for gone in [one for one in landing.landed if self._topics.by_id(one) is None]:
+            del landing.landed[gone]
+        landing.landed[topic_id] = dict(offsets)
 
     def floor(self, place: TopicPartition) -> int:
         """From where on a partition is not in the tables of all pipelines that land it; all of it if there is none."""
@@ -71,8 +71,8 @@ class LandedBoard:
         if not partition.is_leader:
             # The leader knows, and others begin where it does.
             return partition.log_start
-        told = [one.told.get(topic.topic_id, {}).get(place.partition, 0) for one in self._landing(place.topic)]
-        return min(told, default=0)
+        landed = [one.landed.get(topic.topic_id, {}).get(place.partition, 0) for one in self._landing(place.topic)]
+        return min(landed, default=0)
 
     def _landing(self, topic: str) -> list[Landing]:
         """Who lands a topic; expressions are matched once for each, and not for every partition again and again."""
@@ -97,5 +97,5 @@ class LandedBoard:
             if isinstance(settings, LandSettings):
                 known = before.get(pipeline.pipeline_id)
                 place = settings.lake, settings.format
-                told = known.told if known is not None and known.place == place else {}
-                self._landings[pipeline.pipeline_id] = Landing(place, settings.matcher(), told)
+                landed = known.landed if known is not None and known.place == place else {}
+                self._landings[pipeline.pipeline_id] = Landing(place, settings.matcher(), landed)

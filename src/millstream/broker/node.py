@@ -55,7 +55,7 @@ _ORPHAN_S = 10.0
 _ORPHAN_LOOK_S = 0.1
 """How long, and how often, a start after a kill tries to get the address that the old gateway may still hold."""
 
-_TROUBLES_MAX = 10
+_REASONS_MAX = 10
 """So many failed partitions are named; more would help nobody."""
 
 _RECOVERED_AT_ONCE = 100
@@ -211,19 +211,19 @@ class Broker:
 
         # What may be wrong with the settings is told before the log is opened: a start that fails after that leaves the
         # mark of a clean stop, and with it nobody would know that a machine went down before.
-        self._check_alone()
+        self._check_data_folder()
         reached = await self._reach_cluster() if config.in_cluster else None
         if self._has_much_to_recover():
-            await self._tell_start("the logs are checked, since the last stop was not clean")
+            await self._serve_start_report("the logs are checked, since the last stop was not clean")
         store = self._open_store()
         self._store = store
         make_private(Path(self._data))
-        store.when_recovering(lambda done, left: self._tell(f"{done} of {done + left} logs are recovered"))
+        store.on_recovery_progress(lambda done, left: self._report_start(f"{done} of {done + left} logs are recovered"))
         undo.push_async_callback(store.close)
         self._supervise("log store", store.run())
         core = await (self._open_alone(store) if reached is None else self._open_in_cluster(store, reached))
-        store.tell_recovered()
-        self._tell("the logs are open, and the APIs are being loaded")
+        store.finish_recovery()
+        self._report_start("the logs are open, and the APIs are being loaded")
         # Not before: whoever connects while logs are recovered would wait without knowing what for.
         listen(self._kafka_socket, flag="kafka")
         if self._http_socket is not None:
@@ -253,7 +253,7 @@ class Broker:
             await core.node.join(core.membership.me, self.http_address)
             undo.push_async_callback(core.node.leave)
         for name, make in self._children.beside.items():
-            self._run_beside(name, make, core)
+            self._run_child(name, make, core)
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
 
     async def _prepare_gateway(self, make: Callable[[socket.socket, str, Config], GatewayProcess]) -> None:
@@ -263,7 +263,7 @@ class Broker:
         self._http_at = _address_of(self._http_socket)
         self._gateway = make(self._http_socket, self.kafka_address, self._config)
 
-    def _tell(self, starting: str) -> None:
+    def _report_start(self, starting: str) -> None:
         """Have the gateway, if there is one, answer why the node is not up yet."""
         if self._gateway is not None:
             self._gateway.tell(starting)
@@ -298,7 +298,7 @@ class Broker:
                 "with --advertise HOST:PORT"
             )
 
-    def _check_alone(self) -> None:
+    def _check_data_folder(self) -> None:
         if self._config.in_cluster:
             if os.path.exists(os.path.join(self._data, CATALOG_NAME)):
                 raise ClusterMismatch(
@@ -355,25 +355,25 @@ class Broker:
         return reached
 
     async def _enter(self, reached: _Reached, etcd: str) -> None:
-        from millstream.broker.cluster.entry import Claim, Entry
+        from millstream.broker.cluster.startup_checks import NodeIdentity, StartupChecks
 
         config, random = self._config, SystemRandom()
-        claim = Claim(
+        claim = NodeIdentity(
             node_id=NodeId(config.node_id),
             cluster=config.cluster,
             etcd=etcd,
             data=config.data,
             etcd_wait_s=config.etcd_wait_ms / 1000,
         )
-        entry = Entry(
+        entry = StartupChecks(
             claim,
             FolderOwner.read(self._files, self._data),
             reached.coordination,
             reached.declarations,
             clock=self._clock,
             backoff=lambda: Backoff(random, first_s=_WAIT_S_FIRST, max_s=_WAIT_S_MAX),
-            answers=self._is_answered_by,
-            tell=self._tell_start,
+            is_running=self._is_answered_by,
+            report=self._serve_start_report,
         )
         await entry.check()
 
@@ -420,13 +420,13 @@ class Broker:
 
     async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
         """One of several nodes, which agree through etcd on what the shared catalog declares."""
-        from millstream.broker.cluster.cluster_node import ClusterNode, Surroundings
-        from millstream.broker.cluster.last_run import boot_id_of_machine
+        from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
+        from millstream.broker.cluster.last_run import read_boot_id
         from millstream.broker.cluster.replica_link import WireLinks
 
         config, declarations = self._config, reached.declarations
         node = ClusterNode(
-            Surroundings(
+            ClusterDependencies(
                 config=config,
                 clock=self._clock,
                 random=SystemRandom(),
@@ -436,7 +436,7 @@ class Broker:
                 coordination=reached.coordination,
                 declarations=declarations,
                 links=lambda find: WireLinks(find, me=NodeId(config.node_id)),
-                boot_id=boot_id_of_machine(),
+                boot_id=read_boot_id(),
                 supervise=self._supervise,
                 catalog_away_since_ms=lambda: declarations.away_since_ms,
             )
@@ -483,7 +483,7 @@ class Broker:
             budget=budget,
             connections=listener.connections,
             sources=[listener, dispatch, core.topics, store, *([core.node] if core.node is not None else [])],
-            troubles=lambda: _troubles(store, core.node),
+            troubles=lambda: _unready_reasons(store, core.node),
             damage=store.damage,
             warnings=core.node.warnings if core.node is not None else tuple,
             node=node,
@@ -508,7 +508,7 @@ class Broker:
             gateway.serve_status(self._served.node_status.health)
         self._begin_gateway(gateway)
 
-    def _run_beside(self, name: str, make: Callable[[RunningNode], ChildProcess], core: _Core) -> None:
+    def _run_child(self, name: str, make: Callable[[RunningNode], ChildProcess], core: _Core) -> None:
         """Run a child process once the APIs answer, and have `stop` end it."""
         made: list[ChildProcess] = []
 
@@ -547,7 +547,7 @@ class Broker:
             self._gateway_runs = True
             self._supervise("HTTP gateway", gateway.run())
 
-    async def _tell_start(self, reason: str) -> None:
+    async def _serve_start_report(self, reason: str) -> None:
         """Have the gateway say why the node is not up yet, in good time before the loop stands still."""
         if self._gateway is None or self._http_socket is None:
             return
@@ -627,11 +627,11 @@ def _import_served() -> Any:
     return served_apis
 
 
-def _troubles(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
+def _unready_reasons(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
     """Why the node should get no traffic although it runs."""
     if node is not None:
         yield from node.troubles()
-    for partition, reason in islice(store.failures.items(), _TROUBLES_MAX):
+    for partition, reason in islice(store.failures.items(), _REASONS_MAX):
         yield f"{partition}: {reason}"
 
 

@@ -71,7 +71,7 @@ class PipelineBoard:
         found = self._reports.get(pipeline)
         return self._lags.get(pipeline, None if found is None else found.lag)
 
-    def told(self, pipeline: str) -> dict[str, Any] | None:
+    def describe(self, pipeline: str) -> dict[str, Any] | None:
         """How a pipeline does, if it is run here."""
         found = self._reports.get(pipeline)
         return None if found is None else {**msgspec.structs.asdict(found), "lag": self.lag(pipeline)}
@@ -146,12 +146,12 @@ def _seconds(since_ms: int, now_ms: float) -> float:
     return round(max(0.0, now_ms - since_ms) / 1000, 1) if since_ms else 0.0
 
 
-def _gauge(name: str, told: str, samples: Iterable[Sample]) -> Metric:
-    return Metric(f"millstream_pipeline_{name}", "gauge", told, samples)
+def _gauge(name: str, help_text: str, samples: Iterable[Sample]) -> Metric:
+    return Metric(f"millstream_pipeline_{name}", "gauge", help_text, samples)
 
 
-def _counter(name: str, told: str, samples: Iterable[Sample]) -> Metric:
-    return Metric(f"millstream_pipeline_{name}_total", "counter", told, samples)
+def _counter(name: str, help_text: str, samples: Iterable[Sample]) -> Metric:
+    return Metric(f"millstream_pipeline_{name}_total", "counter", help_text, samples)
 
 
 def _sample(pipeline: str, value: float, **more: str) -> Sample:

@@ -37,7 +37,7 @@ class PushReport(PushState, frozen=True, kw_only=True):
     requests: int
     seconds: float
 
-    def told(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """What `subscription describe` shows."""
         return {name: getattr(self, name) for name in PushState.__struct_fields__}
 
@@ -57,10 +57,10 @@ class PushBoard:
         """The process has ended."""
         self._reports = {}
 
-    def told(self, subscription: str) -> dict[str, Any] | None:
+    def describe(self, subscription: str) -> dict[str, Any] | None:
         """How push of one subscription goes here."""
         found = self._reports.get(subscription)
-        return None if found is None else found.told()
+        return None if found is None else found.describe()
 
     def metrics(self) -> Iterable[Metric]:
         """Numbers by subscription, while messages are pushed."""

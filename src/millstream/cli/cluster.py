@@ -296,8 +296,10 @@ def _print_rebuilt(outcome: Outcome) -> None:
         if names:
             more = ", …" if len(names) > ROWS_MAX else ""
             print_line(f"{counted(len(names), 'partition')} {description}: {', '.join(names[:ROWS_MAX])}{more}")
-    if rebuilt.strangers:
-        print_line(f"{counted(len(rebuilt.strangers), 'topic')} on disk that the catalog does not know: left alone.")
+    if rebuilt.unknown_topics:
+        print_line(
+            f"{counted(len(rebuilt.unknown_topics), 'topic')} on disk that the catalog does not know: left alone."
+        )
     if outcome.written:
         print_line("Start the nodes now.")
     elif not rebuilt.is_safe:

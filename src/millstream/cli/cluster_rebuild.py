@@ -11,8 +11,8 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdStore
 from millstream.broker.cluster.inventory import Inventory, take_inventory
-from millstream.broker.cluster.last_run import boot_id_of_machine
-from millstream.broker.cluster.rebuild import Rebuilt, check_unknown, work_out, write
+from millstream.broker.cluster.last_run import read_boot_id
+from millstream.broker.cluster.rebuild import Rebuilt, check_unknown, derive_states, write
 from millstream.broker.log.files import DiskFiles
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.output import counted
@@ -40,14 +40,14 @@ class Outcome:
             "missing": self.rebuilt.missing,
             "short": self.rebuilt.short,
             "fewer": self.rebuilt.fewer,
-            "strangers": sorted(map(str, self.rebuilt.strangers)),
+            "strangers": sorted(map(str, self.rebuilt.unknown_topics)),
             "written": self.written,
         }
 
 
 async def inventory_of(data: Path) -> Inventory:
     """Look at the folder of a node, which has to be stopped."""
-    return await take_inventory(str(data), DiskFiles(), SystemClock(), boot_id=boot_id_of_machine())
+    return await take_inventory(str(data), DiskFiles(), SystemClock(), boot_id=read_boot_id())
 
 
 async def rebuild(
@@ -71,7 +71,7 @@ async def rebuild(
         inventories += [await inventory_of(folder) for folder in folders]
         _check_cluster(inventories, config)
         catalog.prepare()
-        rebuilt = work_out(inventories, catalog.topics(), catalog.deleted_topic_ids(), _node_ids(replaced))
+        rebuilt = derive_states(inventories, catalog.topics(), catalog.deleted_topic_ids(), _node_ids(replaced))
         if not dry_run:
             _check_safe(rebuilt, accept_loss=accept_loss)
             await write(store, rebuilt, inventories[0].cluster_id or catalog.cluster_id)

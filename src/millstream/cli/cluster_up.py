@@ -471,7 +471,7 @@ def sessions(etcd: str, cluster: str) -> dict[int, str]:
     from millstream.broker.cluster import keys
     from millstream.broker.cluster.etcd_address import EtcdAddress
     from millstream.broker.cluster.etcd_store import EtcdStore
-    from millstream.broker.cluster.told import Registered
+    from millstream.broker.cluster.store_values import NodeRegistration
     from millstream.core.clock import SystemClock
     from millstream.core.ids import NodeId
 
@@ -483,7 +483,7 @@ def sessions(etcd: str, cluster: str) -> dict[int, str]:
             await store.close()
         found = {}
         for key, entry in entries.items():
-            node = Registered.from_json(NodeId(int(key.removeprefix(keys.NODES))), entry.value, 0).node
+            node = NodeRegistration.from_json(NodeId(int(key.removeprefix(keys.NODES))), entry.value, 0).node
             found[int(node.node_id)] = f"{node.host}:{node.port}"
         return found
 

@@ -14,11 +14,11 @@ from typing import Any, Protocol
 from uuid import UUID
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.cluster_node import ClusterNode, Surroundings
+from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
 from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import Entry
-from millstream.broker.cluster.told import Registered
+from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.log.store import LogStore
@@ -84,7 +84,7 @@ class Run:
             producer_expiry_ms=config.producer_expiry_ms,
         )
         self.cluster = ClusterNode(
-            Surroundings(
+            ClusterDependencies(
                 config=config,
                 clock=node.clock,
                 random=chance,
@@ -256,10 +256,10 @@ class SimulatedNode:
     def replicas(self) -> Mapping[PartitionKey, Partition]:
         """The partitions it carries; while it does not run, those that it had last. Another mapping for others."""
         if self._run is not None and self.is_running:
-            carried = list(self._run.cluster.topics.carried())
-            if carried != self._carried:
-                self._carried = carried
-                now = {(partition.topic.topic_id, partition.index): partition for partition in carried}
+            hosted = list(self._run.cluster.topics.hosted())
+            if hosted != self._carried:
+                self._carried = hosted
+                now = {(partition.topic.topic_id, partition.index): partition for partition in hosted}
                 self._replicas = {**self._replicas, **now}
         return self._replicas
 
@@ -270,7 +270,7 @@ class SimulatedNode:
         admitted, registered = entries.get(keys.admitted_key(self.node_id)), entries.get(keys.node_key(self.node_id))
         if admitted is None or registered is None or self.name not in registered.value:
             return
-        now = Registered.from_json(self.node_id, registered.value, registered.revision)
+        now = NodeRegistration.from_json(self.node_id, registered.value, registered.revision)
         if admitted.value == now.incarnation and now.http == str(self.starts):
             self.suspect = False
 

@@ -51,5 +51,5 @@ class SimulatedStore(EmbeddedStore):
         except LinkDown as error:
             raise StoreUnavailable(str(error)) from error
 
-    async def _hear(self) -> None:
+    async def _deliver(self) -> None:
         await self._network.changes_from(STORE)

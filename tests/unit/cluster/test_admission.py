@@ -11,8 +11,8 @@ from millstream.broker.cluster.controller import admit
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import Put
+from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.term import Term
-from millstream.broker.cluster.told import Registered
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState
 from millstream_testing.clock import ManualClock
@@ -25,7 +25,7 @@ LED_BY_ONE = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch
 async def state_after(*, unclean: bool, min_in_sync: int) -> PartitionState:
     clock = ManualClock()
     store = EmbeddedStore(EmbeddedService(clock), clock)
-    registered = Registered(
+    registered = NodeRegistration(
         node=Node(node_id=ONE, host="one", port=1), http="", incarnation="again", version="", unclean=unclean
     )
     changes = [
@@ -35,7 +35,7 @@ async def state_after(*, unclean: bool, min_in_sync: int) -> PartitionState:
     ]
     revision = await store.change(changes)
     assert revision is not None
-    registered = Registered.from_json(ONE, registered.to_json(), revision)
+    registered = NodeRegistration.from_json(ONE, registered.to_json(), revision)
     await admit(registered, Term(store, revision), [TWO], lambda _topic_id: min_in_sync)
     entries = (await store.read("")).entries
     assert entries[keys.admitted_key(ONE)].value == "again"

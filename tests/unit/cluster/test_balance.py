@@ -17,8 +17,8 @@ def key(index: int) -> PartitionKey:
 
 def test_each_partition_waits_for_its_own_time() -> None:
     balance = Balance(AFTER_S)
-    balance.note(key(0), could_go_back=True, now=100)
-    balance.note(key(1), could_go_back=True, now=129)
+    balance.note(key(0), preferred_can_lead=True, now=100)
+    balance.note(key(1), preferred_can_lead=True, now=129)
     assert balance.next_due == 130
     assert balance.take_due(129.9) == []
     assert balance.take_due(130) == [key(0)]
@@ -30,23 +30,23 @@ def test_each_partition_waits_for_its_own_time() -> None:
 
 def test_the_time_does_not_begin_anew_while_all_is_well_but_does_after_a_setback() -> None:
     balance = Balance(AFTER_S)
-    balance.note(key(0), could_go_back=True, now=100)
-    balance.note(key(0), could_go_back=True, now=120)
+    balance.note(key(0), preferred_can_lead=True, now=100)
+    balance.note(key(0), preferred_can_lead=True, now=120)
     assert balance.next_due == 130
-    balance.note(key(0), could_go_back=False, now=125)
-    balance.note(key(0), could_go_back=True, now=128)
+    balance.note(key(0), preferred_can_lead=False, now=125)
+    balance.note(key(0), preferred_can_lead=True, now=128)
     assert balance.take_due(130) == []
     assert balance.take_due(158) == [key(0)]
 
 
 def test_a_time_of_zero_leaves_leaders_as_they_are() -> None:
     balance = Balance(0)
-    balance.note(key(0), could_go_back=True, now=100)
+    balance.note(key(0), preferred_can_lead=True, now=100)
     assert balance.next_due is None
 
 
 def test_what_is_cleared_is_forgotten() -> None:
     balance = Balance(AFTER_S)
-    balance.note(key(0), could_go_back=True, now=100)
+    balance.note(key(0), preferred_can_lead=True, now=100)
     balance.clear()
     assert (balance.next_due, balance.take_due(1000)) == (None, [])

@@ -9,7 +9,7 @@ import pytest
 
 from millstream.broker.cluster.damage_repair import DamageRepair
 from millstream.broker.log.damage import LostRange
-from millstream.broker.log.mend import Mend
+from millstream.broker.log.range_repair import RangeRepair
 from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import DamagedRange, NotLeader, RepairPending
@@ -66,7 +66,7 @@ def scrub(group: ReplicaGroup, *nodes: int) -> None:
 
 
 def are_whole(group: ReplicaGroup) -> bool:
-    return not any(group.partition(node).log.lost for node in (1, 2, 3))
+    return not any(group.partition(node).log.damage for node in (1, 2, 3))
 
 
 def is_in_sync(group: ReplicaGroup) -> bool:
@@ -89,7 +89,7 @@ async def test_a_lost_batch_is_put_back_in_its_place(group: ReplicaGroup, node: 
     harm(group, node, offset)
     segments = list(harmed.log.segments)
     scrub(group, node)
-    assert harmed.log.damage == ((offset, offset + 1),)
+    assert harmed.log.damaged_ranges == ((offset, offset + 1),)
     await check_repaired(group)
     # Nothing behind it was fetched again.
     assert harmed.log.segments[: len(segments)] == segments
@@ -100,7 +100,7 @@ async def test_replicas_that_lost_different_ranges_heal_each_other(group: Replic
         for offset in range(node, COUNT, 12):
             harm(group, node, offset)
     scrub(group, 1, 2, 3)
-    assert all(group.partition(node).log.lost for node in (1, 2, 3))
+    assert all(group.partition(node).log.damage for node in (1, 2, 3))
     await check_repaired(group)
 
 
@@ -109,7 +109,7 @@ async def test_a_leader_that_was_read_is_repaired_before_readers_are_refused(gro
     harm(group, 1, 17)
     with pytest.raises(RepairPending):
         leader.read(Offset(17), max_bytes=1)
-    await until(lambda: not leader.log.lost)
+    await until(lambda: not leader.log.damage)
     assert b"%0100d" % 17 in bytes(leader.read(Offset(17), max_bytes=1))
 
 
@@ -126,12 +126,12 @@ async def test_files_that_are_gone_come_back(group: ReplicaGroup) -> None:
     stopped.files.close(descriptor)
     await stopped.start()
     scrub(group, 1, 3)
-    assert running.log.damage == ((removed.base_offset, removed.next_offset),)
-    assert group.partition(3).log.lost
+    assert running.log.damaged_ranges == ((removed.base_offset, removed.next_offset),)
+    assert group.partition(3).log.damage
     await check_repaired(group)
     await group.nodes[ONE].stop()
     await group.nodes[ONE].start()
-    assert not group.partition(1).log.lost
+    assert not group.partition(1).log.damage
 
 
 async def test_what_every_replica_lost_is_told_and_holds_up_nothing(group: ReplicaGroup) -> None:
@@ -140,8 +140,8 @@ async def test_what_every_replica_lost_is_told_and_holds_up_nothing(group: Repli
     harm(group, 2, 30)
     scrub(group, 1, 2, 3)
     leader = group.partition(1)
-    await until(lambda: all(group.partition(node).log.damage == ((17, 18),) for node in (1, 2, 3)))
-    await until(lambda: all(not group.partition(node).log.lost.repairable for node in (1, 2, 3)))
+    await until(lambda: all(group.partition(node).log.damaged_ranges == ((17, 18),) for node in (1, 2, 3)))
+    await until(lambda: all(not group.partition(node).log.damage.repairable for node in (1, 2, 3)))
     with pytest.raises(DamagedRange):
         leader.read(Offset(17), max_bytes=1)
     await until(lambda: is_in_sync(group))
@@ -220,7 +220,7 @@ async def test_acknowledged_records_are_not_cut_where_no_answer_fits(
         await until(lambda: attempts(caplog) >= 2 and not is_in_sync(group))
         await group.partition(1).append(a_batch(COUNT))
         await until(lambda: attempts(caplog) >= 3)
-        assert follower.log.damage == ((17, 18),)
+        assert follower.log.damaged_ranges == ((17, 18),)
     await until(lambda: are_whole(group) and is_in_sync(group))
     assert follower.log.generation == generation
     assert len({content(group.partition(node)) for node in (1, 2, 3)}) == 1
@@ -230,13 +230,13 @@ async def test_acknowledged_records_are_not_cut_where_no_answer_fits(
 async def test_a_leader_keeps_leading_when_an_attempt_fails_for_another_reason_than_its_disk(
     group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
-    fetch, mend = DamageRepair._fetch, LogStore.mend
+    fetch, mend = DamageRepair._fetch, LogStore.repair_range
 
     async def fetch_damaged(repair: DamageRepair, partition: Partition, node: NodeId, lost: LostRange) -> bytes:
         batches = await fetch(repair, partition, node, lost)
         return batches[:120] + b"?" + batches[121:]
 
-    async def mend_changed(store: LogStore, one: Mend) -> None:
+    async def mend_changed(store: LogStore, one: RangeRepair) -> None:
         one.log.generation += 1
         await mend(store, one)
 
@@ -244,11 +244,11 @@ async def test_a_leader_keeps_leading_when_an_attempt_fails_for_another_reason_t
         if reason == "the answers are damaged":
             patched.setattr(DamageRepair, "_fetch", fetch_damaged)
         else:
-            patched.setattr(LogStore, "mend", mend_changed)
+            patched.setattr(LogStore, "repair_range", mend_changed)
         harm(group, 1, 17)
         scrub(group, 1)
         await until(lambda: attempts(caplog) >= 2)
-        assert group.partition(1).log.damage == ((17, 18),)
+        assert group.partition(1).log.damaged_ranges == ((17, 18),)
     await check_repaired(group)
     agreed = group.agreed()
     assert agreed is not None
@@ -266,5 +266,5 @@ async def test_a_leader_that_is_whole_again_does_not_hand_over_any_more(group: R
     assert change.state.leader == TWO
     files.flip_bit(path, position + 120, 1)
     scrub(group, 1)
-    assert not leader.log.lost
+    assert not leader.log.damage
     assert leader.in_sync_change(lag_s=60) is None

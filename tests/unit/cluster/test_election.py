@@ -5,7 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from millstream.broker.cluster.election import distrust, elect, enough, prefer, relieve
+from millstream.broker.cluster.election import (
+    elect,
+    elect_preferred,
+    exclude_untrusted,
+    move_from_leaving,
+    required_in_sync,
+)
 from millstream.core.ids import Epoch, NodeId
 from millstream.core.partition_state import NO_LEADER, PartitionState
 
@@ -76,15 +82,15 @@ def test_eligible_are_only_those_who_left_when_too_few_were_in_sync(
     after = elect(before, alive, min_in_sync=minimum)
     if after is not None and after.eligible:
         # With enough in sync the high watermark moves on without them.
-        assert len(after.in_sync) < enough(after, minimum) or after.eligible == before.eligible
+        assert len(after.in_sync) < required_in_sync(after, minimum) or after.eligible == before.eligible
 
 
 @given(states(), st.sampled_from(NODES))
 def test_a_node_that_is_not_trusted_is_left_only_where_there_is_no_other(before: PartitionState, node: NodeId) -> None:
-    after = distrust(before, node)
+    after = exclude_untrusted(before, node)
     current = after or before
     check(current, before)
-    assert distrust(current, node) is None
+    assert exclude_untrusted(current, node) is None
     assert current.leader != node or current == before
     if node in current.in_sync:
         assert current.in_sync == (node,) == before.in_sync
@@ -96,17 +102,17 @@ def test_a_node_that_is_not_trusted_is_left_only_where_there_is_no_other(before:
 def test_the_preferred_and_those_who_stay_lead_only_when_in_sync(
     before: PartitionState, alive: set[NodeId], leaving: set[NodeId]
 ) -> None:
-    preferred = prefer(before, alive)
+    preferred = elect_preferred(before, alive)
     if preferred is not None:
         check(preferred, before)
         assert preferred.leader == before.preferred
         assert preferred.leader in alive
-        assert prefer(preferred, alive) is None
-    relieved = relieve(before, alive, leaving)
+        assert elect_preferred(preferred, alive) is None
+    relieved = move_from_leaving(before, alive, leaving)
     if relieved is not None:
         check(relieved, before)
         assert relieved.leader in alive - leaving
-        assert relieve(relieved, alive, leaving) is None
+        assert move_from_leaving(relieved, alive, leaving) is None
 
 
 def test_the_first_replica_that_is_alive_and_in_sync_leads() -> None:

@@ -58,7 +58,7 @@ def test_what_was_let_in_is_known_after_attempts_that_were_not(files: MemoryFile
     for incarnation in ("admitted", "lost", "lost too"):
         first.begin(incarnation)
     again = run(files)
-    assert again.was("admitted")
+    assert again.ran_as("admitted")
     assert not again.is_unclean("admitted")
 
 
@@ -73,8 +73,8 @@ def test_a_file_that_cannot_be_read_is_no_proof(files: MemoryFiles) -> None:
 def test_a_folder_remembers_that_a_cluster_counted_on_it(files: MemoryFiles) -> None:
     first = run(files)
     first.begin("first")
-    assert not run(files).was_let_in
-    first.let_in()
-    assert run(files).was_let_in
+    assert not run(files).was_admitted
+    first.note_admitted()
+    assert run(files).was_admitted
     run(files).begin("second")
-    assert run(files).was_let_in
+    assert run(files).was_admitted

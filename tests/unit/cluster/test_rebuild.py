@@ -12,7 +12,7 @@ from millstream.broker.cluster.election import elect
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
 from millstream.broker.cluster.inventory import Inventory, ReplicaFound, take_inventory
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
-from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED, NOT_WHOLE, state_of, work_out
+from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED, NOT_WHOLE, derive_states, state_of
 from millstream.broker.cluster.store import Put
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock
@@ -86,16 +86,16 @@ def test_preferred_leaders_are_spread_over_the_nodes() -> None:
 def test_all_that_the_catalog_knows_is_worked_out() -> None:
     gone, strange = UUID(int=2), UUID(int=3)
     logs = [log(0, 5), log(0, 5, topic=gone), log(0, 5, topic=strange)]
-    rebuilt = work_out([node(1, *logs), node(2, *logs, whole="")], [topic(replication=2)], {gone})
+    rebuilt = derive_states([node(1, *logs), node(2, *logs, whole="")], [topic(replication=2)], {gone})
     assert rebuilt.is_safe
     assert set(rebuilt.states) == {(ORDERS, 0), (gone, 0)}
-    assert rebuilt.strangers == {strange}
+    assert rebuilt.unknown_topics == {strange}
     assert rebuilt.admitted == {1: "whole", 2: NOT_WHOLE}
     assert rebuilt.topics == [topic(replication=2)]
 
 
 def test_logs_that_are_missing_are_told() -> None:
-    rebuilt = work_out([node(1, log(0, 5)), node(2, log(0, 5))], [topic(partitions=2)], set())
+    rebuilt = derive_states([node(1, log(0, 5)), node(2, log(0, 5))], [topic(partitions=2)], set())
     assert (rebuilt.short, rebuilt.missing, rebuilt.is_safe) == (["orders-0"], ["orders-1"], False)
     # The controller makes the partition that is not there; the topic is told when it has.
     assert rebuilt.topics == []
@@ -104,26 +104,26 @@ def test_logs_that_are_missing_are_told() -> None:
 def test_nodes_that_are_replaced_get_copies_and_are_out_of_sync() -> None:
     gone, also_gone = NodeId(3), NodeId(4)
     left = [node(one, *(log(0, 5, partition=index) for index in range(4))) for one in (1, 2)]
-    fewer = work_out(left, [topic(partitions=4)], set())
+    fewer = derive_states(left, [topic(partitions=4)], set())
     assert fewer.fewer == fewer.short == [f"orders-{index}" for index in range(4)]
-    rebuilt = work_out(left, [topic(partitions=4)], set(), [gone])
+    rebuilt = derive_states(left, [topic(partitions=4)], set(), [gone])
     assert (rebuilt.short, rebuilt.fewer, rebuilt.is_safe) == (fewer.short, [], False)
     # It is not let in as a node that has something.
     assert set(rebuilt.admitted) == {1, 2}
     states = list(rebuilt.states.values())
     assert all((sorted(state.replicas), sorted(state.in_sync)) == ([1, 2, 3], [1, 2]) for state in states)
     assert [state.preferred for state in states] == [1, 2, 3, 1]
-    shared = work_out(left, [topic(partitions=4)], set(), [gone, also_gone])
+    shared = derive_states(left, [topic(partitions=4)], set(), [gone, also_gone])
     assert [gone in state.replicas for state in shared.states.values()] == [True, False, True, False]
     with pytest.raises(ClusterMismatch, match="node 2 is to be replaced"):
-        work_out(left, [topic(partitions=4)], set(), [NodeId(2)])
+        derive_states(left, [topic(partitions=4)], set(), [NodeId(2)])
 
 
 def test_folders_have_to_be_of_one_cluster_each_once() -> None:
     with pytest.raises(ClusterMismatch, match="node 1 is given twice"):
-        work_out([node(1), node(1)], [], set())
+        derive_states([node(1), node(1)], [], set())
     with pytest.raises(ClusterMismatch, match="several clusters"):
-        work_out([node(1), node(2, cluster_id="other")], [], set())
+        derive_states([node(1), node(2, cluster_id="other")], [], set())
 
 
 async def test_it_is_written_once_and_only_where_nothing_is_known() -> None:
@@ -132,7 +132,7 @@ async def test_it_is_written_once_and_only_where_nothing_is_known() -> None:
     # Left by an attempt that was cut short.
     await store.change([Put(keys.partition_key((UUID(int=9), PartitionIndex(0))), "{}")])
     logs = [log(4, 5, partition=index) for index in range(200)]
-    rebuilt = work_out([node(1, *logs)], [topic(partitions=200, replication=1)], set())
+    rebuilt = derive_states([node(1, *logs)], [topic(partitions=200, replication=1)], set())
     await rebuild.write(store, rebuilt, "id")
     entries = (await store.read("")).entries
     assert entries[keys.CLUSTER_ID].value == "id"
@@ -155,7 +155,7 @@ async def test_an_inventory_tells_the_ends_of_all_logs_and_whether_they_can_be_t
         await take_inventory("/data", files, clock, boot_id="a")
     store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=1 << 20, producer_expiry_ms=1 << 40)
     run = LastRun(files, "/data", boot_id="a", stopped_clean=True)
-    run.belong_to(FolderOwner(node_id=7, cluster="c", cluster_id="id"))
+    run.set_owner(FolderOwner(node_id=7, cluster="c", cluster_id="id"))
     run.begin("mine")
     written = store.open_log(ORDERS, TopicPartition("orders", PartitionIndex(0)), TopicSettings())
     for number in range(3):

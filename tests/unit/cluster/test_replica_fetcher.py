@@ -129,9 +129,9 @@ async def test_what_was_lost_and_never_acknowledged_is_cut_off_when_nobody_count
             files.kill()
     partition = Partition(TOPIC, where.partition, log, store, alone=False, clock=ManualClock())
     partition.apply(Versioned(dataclasses.replace(STATE, in_sync=in_sync), 1), me=ME)
-    assert log.damage == ((1, 2),)
-    log.lost.has_replicas = True
-    cut = partition.cut_damage(Offset(watermark))
+    assert log.damaged_ranges == ((1, 2),)
+    log.damage.has_replicas = True
+    cut = partition.truncate_damage(Offset(watermark))
     if cut is not None:
         await cut
     assert log.end_offset == end
@@ -207,7 +207,7 @@ async def test_a_cut_that_the_disk_refuses_is_told_and_done_again_before_the_log
         partition.write(bytearray(batch), acks=1)
     clock.advance_ms(2000)
     assert partition.write(bytearray(batch), acks=1).base_offset == 0
-    assert not partition.log.is_cutting
+    assert not partition.log.is_truncating
     files.kill()
 
 

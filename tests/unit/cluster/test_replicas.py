@@ -250,7 +250,7 @@ async def test_what_the_disk_of_a_follower_lost_is_fetched_anew(group: ReplicaGr
     node.files.flip_bit(path, len(node.files.content(path)) // 2, 3)
     await node.start()
     damaged = group.partition(2)
-    assert damaged.log.damage
-    await until(lambda: content(damaged) == content(leader) if not damaged.log.damage else False)
+    assert damaged.log.damaged_ranges
+    await until(lambda: content(damaged) == content(leader) if not damaged.log.damaged_ranges else False)
     await until(lambda: leader.state is not None and set(leader.state.in_sync) == {ONE, TWO, THREE})
     assert (await leader.append(a_batch(b"after"))).base_offset == 20

@@ -21,7 +21,7 @@ def test_coordinators_are_told_of_a_role_that_their_partition_knows_already() ->
         _partitions={"t": [partition]},
         _active=True,
         _me=NodeId(1),
-        _tell_leadership=told.append,
+        _notify_leadership=told.append,
     )
     assert ClusterTopics._take_state(cast("Any", topics), topic, PartitionIndex(0)) is partition
     assert told == [partition]

@@ -25,8 +25,8 @@ from millstream.broker.kafka.apis.pipeline_list import PipelineList
 from millstream.broker.kafka.apis.rule_change import RuleChange
 from millstream.broker.kafka.apis.subscription_create import NewSubscription, SubscriptionCreate
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.pipeline_advice import PipelineAdvice
 from millstream.broker.pipeline_board import STATES, PipelineBoard, PipelineReport
-from millstream.broker.pipeline_notes import PipelineNotes
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.errors import (
     BrokerUnreachable,
@@ -62,7 +62,7 @@ class Node:
         self.subscriptions = Subscriptions(declarations, ManualClock())
         self.board = PipelineBoard(self.pipelines.all)
         self.topics: list[Topic] = []
-        notes = PipelineNotes(self.pipelines, cast("Topics", self))
+        notes = PipelineAdvice(self.pipelines, cast("Topics", self))
         apis: list[PrivateApi[Any]] = [
             PipelineCreate(self.pipelines, self.subscriptions, notes),
             PipelineAlter(self.pipelines, self.subscriptions, notes),

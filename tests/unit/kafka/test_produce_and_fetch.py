@@ -24,8 +24,8 @@ from millstream.broker.kafka.apis import produce as produce_api
 from millstream.broker.kafka.apis.fetch import Fetch
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.log import admission, checked_append
-from millstream.broker.log.admission import check_records
+from millstream.broker.log import batch_checks, checked_append
+from millstream.broker.log.batch_checks import check_records
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
@@ -190,7 +190,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(threading.get_ident())
         check_records(*given)
 
-    monkeypatch.setattr(admission, "check_records", check)
+    monkeypatch.setattr(batch_checks, "check_records", check)
     monkeypatch.setattr(produce_api, "check_records", check)
     monkeypatch.setattr(checked_append, "check_records", check)
     return seen
@@ -420,14 +420,14 @@ async def test_a_long_poll_looks_only_at_what_has_moved_and_sends_all_there_is(t
         waiting = asyncio.create_task(ask(fetch_api(topics), request))
         await asyncio.sleep(0.01)
         looked: list[int] = []
-        stretch = Partition.stretch
+        stretch = Partition.read_slice
 
         def counted(partition: Partition, offset: Offset, **limits: Any) -> Any:
             looked.append(partition.index)
             return stretch(partition, offset, **limits)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Partition, "stretch", counted)
+            patch.setattr(Partition, "read_slice", counted)
             for index in (7, 3, 7):
                 assert not waiting.done()
                 await topics.partition("t", index).append(bytearray(batch(b"x")))

@@ -236,7 +236,7 @@ async def test_what_is_written_behind_an_open_transaction_wakes_nobody(tmp_path:
     async with broker_in(tmp_path) as broker:
         await broker.write(0)
         looks = 0
-        read = Partition.committed_stretch
+        read = Partition.read_committed_slice
 
         def counted(partition: Partition, offset: Offset, **limits: Any) -> Any:
             nonlocal looks
@@ -244,7 +244,7 @@ async def test_what_is_written_behind_an_open_transaction_wakes_nobody(tmp_path:
             return read(partition, offset, **limits)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Partition, "committed_stretch", counted)
+            patch.setattr(Partition, "read_committed_slice", counted)
             poll = asyncio.create_task(broker.fetch(wait_ms=60_000))
             await asyncio.sleep(0)
             before = looks

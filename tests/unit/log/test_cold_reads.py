@@ -9,8 +9,8 @@ import pytest
 from millstream.broker.log.log import Log
 from millstream.broker.log.reader import VERIFIED_S
 from millstream.broker.log.segment import FRESH_S
+from millstream.broker.log.segment_slice import BrokenSegment
 from millstream.broker.log.store import LogStore
-from millstream.broker.log.stretch import BrokenSegment
 from millstream.core.errors import DamagedRange
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
@@ -100,7 +100,7 @@ def test_what_is_just_written_is_read_without_verifying_it(log: Log, files: Memo
 
 
 def test_a_write_between_the_announcement_and_the_sending_is_found(log: Log, files: MemoryFiles) -> None:
-    stretch = log.stretch(0, max_bytes=1500, up_to=log.end_offset, at_once=0)
+    stretch = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
     assert stretch is not None
     path, position = place_of(log, 5)
     files.overwrite(path, position + PAYLOAD_AT, b"x")
@@ -110,7 +110,7 @@ def test_a_write_between_the_announcement_and_the_sending_is_found(log: Log, fil
 
 
 def test_a_write_that_changes_nothing_does_not_disturb_an_answer(log: Log, files: MemoryFiles) -> None:
-    stretch = log.stretch(0, max_bytes=1500, up_to=log.end_offset, at_once=0)
+    stretch = log.read_slice(0, max_bytes=1500, up_to=log.end_offset, eager_bytes=0)
     assert stretch is not None
     segment = log.segments[0]
     files.overwrite(segment.path, 0, files.content(segment.path)[:100])

@@ -78,7 +78,7 @@ def test_a_commit_covers_what_was_there_when_it_began(store: LogStore) -> None:
     assert job is not None
     put(store, log, b"b")
     job.execute()
-    store._end(job)
+    store._finish_job(job)
 
     assert (log.synced_offset, log.end_offset) == (1, 2)
     commit(store)
@@ -240,7 +240,7 @@ def test_what_the_kernel_threw_away_is_lost_but_not_acknowledged(store: LogStore
     commit(store)
 
     assert len(failures) == 1
-    assert log.damage == ((1, 2),)
+    assert log.damaged_ranges == ((1, 2),)
     with pytest.raises(DamagedRange):
         log.read(1, max_bytes=10, up_to=2)
     # The producer tries again, and this time it is stored.
@@ -264,10 +264,10 @@ def test_what_is_lost_with_its_file_before_it_is_synced_is_not_acknowledged(
     files.remove(log.segments[0].path)
     while store.scrub_once():
         pass
-    assert log.damage == ((0, 2),)
+    assert log.damaged_ranges == ((0, 2),)
     assert [type(one) for one in told] == [StorageFailure]
     if under_way is not None:
-        store._do(under_way)
+        store._run_job(under_way)
     # The retry is stored, and not taken for a duplicate of what is gone.
     put(store, log, b"second", sequence=1)
     commit(store)
@@ -291,7 +291,7 @@ def test_what_the_journal_holds_survives_a_failed_sync_of_the_segment(store: Log
     while store.checkpoint_once() or store.commit_once():
         pass
 
-    assert logs[0].damage == ()
+    assert logs[0].damaged_ranges == ()
     assert values(logs[0]) == [b"a"]
 
 
@@ -319,7 +319,7 @@ def test_a_commit_during_which_old_segments_went_is_done_again(store: LogStore) 
     under_way = store._begin_commit()
     assert under_way is not None
     log.delete_before(1)
-    store._do(under_way)
+    store._run_job(under_way)
     assert log.synced_offset == 1
     commit(store)
     assert log.synced_offset == 2

@@ -133,7 +133,7 @@ def test_segments_that_became_small_are_merged_and_their_files_are_gone(
     names = [name for name in files.names(log.directory) if name.endswith((".log", ".cleaned"))]
     assert sorted(names) == [f"{segment.base_offset:020d}.log" for segment in log.segments]
     assert pairs_of(log) == [(60, b"k", b"last")]
-    assert log.damage == ()
+    assert log.damaged_ranges == ()
 
 
 def test_reading_may_begin_at_any_offset(store: LogStore, clock: ManualClock) -> None:
@@ -315,7 +315,7 @@ def test_retries_are_recognised_after_compaction_even_without_a_checkpoint(
     files.kill()
     files.remove("/data/checkpoints")
     log = opened(open_store())
-    assert log.damage == ()
+    assert log.damaged_ranges == ()
     assert log.epochs.entries() == epochs
     again = put(log, clock, (b"k", b"7"), producer=(7, 7), epoch=2)
     assert (again.duplicate, again.base_offset) == (True, 7)
@@ -330,12 +330,12 @@ def test_damage_is_found_noted_and_gone_round(store: LogStore, clock: ManualCloc
     victim = log.segments[2]
     files.flip_bit(victim.path, victim.size // 2, 3)
     assert store.compact_once()
-    assert log.damage
-    (first, after), *_ = log.damage
+    assert log.damaged_ranges
+    (first, after), *_ = log.damaged_ranges
     assert store.compact_once()
     kept = _readable(log)
     assert {record.key for record in kept} == {b"k0", b"k1", b"k2", b"k3"}
-    assert log.damage == ((first, after),)
+    assert log.damaged_ranges == ((first, after),)
     clock.advance_ms(10**9)
     put(log, clock, (b"k9", b"x"))
     compact(store, log)
@@ -367,7 +367,7 @@ def test_retention_meanwhile_ends_the_pass_and_leaves_no_file(
     compaction = store._compactor.next([log])
     assert compaction is not None
     for at, job in enumerate(compaction.jobs(store.checkpoint_job)):
-        store._do(job)
+        store._run_job(job)
         if at == 0:
             log.delete_before(39)
     assert compaction.failed
@@ -436,4 +436,4 @@ def test_the_journal_does_not_bring_back_what_was_compacted(
     store = open_store()
     logs = [store.open_log(TOPIC_ID, TopicPartition("t", PartitionIndex(at)), SETTINGS) for at in range(6)]
     assert [pairs_of(log) for log in logs] == kept
-    assert [log.damage for log in logs] == [()] * 6
+    assert [log.damaged_ranges for log in logs] == [()] * 6

@@ -227,7 +227,7 @@ class CompactionMachine(RuleBasedStateMachine):
         self.open()
         for model, log in zip(self.models, self.logs, strict=True):
             assert log.end_offset >= model.durable
-            gone = [range(first, after) for first, after in log.damage]
+            gone = [range(first, after) for first, after in log.damaged_ranges]
             assert all(lost.start >= model.durable or lost in model.lost for lost in gone)
             model.lost = gone
             end = log.end_offset
@@ -275,7 +275,7 @@ class CompactionMachine(RuleBasedStateMachine):
         """The last batch of each producer is known for what it is."""
         for producer_id in (1, 2):
             mine = [batch for batch in model.batches if batch[0] == producer_id]
-            if not mine or log.damage:
+            if not mine or log.damaged_ranges:
                 continue
             _, sequence, base, sent = mine[-1]
             records = [NewRecord(record.key, record.value, (), record.time_ms) for record in sent]
@@ -348,7 +348,7 @@ def test_the_power_may_fail_at_every_change_of_the_disk(cut: bool) -> None:
         except PowerFailure:
             failed = True
         machine.end(cut=cut)
-        assert all(log.damage == () for log in machine.logs)
+        assert all(log.damaged_ranges == () for log in machine.logs)
         _seal(machine)
         machine.compact(LOGS + 2)
         for model, log in zip(machine.models, machine.logs, strict=True):

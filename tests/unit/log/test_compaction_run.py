@@ -10,7 +10,7 @@ from uuid import UUID
 import msgspec
 import pytest
 
-from millstream.broker.log.cleaner import CleaningCancelled, DamagedSource, Pass, Source
+from millstream.broker.log.cleaner import CleaningCancelled, CompactionPass, DamagedSource, SourceSegment
 from millstream.broker.log.cleaner_worker import ChildWorker, InlineWorker
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.log import Log
@@ -114,23 +114,23 @@ def opened_cleanly(folder: Path) -> bool:
     return clean
 
 
-def pass_over(folder: Path) -> Pass:
+def pass_over(folder: Path) -> CompactionPass:
     store = opened(folder / "data")
     log = open_log(store)
     fill(log, 20)
     store.close_now()
     segment = log.segments[0]
-    return Pass(
+    return CompactionPass(
         directory=log.directory,
         token="token",
-        groups=[[Source(0, segment.path, segment.size, segment.next_offset)]],
+        groups=[[SourceSegment(0, segment.path, segment.size, segment.next_offset)]],
         dirty_from=0,
         cleanable_to=20,
         epochs=[(0, 0)],
-        remembered=[],
+        retained_offsets=[],
         now_ms=0,
         delete_retention_ms=0,
-        keep_deletions=False,
+        keep_tombstones=False,
         index_interval_bytes=4096,
     )
 
@@ -147,7 +147,7 @@ def test_the_child_does_what_the_thread_does(tmp_path: Path) -> None:
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def with_token(asked: Pass, token: str) -> Pass:
+def with_token(asked: CompactionPass, token: str) -> CompactionPass:
     return msgspec.structs.replace(asked, token=token)
 
 

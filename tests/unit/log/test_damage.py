@@ -149,7 +149,7 @@ def test_flipped_bits_are_reported_and_cost_no_neighbour(
     assert served == {base: batches[base][1] for base in intact}
     expected = {offset for base in hit - tail for offset in range(base, batches[base][0])}
     assert lost - {offset for base in tail for offset in range(base, batches[base][0])} == expected
-    assert log.damage == () or lost
+    assert log.damaged_ranges == () or lost
     end = max(next_offset for next_offset, _ in batches.values())
     if tail and not clean:
         assert log.end_offset == min(tail)
@@ -180,7 +180,7 @@ def test_an_offset_that_nothing_confirms_is_not_believed(byte: int, bit: int) ->
 
     _, log = open_log(files)
     assert log.end_offset == before
-    assert not log.damage
+    assert not log.damaged_ranges
 
 
 @given(st.integers(0, 10**6), st.integers(0, 7), st.booleans())
@@ -211,7 +211,7 @@ def test_a_log_that_is_cut_where_damage_begins_goes_on_there(clean: bool) -> Non
     with pytest.raises(DamagedRange):
         log.read(start, max_bytes=10_000, up_to=log.end_offset)
     log.truncate_to(start)
-    assert (log.end_offset, log.damage) == (start, ())
+    assert (log.end_offset, log.damaged_ranges) == (start, ())
     again = encode_batch([NewRecord(None, b"again", (), 1000)])
     log.append(again, leader_epoch=Epoch(3))
     assert bytes(log.read(0, max_bytes=10_000, up_to=log.end_offset)) == batches[0][1] + bytes(again)
@@ -229,7 +229,7 @@ def test_a_batch_whose_offset_was_never_written_is_not_taken_for_the_first() -> 
     files.write_at(descriptor, bytes(lost), 0)
     files.close(descriptor)
     _, log = open_log(files)
-    assert log.damage == ((0, second),)
+    assert log.damaged_ranges == ((0, second),)
     with pytest.raises(DamagedRange):
         log.read(0, max_bytes=10_000, up_to=log.end_offset)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millstream.broker.log.files import DiskFiles, Files, write_fully
-from millstream.broker.log.handles import OpenFiles
+from millstream.broker.log.open_files import OpenFiles
 from millstream.core.errors import DataFolderInUse
 from millstream_testing.files import SECTOR_BYTES, MemoryFiles
 

@@ -332,7 +332,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert log.end_offset >= allowed_from
         assert log.start_offset <= model.start or log.start_offset <= log.end_offset
         assert log.start_offset <= max(model.start, log.start_offset)
-        for first, after in log.damage:
+        for first, after in log.damaged_ranges:
             assert (
                 first >= allowed_from
                 or (first, after) in model.lost
@@ -349,10 +349,10 @@ class StoreMachine(RuleBasedStateMachine):
         for base in missing:
             batch = by_base[base]
             assert base >= allowed_from, f"the batch at {base} was durable and is gone"
-            assert base >= log.end_offset or any(f <= base and batch.next_offset <= a for f, a in log.damage)
+            assert base >= log.end_offset or any(f <= base and batch.next_offset <= a for f, a in log.damaged_ranges)
         before = [batch for batch in model.batches if batch.next_offset <= log.start_offset]
         model.batches = before + kept
-        model.lost = list(log.damage)
+        model.lost = list(log.damaged_ranges)
         model.start = int(log.start_offset)
         model.end = int(log.end_offset)
         model.epoch = max(log.latest_epoch, 0)

@@ -75,7 +75,7 @@ def test_a_missing_segment_is_damage(open_store: OpenStore, files: MemoryFiles, 
 
     store = open_store()
     log = open_log(store)
-    assert log.damage == ((first, after),)
+    assert log.damaged_ranges == ((first, after),)
     assert [report.lost for report in store.recovery_reports] == [[(first, after)]]
     served, lost = read_all(log)
     assert lost == [(first, after)]
@@ -86,7 +86,7 @@ def test_a_missing_segment_is_damage(open_store: OpenStore, files: MemoryFiles, 
     store.close_now()
     again = open_store()
     log = open_log(again)
-    assert log.damage == ((first, after),)
+    assert log.damaged_ranges == ((first, after),)
     assert again.recovery_reports == []
     assert read_all(log)[0][-1] == 12
 
@@ -95,7 +95,7 @@ def test_all_segments_missing(open_store: OpenStore, files: MemoryFiles) -> None
     take_away(files, *filled(open_store))
     store = open_store()
     log = open_log(store)
-    assert log.damage == ((0, 12),)
+    assert log.damaged_ranges == ((0, 12),)
     put(log, 12)
     store.sync_soon(log)
     assert store.commit_once()
@@ -108,7 +108,7 @@ def test_what_was_deleted_before_is_not_lost(open_store: OpenStore, files: Memor
     open_log(store).delete_before(1)
     store.close_now()
     take_away(files, 0)
-    assert open_log(open_store()).damage == ((1, bases[1]),)
+    assert open_log(open_store()).damaged_ranges == ((1, bases[1]),)
 
 
 def test_a_missing_segment_after_a_crash(open_store: OpenStore, files: MemoryFiles) -> None:
@@ -117,7 +117,7 @@ def test_a_missing_segment_after_a_crash(open_store: OpenStore, files: MemoryFil
     files.kill()
     take_away(files, bases[-1])
     store = open_store()
-    assert open_log(store).damage == ((bases[-1], 12),)
+    assert open_log(store).damaged_ranges == ((bases[-1], 12),)
 
 
 def test_damage_goes_with_retention(open_store: OpenStore, files: MemoryFiles) -> None:
@@ -125,5 +125,5 @@ def test_damage_goes_with_retention(open_store: OpenStore, files: MemoryFiles) -
     take_away(files, bases[0])
     log = open_log(open_store())
     log.delete_before(bases[1])
-    assert log.damage == ()
+    assert log.damaged_ranges == ()
     assert log.start_offset == bases[1]

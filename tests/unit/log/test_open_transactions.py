@@ -74,14 +74,14 @@ def test_a_transaction_begins_only_under_the_guard_that_was_asked_with() -> None
     producers = Producers(expiry_ms=HOUR_MS)
     header, batch = batch_of(SEVEN)
     with pytest.raises(InvalidTransactionState):
-        producers.check_any(header, 0, None)
+        producers.check_client_batch_order(header, 0, None)
     guard = producers.start_guard(SEVEN, 0, 0, 0, bumps_epoch=False)
     assert guard is not None
-    assert producers.check_any(header, 0, guard) is None
+    assert producers.check_client_batch_order(header, 0, guard) is None
     producers.take(header, batch, 0, 0)
 
     assert producers.start_guard(SEVEN, 0, 1, 0, bumps_epoch=False) is None
-    assert producers.check_any(batch_of(SEVEN, 0, 1)[0], 0, None) is None
+    assert producers.check_client_batch_order(batch_of(SEVEN, 0, 1)[0], 0, None) is None
 
 
 def test_a_marker_voids_the_guard() -> None:
@@ -89,12 +89,12 @@ def test_a_marker_voids_the_guard() -> None:
     guard = producers.start_guard(SEVEN, 0, 0, 0, bumps_epoch=False)
     end(producers, 0, marker_of(SEVEN, commit=False))
     with pytest.raises(InvalidTransactionState):
-        producers.check_any(batch_of(SEVEN)[0], 0, guard)
+        producers.check_client_batch_order(batch_of(SEVEN)[0], 0, guard)
     later = producers.start_guard(SEVEN, 0, 0, 0, bumps_epoch=False)
     assert later is not None
     assert later is not guard
     with pytest.raises(InvalidTransactionState):
-        producers.check_any(batch_of(SEVEN)[0], 0, guard)
+        producers.check_client_batch_order(batch_of(SEVEN)[0], 0, guard)
 
 
 def test_a_later_batch_waits_for_the_one_that_was_asked_about_first() -> None:
@@ -104,31 +104,31 @@ def test_a_later_batch_waits_for_the_one_that_was_asked_about_first() -> None:
     assert producers.start_guard(SEVEN, 0, 1, 0, bumps_epoch=False) is not None
     guard = producers.start_guard(SEVEN, 0, 2, 0, bumps_epoch=False)
     with pytest.raises(OutOfOrderSequence):
-        producers.check_any(batch_of(SEVEN, 0, 2)[0], 0, guard)
-    assert producers.check_any(batch_of(SEVEN, 0, 1)[0], 0, guard) is None
+        producers.check_client_batch_order(batch_of(SEVEN, 0, 2)[0], 0, guard)
+    assert producers.check_client_batch_order(batch_of(SEVEN, 0, 1)[0], 0, guard) is None
 
 
 def test_under_version_two_an_unknown_producer_begins_at_zero() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     guard = producers.start_guard(SEVEN, 0, 5, 0, bumps_epoch=True)
     with pytest.raises(OutOfOrderSequence):
-        producers.check_any(batch_of(SEVEN, 0, 5)[0], 0, guard)
+        producers.check_client_batch_order(batch_of(SEVEN, 0, 5)[0], 0, guard)
 
 
 def test_a_batch_without_a_transaction_is_refused_while_one_is_open() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN)
     with pytest.raises(InvalidTransactionState):
-        producers.check_any(batch_of(SEVEN, 0, 1, transactional=False)[0], 0, None)
+        producers.check_client_batch_order(batch_of(SEVEN, 0, 1, transactional=False)[0], 0, None)
     end(producers, 1, marker_of(SEVEN))
-    assert producers.check_any(batch_of(SEVEN, 0, 1, transactional=False)[0], 0, None) is None
+    assert producers.check_client_batch_order(batch_of(SEVEN, 0, 1, transactional=False)[0], 0, None) is None
 
 
 def test_a_retry_after_the_end_is_known_as_a_duplicate() -> None:
     producers = Producers(expiry_ms=HOUR_MS)
     write(producers, 0, SEVEN)
     end(producers, 1, marker_of(SEVEN))
-    first = producers.check_any(batch_of(SEVEN)[0], 0, None)
+    first = producers.check_client_batch_order(batch_of(SEVEN)[0], 0, None)
     assert first is not None
     assert first.base_offset == 0
 
@@ -140,7 +140,7 @@ def test_a_marker_with_a_higher_epoch_fences_the_one_before() -> None:
     with pytest.raises(FencedProducer):
         producers.start_guard(SEVEN, 0, 1, 0, bumps_epoch=True)
     with pytest.raises(FencedProducer):
-        producers.check_any(batch_of(SEVEN, 0, 1)[0], 0, None)
+        producers.check_client_batch_order(batch_of(SEVEN, 0, 1)[0], 0, None)
     assert producers.start_guard(SEVEN, 1, 0, 0, bumps_epoch=True) is not None
 
 

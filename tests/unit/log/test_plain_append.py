@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.log import log as log_module
+from millstream.broker.log.fast_append import append_fast
 from millstream.broker.log.log import Log
-from millstream.broker.log.plain_append import append_plain
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Epoch, PartitionIndex
@@ -92,7 +92,7 @@ def test_both_ways_give_the_same_log(data: st.DataObject, topic: TopicSettings) 
         if data.draw(st.integers(0, 9)) == 0:
             for files in disks:
                 files.fail_next_writes(".log")
-        with patch.object(log_module, "append_plain", lambda *_: None):
+        with patch.object(log_module, "append_fast", lambda *_: None):
             copy = bytearray(batch)
             expected = outcome(lambda: long.append(copy, leader_epoch=epoch))  # noqa: B023
         given_view = memoryview(batch) if data.draw(st.booleans()) else batch
@@ -119,10 +119,10 @@ def test_ordinary_batches_take_the_short_way(producer_id: int) -> None:
         )
         if sequence == 0:
             # The first one begins the segment and the epoch, which is not ordinary.
-            assert append_plain(log, batch, 0) is None
+            assert append_fast(log, batch, 0) is None
             log.append(batch, leader_epoch=Epoch(0))
         else:
-            appended = append_plain(log, batch, 0)
+            appended = append_fast(log, batch, 0)
             assert appended is not None
             assert appended.base_offset == sequence
     store.close_now()

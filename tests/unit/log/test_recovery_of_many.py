@@ -8,12 +8,12 @@ from uuid import UUID
 
 import pytest
 
-from millstream.broker.log import recovery as recovery_told
+from millstream.broker.log import recovery as recovery_module
 from millstream.broker.log import store as store_module
-from millstream.broker.log.contents import RecoveryReport
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.log import Log
-from millstream.broker.log.recovery import RecoveryTold
+from millstream.broker.log.log_contents import RecoveryReport
+from millstream.broker.log.recovery import RecoveryProgress
 from millstream.broker.log.store import LogStore
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
@@ -118,7 +118,7 @@ def test_logs_that_are_new_are_not_told_as_recovered(
     filled_later = [TopicPartition("new", PartitionIndex(number)) for number in range(5)]
     for where in filled_later:
         store.open_log(UUID(int=3), where, TopicSettings())
-    store.tell_recovered()
+    store.finish_recovery()
     assert caplog.messages == []
 
 
@@ -134,8 +134,8 @@ def test_one_line_sums_up(open_store: OpenStore, files: MemoryFiles, caplog: pyt
     caplog.clear()
     open_logs(store)
     assert caplog.messages == []
-    store.tell_recovered()
-    store.tell_recovered()
+    store.finish_recovery()
+    store.finish_recovery()
     (line,) = caplog.records
     assert (line.message, line.levelname, vars(line)["logs"]) == ("recovered logs", "INFO", LOGS)
 
@@ -149,24 +149,24 @@ def report(partition: int, *, cut: int = 0, lost: tuple[int, int] | None = None)
 
 def test_a_listener_is_told_how_far_it_is() -> None:
     heard: list[tuple[int, int]] = []
-    told = RecoveryTold(lambda done, left: heard.append((done, left)))
+    told = RecoveryProgress(lambda done, left: heard.append((done, left)))
     for number in range(30):
-        told.note(report(number), left=29 - number, now=number * recovery_told.LISTENER_S / 10)
+        told.note(report(number), left=29 - number, now=number * recovery_module.LISTENER_S / 10)
     assert heard == [(1, 29), (11, 19), (21, 9)]
 
 
 def test_the_first_few_are_named_and_a_long_recovery_says_how_far_it_is(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "millstream.broker.log.recovery")
-    told = RecoveryTold()
+    told = RecoveryProgress()
     for number in range(30):
-        told.note(report(number, cut=1), left=40 - number, now=number * recovery_told.PROGRESS_S / 10)
+        told.note(report(number, cut=1), left=40 - number, now=number * recovery_module.PROGRESS_S / 10)
     for number in range(30, 40):
-        told.note(report(number, lost=(3, 5)), left=40 - number, now=30 * recovery_told.PROGRESS_S / 10)
-    told.sum_up()
+        told.note(report(number, lost=(3, 5)), left=40 - number, now=30 * recovery_module.PROGRESS_S / 10)
+    told.log_summary()
     progress = [vars(line) for line in caplog.records if line.message == "recovering logs"]
     assert [(line["done"], line["left"]) for line in progress] == [(11, 30), (21, 20), (31, 10)]
     damaged = [line for line in caplog.records if line.message == "a log is damaged"]
-    assert len(damaged) == recovery_told.NAMED_MAX
+    assert len(damaged) == recovery_module.NAMED_MAX
     last = caplog.records[-1]
     assert (last.message, last.levelname) == ("recovered logs", "ERROR")
     facts = vars(last)

@@ -150,7 +150,7 @@ def test_a_log_that_starts_anew_holds_nothing_of_before_also_after_a_crash(clock
     store = open_store(files, clock)
     log = open_log(store)
     assert (log.start_offset, log.end_offset, log.latest_epoch, len(log.producers)) == (1000, 1000, -1, 0)
-    assert not log.damage
+    assert not log.damaged_ranges
     log.append_replica(empty_batch(1000, 1003, 7), leader_epoch=Epoch(7))
     store.close_now()
     log = open_log(open_store(files, clock))
@@ -235,9 +235,9 @@ class ReplicaMachine(RuleBasedStateMachine):
         self.files.crash()
         self.open()
         assert self.follower.end_offset >= synced
-        if self.follower.damage:
+        if self.follower.damaged_ranges:
             # Sectors of a tail that was not synced came through in any order: the rest is fetched again.
-            self.follower.truncate_to(max(self.follower.start_offset, self.follower.damage[0][0]))
+            self.follower.truncate_to(max(self.follower.start_offset, self.follower.damaged_ranges[0][0]))
 
     @invariant()
     def the_follower_holds_a_beginning_of_the_leaders_bytes(self) -> None:
@@ -290,7 +290,7 @@ def test_nothing_is_written_over_what_a_cut_could_not_cut_off(clock: ManualClock
     expected = content(log)
     files.kill()
     again = open_log(open_store(files, clock), segment_bytes=10_000)
-    assert (again.end_offset, again.damage) == (4, ())
+    assert (again.end_offset, again.damaged_ranges) == (4, ())
     assert content(again) == expected
 
 

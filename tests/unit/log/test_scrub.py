@@ -63,7 +63,7 @@ def test_damage_is_found_that_nobody_reads(store: LogStore, logs: list[Log], fil
     for path, position in [place_of(log, offset) for log in logs for offset in (0, 17, 39)]:
         files.flip_bit(path, position + at, 0)
     scrub(store)
-    assert [log.damage for log in logs] == [((0, 1), (17, 18), (39, 40))] * 3
+    assert [log.damaged_ranges for log in logs] == [((0, 1), (17, 18), (39, 40))] * 3
 
 
 def test_a_file_that_is_cut_or_removed_is_found(store: LogStore, logs: list[Log], files: MemoryFiles) -> None:
@@ -72,8 +72,8 @@ def test_a_file_that_is_cut_or_removed_is_found(store: LogStore, logs: list[Log]
     files.truncate(descriptor, cut.size - 1)
     files.remove(removed.path)
     scrub(store)
-    assert logs[0].damage == ((cut.next_offset - 1, cut.next_offset),)
-    assert logs[1].damage == ((removed.base_offset, removed.next_offset),)
+    assert logs[0].damaged_ranges == ((cut.next_offset - 1, cut.next_offset),)
+    assert logs[1].damaged_ranges == ((removed.base_offset, removed.next_offset),)
     scrub(store)
     assert len(logs[1].damage) == 1
 
@@ -82,12 +82,12 @@ def test_what_was_put_right_is_served_again(store: LogStore, logs: list[Log], fi
     path, position = place_of(logs[0], 5)
     files.flip_bit(path, position + PAYLOAD_AT, 3)
     scrub(store)
-    assert logs[0].damage == ((5, 6),)
+    assert logs[0].damaged_ranges == ((5, 6),)
     scrub(store)
-    assert logs[0].damage == ((5, 6),)
+    assert logs[0].damaged_ranges == ((5, 6),)
     files.flip_bit(path, position + PAYLOAD_AT, 3)
     scrub(store)
-    assert not logs[0].lost
+    assert not logs[0].damage
     assert b"%0100d" % 5 in bytes(logs[0].read(5, max_bytes=1, up_to=40))
 
 
@@ -100,11 +100,11 @@ def test_a_restored_file_is_served_again_however_large_it_is(
     content = files.content(removed.path)
     files.remove(removed.path)
     scrub(store)
-    assert log.damage == ((removed.base_offset, removed.next_offset),)
+    assert log.damaged_ranges == ((removed.base_offset, removed.next_offset),)
     descriptor = files.open(removed.path, create=True)
     files.write_at(descriptor, content, 0)
     scrub(store)
-    assert not log.lost
+    assert not log.damage
     assert log.read(removed.base_offset, max_bytes=10_000, up_to=removed.next_offset) == content
 
 
@@ -120,7 +120,7 @@ def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
     """It is lost where another replica may have it; elsewhere it may be readable later, so that it is not given up."""
     monkeypatch.setattr(scrub_module, "SECTOR_BYTES", 50)
     log = logs[0]
-    log.lost.has_replicas = has_replicas
+    log.damage.has_replicas = has_replicas
     path, position = place_of(log, 17)
     behind = place_of(log, 19)
     assert behind[0] == path
@@ -135,7 +135,7 @@ def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
     monkeypatch.setattr(files, "read_at", fail_to_read)
     files.flip_bit(path, behind[1] + PAYLOAD_AT, 1)
     scrub(store)
-    assert log.damage == (((17, 18), (19, 20)) if has_replicas else ((19, 20),))
+    assert log.damaged_ranges == (((17, 18), (19, 20)) if has_replicas else ((19, 20),))
     (told,) = [record for record in caplog.records if record.message == "a segment cannot be read"]
     assert (vars(told)["topic"], vars(told)["partition"]) == ("topic-0", 0)
     (counted,) = [one for one in store.metrics() if one.name == "millstream_log_scrub_read_errors_total"]
@@ -149,7 +149,7 @@ def test_a_restart_goes_on_where_the_pass_was(
     clock.advance_ms(1)
     for _ in range(5):
         assert store.scrub_once()
-    store._scrubber.keep()
+    store._scrubber.save_progress()
     store.close_now()
     again = open_store()
     for number in range(3):
@@ -157,5 +157,5 @@ def test_a_restart_goes_on_where_the_pass_was(
     assert again._scrubber.wait_s == 0
     # The segment that it had come to is begun once more.
     assert scrub(again) == steps - 4
-    again._scrubber.keep()
+    again._scrubber.save_progress()
     assert again._scrubber.wait_s > 0

@@ -185,7 +185,7 @@ def test_a_log_that_is_deleted_while_it_is_synced_harms_no_other_and_is_no_failu
         job = Commit([kept, deleted], files, store._journal, direct=True)
     store.delete_log(deleted)
     job.execute()
-    store._end(job)
+    store._finish_job(job)
     assert kept.stored_offset == kept.end_offset == 1
     assert not [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
     store.close_now()
@@ -215,7 +215,7 @@ def test_a_file_that_was_removed_is_lost_and_writes_go_on(
     put(log, b"b")
     harmed.close_now()
     again = open_log(open_store())
-    assert again.damage == ((0, 1),)
+    assert again.damaged_ranges == ((0, 1),)
     assert b"b" in bytes(again.read(1, max_bytes=1, up_to=2))
 
 
@@ -227,7 +227,7 @@ def test_a_folder_that_cannot_be_reached_is_no_damage(store: LogStore, files: Me
     files.rename(log.directory, f"{log.directory}-away")
     with pytest.raises(StorageFailure, match="t-0: reading from"):
         log.read(0, max_bytes=1, up_to=1)
-    assert not log.lost
+    assert not log.damage
 
 
 def test_descriptors_stay_bounded(open_store: OpenStore, files: MemoryFiles) -> None:

@@ -108,7 +108,7 @@ class Machine:
     def headers(self) -> list[BatchHeader]:
         found, at = [], int(self.log.start_offset)
         while at < self.log.end_offset:
-            lost = self.log.lost.at(at)
+            lost = self.log.damage.at(at)
             if lost is not None:
                 at = lost.next_offset
                 continue
@@ -125,7 +125,7 @@ class Machine:
         found: list[RecordOf] = []
         at, stable = int(self.log.start_offset), self.stable
         while at < stable:
-            stretch = self.log.stretch(at, max_bytes=250, up_to=stable)
+            stretch = self.log.read_slice(at, max_bytes=250, up_to=stable)
             assert stretch is not None
             listed = self.log.producers.transactions.aborted.overlapping(at, stretch.next_offset)
             pending = sorted((one.first_offset, one.producer_id) for one in listed)
@@ -222,7 +222,7 @@ def test_markers_stay_when_a_damaged_segment_may_hold_their_records() -> None:
         machine.put(0, b"other", b"%d" % number)
         machine.compact()
         machine.later()
-    assert machine.log.damage
+    assert machine.log.damaged_ranges
     assert machine.markers() == [8]
     assert len(machine.log.producers.transactions.aborted) == 1
 

@@ -52,7 +52,7 @@ class Machine:
         self.store = open_store(self.files, self.clock)
         self.log: Log = self.store.open_log(TOPIC_ID, WHERE, SETTINGS)
         del self.entries[self.log.end_offset :]
-        for first, after in self.log.damage:
+        for first, after in self.log.damaged_ranges:
             # A crash may take something out of the middle of what was not synced; nothing is known of that.
             self.entries[first:after] = [LOST] * (after - first)
         self.acknowledged = max(self.log.start_offset, min(self.acknowledged, len(self.entries)))
@@ -164,7 +164,7 @@ class Machine:
     def check_copy(self) -> None:
         """Whoever copies the log knows the same."""
         log = self.log
-        if log.start_offset > 0 or log.lost:
+        if log.start_offset > 0 or log.damage:
             return
         copy = open_store(MemoryFiles(open_files_max=64), self.clock).open_log(TOPIC_ID, WHERE, SETTINGS)
         while copy.end_offset < log.end_offset:

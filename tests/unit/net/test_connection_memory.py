@@ -11,8 +11,8 @@ import pytest
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import WRITE_BUFFER_HIGH_BYTES, Answer, Connection, ConnectionLimits
-from millstream.broker.net.half_frame import FRAME_COST_BYTES
 from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.partial_frame import FRAME_COST_BYTES
 
 LIMITS = ConnectionLimits(frame_bytes_max=32 * 1024 * 1024)
 Client = tuple[asyncio.StreamReader, asyncio.StreamWriter]

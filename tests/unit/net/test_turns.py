@@ -11,8 +11,8 @@ import pytest
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import SCRATCH_BYTES, Answer, Connection, ConnectionLimits
-from millstream.broker.net.half_frame import FRAME_COST_BYTES
 from millstream.broker.net.listener import Listener, bind
+from millstream.broker.net.partial_frame import FRAME_COST_BYTES
 from millstream.broker.net.promise import Promise
 from millstream.broker.net.turns import (
     LIGHT_BURST_S,

@@ -69,7 +69,7 @@ class Board(PipelineBoard):
         self.changed.set()
 
     def report(self, name: str) -> PipelineReport:
-        told = self.told(name)
+        told = self.describe(name)
         return PipelineReport(name=name, state="stopped") if told is None else msgspec.convert(told, PipelineReport)
 
     async def until(self, condition: Callable[[], bool]) -> None:
@@ -206,12 +206,12 @@ async def test_a_node_that_is_not_the_owner_runs_nothing(tmp_path: Path) -> None
     async with scene_in(tmp_path) as scene:
         scene.owner.be(mine=False)
         await scene.declare("a", "orders")
-        assert scene.board.told("a") is None
+        assert scene.board.describe("a") is None
         scene.owner.be(mine=True)
         await scene.board.until(lambda: scene.board.report("a").state == "running")
         scene.owner.be(mine=False)
         await scene.board.until(lambda: scene.child.pid is None)
-        assert scene.board.told("a") is None
+        assert scene.board.describe("a") is None
         assert scene.child.restarts == 0
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from uuid import UUID
 
 from millstream.broker.log.store import LogStore
-from millstream.broker.replication.acknowledgement import DROP_MIN, Waiting
+from millstream.broker.replication.acknowledgement import DISCARD_MIN, AcknowledgementQueue
 from millstream.broker.replication.partition import ACKS_ALL, Partition
 from millstream.core.errors import MillstreamError, NotLeader
 from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
@@ -25,7 +25,7 @@ class Listener:
     """Remembers what it was told."""
 
     def __init__(self) -> None:
-        self.is_over = False
+        self.is_finished = False
         self.told: list[MillstreamError | None] = []
 
     def acknowledged(self, error: MillstreamError | None) -> None:
@@ -33,13 +33,13 @@ class Listener:
 
 
 def test_everyone_is_told_once_in_the_order_of_the_log() -> None:
-    waiting, listeners = Waiting(), [Listener() for _ in range(4)]
+    waiting, listeners = AcknowledgementQueue(), [Listener() for _ in range(4)]
     for number, listener in enumerate(listeners):
         waiting.add(Offset(number + 1), listener)
     waiting.acknowledge(Offset(2))
     assert [len(listener.told) for listener in listeners] == [1, 1, 0, 0]
-    listeners[2].is_over = True
-    waiting.drop_over()
+    listeners[2].is_finished = True
+    waiting.discard_finished()
     gone = NotLeader("gone")
     waiting.fail(gone)
     assert [listener.told for listener in listeners] == [[None], [None], [], [gone]]
@@ -47,13 +47,13 @@ def test_everyone_is_told_once_in_the_order_of_the_log() -> None:
 
 
 def test_those_who_wait_no_more_are_dropped_as_others_come() -> None:
-    waiting = Waiting()
+    waiting = AcknowledgementQueue()
     still = [Listener() for _ in range(10)]
     for number in range(20_000):
         listener = still[number // 2000] if number % 2000 == 0 else Listener()
         waiting.add(Offset(number), listener)
-        listener.is_over = number % 2000 != 0
-        assert len(waiting) <= 2 * (len(still) + DROP_MIN)
+        listener.is_finished = number % 2000 != 0
+        assert len(waiting) <= 2 * (len(still) + DISCARD_MIN)
     waiting.acknowledge(Offset(20_000))
     assert all(listener.told == [None] for listener in still)
 
@@ -62,11 +62,11 @@ async def test_one_who_is_told_may_wait_anew() -> None:
     class Again(Listener):
         def acknowledged(self, error: MillstreamError | None) -> None:
             super().acknowledged(error)
-            for _ in range(2 * DROP_MIN):
+            for _ in range(2 * DISCARD_MIN):
                 waiting.add(Offset(9), over)
 
-    waiting, over, last = Waiting(), Listener(), Listener()
-    over.is_over = True
+    waiting, over, last = AcknowledgementQueue(), Listener(), Listener()
+    over.is_finished = True
     waiting.add(Offset(1), Again())
     waiting.add(Offset(1), last)
     waiting.acknowledge(Offset(1))
@@ -83,9 +83,9 @@ async def test_a_watermark_that_stands_still_keeps_nobody_who_has_given_up() -> 
     listeners = [Listener() for _ in range(50)]
     for listener in listeners:
         appended = partition.write(encode_batch([NewRecord(None, b"v", (), 1000)]), acks=ACKS_ALL)
-        partition.tell(appended, listener)
-        listener.is_over = True
-    partition.drop_over()
+        partition.notify_acknowledged(appended, listener)
+        listener.is_finished = True
+    partition.discard_finished()
     partition.close()
     assert not any(listener.told for listener in listeners)
     store.close_now()

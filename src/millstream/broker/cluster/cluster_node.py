@@ -26,7 +26,7 @@ from millstream.broker.cluster.membership import Membership, Node
 from millstream.broker.cluster.pipeline_owner import ElectedOwner
 from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.quotas import ClientQuotas
-from millstream.broker.cluster.registration import Introduction, Registration
+from millstream.broker.cluster.registration import NodeDescription, Registration
 from millstream.broker.cluster.replica_link import ReplicaLinks
 from millstream.broker.cluster.replicas import Replicas, ReplicaSettings
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Expect, Put
@@ -49,7 +49,7 @@ Links = Callable[[Callable[[NodeId], Node | None]], ReplicaLinks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class ClusterDependencies:
     """What a node in a cluster stands on; a simulation gives its own."""
 
     config: Config
@@ -71,34 +71,37 @@ class Surroundings:
 class ClusterNode:
     """One node of a cluster, below its APIs."""
 
-    def __init__(self, around: Surroundings) -> None:
-        self._around = around
-        self._config = around.config
-        self._store = around.coordination
-        self._id = NodeId(around.config.node_id)
+    def __init__(self, dependencies: ClusterDependencies) -> None:
+        self._dependencies = dependencies
+        self._config = dependencies.config
+        self._store = dependencies.coordination
+        self._id = NodeId(dependencies.config.node_id)
         self._last_run = LastRun(
-            around.files, around.data, boot_id=around.boot_id, stopped_clean=around.log_store.clean_start
+            dependencies.files,
+            dependencies.data,
+            boot_id=dependencies.boot_id,
+            stopped_clean=dependencies.log_store.clean_start,
         )
-        self.view = ClusterView(around.coordination, self._backoff())
-        announcer = Announcer(around.coordination, self._backoff(), new_text=self._new_text)
+        self.view = ClusterView(dependencies.coordination, self._backoff())
+        announcer = Announcer(dependencies.coordination, self._backoff(), new_text=self._new_text)
         self._announcer = announcer
-        self.declarations = AnnouncedDeclarations(around.declarations, announcer)
+        self.declarations = AnnouncedDeclarations(dependencies.declarations, announcer)
         self.topics = ClusterTopics(
             self.declarations,
-            around.log_store,
-            around.config,
-            around.clock,
+            dependencies.log_store,
+            dependencies.config,
+            dependencies.clock,
             view=self.view,
-            coordination=around.coordination,
+            coordination=dependencies.coordination,
             backoff=self._backoff(),
             new_id=self._new_id,
         )
         self.replicas = Replicas(
             self._id,
-            around.links(self._find),
-            around.coordination,
-            random=around.random,
-            settings=ReplicaSettings.of(around.config),
+            dependencies.links(self._find),
+            dependencies.coordination,
+            random=dependencies.random,
+            settings=ReplicaSettings.of(dependencies.config),
             registration=self._registration_revision,
             may_join=self._may_join,
         )
@@ -108,42 +111,42 @@ class ClusterNode:
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog_changed = asyncio.Event()
         self.quotas = ClientQuotas(self.declarations)
-        self.groups = DeclaredGroups(self.declarations, around.config)
-        self.subscriptions = Subscriptions(self.declarations, around.clock, new_id=self._new_id)
-        self.pipelines = Pipelines(self.declarations, around.clock, new_id=self._new_id)
+        self.groups = DeclaredGroups(self.declarations, dependencies.config)
+        self.subscriptions = Subscriptions(self.declarations, dependencies.clock, new_id=self._new_id)
+        self.pipelines = Pipelines(self.declarations, dependencies.clock, new_id=self._new_id)
 
     async def open(self) -> None:
         """Follow the coordination store, and open what this node carries. Nothing is led or followed yet."""
         self._start("picture of the cluster", self.view.run())
         self._start("changes of the catalog", self._announcer.run())
         self._start("logs to open", self.topics.open_logs())
-        self._start("removed files", self.topics.tell_removed())
+        self._start("removed files", self.topics.report_removed())
         self._start("quotas, subscriptions and pipelines", self._follow_catalog())
         await self.view.ready()
         self.topics.when_roles_change(self.replicas.apply)
         self.topics.when_dropped(self.replicas.forget)
         await self.topics.load()
-        self.view.listen(self._look)
+        self.view.listen(self._on_view_change)
         await self.replicas.start()
 
     async def membership(self, me: Node) -> Membership:
         """Who belongs to the cluster; its id comes from the catalog, and stays where all nodes see it."""
         found = self.view.cluster_id
         if found is None:
-            declared = await self._around.declarations.cluster_id()
+            declared = await self._dependencies.declarations.cluster_id()
             await self._store.change([Put(keys.CLUSTER_ID, declared)], [Expect(keys.CLUSTER_ID, ABSENT)])
             entries = (await self._store.read(keys.CLUSTER_ID)).entries
             found = entries[keys.CLUSTER_ID].value
-        self._last_run.belong_to(FolderOwner(node_id=self._id, cluster=self._config.cluster, cluster_id=found))
+        self._last_run.set_owner(FolderOwner(node_id=self._id, cluster=self._config.cluster, cluster_id=found))
         return Membership(found, me, self.view)
 
     async def join(self, me: Node, http: str) -> None:
         """Register, and wait until the cluster has let this node in."""
-        around = self._around
+        dependencies = self._dependencies
         self._registration = registration = Registration(
             self._store,
             self.view,
-            Introduction(node=me, http=http, version=__version__),
+            NodeDescription(node=me, http=http, version=__version__),
             self._last_run,
             ttl_s=self._config.lease_ms / 1000,
             new_incarnation=self._new_text,
@@ -154,11 +157,11 @@ class ClusterNode:
             self._id,
             self._store,
             self.view,
-            around.declarations,
+            dependencies.declarations,
             registered=lambda: registration.mine,
             settings_of=self.topics.settings_of,
             balance_s=self._config.leader_balance_ms / 1000,
-            random=around.random,
+            random=dependencies.random,
         )
         registering = self._start("registration", registration.run())
         self._start("controller", self._controller.run())
@@ -177,7 +180,7 @@ class ClusterNode:
             self._store,
             self.view,
             registered=lambda: None if self._registration is None else self._registration.mine,
-            random=self._around.random,
+            random=self._dependencies.random,
         )
         if stands:
             self._start("owner of pipelines", owner.run())
@@ -188,7 +191,7 @@ class ClusterNode:
         registration = self._registration
         if registration is not None and not registration.is_fenced and len(self.view.live) > 1:
             await registration.leave(
-                lambda: not self.topics.leads_what_others_could(), timeout_s=self._config.leave_ms / 1000
+                lambda: not self.topics.leads_movable_partition(), timeout_s=self._config.leave_ms / 1000
             )
 
     async def close(self) -> None:
@@ -201,7 +204,7 @@ class ClusterNode:
         await self.replicas.close()
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._around.supervise(name, work)
+        task = self._dependencies.supervise(name, work)
         self._tasks.append(task)
         return task
 
@@ -237,7 +240,7 @@ class ClusterNode:
         away = self._store.away_since_ms
         if away is not None:
             yield f"the coordination store is away since {_time(away)}; data flows, elections and new topics wait"
-        away = self._around.catalog_away_since_ms()
+        away = self._dependencies.catalog_away_since_ms()
         if away is not None:
             yield f"the catalog is away since {_time(away)}; data flows, changes of topics and quotas wait"
         if self.view.controller is None:
@@ -266,7 +269,7 @@ class ClusterNode:
         registered = self.view.nodes.get(node)
         return None if registered is None else registered.node
 
-    def _look(self, change: ViewChange) -> None:
+    def _on_view_change(self, change: ViewChange) -> None:
         if change.nodes:
             self.replicas.nodes_changed()
         if change.catalog:
@@ -288,10 +291,10 @@ class ClusterNode:
         return self._follows_as
 
     def _backoff(self) -> Backoff:
-        return Backoff(self._around.random)
+        return Backoff(self._dependencies.random)
 
     def _new_id(self) -> UUID:
-        return UUID(int=self._around.random.getrandbits(128), version=4)
+        return UUID(int=self._dependencies.random.getrandbits(128), version=4)
 
     def _new_text(self) -> str:
         return str(self._new_id())

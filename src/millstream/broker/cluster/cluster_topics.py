@@ -15,11 +15,11 @@ from uuid import UUID
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.election import elect, prefer
+from millstream.broker.cluster.election import elect, elect_preferred
 from millstream.broker.cluster.keys import PartitionKey
-from millstream.broker.cluster.reassignment import Reassignment, beginning, ending, narrowed
+from millstream.broker.cluster.reassignment import Reassignment, begin_changes, end_changes, narrowed
 from millstream.broker.cluster.store import Change, CoordinationStore, Delete, Expect, Put
-from millstream.broker.cluster.told import Placement, placement_to_json
+from millstream.broker.cluster.store_values import Placement, placement_to_json
 from millstream.broker.cluster.topics import AGREEMENT_S, Topics
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.broker.log.store import LogStore
@@ -98,13 +98,13 @@ class ClusterTopics(Topics):
             self._remove_replica(partition)
         # After a rebuild, a topic is told when the controller has made the partitions of it that were lost.
         placed = {topic_id for topic_id, _ in self._view.states}
-        self._warn_of_strangers({*self._view.topics, *self._view.deleted, *placed})
+        self._warn_of_unknown_partitions({*self._view.topics, *self._view.deleted, *placed})
         self._view.listen(self.apply)
 
     def activate(self) -> None:
         """Take up the roles that the cluster has given this node: it was let in."""
         self._active = True
-        self._tell_roles([self._take_state(one.topic, one.index) for one in tuple(self.carried())])
+        self._notify_roles([self._take_state(one.topic, one.index) for one in tuple(self.hosted())])
 
     def when_roles_change(self, listener: Callable[[Sequence[Partition]], None]) -> None:
         """Have `listener` called with the partitions here of which the cluster has agreed on another state."""
@@ -117,19 +117,19 @@ class ClusterTopics(Topics):
     def apply(self, change: ViewChange) -> None:
         """Take over what has changed in the picture of the cluster."""
         shown: set[UUID] = set()
-        told: list[Partition | None] = []
+        changed: list[Partition | None] = []
         for topic_id in change.topics:
             before = self._by_id.get(topic_id)
             if before is not None and topic_id not in self._view.topics:
-                self._lose(before)
+                self._drop_topic(before)
         for topic_id in change.topics & self._view.topics.keys():
             shown.add(topic_id)
-            told += self._take_topic(self._view.topics[topic_id])
+            changed += self._take_topic(self._view.topics[topic_id])
         for topic_id, index in change.partitions:
             topic = self._by_id.get(topic_id)
             if topic is not None and topic_id not in shown and index < topic.partitions:
-                told.append(self._take_state(topic, index))
-        self._tell_roles(told)
+                changed.append(self._take_state(topic, index))
+        self._notify_roles(changed)
         self._open_some()
         for topic_id in change.deleted:
             self._remove_files(topic_id)
@@ -145,7 +145,7 @@ class ClusterTopics(Topics):
                 self._open_some()
                 await asyncio.sleep(0)
 
-    async def tell_removed(self) -> None:
+    async def report_removed(self) -> None:
         """Tell the cluster which deleted topics have no files here any more; for ever."""
         while True:
             await self._removed_some.wait()
@@ -199,9 +199,11 @@ class ClusterTopics(Topics):
                 back = narrowed(state, move.before, self._view.live)
                 if back is None:
                     raise InvalidAssignment("none of the replicas before the move can lead now")
-                return ending(key, state, back)
+                return end_changes(key, state, back)
             before = move.before if move is not None else state.replicas
-            return beginning(key, state, Reassignment(target=target, before=before), self._view.removed.get(key, ()))
+            return begin_changes(
+                key, state, Reassignment(target=target, before=before), self._view.removed.get(key, ())
+            )
 
         await self._change_state(topic, index, moving)
 
@@ -210,7 +212,7 @@ class ClusterTopics(Topics):
         return self._view.reassignments
 
     async def _change_state(
-        self, topic: Topic, index: int, work_out: Callable[[PartitionKey, PartitionState], list[Change]]
+        self, topic: Topic, index: int, decide: Callable[[PartitionKey, PartitionState], list[Change]]
     ) -> None:
         """Change what is agreed on for a partition, worked out anew when somebody else was faster."""
         self._check_index(topic, index)
@@ -219,7 +221,7 @@ class ClusterTopics(Topics):
             versioned = self.versioned(key)
             if versioned is None:
                 raise EligibleUnavailable("the partition has no state yet")
-            changes = work_out(key, versioned.state)
+            changes = decide(key, versioned.state)
             expected = Expect(keys.partition_key(key), versioned.revision)
             revision = await self._coordination.change(changes, [expected])
             seen = versioned.revision + 1 if revision is None else revision
@@ -239,7 +241,7 @@ class ClusterTopics(Topics):
             return elected
         if state.leader == state.preferred and state.leader in live:
             raise ElectionNotNeeded("the partition is led by its preferred replica")
-        preferred = prefer(state, live.keys() - self._view.leaving)
+        preferred = elect_preferred(state, live.keys() - self._view.leaving)
         if preferred is None:
             raise PreferredUnavailable(f"the preferred replica, node {state.preferred}, is down or not in sync")
         return preferred
@@ -257,9 +259,9 @@ class ClusterTopics(Topics):
 
     def led(self) -> Iterable[Partition]:
         """The partitions that this node leads."""
-        return (partition for partition in self.carried() if partition.is_leader)
+        return (partition for partition in self.hosted() if partition.is_leader)
 
-    def leads_what_others_could(self) -> bool:
+    def leads_movable_partition(self) -> bool:
         """Whether this node leads a partition that another live node could lead as well."""
         live = self._view.live.keys() - {self._me} - self._view.leaving
         return any(
@@ -300,7 +302,7 @@ class ClusterTopics(Topics):
     def _declared(self, topic: Topic) -> None:
         """The controller is told; what it makes of it shows in the picture."""
 
-    async def _agreed(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
+    async def _await_agreement(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
         def agreed() -> bool:
             now = self._by_id.get(topic.topic_id)
             if now is None:
@@ -310,14 +312,14 @@ class ClusterTopics(Topics):
 
         await self._view.until(agreed, timeout_s, what=f"topic {topic.name!r}")
 
-    async def _shown(self, name: str) -> Topic:
+    async def _await_topic(self, name: str) -> Topic:
         await self._view.until(lambda: name in self._by_name, AGREEMENT_S, what=f"topic {name!r}")
         return self._by_name[name]
 
     async def _deleted(self, topic: Topic) -> None:
         """The controller is told; the files go when the picture shows the deletion."""
 
-    async def _gone(self, topic: Topic, timeout_s: float) -> None:
+    async def _await_deletion(self, topic: Topic, timeout_s: float) -> None:
         await self._view.until(
             lambda: topic.topic_id not in self._by_id, timeout_s, what=f"the deletion of topic {topic.name!r}"
         )
@@ -326,14 +328,14 @@ class ClusterTopics(Topics):
 
     def _take_topic(self, topic: Topic) -> list[Partition | None]:
         try:
-            self._show(topic)
+            self._apply_topic(topic)
         except MillstreamError as error:
             # A disk that fails, or settings of a newer version: other topics go on.
             _logger.error("a topic cannot be carried", extra={"topic": topic.name, "error": str(error)})
             return []
         return [self._take_state(topic, PartitionIndex(number)) for number in range(topic.partitions)]
 
-    def _begin(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
+    def _open_partition(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
         """A partition begins with the first state that names this node."""
 
     def _take_state(self, topic: Topic, index: PartitionIndex) -> Partition | None:
@@ -350,12 +352,12 @@ class ClusterTopics(Topics):
             return None
         partition.apply(versioned, me=self._me)
         # Also when this changes nothing: whoever changes in-sync sets may have told the partition of its role before.
-        self._tell_leadership(partition)
+        self._notify_leadership(partition)
         return partition
 
     def _open_some(self) -> None:
         """Open some of the logs that are not open yet, and let their partitions take up their roles."""
-        told = []
+        changed = []
         for topic_id, index in tuple(islice(self._unopened, _OPENED_AT_ONCE)):
             del self._unopened[topic_id, index]
             topic = self._by_id.get(topic_id)
@@ -367,8 +369,8 @@ class ClusterTopics(Topics):
                 self._open_later(topic, index, error)
                 continue
             self._open_failures.pop((topic_id, index), None)
-            told.append(self._take_state(topic, index))
-        self._tell_roles(told)
+            changed.append(self._take_state(topic, index))
+        self._notify_roles(changed)
         if self._unopened:
             self._unopened_some.set()
 
@@ -393,7 +395,7 @@ class ClusterTopics(Topics):
         self._unopened[key] = None
         self._unopened_some.set()
 
-    def _tell_roles(self, partitions: Iterable[Partition | None]) -> None:
+    def _notify_roles(self, partitions: Iterable[Partition | None]) -> None:
         changed = [partition for partition in partitions if partition is not None]
         if changed:
             for listener in self._role_listeners:
@@ -407,12 +409,12 @@ class ClusterTopics(Topics):
         return partition
 
     def _close(self, topic: Topic) -> list[Partition]:
-        carried = super()._close(topic)
+        hosted = super()._close(topic)
         for listener in self._drop_listeners:
-            listener(carried)
-        return carried
+            listener(hosted)
+        return hosted
 
-    def _lose(self, topic: Topic) -> None:
+    def _drop_topic(self, topic: Topic) -> None:
         """A topic is not agreed on any more. Its files go only with the record of its deletion."""
         if topic.topic_id in self._view.deleted:
             self._forget(topic)
@@ -420,7 +422,7 @@ class ClusterTopics(Topics):
             _logger.error("a topic is gone without a deletion; its files stay", extra={"topic": topic.name})
             for partition in self._close(topic):
                 self._store.close_log(partition.log)
-        self._tell_deleted(topic)
+        self._notify_deleted(topic)
 
     def _remove_files(self, topic_id: UUID) -> None:
         deletion = self._view.deleted.get(topic_id)
@@ -447,7 +449,7 @@ class ClusterTopics(Topics):
             if topic is not None and partition is not None:
                 self._partitions[topic.name][key[1]] = None
                 partition.close()
-                self._tell_leadership(partition)
+                self._notify_leadership(partition)
                 for listener in self._drop_listeners:
                     listener([partition])
                 self._store.delete_log(partition.log)

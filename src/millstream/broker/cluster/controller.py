@@ -15,13 +15,19 @@ from uuid import UUID
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.election import UNKNOWN_MINIMUM, distrust, elect, prefer, relieve
+from millstream.broker.cluster.election import (
+    UNKNOWN_MINIMUM,
+    elect,
+    elect_preferred,
+    exclude_untrusted,
+    move_from_leaving,
+)
 from millstream.broker.cluster.keys import PartitionKey, parse_partition
-from millstream.broker.cluster.reassignment import ending, finished
+from millstream.broker.cluster.reassignment import end_changes, finished
 from millstream.broker.cluster.reconciliation import Reconciliation
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
+from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.term import Proposal, Term
-from millstream.broker.cluster.told import Registered
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.errors import CorruptState, MillstreamError, StoreRefused, StoreUnavailable
@@ -39,11 +45,11 @@ MinInSync = Callable[[UUID], int]
 """How many replicas of a topic's partitions have to be in sync."""
 
 
-async def admit(registered: Registered, term: Term, alive: Collection[NodeId], min_in_sync: MinInSync) -> None:
+async def admit(registered: NodeRegistration, term: Term, alive: Collection[NodeId], min_in_sync: MinInSync) -> None:
     """Let a node in; does nothing when it registered anew meanwhile."""
     node = registered.node.node_id
     rewritten: set[PartitionKey] = set()
-    while proposals := await _needed(registered, term, alive, rewritten, min_in_sync):
+    while proposals := await _needed_proposals(registered, term, alive, rewritten, min_in_sync):
         overtaken = {one.partition for one in await term.propose(proposals)}
         rewritten |= {one.partition for one in proposals} - overtaken
     admitted = await term.change(
@@ -53,8 +59,8 @@ async def admit(registered: Registered, term: Term, alive: Collection[NodeId], m
         _logger.info("node let in", extra={"node": node, "unclean": registered.unclean, "rewritten": len(rewritten)})
 
 
-async def _needed(
-    registered: Registered,
+async def _needed_proposals(
+    registered: NodeRegistration,
     term: Term,
     alive: Collection[NodeId],
     rewritten: Collection[PartitionKey],
@@ -73,7 +79,7 @@ async def _needed(
             continue
         if node not in state.replicas:
             continue
-        changed = _without(state, registered, alive, min_in_sync(partition[0]))
+        changed = _without_node(state, registered, alive, min_in_sync(partition[0]))
         if changed is None and registered.unclean and partition not in rewritten:
             changed = state
         if changed is not None:
@@ -81,12 +87,12 @@ async def _needed(
     return proposals
 
 
-def _without(
-    state: PartitionState, registered: Registered, alive: Collection[NodeId], min_in_sync: int
+def _without_node(
+    state: PartitionState, registered: NodeRegistration, alive: Collection[NodeId], min_in_sync: int
 ) -> PartitionState | None:
     """The state in which the node neither leads nor, if it cannot be trusted, may; None when it is so already."""
     node = registered.node.node_id
-    trusted = distrust(state, node) if registered.unclean else None
+    trusted = exclude_untrusted(state, node) if registered.unclean else None
     if (trusted or state).leader != node:
         return trusted
     return elect(trusted or state, [one for one in alive if one != node], min_in_sync=min_in_sync)
@@ -104,9 +110,9 @@ class Balance:
         """When the first of them is due."""
         return min(self._due.values(), default=None)
 
-    def note(self, partition: PartitionKey, *, could_go_back: bool, now: float) -> None:
+    def note(self, partition: PartitionKey, *, preferred_can_lead: bool, now: float) -> None:
         """Note how a partition is; its time begins when the preferred replica can lead, and anew after each setback."""
-        if not could_go_back:
+        if not preferred_can_lead:
             self._due.pop(partition, None)
         elif self._after_s > 0:
             self._due.setdefault(partition, now + self._after_s)
@@ -142,7 +148,7 @@ class Controller:
         view: ClusterView,
         declarations: Declarations,
         *,
-        registered: Callable[[], Registered | None],
+        registered: Callable[[], NodeRegistration | None],
         settings_of: Callable[[Topic], TopicSettings],
         balance_s: float,
         random: Random,
@@ -163,7 +169,7 @@ class Controller:
         self._reconciliation: Reconciliation | None = None
         self._term: Term | None = None
         self.elections = 0
-        view.listen(self._look)
+        view.listen(self._on_view_change)
 
     @property
     def is_active(self) -> bool:
@@ -241,7 +247,7 @@ class Controller:
         self._unbalanced.clear()
         self._set_balance_timer()
 
-    def _look(self, change: ViewChange) -> None:
+    def _on_view_change(self, change: ViewChange) -> None:
         self._changed.set()
         if self._term is None or self._reconciliation is None:
             return
@@ -291,8 +297,10 @@ class Controller:
                 decided = self._decide(versioned.state, settings[topic_id])
                 if decided is not None:
                     proposals.append(Proposal(partition, decided, versioned.revision))
-            could_go_back = versioned is not None and decided is None and prefer(versioned.state, staying) is not None
-            self._unbalanced.note(partition, could_go_back=could_go_back, now=now)
+            preferred_can_lead = (
+                versioned is not None and decided is None and elect_preferred(versioned.state, staying) is not None
+            )
+            self._unbalanced.note(partition, preferred_can_lead=preferred_can_lead, now=now)
             if number % _WORKED_OUT_AT_ONCE == 0:
                 await asyncio.sleep(0)
         await self._propose(term, proposals)
@@ -308,7 +316,7 @@ class Controller:
                 min_in_sync=settings.min_insync_replicas,
                 unclean=settings.unclean_leader_election_enable,
             )
-        return relieve(elected or state, live, self._view.leaving) or elected
+        return move_from_leaving(elected or state, live, self._view.leaving) or elected
 
     def _topic_settings(self, topic_id: UUID) -> TopicSettings | None:
         topic = self._view.topics.get(topic_id)
@@ -340,7 +348,7 @@ class Controller:
         proposals = []
         for partition in unbalanced:
             versioned = self._view.states.get(partition)
-            preferred = None if versioned is None else prefer(versioned.state, staying)
+            preferred = None if versioned is None else elect_preferred(versioned.state, staying)
             if versioned is not None and preferred is not None:
                 proposals.append(Proposal(partition, preferred, versioned.revision))
         await self._propose(term, proposals)
@@ -353,7 +361,7 @@ class Controller:
                 continue
             after = finished(versioned.state, move, self._view.live)
             if after is not None and await term.change(
-                ending(partition, versioned.state, after),
+                end_changes(partition, versioned.state, after),
                 [Expect(keys.partition_key(partition), versioned.revision)],
             ):
                 _logger.info("partition moved", extra={"partition": partition[1], "replicas": str(after.replicas)})

@@ -67,7 +67,7 @@ class DamageRepair:
         timer = self._retries.pop(partition, None)
         if timer is not None:
             timer.cancel()
-        if log.lost and log.lost.has_replicas and not log.closed:
+        if log.damage and log.damage.has_replicas and not log.closed:
             self._due[partition] = None
             self._wake.set()
         else:
@@ -90,7 +90,7 @@ class DamageRepair:
             partition = next(iter(self._due))
             del self._due[partition]
             await self._repair(partition)
-            if partition.log.lost and partition not in self._due and not partition.log.closed:
+            if partition.log.damage and partition not in self._due and not partition.log.closed:
                 self._try_later(partition)
 
     def _try_later(self, partition: Partition) -> None:
@@ -100,18 +100,18 @@ class DamageRepair:
         self._retries[partition] = asyncio.get_running_loop().call_later(pause_s, self.look_at, partition)
 
     async def _repair(self, partition: Partition) -> None:
-        for lost in tuple(partition.log.lost):
-            if lost not in partition.log.lost:
+        for lost in tuple(partition.log.damage):
+            if lost not in partition.log.damage:
                 continue
             try:
                 await self._repair_range(partition, lost)
             except MillstreamError as error:
-                self._tell(
+                self._log(
                     logging.WARNING, "lost offsets are not put back yet; it is tried again", partition, lost, error
                 )
             except Exception as error:
                 _logger.exception("the repair of a partition failed: a defect")
-                self._tell(logging.ERROR, "lost offsets could not be put back", partition, lost, error)
+                self._log(logging.ERROR, "lost offsets could not be put back", partition, lost, error)
 
     async def _repair_range(self, partition: Partition, lost: LostRange) -> None:
         undecided: MillstreamError | None = None
@@ -124,7 +124,7 @@ class DamageRepair:
                 continue
             try:
                 if batches:
-                    await partition.put_back(lost, batches)
+                    await partition.restore_range(lost, batches)
                     self._repaired += 1
                     return
             except (MismatchedBatch, StorageFailure) as error:
@@ -138,9 +138,9 @@ class DamageRepair:
             raise cannot
         if undecided is not None:
             raise undecided
-        if (lost.first, lost.next_offset) not in partition.log.lost.beyond_repair:
-            self._tell(logging.ERROR, "no other replica has what the disk lost", partition, lost, None)
-            partition.give_up(lost)
+        if (lost.first, lost.next_offset) not in partition.log.damage.beyond_repair:
+            self._log(logging.ERROR, "no other replica has what the disk lost", partition, lost, None)
+            partition.abandon_range(lost)
 
     def _others(self, partition: Partition) -> list[NodeId]:
         """The other replicas, those first that are most likely to have everything."""
@@ -193,7 +193,7 @@ class DamageRepair:
             raise error_from_code(answer.code, None, about=f"repair of {partition.log.partition}")
         return answer
 
-    def _tell(self, level: int, what: str, partition: Partition, lost: LostRange, error: Exception | None) -> None:
+    def _log(self, level: int, what: str, partition: Partition, lost: LostRange, error: Exception | None) -> None:
         extra: dict[str, object] = {
             "topic": partition.topic.name,
             "partition": partition.index,

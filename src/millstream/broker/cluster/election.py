@@ -40,7 +40,7 @@ def elect(
     return state.elected(NO_LEADER) if state.has_leader else None
 
 
-def prefer(state: PartitionState, alive: Collection[NodeId]) -> PartitionState | None:
+def elect_preferred(state: PartitionState, alive: Collection[NodeId]) -> PartitionState | None:
     """Give the leadership back to the preferred replica, if it is alive and in sync."""
     preferred = state.preferred
     if not state.has_leader or state.leader == preferred or preferred not in alive or preferred not in state.in_sync:
@@ -48,7 +48,9 @@ def prefer(state: PartitionState, alive: Collection[NodeId]) -> PartitionState |
     return state.elected(preferred)
 
 
-def relieve(state: PartitionState, alive: Collection[NodeId], leaving: Collection[NodeId]) -> PartitionState | None:
+def move_from_leaving(
+    state: PartitionState, alive: Collection[NodeId], leaving: Collection[NodeId]
+) -> PartitionState | None:
     """Move the leadership away from a node that is about to stop, if another one can take it."""
     if state.leader not in leaving:
         return None
@@ -56,7 +58,7 @@ def relieve(state: PartitionState, alive: Collection[NodeId], leaving: Collectio
     return state.elected(_first(state, others)) if others else None
 
 
-def distrust(state: PartitionState, node: NodeId) -> PartitionState | None:
+def exclude_untrusted(state: PartitionState, node: NodeId) -> PartitionState | None:
     """Take a node whose log may have a hole out of those that may lead; the last one stays, for want of any other."""
     in_sync = tuple(one for one in state.in_sync if one != node)
     eligible = tuple(one for one in state.eligible if one != node)
@@ -69,14 +71,14 @@ def distrust(state: PartitionState, node: NodeId) -> PartitionState | None:
     return None if trusted == state else trusted
 
 
-def enough(state: PartitionState, min_in_sync: int) -> int:
+def required_in_sync(state: PartitionState, min_in_sync: int) -> int:
     """How many replicas must be in sync: never more than there are."""
     return min(min_in_sync, len(state.replicas))
 
 
 def _with_in_sync(state: PartitionState, in_sync: Collection[NodeId], min_in_sync: int) -> PartitionState:
     kept = _in_order(state, in_sync)
-    if len(kept) >= enough(state, min_in_sync):
+    if len(kept) >= required_in_sync(state, min_in_sync):
         return replace(state, in_sync=kept, eligible=())
     # The high watermark does not move from here on, so whoever leaves the set has everything below it for good.
     others = {*state.in_sync, *state.eligible} - set(kept)

@@ -1,7 +1,6 @@
-"""One node's door to the coordination service in the process's memory.
+"""The coordination store in the memory of the process: the service, and each node's access to it.
 
-A store with faults derives from it and overrides `_ask` and `_hear`: everything that would cross a network goes through
-these two.
+Everything that would cross a network goes through `_ask` and `_deliver`; a store with faults overrides these two.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from millstream.broker.cluster.store import ABSENT, Change, Delete, Entry, Event, Expect, Put, Snapshot, check_changes
-from millstream.broker.cluster.store_health import HealthTold
+from millstream.broker.cluster.store_health import HealthReporting
 from millstream.core.clock import Clock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 
@@ -221,7 +220,7 @@ class EmbeddedSession:
         return holds
 
 
-class EmbeddedStore(HealthTold):
+class EmbeddedStore(HealthReporting):
     """The coordination store of a node whose service is in the same process."""
 
     def __init__(self, service: EmbeddedService, clock: Clock) -> None:
@@ -250,7 +249,7 @@ class EmbeddedStore(HealthTold):
                 events = self._service.events(prefix, after=after)
                 after = seen
                 if events:
-                    await self._hear()
+                    await self._deliver()
                     yield events
                 else:
                     await changed.wait()
@@ -295,5 +294,5 @@ class EmbeddedStore(HealthTold):
         await asyncio.sleep(0)
         return request()
 
-    async def _hear(self) -> None:
+    async def _deliver(self) -> None:
         """Wait until what a watch has to tell arrives."""

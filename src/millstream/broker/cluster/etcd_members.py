@@ -21,16 +21,16 @@ from millstream.core.errors import StoreDenied, StoreRefused, StoreUnavailable, 
 
 PROBE_S_MAX = 0.5
 
-_HEARD_BYTES_MAX = 512
+_REPLY_BYTES_MAX = 512
 
 _SHOWN_MAX = 60
 
-_QUESTION = b"GET /version HTTP/1.0\r\n\r\n"
+_PROBE = b"GET /version HTTP/1.0\r\n\r\n"
 
 _ETCD = b"etcdserver"
 
 
-async def what_answers(endpoint: str, *, with_tls: bool) -> str:
+async def diagnose_endpoint(endpoint: str, *, with_tls: bool) -> str:
     """Why a member gave no answer, by what a plain question to its address gets."""
     host, _, port = endpoint.rpartition(":")
     try:
@@ -44,27 +44,27 @@ async def what_answers(endpoint: str, *, with_tls: bool) -> str:
         why = os.strerror(number) if number > 0 else error.strerror or str(error)
         return f"{endpoint} cannot be reached ({why})"
     try:
-        return _judged(endpoint, await _heard(reader, writer), with_tls=with_tls)
+        return _diagnose_reply(endpoint, await _read_reply(reader, writer), with_tls=with_tls)
     finally:
         writer.transport.abort()
 
 
-async def _heard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    heard = b""
+async def _read_reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+    reply = b""
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(PROBE_S_MAX):
-            writer.write(_QUESTION)
-            while len(heard) < _HEARD_BYTES_MAX and (more := await reader.read(_HEARD_BYTES_MAX)):
-                heard += more
-    return heard
+            writer.write(_PROBE)
+            while len(reply) < _REPLY_BYTES_MAX and (more := await reader.read(_REPLY_BYTES_MAX)):
+                reply += more
+    return reply
 
 
-def _judged(endpoint: str, heard: bytes, *, with_tls: bool) -> str:
-    if _ETCD in heard:
+def _diagnose_reply(endpoint: str, reply: bytes, *, with_tls: bool) -> str:
+    if _ETCD in reply:
         return f"etcd at {endpoint} answers without TLS" if with_tls else f"etcd at {endpoint} takes no requests"
-    if not heard:
+    if not reply:
         return f"{endpoint} takes connections and says nothing"
-    first = heard.splitlines()[0][:_SHOWN_MAX].decode("ascii", "backslashreplace")
+    first = reply.splitlines()[0][:_SHOWN_MAX].decode("ascii", "backslashreplace")
     return f"something else than etcd answers at {endpoint}: {first!r}"
 
 
@@ -101,7 +101,7 @@ OPTIONS = (
 
 _CODE = grpc.StatusCode
 
-_SURELY_NOT_DONE = frozenset(
+_CERTAINLY_NOT_DONE = frozenset(
     {
         _CODE.INVALID_ARGUMENT,
         _CODE.NOT_FOUND,
@@ -200,7 +200,7 @@ class EtcdMembers:
 
     async def ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
         """The answer to a request; one that is repeatable is asked of every member, any other until it has left."""
-        reason = unreached = ""
+        reason = unreachable = ""
         maybe_done = False
         for attempt in range(ROUNDS * len(self.address.endpoints)):
             endpoint = self.endpoint
@@ -209,12 +209,12 @@ class EtcdMembers:
             try:
                 answer = await self._ask(call, request, repeatable=repeatable)
             except NotConnected as error:
-                reason, lost, unreached = str(error), False, endpoint
+                reason, lost, unreachable = str(error), False, endpoint
             except grpc.aio.AioRpcError as error:
                 if is_final(error):
                     self.health.answered()
                     raise _refused(error) from error
-                reason, lost, unreached = f"{error.code().name}, {error.details()}", not _is_cut_off(error), ""
+                reason, lost, unreachable = f"{error.code().name}, {error.details()}", not _is_cut_off(error), ""
             else:
                 self.health.answered()
                 return answer
@@ -222,8 +222,8 @@ class EtcdMembers:
             maybe_done = maybe_done or lost
             if lost and not repeatable:
                 break
-        if unreached:
-            reason = await what_answers(unreached, with_tls=self._credentials is not None)
+        if unreachable:
+            reason = await diagnose_endpoint(unreachable, with_tls=self._credentials is not None)
         self.health.silent(reason)
         raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd gives no answer: {reason}")
 
@@ -272,7 +272,7 @@ def wants_login(error: Any) -> bool:
 
 def is_final(error: Any) -> bool:
     """Whether etcd answered, surely without having carried out the request, and another member would say the same."""
-    return error.code() in _SURELY_NOT_DONE
+    return error.code() in _CERTAINLY_NOT_DONE
 
 
 def _is_cut_off(error: Any) -> bool:

@@ -59,10 +59,10 @@ def entry(namespace: bytes, found: Any) -> Entry:
     return Entry(_text(found.key[len(namespace) :]), _text(found.value), found.mod_revision, found.create_revision)
 
 
-def event(namespace: bytes, told: Any) -> Event:
+def event(namespace: bytes, event: Any) -> Event:
     """A change as a watch tells of it."""
-    value = None if told.type == rpc.Event.DELETE else _text(told.kv.value)
-    return Event(_text(told.kv.key[len(namespace) :]), value, told.kv.mod_revision)
+    value = None if event.type == rpc.Event.DELETE else _text(event.kv.value)
+    return Event(_text(event.kv.key[len(namespace) :]), value, event.kv.mod_revision)
 
 
 def _text(content: bytes) -> str:

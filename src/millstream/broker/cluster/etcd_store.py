@@ -18,7 +18,7 @@ from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_members import EtcdMembers, NotConnected, wants_login
 from millstream.broker.cluster.etcd_session import EtcdSession
 from millstream.broker.cluster.store import Change, Entry, Event, Expect, Put, Snapshot, check_changes
-from millstream.broker.cluster.store_health import HealthTold
+from millstream.broker.cluster.store_health import HealthReporting
 from millstream.core.clock import Clock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 
@@ -93,8 +93,8 @@ class EtcdWatch:
             raise _Interrupted(answer.cancel_reason)
         self._members.health.answered()
         self._pause_s = 0.0
-        told = (etcd_requests.event(self._namespace, event) for event in answer.events)
-        events = [event for event in told if event.revision > self._after]
+        events_read = (etcd_requests.event(self._namespace, event) for event in answer.events)
+        events = [event for event in events_read if event.revision > self._after]
         if events:
             self._after = events[-1].revision
         elif not answer.created and not answer.events:
@@ -136,7 +136,7 @@ PAGE_KEYS = 1000
 _READS_MAX = 5
 
 
-class EtcdStore(HealthTold):
+class EtcdStore(HealthReporting):
     """One node's door to etcd. Its keys lie under `/millstream/<cluster>/`."""
 
     def __init__(

@@ -89,7 +89,7 @@ def _replicas(store: LogStore) -> list[ReplicaFound]:
                 partition=index,
                 end=log.end_offset,
                 epoch=log.latest_epoch,
-                damaged=bool(log.damage),
+                damaged=bool(log.damaged_ranges),
             )
         )
     return found

@@ -25,7 +25,7 @@ class _Content(msgspec.Struct, kw_only=True):
     boot_id: str
     incarnations: list[str]
     whole: list[str] = []
-    let_in: bool = False
+    admitted: bool = False
     node_id: int = UNKNOWN_NODE
     cluster: str = ""
     cluster_id: str = ""
@@ -38,7 +38,7 @@ class FolderOwner:
     node_id: int = UNKNOWN_NODE
     cluster: str = ""
     cluster_id: str = ""
-    was_let_in: bool = False
+    was_admitted: bool = False
     incarnations: tuple[str, ...] = ()
 
     @classmethod
@@ -51,7 +51,7 @@ class FolderOwner:
             node_id=found.node_id,
             cluster=found.cluster,
             cluster_id=found.cluster_id,
-            was_let_in=found.let_in,
+            was_admitted=found.admitted,
             incarnations=tuple(found.incarnations),
         )
 
@@ -72,7 +72,7 @@ class LastRun:
         self._whole = found.whole if found is not None else []
         """The incarnations of which everything is here that they ever told others they have."""
         self._owner = FolderOwner.read(files, folder)
-        self.was_let_in = found is not None and found.let_in
+        self.was_admitted = found is not None and found.admitted
         """Whether a cluster has ever counted on what is in this folder."""
         # A machine that does not tell its boot id may have started anew.
         same_boot = found is not None and found.boot_id == boot_id != ""
@@ -80,7 +80,7 @@ class LastRun:
             self._whole = []
             self._write()
 
-    def was(self, incarnation: str) -> bool:
+    def ran_as(self, incarnation: str) -> bool:
         """Whether it was on this folder that a node ran under this incarnation."""
         return incarnation in self._incarnations
 
@@ -96,7 +96,7 @@ class LastRun:
         """The last incarnation of which everything is here; empty when the log may have a hole."""
         return self._whole[-1] if self._whole else ""
 
-    def belong_to(self, owner: FolderOwner) -> None:
+    def set_owner(self, owner: FolderOwner) -> None:
         """Say whose folder it is; that is written with the next note."""
         self._owner = owner
 
@@ -106,10 +106,10 @@ class LastRun:
         self._whole = [*self._whole, incarnation][-_KEPT:]
         self._write()
 
-    def let_in(self) -> None:
+    def note_admitted(self) -> None:
         """Note, for good, that the cluster counts on what is in this folder from now on."""
-        if not self.was_let_in:
-            self.was_let_in = True
+        if not self.was_admitted:
+            self.was_admitted = True
             self._write()
 
     def _write(self) -> None:
@@ -117,7 +117,7 @@ class LastRun:
             boot_id=self._boot_id,
             incarnations=self._incarnations,
             whole=self._whole,
-            let_in=self.was_let_in,
+            admitted=self.was_admitted,
             node_id=self._owner.node_id,
             cluster=self._owner.cluster,
             cluster_id=self._owner.cluster_id,
@@ -132,7 +132,7 @@ def _read(files: Files, folder: str) -> _Content | None:
         return None
 
 
-def boot_id_of_machine() -> str:
+def read_boot_id() -> str:
     """A number that is another one each time the machine starts; empty where there is none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put
-from millstream.broker.cluster.told import Registered
+from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.errors import StoreRefused, StoreUnavailable
@@ -64,7 +64,7 @@ class ElectedOwner:
         store: CoordinationStore,
         view: ClusterView,
         *,
-        registered: Callable[[], Registered | None],
+        registered: Callable[[], NodeRegistration | None],
         random: Random,
     ) -> None:
         self._me = me
@@ -76,8 +76,8 @@ class ElectedOwner:
         self._has_resigned = False
         self._changed = asyncio.Event()
         self._listeners: list[Callable[[], None]] = []
-        self._last_told = (False, False)
-        view.listen(self._look)
+        self._last_notified = (False, False)
+        view.listen(self._on_view_change)
 
     @property
     def is_mine(self) -> bool:
@@ -101,7 +101,7 @@ class ElectedOwner:
                 self._revision = await self._win()
                 _logger.info("this node runs the pipelines")
                 backoff.succeeded()
-                self._tell()
+                self._notify()
                 await self._until_replaced(self._revision)
                 _logger.info("this node runs the pipelines no more")
             except StoreUnavailable as error:
@@ -110,7 +110,7 @@ class ElectedOwner:
                 await backoff.pause()
             finally:
                 self._revision = None
-                self._tell()
+                self._notify()
 
     async def resign(self) -> None:
         """Let another node be it, at once."""
@@ -148,13 +148,13 @@ class ElectedOwner:
             self._changed.clear()
             await self._changed.wait()
 
-    def _look(self, _change: ViewChange) -> None:
+    def _on_view_change(self, _change: ViewChange) -> None:
         self._changed.set()
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         now = (self.is_mine, self.is_elsewhere)
-        if now != self._last_told:
-            self._last_told = now
+        if now != self._last_notified:
+            self._last_notified = now
             for listener in self._listeners:
                 listener()

@@ -30,11 +30,11 @@ def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
 
     Whether two patterns meet is not known before a topic fits both of them.
     """
-    settings = _landing(pipeline)
+    settings = _land_settings(pipeline)
     if settings is None:
         return
     for other in declared:
-        theirs = _landing(other) if other.name != pipeline.name else None
+        theirs = _land_settings(other) if other.name != pipeline.name else None
         if theirs is None or _place(theirs) != _place(settings):
             continue
         for topic in _shared(settings, theirs):
@@ -44,7 +44,7 @@ def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
             )
 
 
-def _landing(pipeline: Pipeline) -> LandSettings | None:
+def _land_settings(pipeline: Pipeline) -> LandSettings | None:
     try:
         settings = pipeline.settings
     except MillstreamError:
@@ -89,7 +89,7 @@ class Pipelines:
             is_new = declared != self._by_name
             self._by_name = declared
         if is_new:
-            self._tell()
+            self._notify()
 
     def all(self) -> list[Pipeline]:
         """Every pipeline, by name."""
@@ -143,7 +143,7 @@ class Pipelines:
             await self._declarations.add_pipeline(made)
             self._by_name[name] = made
         _logger.info("pipeline created", extra={"pipeline": name, "kind": str(kind)})
-        self._tell()
+        self._notify()
         return made
 
     async def alter(self, name: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> Pipeline:
@@ -216,22 +216,22 @@ class Pipelines:
                 # Also when another node was faster.
                 self._by_name.pop(name, None)
         _logger.info("pipeline deleted", extra={"pipeline": name})
-        self._tell()
+        self._notify()
         return found
 
     def when_changed(self, listener: Callable[[], None]) -> None:
         """Have `listener` called after each change."""
         self._listeners.append(listener)
 
-    async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], told: str) -> Pipeline:
+    async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], description: str) -> Pipeline:
         async with self._changing:
             found = await self._declared(name)
             stored = await self._declarations.alter_pipeline(found.pipeline_id, change)
             is_new = self._by_name.get(name) != stored
             self._by_name[name] = stored
         if is_new:
-            _logger.info("pipeline changed", extra={"pipeline": name, "change": told})
-            self._tell()
+            _logger.info("pipeline changed", extra={"pipeline": name, "change": description})
+            self._notify()
         return stored
 
     async def _declared(self, name: str) -> Pipeline:
@@ -241,6 +241,6 @@ class Pipelines:
             raise UnknownPipeline(f"there is no pipeline {name!r}; see `millstream pipeline list`")
         return found
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()

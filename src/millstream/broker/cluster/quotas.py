@@ -28,7 +28,7 @@ class ClientQuotas:
     async def load(self) -> None:
         """Read what the catalog holds."""
         self._limits = await self._declarations.client_quotas()
-        self._tell()
+        self._notify()
 
     def all(self) -> Mapping[QuotaEntity, Mapping[str, float]]:
         """Every entity and its limits."""
@@ -67,12 +67,12 @@ class ClientQuotas:
             else:
                 del self._limits[entity]
             _logger.info("quota changed", extra={"entity": str(entity), "limits": str(limits)})
-            self._tell()
+            self._notify()
 
     def when_changed(self, listener: Callable[[], None]) -> None:
         """Have `listener` called after each change."""
         self._listeners.append(listener)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()

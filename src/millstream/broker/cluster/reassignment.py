@@ -67,7 +67,7 @@ def finished(state: PartitionState, move: Reassignment, alive: Collection[NodeId
     return narrowed(state, move.target, alive)
 
 
-def beginning(
+def begin_changes(
     partition: PartitionKey, state: PartitionState, move: Reassignment, removed: Collection[NodeId]
 ) -> list[Change]:
     """The changes that begin a move; nodes of the target that were to remove files keep them now.
@@ -83,7 +83,7 @@ def beginning(
     return [*changes, *(Delete(keys.removed_key(partition, node)) for node in move.target if node in removed)]
 
 
-def ending(partition: PartitionKey, before: PartitionState, after: PartitionState) -> list[Change]:
+def end_changes(partition: PartitionKey, before: PartitionState, after: PartitionState) -> list[Change]:
     """The changes that end a move, or its cancellation: nodes that were taken out may remove their files."""
     gone = [node for node in before.replicas if node not in after.replicas]
     return [

@@ -17,7 +17,7 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.inventory import Inventory, ReplicaFound
 from millstream.broker.cluster.keys import PartitionKey, partition_key
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Put
-from millstream.broker.cluster.told import topic_to_json
+from millstream.broker.cluster.store_values import topic_to_json
 from millstream.core.errors import ClusterMismatch
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import NO_LEADER, PartitionState
@@ -47,7 +47,7 @@ class Rebuilt:
     """Partitions of which fewer logs were found than they have replicas: the best one may be elsewhere."""
     fewer: list[str] = field(default_factory=list)
     """Partitions that get fewer replicas than are declared, since no node was named in place of those gone."""
-    strangers: set[UUID] = field(default_factory=set)
+    unknown_topics: set[UUID] = field(default_factory=set)
     """Topics with files that the catalog does not know; they are left alone."""
 
     @property
@@ -56,7 +56,7 @@ class Rebuilt:
         return not self.missing and not self.short
 
 
-def work_out(
+def derive_states(
     inventories: Sequence[Inventory],
     topics: Iterable[Topic],
     deleted: Collection[UUID],
@@ -86,7 +86,7 @@ def work_out(
         if key[0] in deleted:
             # So that the nodes are told to remove their files.
             rebuilt.states[key] = state_of(logs, key[1], len(logs))
-    rebuilt.strangers = {key[0] for key in found} - known
+    rebuilt.unknown_topics = {key[0] for key in found} - known
     return rebuilt
 
 

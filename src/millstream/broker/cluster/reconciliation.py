@@ -18,8 +18,8 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.keys import deleted_key, done_key, partition_key, placement_key, topic_key
 from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Put
+from millstream.broker.cluster.store_values import Deletion, Placement, placement_from_json, topic_to_json
 from millstream.broker.cluster.term import Proposal, Term
-from millstream.broker.cluster.told import Deletion, Placement, placement_from_json, topic_to_json
 from millstream.broker.cluster.view import ClusterView
 from millstream.core.backoff import Backoff
 from millstream.core.errors import CatalogUnavailable, InvalidReplication, MillstreamError, StoreUnavailable
@@ -234,8 +234,8 @@ class Reconciliation:
         topic = self._view.topics.get(topic_id)
         name = topic.name if topic is not None else known.name if known is not None else ""
         deletion = Deletion(name=name, replicas=_sorted(replicas))
-        told = [Put(deleted_key(topic_id), deletion.to_json())]
-        if await self._term.change([*told, Delete(topic_key(topic_id)), Delete(placement_key(topic_id))]):
+        record = [Put(deleted_key(topic_id), deletion.to_json())]
+        if await self._term.change([*record, Delete(topic_key(topic_id)), Delete(placement_key(topic_id))]):
             await self._remove(entries)
             _logger.info("topic deleted", extra={"topic": name})
 

@@ -15,7 +15,7 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.last_run import LastRun
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.store import ABSENT, CoordinationStore, Delete, Expect, Put, Session
-from millstream.broker.cluster.told import Registered
+from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.core.backoff import Backoff
 from millstream.core.errors import ClusterForgotten, NodeIdTaken, RequestTimedOut, StoreUnavailable
@@ -28,7 +28,7 @@ _TAKEN_TTLS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Introduction:
+class NodeDescription:
     """What a node says of itself."""
 
     node: Node
@@ -43,7 +43,7 @@ class Registration:
         self,
         store: CoordinationStore,
         view: ClusterView,
-        me: Introduction,
+        me: NodeDescription,
         last_run: LastRun,
         *,
         ttl_s: float,
@@ -65,10 +65,10 @@ class Registration:
         self.incarnation: str | None = None
         self.losses = 0
         """How often the cluster stopped to count on this node although it ran."""
-        view.listen(self._look)
+        view.listen(self._on_view_change)
 
     @property
-    def mine(self) -> Registered | None:
+    def mine(self) -> NodeRegistration | None:
         """The registration of this process; None while it is not, or another one is under its id."""
         registered = self._view.nodes.get(self._me.node.node_id)
         return registered if registered is not None and registered.incarnation == self.incarnation else None
@@ -142,13 +142,13 @@ class Registration:
     async def _register(self) -> None:
         key = keys.node_key(self._me.node.node_id)
         admitted = await self._read(keys.admitted_key(self._me.node.node_id))
-        if admitted is None and self._last_run.was_let_in:
-            raise forgotten(self._me.node.node_id)
+        if admitted is None and self._last_run.was_admitted:
+            raise cluster_forgotten(self._me.node.node_id)
         # What this process lacked at its start counts once: since it was let in, it has everything it says it has.
         unclean = not self._admitted.is_set() and self._last_run.is_unclean(admitted[0] if admitted else None)
         incarnation = self._new_incarnation()
         self._last_run.begin(incarnation)
-        registered = Registered(
+        registered = NodeRegistration(
             node=self._me.node,
             http=self._me.http,
             incarnation=incarnation,
@@ -156,15 +156,15 @@ class Registration:
             unclean=unclean,
         )
         self.incarnation = incarnation
-        revision = await self._await_place(key)
+        revision = await self._await_free_id(key)
         changes = [Put(key, registered.to_json(), leased=True)]
         if self._leaving:
             changes.append(Put(keys.leaving_key(self._me.node.node_id), "", leased=True))
         while await self._store.change(changes, [Expect(key, revision)]) is None:
-            revision = await self._await_place(key)
+            revision = await self._await_free_id(key)
         _logger.info("registered", extra={"node": self._me.node.node_id, "unclean": unclean})
 
-    async def _await_place(self, key: str) -> int:
+    async def _await_free_id(self, key: str) -> int:
         """The revision to write over: that of a run on this folder, which is over; else wait until nobody is there."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._ttl_s * _TAKEN_TTLS
@@ -173,11 +173,11 @@ class Registration:
             held = await self._read(key)
             if held is None:
                 return ABSENT
-            other = Registered.from_json(self._me.node.node_id, held[0], held[1])
-            if self._last_run.was(other.incarnation):
+            other = NodeRegistration.from_json(self._me.node.node_id, held[0], held[1])
+            if self._last_run.ran_as(other.incarnation):
                 return held[1]
             if loop.time() >= deadline:
-                raise taken(other.node)
+                raise node_id_taken(other.node)
             if waited_for != other.incarnation:
                 waited_for, where = other.incarnation, f"{other.node.host}:{other.node.port}"
                 _logger.info("another process has this node's id; waiting for its session to end", extra={"at": where})
@@ -187,24 +187,24 @@ class Registration:
         entry = (await self._store.read(key)).entries.get(key)
         return None if entry is None else (entry.value, entry.revision)
 
-    def _look(self, change: ViewChange) -> None:
+    def _on_view_change(self, change: ViewChange) -> None:
         if self._me.node.node_id not in change.nodes or self._admitted.is_set() or self.is_fenced:
             return
         _logger.info("let in", extra={"node": self._me.node.node_id})
-        self._note_let_in()
+        self._record_admission()
         for listener in self._when_admitted:
             listener()
         self._admitted.set()
 
-    def _note_let_in(self) -> None:
+    def _record_admission(self) -> None:
         try:
-            self._last_run.let_in()
+            self._last_run.note_admitted()
         except OSError as error:
             # On a full disk the node is still of use; the note only guards against a store that loses its data.
             _logger.warning("that this node was let in could not be noted", extra={"error": str(error)})
 
 
-def forgotten(node: NodeId) -> ClusterForgotten:
+def cluster_forgotten(node: NodeId) -> ClusterForgotten:
     """Only the store knew who has everything; deciding that anew, full logs would follow empty ones."""
     return ClusterForgotten(
         f"node {node} was part of a cluster, and etcd knows nothing of it: check --etcd and --cluster; if etcd lost "
@@ -212,7 +212,7 @@ def forgotten(node: NodeId) -> ClusterForgotten:
     )
 
 
-def taken(other: Node) -> NodeIdTaken:
+def node_id_taken(other: Node) -> NodeIdTaken:
     """Somebody else is the node that this one wants to be."""
     return NodeIdTaken(
         f"node {other.node_id} of this cluster runs already, at {other.host}:{other.port}; "

@@ -54,7 +54,16 @@ class FetchLimits:
 class _Followed:
     """One partition that is fetched here."""
 
-    __slots__ = ("asked_epoch", "failing_since", "failures", "held", "is_damaged", "is_told", "partition", "watermark")
+    __slots__ = (
+        "asked_epoch",
+        "failing_since",
+        "failures",
+        "held",
+        "is_damaged",
+        "is_reported",
+        "partition",
+        "watermark",
+    )
 
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
@@ -66,7 +75,7 @@ class _Followed:
         """The leader's high watermark, as it said when it was told of damage; -1 before that."""
         self.failures = 0
         self.failing_since = 0.0
-        self.is_told = False
+        self.is_reported = False
         """Whether it was told in the node's log what is wrong with it."""
         self.held: asyncio.TimerHandle | None = None
         """While it is not asked for, because something went wrong with it."""
@@ -152,21 +161,21 @@ class ReplicaFetcher:
         """Leave a partition alone for a while."""
         if self._followed.get(key) is not followed or followed.held is not None:
             return
-        self._tell(followed, error)
+        self._report(followed, error)
         pause_s = min(HOLD_FIRST_S * 2**followed.failures, HOLD_MAX_S) * self._random.uniform(0.5, 1.0)
         followed.failures = min(followed.failures + 1, 16)
         followed.held = asyncio.get_running_loop().call_later(pause_s, self._release, key, followed)
         self._changed.pop(key, None)
         self._forgotten[key] = None
 
-    def _tell(self, followed: _Followed, error: MillstreamError) -> None:
+    def _report(self, followed: _Followed, error: MillstreamError) -> None:
         """Say what is wrong, once; if it passes when every node has heard of a change, only when it does not."""
         now = asyncio.get_running_loop().time()
         if not followed.failures:
-            followed.failing_since, followed.is_told = now, False
+            followed.failing_since, followed.is_reported = now, False
         passes = isinstance(error, NotLeader | UnknownTopic | UnknownTopicId)
-        is_news = not followed.is_told and (not passes or now - followed.failing_since > GRACE_S)
-        followed.is_told = followed.is_told or is_news
+        is_news = not followed.is_reported and (not passes or now - followed.failing_since > GRACE_S)
+        followed.is_reported = followed.is_reported or is_news
         extra = {"partition": str(followed.partition.log.partition), "leader": self.leader, "error": str(error)}
         level = logging.WARNING if is_news else logging.DEBUG
         _logger.log(level, "a replica could not go on; it is tried again", extra=extra)
@@ -189,7 +198,7 @@ class ReplicaFetcher:
     async def _fetch_once(self) -> None:
         try:
             self._note_registration()
-            await self._cut_damage()
+            await self._truncate_damage()
             await self._stored()
             answers = await self._link.fetch(self._next_fetch())
             await self._take(answers)
@@ -215,7 +224,7 @@ class ReplicaFetcher:
             self._session_registration = registration
             self._begin_session()
 
-    def say_again(self, key: PartitionKey) -> None:
+    def resend_position(self, key: PartitionKey) -> None:
         """Tell the leader where a partition is: its disk lost something, or has it back."""
         followed = self._followed.get(key)
         if followed is not None:
@@ -224,13 +233,13 @@ class ReplicaFetcher:
             # So that the leader tells its high watermark again, of which a damaged replica took only what it has.
             self._forgotten[key] = None
 
-    async def _cut_damage(self) -> None:
-        damaged = [(key, self._followed[key]) for key in self._changed if self._followed[key].partition.log.lost]
+    async def _truncate_damage(self) -> None:
+        damaged = [(key, self._followed[key]) for key in self._changed if self._followed[key].partition.log.damage]
         for key, followed in damaged:
             if followed.watermark == NO_OFFSET:
                 continue
             try:
-                cut = followed.partition.cut_damage(followed.watermark)
+                cut = followed.partition.truncate_damage(followed.watermark)
             except MillstreamError as error:
                 self._hold(key, followed, error)
             else:
@@ -271,7 +280,7 @@ class ReplicaFetcher:
 
     def _position(self, partition: Partition) -> ReplicaPosition:
         """Where a replica is. One that has lost something says so and asks for nothing, as it could not append it."""
-        log, offset = partition.log, partition.has_until
+        log, offset = partition.log, partition.intact_until
         is_whole = offset == log.end_offset
         return ReplicaPosition(
             offset=offset,

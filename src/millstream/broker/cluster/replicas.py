@@ -19,7 +19,7 @@ from millstream.broker.cluster.damage_repair import DamageRepair
 from millstream.broker.cluster.replica_fetcher import FetchLimits, ReplicaFetcher
 from millstream.broker.cluster.replica_link import ReplicaLinks
 from millstream.broker.cluster.store import CHANGES_MAX, EXPECTS_MAX, CoordinationStore, Expect, Put
-from millstream.broker.replication.in_sync import NOT_REGISTERED, InSyncChange, MayJoin, anybody
+from millstream.broker.replication.in_sync import NOT_REGISTERED, InSyncChange, MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
 from millstream.core.backoff import Backoff
 from millstream.core.config import Config
@@ -32,7 +32,7 @@ from millstream.protocol.wire.replica_fetch import PartitionKey
 _logger = logging.getLogger(__name__)
 
 
-class _Asked(NamedTuple):
+class _PendingChange(NamedTuple):
     partition: Partition
     change: InSyncChange
 
@@ -83,44 +83,44 @@ class InSyncWriter:
             while self._queue:
                 await self._write(self._take())
 
-    def _take(self) -> list[_Asked]:
+    def _take(self) -> list[_PendingChange]:
         """Begin as many changes as one step takes."""
-        asked: list[_Asked] = []
+        pending: list[_PendingChange] = []
         expects: set[Expect] = set()
         for partition in list(islice(self._queue, CHANGES_MAX)):
             del self._queue[partition]
             change = self._wanted(partition)
             if change is None:
                 continue
-            one = _Asked(partition, change)
+            one = _PendingChange(partition, change)
             if len(expects | one.expects) > EXPECTS_MAX:
                 self._queue[partition] = None
                 break
             if partition.change_began(change):
-                asked.append(one)
+                pending.append(one)
                 expects |= one.expects
-        return asked
+        return pending
 
-    async def _write(self, asked: list[_Asked]) -> None:
+    async def _write(self, pending: list[_PendingChange]) -> None:
         try:
-            if len(asked) > 1 and await self._change(asked):
+            if len(pending) > 1 and await self._change(pending):
                 return
         except StoreRefused as error:
-            await self._give_up(asked, error)
+            await self._give_up(pending, error)
             return
         except StoreUnavailable as error:
             _logger.warning("the store gave no answer about in-sync sets", extra={"error": str(error)})
             await self._backoff.pause()
-        for one in asked:
+        for one in pending:
             await self._write_alone(one)
 
-    async def _change(self, asked: list[_Asked]) -> bool:
-        expects = {expect for one in asked for expect in one.expects}
-        revision = await self._store.change([one.put for one in asked], sorted(expects))
+    async def _change(self, pending: list[_PendingChange]) -> bool:
+        expects = {expect for one in pending for expect in one.expects}
+        revision = await self._store.change([one.put for one in pending], sorted(expects))
         if revision is None:
             return False
         self._backoff.succeeded()
-        for partition, change in asked:
+        for partition, change in pending:
             _logger.info(
                 "an in-sync set changed",
                 extra={"partition": str(partition.log.partition), "in_sync": str(list(change.state.in_sync))},
@@ -130,7 +130,7 @@ class InSyncWriter:
             self.look_at(partition)
         return True
 
-    async def _write_alone(self, one: _Asked) -> None:
+    async def _write_alone(self, one: _PendingChange) -> None:
         """Ask for one change until it is certain what became of it, or the view has shown it."""
         while one.partition.is_pending(one.change):
             try:
@@ -151,7 +151,7 @@ class InSyncWriter:
                 )
                 await self._backoff.pause()
 
-    async def _read_back(self, one: _Asked) -> None:
+    async def _read_back(self, one: _PendingChange) -> None:
         """A condition failed: somebody else has changed the state, or one who was to join is another process now.
 
         Either way the change, and any earlier attempt of it that is still under way, never comes true.
@@ -164,9 +164,9 @@ class InSyncWriter:
             await self._backoff.pause()
         self.look_at(one.partition)
 
-    async def _give_up(self, asked: list[_Asked], error: StoreRefused) -> None:
+    async def _give_up(self, pending: list[_PendingChange], error: StoreRefused) -> None:
         _logger.warning("the store refused a change of in-sync sets", extra={"error": str(error)})
-        for partition, change in asked:
+        for partition, change in pending:
             partition.change_refused(change)
             self.look_at(partition)
         await self._backoff.pause()
@@ -207,7 +207,7 @@ class Replicas:
         random: Random,
         settings: ReplicaSettings | None = None,
         registration: Callable[[], int] = not_registered,
-        may_join: MayJoin = anybody,
+        may_join: MayJoin = any_replica,
     ) -> None:
         self._me = me
         self._links = links
@@ -219,7 +219,7 @@ class Replicas:
         self._repair = DamageRepair(me, links, random=random, registration=registration)
         self._fetchers: dict[NodeId, ReplicaFetcher] = {}
         self._tasks: dict[object, asyncio.Task[None]] = {}
-        self._where: dict[PartitionKey, NodeId] = {}
+        self._leader_of: dict[PartitionKey, NodeId] = {}
         """The leader from which each partition is fetched."""
         self._behind: dict[Partition, None] = {}
         self._incomplete: dict[Partition, None] = {}
@@ -249,7 +249,7 @@ class Replicas:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._fetchers.clear()
-        self._where.clear()
+        self._leader_of.clear()
 
     def _spawn(self, what: object, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.get_running_loop().create_task(work, name=name)
@@ -279,27 +279,27 @@ class Replicas:
     def apply(self, partitions: Iterable[Partition]) -> None:
         """Partitions have taken over a state: fetch each from its leader, or from nobody."""
         for partition in partitions:
-            if partition.in_sync_keeper is not self:
-                partition.in_sync_keeper = self
+            if partition.in_sync_manager is not self:
+                partition.in_sync_manager = self
                 self.behind(partition)
                 self.wants_change(partition)
             self._note_incomplete(partition)
             self._place(partition)
-            self._mind_damage(partition)
+            self._watch_damage(partition)
 
-    def _mind_damage(self, partition: Partition) -> None:
+    def _watch_damage(self, partition: Partition) -> None:
         """Have what the disk lost, or will lose, of a partition put back from other replicas, where there are some."""
-        partition.log.lost.on_change = lambda: self._damage_changed(partition)
+        partition.log.damage.on_change = lambda: self._damage_changed(partition)
         self._repair.look_at(partition)
 
     def _damage_changed(self, partition: Partition) -> None:
-        if partition.in_sync_keeper is not self:
+        if partition.in_sync_manager is not self:
             return
         self._repair.look_at(partition)
         key = (partition.topic.topic_id, partition.index)
-        leader = self._where.get(key)
+        leader = self._leader_of.get(key)
         if leader is not None:
-            self._fetchers[leader].say_again(key)
+            self._fetchers[leader].resend_position(key)
         partition.damage_changed()
 
     def nodes_changed(self) -> None:
@@ -314,7 +314,7 @@ class Replicas:
             self._behind.pop(partition, None)
             self._incomplete.pop(partition, None)
             self._repair.forget(partition)
-            partition.in_sync_keeper = None
+            partition.in_sync_manager = None
 
     def _note_incomplete(self, partition: Partition) -> None:
         state = partition.state
@@ -334,15 +334,15 @@ class Replicas:
             fetcher = self._fetchers[leader] = self._new_fetcher(leader)
             if self._running:
                 self._spawn(fetcher, fetcher.run(), f"follow node {leader}")
-        self._where[key] = leader
+        self._leader_of[key] = leader
         fetcher.follow(partition)
 
     def _leave(self, key: PartitionKey, leader: NodeId | None) -> None:
         """Fetch a partition no more from where it was, unless that is the leader still."""
-        before = self._where.get(key)
+        before = self._leader_of.get(key)
         if before is None or before == leader:
             return
-        del self._where[key]
+        del self._leader_of[key]
         fetcher = self._fetchers[before]
         fetcher.leave(key)
         if not len(fetcher):
@@ -394,7 +394,7 @@ class Replicas:
 
     def metrics(self) -> Iterable[Metric]:
         """How much is followed, and how many of the led partitions have somebody behind."""
-        followed = len(self._where)
+        followed = len(self._leader_of)
         yield gauge("millstream_replicas_followed", "Partitions that are fetched from their leaders.", followed)
         yield from self._repair.metrics()
         yield gauge("millstream_replicas_behind", "Led, with somebody in sync who lacks something.", len(self._behind))

@@ -36,7 +36,7 @@ class StoreHealth:
         away_ms = self._clock.now_ms() - self.away_since_ms
         self.away_since_ms = None
         _logger.info("the coordination store is back", extra={"away_ms": away_ms})
-        self._tell()
+        self._notify()
 
     def silent(self, reason: str) -> None:
         """Note that the store gave no answer."""
@@ -49,14 +49,14 @@ class StoreHealth:
                 "the coordination store is away; data flows with the current leaders, changes of the cluster wait",
                 extra={"reason": reason},
             )
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()
 
 
-class HealthTold:
+class HealthReporting:
     """A store that tells its health; what every back end has in common."""
 
     def __init__(self, clock: Clock) -> None:

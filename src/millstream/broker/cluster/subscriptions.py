@@ -34,7 +34,7 @@ CheckFilter = Callable[[str], object]
 """Raises an `InvalidRequest` that points at what is wrong with the text of a filter."""
 
 
-class _Asked:
+class _Lookup:
     """Names that are looked up in the catalog together."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Subscriptions:
         self._listeners: list[Callable[[], None]] = []
         # One change of the catalog at a time; readers never wait for it.
         self._changing = asyncio.Lock()
-        self._asked = _Asked()
+        self._lookup = _Lookup()
 
     def use_filters(self, check: CheckFilter) -> None:
         """Have the text of every filter that is declared from now on checked by `check`."""
@@ -84,7 +84,7 @@ class Subscriptions:
             self._by_name = {one.name: one for one in declared}
             self._by_id = {one.subscription_id: one for one in declared}
             self._settings = {one.subscription_id: one.settings for one in declared}
-        self._tell()
+        self._notify()
 
     def all(self) -> list[Subscription]:
         """Every subscription, by name."""
@@ -161,9 +161,9 @@ class Subscriptions:
             if validate_only:
                 return made
             await self._declarations.add_subscription(made)
-            self._show(made)
+            self._store(made)
         _logger.info("subscription created", extra={"subscription": name, "topics": ",".join(topics)})
-        self._tell()
+        self._notify()
         return made
 
     async def alter(
@@ -180,13 +180,13 @@ class Subscriptions:
         `starts` says where the queues of further topics begin.
         """
         found = await self.find(name)
-        letters = self._dead_letter_topic(name, found.subscription_id, topics or found.topics)
+        dead_letter_topic = self._dead_letter_topic(name, found.subscription_id, topics or found.topics)
 
         def changed(now: Subscription) -> Subscription:
             merged: dict[str, str | None] = {**now.overrides, **changes}
             wanted = now.topics if topics is None else tuple(topics)
             given = {key: text for key, text in merged.items() if text is not None}
-            overrides = _completed(name, wanted, given, letters)
+            overrides = _completed(name, wanted, given, dead_letter_topic)
             self._check(name, wanted, overrides)
             begun = {**(starts or {}), **now.starts}
             kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
@@ -198,10 +198,10 @@ class Subscriptions:
             return preview
         async with self._changing:
             stored = await self._declarations.alter_subscription(found.subscription_id, changed)
-            self._show(stored)
+            self._store(stored)
         given = shown({setting: value for setting, value in changes.items() if value is not None})
         _logger.info("subscription changed", extra={"subscription": name, "changes": str({**changes, **given})})
-        self._tell()
+        self._notify()
         return stored
 
     async def note_use(self, name: str, used_ms: int) -> None:
@@ -211,7 +211,7 @@ class Subscriptions:
             stored = await self._declarations.alter_subscription(
                 found.subscription_id, lambda now: dataclasses.replace(now, used_ms=max(now.used_ms, used_ms))
             )
-            self._show(stored)
+            self._store(stored)
 
     async def delete(self, name: str) -> Subscription:
         """Take a subscription out, durably; what its queues hold goes after that."""
@@ -225,7 +225,7 @@ class Subscriptions:
             del self._settings[found.subscription_id]
             self._deleted[found.subscription_id] = now_ms
         _logger.info("subscription deleted", extra={"subscription": name})
-        self._tell()
+        self._notify()
         return found
 
     def when_changed(self, listener: Callable[[], None]) -> None:
@@ -248,7 +248,7 @@ class Subscriptions:
         if settings.filter:
             self._check_filter(settings.filter)
 
-    def _show(self, subscription: Subscription) -> None:
+    def _store(self, subscription: Subscription) -> None:
         self._by_name[subscription.name] = subscription
         self._by_id[subscription.subscription_id] = subscription
         self._settings[subscription.subscription_id] = subscription.settings
@@ -258,29 +258,29 @@ class Subscriptions:
 
         However many ask for what does not exist, the catalog answers one question at a time.
         """
-        asked = self._asked
-        asked.names.add(name)
+        lookup = self._lookup
+        lookup.names.add(name)
         async with self._changing:
             if name in self._by_name:
                 return
-            if not asked.is_read:
-                await self._read(asked)
-        if asked.error is not None:
-            raise asked.error
+            if not lookup.is_read:
+                await self._read(lookup)
+        if lookup.error is not None:
+            raise lookup.error
 
-    async def _read(self, asked: _Asked) -> None:
+    async def _read(self, lookup: _Lookup) -> None:
         # Whoever asks from now on may mean what is declared from now on.
-        self._asked = _Asked()
+        self._lookup = _Lookup()
         try:
-            declared = await self._declarations.subscriptions_named(sorted(asked.names))
+            declared = await self._declarations.subscriptions_named(sorted(lookup.names))
         except CatalogUnavailable as error:
-            asked.error = error
+            lookup.error = error
             declared = []
-        asked.is_read = True
+        lookup.is_read = True
         for one in declared:
-            self._show(one)
+            self._store(one)
         if declared:
-            self._tell()
+            self._notify()
 
     async def _forget_old_deletions(self) -> None:
         long_ago = self._clock.now_ms() - DELETION_KEPT_MS
@@ -288,11 +288,11 @@ class Subscriptions:
             await self._declarations.forget_deleted_subscription(subscription_id)
             del self._deleted[subscription_id]
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         for listener in self._listeners:
             listener()
 
 
-def _completed(name: str, topics: Sequence[str], given: Mapping[str, str], letters: str) -> dict[str, str]:
+def _completed(name: str, topics: Sequence[str], given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
     """The settings with the defaults of new subscriptions; those without topics, and Millstream's own, have Kafka's."""
-    return settings_of_new(given, letters) if topics and not name.startswith(OWN_PREFIX) else dict(given)
+    return settings_of_new(given, dead_letter_topic) if topics and not name.startswith(OWN_PREFIX) else dict(given)

@@ -16,7 +16,7 @@ from uuid import UUID
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.cluster.reassignment import Reassignment
-from millstream.broker.cluster.told import Placement
+from millstream.broker.cluster.store_values import Placement
 from millstream.broker.log.retention import DeliveryFloor, LandedFloor, held_bytes
 from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
@@ -97,8 +97,8 @@ class Topics:
             self._remove_leftovers(topic_id)
             await self._declarations.forget_deleted(topic_id)
         for topic in declared:
-            self._show(topic)
-        self._warn_of_strangers(topic.topic_id for topic in declared)
+            self._apply_topic(topic)
+        self._warn_of_unknown_partitions(topic.topic_id for topic in declared)
 
     @property
     def version(self) -> int:
@@ -132,7 +132,7 @@ class Topics:
             partition = partitions[index]
             if partition is not None:
                 return partition
-        raise self._missing(name, index)
+        raise self._missing_error(name, index)
 
     def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
         """One partition that this node carries, by the topic's id."""
@@ -155,7 +155,7 @@ class Topics:
         """The partitions of a topic that this node carries, in order."""
         return [partition for partition in self._partitions[topic.name] if partition is not None]
 
-    def carried(self) -> Iterable[Partition]:
+    def hosted(self) -> Iterable[Partition]:
         """Every partition that this node carries."""
         for partitions in self._partitions.values():
             for partition in partitions:
@@ -164,7 +164,7 @@ class Topics:
 
     def states_of(self, topic: Topic) -> Sequence[PartitionState | None]:
         """Who carries and leads each partition of a topic, in order; None where that is not agreed on yet."""
-        return [None if one is None else self._alone(one.leader_epoch) for one in self._partitions[topic.name]]
+        return [None if one is None else self._sole_state(one.leader_epoch) for one in self._partitions[topic.name]]
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
         """Who carries and leads one partition; None when that is not agreed on yet."""
@@ -223,7 +223,7 @@ class Topics:
             await self._place(topic.topic_id, placement)
             await self._declarations.add_topic(topic)
             self._declared(topic)
-        await self._agreed(topic, before=None, timeout_s=timeout_s)
+        await self._await_agreement(topic, before=None, timeout_s=timeout_s)
         _logger.info("topic created", extra={"topic": name, "partitions": topic.partitions})
         return topic
 
@@ -238,7 +238,7 @@ class Topics:
         try:
             return await self.create(name)
         except TopicExists:
-            return await self._shown(name)
+            return await self._await_topic(name)
 
     async def delete(self, name: str, *, timeout_s: float = AGREEMENT_S) -> None:
         """Delete a topic and its data. The deletion record comes first, so that a crash cannot bring it back."""
@@ -248,7 +248,7 @@ class Topics:
                 raise PolicyViolation(f"topic {name!r} holds the broker's own state and cannot be deleted")
             await self._declarations.delete_topic(topic, now_ms=self._clock.now_ms())
             await self._deleted(topic)
-        await self._gone(topic, timeout_s)
+        await self._await_deletion(topic, timeout_s)
         _logger.info("topic deleted", extra={"topic": name})
 
     def when_deleted(self, listener: Callable[[Topic], None]) -> None:
@@ -318,13 +318,13 @@ class Topics:
             await self._place(before.topic_id, placement)
             changed = await self._declarations.alter_topic(before.topic_id, change)
             self._declared(changed)
-        await self._agreed(changed, before=before, timeout_s=timeout_s)
+        await self._await_agreement(changed, before=before, timeout_s=timeout_s)
         return changed
 
     def metrics(self) -> Iterable[Metric]:
         """What is stored and how much went in and out, by topic and by partition."""
         yield gauge("millstream_topics", "Topics.", len(self._by_name))
-        yield gauge("millstream_partitions", "Partitions that this node carries.", sum(1 for _ in self.carried()))
+        yield gauge("millstream_partitions", "Partitions that this node carries.", sum(1 for _ in self.hosted()))
         totals = (
             ("millstream_topic_records_in_total", "Records appended.", "records_in"),
             ("millstream_topic_bytes_in_total", "Bytes appended.", "bytes_in"),
@@ -336,7 +336,7 @@ class Topics:
         yield Metric("millstream_high_watermark", "gauge", "Next offset to read.", self._by_partition("high_watermark"))
         yield Metric("millstream_log_bytes", "gauge", "Bytes on disk.", self._by_partition("size_bytes"))
         text = "Bytes past their retention that stay, since they are not delivered or not landed yet."
-        yield Metric("millstream_log_held_bytes", "gauge", text, self._held())
+        yield Metric("millstream_log_held_bytes", "gauge", text, self._held_samples())
 
     def _by_topic(self, attribute: str) -> Iterable[Sample]:
         for topic in self._by_name.values():
@@ -344,19 +344,19 @@ class Topics:
             yield Sample(sum(getattr(partition, attribute) for partition in partitions), (("topic", topic.name),))
 
     def _by_partition(self, attribute: str) -> Iterable[Sample]:
-        for one in self.carried():
+        for one in self.hosted():
             yield Sample(getattr(one, attribute), (("topic", one.topic.name), ("partition", str(one.index))))
 
-    def _held(self) -> Iterable[Sample]:
+    def _held_samples(self) -> Iterable[Sample]:
         now_ms = self._clock.now_ms()
-        for one in self.carried():
+        for one in self.hosted():
             held = held_bytes(one.log, now_ms)
             if held:
                 yield Sample(held, (("topic", one.topic.name), ("partition", str(one.index))))
 
     def close(self) -> None:
         """Close every partition: waiting producers are told that the broker stops."""
-        for partition in self.carried():
+        for partition in self.hosted():
             partition.close()
 
     # -- how a declaration comes true: at once on a single node ---------------------------------------------
@@ -370,12 +370,12 @@ class Topics:
 
     def _declared(self, topic: Topic) -> None:
         """The catalog has a topic, new or changed."""
-        self._show(topic)
+        self._apply_topic(topic)
 
-    async def _agreed(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
+    async def _await_agreement(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
         """Wait until everybody knows."""
 
-    async def _shown(self, name: str) -> Topic:
+    async def _await_topic(self, name: str) -> Topic:
         """The topic of this name, which somebody else has just declared."""
         return self._by_name[name]
 
@@ -383,9 +383,9 @@ class Topics:
         """The catalog has the record of a deletion."""
         self._forget(topic)
         await self._declarations.forget_deleted(topic.topic_id)
-        self._tell_deleted(topic)
+        self._notify_deleted(topic)
 
-    async def _gone(self, topic: Topic, timeout_s: float) -> None:
+    async def _await_deletion(self, topic: Topic, timeout_s: float) -> None:
         """Wait until everybody knows that a topic is gone."""
 
     def _declare(
@@ -438,7 +438,7 @@ class Topics:
         if not 0 <= index < topic.partitions:
             raise UnknownTopic(f"topic {topic.name!r} has {topic.partitions} partitions, there is no number {index}")
 
-    def _missing(self, name: str, index: int) -> MillstreamError:
+    def _missing_error(self, name: str, index: int) -> MillstreamError:
         """Why there is no such partition here."""
         try:
             self._check_index(self._require(name), index)
@@ -446,18 +446,18 @@ class Topics:
             return error
         return NotLeader(f"this node does not carry partition {index} of topic {name!r}")
 
-    def _alone(self, epoch: Epoch) -> PartitionState:
+    def _sole_state(self, epoch: Epoch) -> PartitionState:
         state = self._sole.get(epoch)
         if state is None:
             state = self._sole[epoch] = sole(self._me, epoch)
         return state
 
-    def _warn_of_strangers(self, known: Iterable[UUID]) -> None:
-        strangers = {topic_id for topic_id, _ in self._store.stored()} - set(known)
-        if strangers:
+    def _warn_of_unknown_partitions(self, known: Iterable[UUID]) -> None:
+        unknown = {topic_id for topic_id, _ in self._store.stored()} - set(known)
+        if unknown:
             _logger.warning(
                 "the data folder holds partitions that the catalog does not know; they are left alone",
-                extra={"topic_ids": ", ".join(sorted(map(str, strangers))[:_NAMES_SHOWN_MAX]), "count": len(strangers)},
+                extra={"topic_ids": ", ".join(sorted(map(str, unknown))[:_NAMES_SHOWN_MAX]), "count": len(unknown)},
             )
 
     # -- the picture ----------------------------------------------------------------------------------------
@@ -467,7 +467,7 @@ class Topics:
         self._by_id[topic.topic_id] = topic
         self._by_metric_name[_metric_name(topic.name)] = topic.name
 
-    def _show(self, topic: Topic) -> None:
+    def _apply_topic(self, topic: Topic) -> None:
         """Take over a topic that is new, has grown or has other settings."""
         before = self._by_id.get(topic.topic_id)
         settings = self.settings_of(topic)
@@ -480,14 +480,14 @@ class Topics:
                 partition.change_settings(topic, settings)
         for number in range(len(partitions), topic.partitions):
             partitions.append(None)
-            self._begin(topic, PartitionIndex(number), settings)
+            self._open_partition(topic, PartitionIndex(number), settings)
 
-    def _begin(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
+    def _open_partition(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
         """Begin to carry a partition."""
         log = self._store.open_log(topic.topic_id, TopicPartition(topic.name, index), settings)
         partition = Partition(topic, index, log, self._store)
         self._partitions[topic.name][index] = partition
-        self._tell_leadership(partition)
+        self._notify_leadership(partition)
 
     def _forget(self, topic: Topic) -> None:
         """Close and delete what this node carries of a topic that is gone."""
@@ -496,22 +496,22 @@ class Topics:
 
     def _close(self, topic: Topic) -> list[Partition]:
         """Take a topic out of the picture; returns what this node carried of it."""
-        carried = self.partitions_of(topic)
+        hosted = self.partitions_of(topic)
         del self._by_id[topic.topic_id]
         del self._by_name[topic.name]
         del self._by_metric_name[_metric_name(topic.name)]
         del self._partitions[topic.name]
         self._version += 1
-        for partition in carried:
+        for partition in hosted:
             partition.close()
-            self._tell_leadership(partition)
-        return carried
+            self._notify_leadership(partition)
+        return hosted
 
-    def _tell_deleted(self, topic: Topic) -> None:
+    def _notify_deleted(self, topic: Topic) -> None:
         for listener in self._deletion_listeners:
             listener(topic)
 
-    def _tell_leadership(self, partition: Partition) -> None:
+    def _notify_leadership(self, partition: Partition) -> None:
         for listener in self._leadership_listeners.get(partition.topic.name, ()):
             listener(partition.index, partition if partition.is_leader else None)
 

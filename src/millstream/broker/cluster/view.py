@@ -17,7 +17,13 @@ from millstream.broker.cluster.keys import PartitionKey, parse_partition
 from millstream.broker.cluster.membership import Node
 from millstream.broker.cluster.reassignment import Reassignment
 from millstream.broker.cluster.store import CoordinationStore, Event, Snapshot
-from millstream.broker.cluster.told import Deletion, Placement, Registered, placement_from_json, topic_from_json
+from millstream.broker.cluster.store_values import (
+    Deletion,
+    NodeRegistration,
+    Placement,
+    placement_from_json,
+    topic_from_json,
+)
 from millstream.core.backoff import Backoff
 from millstream.core.errors import CorruptState, RequestTimedOut, StoreUnavailable, WatchLost
 from millstream.core.ids import NodeId, PartitionIndex
@@ -57,7 +63,7 @@ class ClusterView:
         self._ready = asyncio.Event()
         self._live: dict[NodeId, Node] | None = None
         self.revision = 0
-        self.nodes: dict[NodeId, Registered] = {}
+        self.nodes: dict[NodeId, NodeRegistration] = {}
         self.registrations: dict[NodeId, int] = {}
         """The revision under which each node registered last, also if it is gone."""
         self.admitted: dict[NodeId, str] = {}
@@ -206,7 +212,7 @@ class ClusterView:
         if value is None:
             self.nodes.pop(node, None)
         else:
-            self.nodes[node] = Registered.from_json(node, value, revision)
+            self.nodes[node] = NodeRegistration.from_json(node, value, revision)
             self.registrations[node] = revision
         change.nodes.add(node)
 

@@ -20,7 +20,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from millstream.broker.coordination.state_machine import Confirmation, Deferred, Operation, StateMachine, StateRecord
 from millstream.broker.coordination.timers import Timer, Timers
 from millstream.broker.log.log import AppendedRange
-from millstream.broker.replication.acknowledgement import AcknowledgementListener, Told
+from millstream.broker.replication.acknowledgement import AcknowledgementFuture, AcknowledgementListener
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     CoordinatorLoading,
@@ -275,7 +275,7 @@ class StateLog(Protocol):
     def is_acknowledged(self, appended: AppendedRange) -> bool:
         """Whether an append is acknowledged already."""
 
-    def tell(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
+    def notify_acknowledged(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
         """Tell `listener` once an append is acknowledged, or why it never will be."""
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
@@ -285,7 +285,7 @@ class StateLog(Protocol):
         """Wait until everything that the log holds now is acknowledged."""
 
 
-class _PendingAppend(Told):
+class _PendingAppend(AcknowledgementFuture):
     """An append that is not acknowledged yet. The shard hears of it at once, without a turn of a busy loop."""
 
     __slots__ = ("_callback",)
@@ -441,7 +441,7 @@ class Shard(Generic[S]):
             waiting = _PendingAppend(lambda error: self._on_acknowledged(appended.next_offset, incarnation, error))
             self._unacknowledged.add(waiting.future)
             waiting.future.add_done_callback(self._unacknowledged.discard)
-            self.partition.tell(appended, waiting)
+            self.partition.notify_acknowledged(appended, waiting)
         return appended.next_offset
 
     async def acknowledged_up_to(self, offset: Offset) -> None:

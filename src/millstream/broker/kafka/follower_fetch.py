@@ -27,7 +27,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Buffers
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.promise import Promise
-from millstream.broker.replication.in_sync import MayJoin, anybody
+from millstream.broker.replication.in_sync import MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.shared_reads import SharedReads
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation
@@ -204,7 +204,7 @@ class FollowerFetch:
         *,
         bytes_max: int,
         new_id: Callable[[], int],
-        may_follow: MayJoin = anybody,
+        may_follow: MayJoin = any_replica,
     ) -> None:
         self._partitions = partitions
         self._may_follow = may_follow

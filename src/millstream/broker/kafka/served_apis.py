@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.broker.cluster.behind import replicas_behind
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.quotas import ClientQuotas
+from millstream.broker.cluster.replica_lag import lagging_replicas
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.groups.coordinator import GroupCoordinator
@@ -108,8 +108,8 @@ from millstream.broker.kafka.transaction_service import TransactionService
 from millstream.broker.landed_board import LandedBoard
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection
+from millstream.broker.pipeline_advice import PipelineAdvice
 from millstream.broker.pipeline_board import PipelineBoard
-from millstream.broker.pipeline_notes import PipelineNotes
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.metric import MetricSource
@@ -297,7 +297,7 @@ class ServedApis:
 
     def _pipeline_apis(self) -> Iterable[RawApi]:
         pipelines, subscriptions = self._parts.pipelines, self._parts.subscriptions
-        notes = PipelineNotes(pipelines, self._parts.topics)
+        notes = PipelineAdvice(pipelines, self._parts.topics)
         yield PipelineCreate(pipelines, subscriptions, notes)
         yield PipelineAlter(pipelines, subscriptions, notes)
         yield PipelineDelete(pipelines)
@@ -328,7 +328,7 @@ class ServedApis:
             parts.clock,
             troubles=parts.troubles,
             damage=parts.damage,
-            behind=lambda: replicas_behind(parts.topics.carried()),
+            behind=lambda: lagging_replicas(parts.topics.hosted()),
             warnings=parts.warnings,
         )
         yield self.node_status

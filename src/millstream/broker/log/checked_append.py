@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from millstream.broker.log.admission import check_records, read_headers
 from millstream.broker.log.appended import AppendedRange
+from millstream.broker.log.batch_checks import check_records, read_headers
 from millstream.broker.log.index import Index
 from millstream.broker.log.producer import ProducedBatch
 from millstream.broker.log.segment import Segment
@@ -64,7 +64,7 @@ def _check_producer(
     """The first writing of a duplicate; what a coordinator writes has no sequence and is checked by its epoch."""
     producers = log.producers
     if not internal:
-        return producers.check_any(header, now_ms, guard)
+        return producers.check_client_batch_order(header, now_ms, guard)
     if not header.is_control:
         producers.check_epoch(header.producer_id, header.producer_epoch)
         if guard is not None and producers.transactions.guards.get(header.producer_id) is not guard:
@@ -95,7 +95,7 @@ def _advance(
             log.producers.take(header, batches, offset, now_ms, append_time_ms)
         offset += header.last_offset_delta + 1
     log.end_offset = Offset(offset)
-    log.grown(segment.size - start)
+    log.after_append(segment.size - start)
 
 
 def _stamped(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:

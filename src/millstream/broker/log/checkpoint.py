@@ -46,7 +46,7 @@ class Checkpoint:
         self.log = log
         self.error: OSError | None = None
         self.capture = Capture(log)
-        self.doomed = list(log.doomed)
+        self.removed_segments = list(log.removed_segments)
         self.swaps = list(log.swaps)
         self.state = encode_state(_state_of(log))
         self.index_writes = [_index_write(segment) for segment in log.segments if _unstored(segment)]
@@ -63,15 +63,15 @@ class Checkpoint:
             return
         self.index_writes = [write for write in self.index_writes if self._store_index(files, write)]
 
-    def clear_away(self, files: Files) -> None:
+    def remove_obsolete(self, files: Files) -> None:
         """Let compacted segments take their place and remove what is deleted, as the ledger says; in a thread."""
         try:
             complete_swaps(files, self.log.directory, swap_names(self.swaps))
         except OSError as error:
             self.error = error
             return
-        for segment in self.doomed:
-            with self.log.naming:
+        for segment in self.removed_segments:
+            with self.log.names_lock:
                 if not segment.is_removed:
                     remove_segment(files, segment)
                     segment.is_removed = True
@@ -93,8 +93,8 @@ class Checkpoint:
             return
         self.capture.mark_stored()
         settle_swaps(log, self.swaps)
-        done = {id(segment) for segment in self.doomed}
-        log.doomed = [segment for segment in log.doomed if id(segment) not in done]
+        done = {id(segment) for segment in self.removed_segments}
+        log.removed_segments = [segment for segment in log.removed_segments if id(segment) not in done]
         if not self.capture.current:
             log.changed = True
             return
@@ -164,7 +164,7 @@ class Checkpoints:
                 checkpoint.error = error
             return
         for checkpoint in good:
-            checkpoint.clear_away(self._files)
+            checkpoint.remove_obsolete(self._files)
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""
@@ -182,7 +182,7 @@ def _state_of(log: Log) -> LogState:
         segments=[segment.to_state() for segment in log.segments],
         epochs=log.epochs.entries(),
         producers=log.producers.pack(),
-        lost=list(log.lost),
+        lost=list(log.damage),
         journal_id=log.journal_mark[0],
         journal_sequence=log.journal_mark[1],
         cleaned_offset=log.cleaned_offset,

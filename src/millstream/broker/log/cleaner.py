@@ -57,7 +57,7 @@ class CleanedTransactions:
         at = bisect_right(ranges, (int(header.base_offset), 2**63)) - 1
         return at >= 0 and header.base_offset < ranges[at][1]
 
-    def met(self, header: BatchHeader) -> None:
+    def note_data(self, header: BatchHeader) -> None:
         """The pass has come to a batch of data."""
         if header.is_transactional:
             self._seen.add(header.producer_id)
@@ -88,7 +88,7 @@ class CleaningCancelled(MillstreamError):
     """The store is closing, or whoever asked for the work is gone."""
 
 
-class Source(msgspec.Struct, frozen=True, array_like=True):
+class SourceSegment(msgspec.Struct, frozen=True, array_like=True):
     """A segment as the log knows it."""
 
     base_offset: int
@@ -97,35 +97,35 @@ class Source(msgspec.Struct, frozen=True, array_like=True):
     next_offset: int
 
 
-class Pass(msgspec.Struct, frozen=True, kw_only=True):
+class CompactionPass(msgspec.Struct, frozen=True, kw_only=True):
     """One compaction of one log: everything from its start to `cleanable_to`, as one new segment for each group."""
 
     directory: str
     token: str
-    groups: list[list[Source]]
+    groups: list[list[SourceSegment]]
     dirty_from: int
     """Below this every key stands once already."""
     cleanable_to: int
     epochs: list[tuple[int, int]]
-    remembered: list[int]
+    retained_offsets: list[int]
     """Where the batches begin by which retries of idempotent producers are recognised, and their last markers."""
     aborted: list[AbortedRange] = []
     now_ms: int
     delete_retention_ms: int
-    keep_deletions: bool
+    keep_tombstones: bool
     """Whether something is in the way that may hold older values, so that no deletion may go."""
     index_interval_bytes: int
     keys_max: int = KEYS_MAX
 
 
-class Mapped(msgspec.Struct, frozen=True):
+class MapResult(msgspec.Struct, frozen=True):
     """Up to where the keys are known."""
 
     end_offset: int
     keys: int
 
 
-class Cleaned(msgspec.Struct, frozen=True):
+class CleanResult(msgspec.Struct, frozen=True):
     """What became of a group. `changed` is False when the new file would be the same as the old one."""
 
     changed: bool
@@ -145,19 +145,19 @@ class Cleaner:
     `progress` is told how many bytes were worked on and may wait or raise.
     """
 
-    def __init__(self, files: Files, asked: Pass, progress: Callable[[int], None]) -> None:
+    def __init__(self, files: Files, compaction_pass: CompactionPass, progress: Callable[[int], None]) -> None:
         self._files = files
-        self._pass = asked
+        self._pass = compaction_pass
         self._progress = progress
-        self._epochs = EpochHistory(asked.epochs)
-        self._remembered = frozenset(asked.remembered)
-        self._keys = KeyMap(asked.keys_max)
-        self._mapped_to = asked.dirty_from
-        self._keep_deletions = asked.keep_deletions
-        self._transactions = CleanedTransactions(asked.aborted)
+        self._epochs = EpochHistory(compaction_pass.epochs)
+        self._retained_offsets = frozenset(compaction_pass.retained_offsets)
+        self._keys = KeyMap(compaction_pass.keys_max)
+        self._mapped_to = compaction_pass.dirty_from
+        self._keep_tombstones = compaction_pass.keep_tombstones
+        self._transactions = CleanedTransactions(compaction_pass.aborted)
         self._ended: list[int] = []
 
-    def map_keys(self) -> Mapped:
+    def map_keys(self) -> MapResult:
         """Note the last offset of each key from `dirty_from` on, as far as the map holds them."""
         for source in (source for group in self._pass.groups for source in group):
             if source.next_offset <= self._pass.dirty_from:
@@ -166,11 +166,11 @@ class Cleaner:
                 if header.next_offset <= self._pass.dirty_from:
                     continue
                 if self._keys.full:
-                    return Mapped(self._mapped_to, len(self._keys))
+                    return MapResult(self._mapped_to, len(self._keys))
                 self._map_batch(header, batch)
                 self._mapped_to = int(header.next_offset)
         self._mapped_to = self._pass.cleanable_to
-        return Mapped(self._mapped_to, len(self._keys))
+        return MapResult(self._mapped_to, len(self._keys))
 
     def _map_batch(self, header: BatchHeader, batch: memoryview) -> None:
         if header.is_control or self._transactions.is_aborted(header):
@@ -181,7 +181,7 @@ class Cleaner:
                 if record.key is not None:
                     self._keys.note(record.key, header.base_offset + record.offset_delta)
 
-    def clean(self, at: int) -> Cleaned:
+    def clean(self, at: int) -> CleanResult:
         """Write what is left of a group into a new file and sync it."""
         group = self._pass.groups[at]
         writer = _Writer(self._files, self._pass, group[0].base_offset, self._epochs)
@@ -191,7 +191,7 @@ class Cleaner:
             for source in group:
                 for header, batch in self._batches(source):
                     before = crc32c(batch, before)
-                    kept = self._sift(header, batch)
+                    kept = self._filter_batch(header, batch)
                     if kept is not None:
                         writer.put(kept, header.base_offset)
                         removed -= read_header(kept).record_count
@@ -207,39 +207,39 @@ class Cleaner:
         new = writer.segment
         if same:
             self._files.remove(new.path)
-        return Cleaned(not same, new.size, new.max_timestamp_ms, places, times, read_bytes, removed, self._ended)
+        return CleanResult(not same, new.size, new.max_timestamp_ms, places, times, read_bytes, removed, self._ended)
 
-    def _sift(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
+    def _filter_batch(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
         """What is left of a batch; None when its offsets need nothing but to be filled."""
         if header.is_control:
-            return self._sift_marker(header, batch)
-        self._transactions.met(header)
+            return self._filter_marker(header, batch)
+        self._transactions.note_data(header)
         if header.next_offset > self._mapped_to:
             return batch
         if self._transactions.is_aborted(header):
-            return self._remembrance(header)
+            return self._placeholder(header)
         found = self._records(header, batch)
         if found is None:
             return batch
         section, records = found
-        deletions_go = self._deletions_go(header)
-        kept = [record for record in records if self._stays(header, record, deletions_go=deletions_go)]
+        drop_tombstones = self._may_drop_tombstones(header)
+        kept = [record for record in records if self._is_kept(header, record, drop_tombstones=drop_tombstones)]
         if not kept:
-            return self._remembrance(header)
+            return self._placeholder(header)
         horizon_ms = self._horizon(header, kept)
         if len(kept) == len(records) and horizon_ms is None:
             return batch
         return rebuild_batch(header, section, kept, delete_horizon_ms=horizon_ms)
 
-    def _sift_marker(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
+    def _filter_marker(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
         """A marker, until its time has come: with the moment noted from when on it may go, and then not at all."""
         if not self._transactions.ended(header) or header.next_offset > self._mapped_to:
             return batch
-        if self._pass.keep_deletions:
+        if self._pass.keep_tombstones:
             # A segment that the pass leaves out may hold something of the transaction.
             return batch
         self._ended.append(int(header.base_offset))
-        if header.base_offset in self._remembered:
+        if header.base_offset in self._retained_offsets:
             return batch
         if header.attributes & DELETE_HORIZON_FLAG:
             return None if self._pass.now_ms >= header.base_timestamp_ms else batch
@@ -252,14 +252,14 @@ class Cleaner:
             return batch
         return rebuild_batch(header, section, records, delete_horizon_ms=horizon_ms)
 
-    def _stays(self, header: BatchHeader, record: RawRecord, *, deletions_go: bool) -> bool:
-        if record.key is None or (deletions_go and not record.has_value):
+    def _is_kept(self, header: BatchHeader, record: RawRecord, *, drop_tombstones: bool) -> bool:
+        if record.key is None or (drop_tombstones and not record.has_value):
             return False
-        return not self._keys.is_overtaken(record.key, header.base_offset + record.offset_delta)
+        return not self._keys.is_superseded(record.key, header.base_offset + record.offset_delta)
 
-    def _deletions_go(self, header: BatchHeader) -> bool:
+    def _may_drop_tombstones(self, header: BatchHeader) -> bool:
         """Whether consumers had the time that they were promised to see the deletions of a batch."""
-        if self._keep_deletions or not header.attributes & DELETE_HORIZON_FLAG:
+        if self._keep_tombstones or not header.attributes & DELETE_HORIZON_FLAG:
             return False
         return self._pass.now_ms >= header.base_timestamp_ms
 
@@ -270,9 +270,9 @@ class Cleaner:
         horizon_ms = min(self._pass.now_ms + self._pass.delete_retention_ms, 2**63 - 1)
         return horizon_ms if can_shift(header, kept, horizon_ms) else None
 
-    def _remembrance(self, header: BatchHeader) -> bytearray | None:
+    def _placeholder(self, header: BatchHeader) -> bytearray | None:
         """An empty batch in the place of one by which a retry of its producer is recognised."""
-        if header.producer_id < 0 or header.base_offset not in self._remembered:
+        if header.producer_id < 0 or header.base_offset not in self._retained_offsets:
             return None
         return empty_batch(
             header.base_offset,
@@ -286,7 +286,7 @@ class Cleaner:
 
     # -- reading --------------------------------------------------------------------------------------------
 
-    def _batches(self, source: Source) -> Iterator[tuple[BatchHeader, memoryview]]:
+    def _batches(self, source: SourceSegment) -> Iterator[tuple[BatchHeader, memoryview]]:
         """Every batch of a segment, checked; what is bad ends the pass."""
         descriptor = self._files.open(source.path)
         try:
@@ -312,19 +312,19 @@ class Cleaner:
             section = records_section(batch, header)
             return section, list(raw_records(section, header))
         except BatchRejected:
-            self._keep_deletions = True
+            self._keep_tombstones = True
             return None
 
 
 class _Writer:
     """Writes the new file of a group through a buffer, and keeps its batches without a gap."""
 
-    def __init__(self, files: Files, asked: Pass, base_offset: int, epochs: EpochHistory) -> None:
-        self.segment = Segment(asked.directory, base_offset)
-        self.segment.path = cleaned_path(asked.directory, base_offset, asked.token)
+    def __init__(self, files: Files, compaction_pass: CompactionPass, base_offset: int, epochs: EpochHistory) -> None:
+        self.segment = Segment(compaction_pass.directory, base_offset)
+        self.segment.path = cleaned_path(compaction_pass.directory, base_offset, compaction_pass.token)
         self.index = Index()
         self.checksum = 0
-        self._interval_bytes = asked.index_interval_bytes
+        self._interval_bytes = compaction_pass.index_interval_bytes
         self._files = files
         self._epochs = epochs
         self._buffer = bytearray()

@@ -16,7 +16,14 @@ from typing import IO
 
 import msgspec
 
-from millstream.broker.log.cleaner import Cleaned, Cleaner, CleaningCancelled, DamagedSource, Mapped, Pass
+from millstream.broker.log.cleaner import (
+    Cleaner,
+    CleaningCancelled,
+    CleanResult,
+    CompactionPass,
+    DamagedSource,
+    MapResult,
+)
 from millstream.broker.log.files import DiskFiles
 
 NICENESS = 10
@@ -37,19 +44,19 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     position: int = 0
 
 
-class MappedAnswer(msgspec.Struct, frozen=True, tag=True):
+class MapResponse(msgspec.Struct, frozen=True, tag=True):
     """The answer to a pass."""
 
-    mapped: Mapped
+    mapped: MapResult
 
 
-class CleanedAnswer(msgspec.Struct, frozen=True, tag=True):
+class CleanResponse(msgspec.Struct, frozen=True, tag=True):
     """The answer to the number of a group."""
 
-    cleaned: Cleaned
+    cleaned: CleanResult
 
 
-Answer = MappedAnswer | CleanedAnswer | Failure
+Response = MapResponse | CleanResponse | Failure
 
 
 def write_message(stream: IO[bytes], message: object) -> None:
@@ -69,7 +76,7 @@ def read_message(stream: IO[bytes]) -> bytes | None:
     return body if len(body) == size else None
 
 
-class Pace:
+class RateLimit:
     """Keeps the work below a rate, and ends it when the parent is gone."""
 
     def __init__(self, bytes_per_s: float = BYTES_PER_S_MAX) -> None:
@@ -87,14 +94,14 @@ class Pace:
             time.sleep(self._free_at - now)
 
 
-def _try(work: Callable[[], Mapped | Cleaned]) -> Answer:
+def _run(work: Callable[[], MapResult | CleanResult]) -> Response:
     try:
         done = work()
     except DamagedSource as damaged:
         return Failure(str(damaged), base_offset=damaged.base_offset, position=damaged.position)
     except OSError as error:
         return Failure(f"{error.strerror or error}", errno=error.errno or 0)
-    return MappedAnswer(done) if isinstance(done, Mapped) else CleanedAnswer(done)
+    return MapResponse(done) if isinstance(done, MapResult) else CleanResponse(done)
 
 
 def main() -> None:
@@ -102,16 +109,16 @@ def main() -> None:
     # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
-    asking, answering = sys.stdin.buffer, sys.stdout.buffer
-    request = read_message(asking)
+    requests, responses = sys.stdin.buffer, sys.stdout.buffer
+    request = read_message(requests)
     if request is None:
         return
-    cleaner = Cleaner(DiskFiles(), msgspec.msgpack.decode(request, type=Pass), Pace())
+    cleaner = Cleaner(DiskFiles(), msgspec.msgpack.decode(request, type=CompactionPass), RateLimit())
     try:
-        write_message(answering, _try(cleaner.map_keys))
-        while (asked := read_message(asking)) is not None:
+        write_message(responses, _run(cleaner.map_keys))
+        while (asked := read_message(requests)) is not None:
             group = msgspec.msgpack.decode(asked, type=int)
-            write_message(answering, _try(lambda group=group: cleaner.clean(group)))  # type: ignore[misc]
+            write_message(responses, _run(lambda group=group: cleaner.clean(group)))  # type: ignore[misc]
     except (CleaningCancelled, BrokenPipeError):
         return
 

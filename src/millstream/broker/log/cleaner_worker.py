@@ -10,12 +10,19 @@ from typing import Protocol
 
 import msgspec
 
-from millstream.broker.log.cleaner import Cleaned, Cleaner, CleaningCancelled, DamagedSource, Mapped, Pass
+from millstream.broker.log.cleaner import (
+    Cleaner,
+    CleaningCancelled,
+    CleanResult,
+    CompactionPass,
+    DamagedSource,
+    MapResult,
+)
 from millstream.broker.log.cleaner_child import (
-    Answer,
-    CleanedAnswer,
+    CleanResponse,
     Failure,
-    MappedAnswer,
+    MapResponse,
+    Response,
     read_message,
     write_message,
 )
@@ -27,10 +34,10 @@ MODULE = "millstream.broker.log.cleaner_child"
 class Worker(Protocol):
     """Does the work of one pass. Every method but `cancel` is called in a thread and may raise `OSError`."""
 
-    def map_keys(self) -> Mapped:
+    def map_keys(self) -> MapResult:
         """Note the last offset of each key."""
 
-    def clean(self, group: int) -> Cleaned:
+    def clean(self, group: int) -> CleanResult:
         """Write what is left of a group into a new file."""
 
     def close(self) -> None:
@@ -43,19 +50,19 @@ class Worker(Protocol):
 class InlineWorker:
     """Works in the thread that asks: for files that only this process has."""
 
-    def __init__(self, files: Files, asked: Pass) -> None:
+    def __init__(self, files: Files, compaction_pass: CompactionPass) -> None:
         self._cancelled = False
-        self._cleaner = Cleaner(files, asked, self._progress)
+        self._cleaner = Cleaner(files, compaction_pass, self._progress)
 
     def _progress(self, _bytes: int) -> None:
         if self._cancelled:
             raise CleaningCancelled("the store is closing")
 
-    def map_keys(self) -> Mapped:
+    def map_keys(self) -> MapResult:
         """Note the last offset of each key."""
         return self._cleaner.map_keys()
 
-    def clean(self, group: int) -> Cleaned:
+    def clean(self, group: int) -> CleanResult:
         """Write what is left of a group into a new file."""
         return self._cleaner.clean(group)
 
@@ -70,31 +77,31 @@ class InlineWorker:
 class ChildWorker:
     """Lets a child process work, so that the loop of this one is not held up by it."""
 
-    def __init__(self, asked: Pass) -> None:
-        self._asked = asked
+    def __init__(self, compaction_pass: CompactionPass) -> None:
+        self._pass = compaction_pass
         self._child: subprocess.Popen[bytes] | None = None
         self._cancelled = False
 
-    def map_keys(self) -> Mapped:
+    def map_keys(self) -> MapResult:
         """Start the child and let it note the last offset of each key."""
         self._child = subprocess.Popen(
             [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True
         )
         if self._cancelled:
             self._child.kill()
-        answer = self._ask(self._asked)
-        if not isinstance(answer, MappedAnswer):
+        answer = self._request(self._pass)
+        if not isinstance(answer, MapResponse):
             raise OSError(errno.EIO, "the compacting process answered out of turn")
         return answer.mapped
 
-    def clean(self, group: int) -> Cleaned:
+    def clean(self, group: int) -> CleanResult:
         """Let the child write what is left of a group into a new file."""
-        answer = self._ask(group)
-        if not isinstance(answer, CleanedAnswer):
+        answer = self._request(group)
+        if not isinstance(answer, CleanResponse):
             raise OSError(errno.EIO, "the compacting process answered out of turn")
         return answer.cleaned
 
-    def _ask(self, request: Pass | int) -> MappedAnswer | CleanedAnswer:
+    def _request(self, request: CompactionPass | int) -> MapResponse | CleanResponse:
         child = self._child
         if child is None or child.stdin is None or child.stdout is None:
             raise OSError(errno.ECHILD, "there is no compacting process")
@@ -106,7 +113,7 @@ class ChildWorker:
             if self._cancelled:
                 raise CleaningCancelled("the store is closing")
             raise OSError(errno.ECHILD, "the compacting process died")
-        answer: Answer = msgspec.msgpack.decode(body, type=Answer)
+        answer: Response = msgspec.msgpack.decode(body, type=Response)
         if not isinstance(answer, Failure):
             return answer
         if answer.base_offset >= 0:

@@ -21,7 +21,7 @@ from millstream.protocol.records.batch import BatchHeader
 _logger = logging.getLogger(__name__)
 
 
-class Repair:
+class TailRewrite:
     """Replaces the tail of one segment whose sync failed. No append comes in between, since the log refuses them."""
 
     def __init__(self, log: Log, segment: Segment, journal: Journal) -> None:
@@ -49,7 +49,7 @@ class Repair:
             descriptor = files.open(temporary, create=True)
             try:
                 files.truncate(descriptor, 0)
-                self._bring_back(files)
+                self._restore_from_journal(files)
                 self._copy(files, descriptor)
                 files.sync(descriptor)
             finally:
@@ -59,7 +59,7 @@ class Repair:
         except OSError as error:
             self.error = error
 
-    def _bring_back(self, files: Files) -> None:
+    def _restore_from_journal(self, files: Files) -> None:
         """Write into the old file again what the journal holds of it: that much was acknowledged."""
         old = self._old
         if old.journaled_bytes > self._start:
@@ -105,26 +105,26 @@ class Repair:
             log.open_files.release(old)
             log.replace_segments([*log.segments[:at], new, *log.segments[at + 1 :]])
             if new.base_offset != old.base_offset:
-                log.doomed.append(old)
+                log.removed_segments.append(old)
         log.broken = False
         log.failure = None
-        log.journal_mark = log.keeper.journal_mark()
-        log.keeper.checkpoint_soon(log)
+        log.journal_mark = log.maintenance.journal_mark()
+        log.maintenance.checkpoint_soon(log)
         if self._lost:
-            self._tell_lost()
+            self._report_lost()
         _logger.warning(
             "after a failed sync the log goes on in a new segment",
             extra={"partition": str(log.partition), "file": new.path, "bytes": new.size, "from_file": old.path},
         )
 
-    def _tell_lost(self) -> None:
+    def _report_lost(self) -> None:
         """Some of the tail could not be read back: fail whoever waits for it, and do not forget that it was there."""
         log = self.log
         for lost in self._lost:
-            log.lose(self._new, lost, unread=True)
+            log.record_damage(self._new, lost, unread=True)
             log.producers.drop_range(lost.first, lost.next_offset)
         try:
-            log.keeper.checkpoint_now(log)
+            log.maintenance.checkpoint_now(log)
         except OSError as error:
             log.fail_sync(error, "noting lost records")
         else:
@@ -159,14 +159,14 @@ class Commit:
     """One group of logs on their way to the disk."""
 
     def __init__(self, logs: Iterable[Log], files: Files, journal: Journal, *, direct: bool = False) -> None:
-        self.again: list[Log] = []
+        self.retry_now: list[Log] = []
         """Logs that have to be part of the next commit."""
-        self.later: list[Log] = []
+        self.retry_later: list[Log] = []
         """Logs that the disk failed and that should be tried again after a while."""
         self._files = files
         self._journal = journal
         self._captures: list[Capture] = []
-        self._repairs: list[Repair] = []
+        self._repairs: list[TailRewrite] = []
         self._errors: dict[Log, OSError] = {}
         self._reservation: Reservation | None = None
         for log in logs:
@@ -187,11 +187,11 @@ class Commit:
             if broken is None:
                 self._captures.append(Capture(log, segments))
             else:
-                log.distrust(broken)
-                self._repairs.append(Repair(log, broken, self._journal))
+                log.mark_unsynced_segment(broken)
+                self._repairs.append(TailRewrite(log, broken, self._journal))
         except OSError as error:
             log.fail_sync(error, "opening a file to sync it")
-            self.later.append(log)
+            self.retry_later.append(log)
 
     # -- in a thread ----------------------------------------------------------------------------------------
 
@@ -229,10 +229,10 @@ class Commit:
         for repair in self._repairs:
             repair.finish()
             if repair.error is None:
-                self.again.append(repair.log)
+                self.retry_now.append(repair.log)
             else:
                 repair.log.fail_sync(repair.error, "copying records out of a file that could not be synced")
-                self.later.append(repair.log)
+                self.retry_later.append(repair.log)
         for capture in self._captures:
             capture.release()
         if self._reservation is not None:
@@ -250,13 +250,13 @@ class Commit:
                 capture.mark_stored()
             if not capture.current:
                 # Segments were cut or deleted meanwhile; whoever waits must not wait for somebody else's append.
-                self.again.append(log)
+                self.retry_now.append(log)
             return
         capture.mark_synced_files()
         broken = next((target.segment for target in capture.targets if target.segment.broken), None)
         if broken is None:
             log.fail_sync(error, "syncing")
-            self.later.append(log)
+            self.retry_later.append(log)
         else:
-            log.distrust(broken)
-            self.again.append(log)
+            log.mark_unsynced_segment(broken)
+            self.retry_now.append(log)

@@ -15,12 +15,19 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from millstream.broker.log.cleaner import Cleaned, CleaningCancelled, DamagedSource, Mapped, Pass, Source
+from millstream.broker.log.cleaner import (
+    CleaningCancelled,
+    CleanResult,
+    CompactionPass,
+    DamagedSource,
+    MapResult,
+    SourceSegment,
+)
 from millstream.broker.log.cleaner_worker import Worker
 from millstream.broker.log.files import Files
 from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.broker.log.key_map import KEYS_MAX
-from millstream.broker.log.retention import is_to_be_landed
+from millstream.broker.log.retention import awaits_landing
 from millstream.broker.log.segment import Segment, cleaned_path
 from millstream.broker.log.swap import swap_in
 from millstream.core.errors import MillstreamError, StorageFailure
@@ -43,7 +50,7 @@ class Job(Protocol):
         """Account for it; called on the loop."""
 
 
-class Work(Generic[_Result]):
+class WorkerJob(Generic[_Result]):
     """One step of the worker."""
 
     def __init__(self, work: Callable[[], _Result]) -> None:
@@ -93,7 +100,7 @@ def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
         durable = segment.sealed and not segment.broken and segment.synced_bytes == segment.size
         if not durable or segment.next_offset > limit or _is_fresh(log, segment, now_ms):
             break
-        if is_to_be_landed(log, segment, now_ms):
+        if awaits_landing(log, segment, now_ms):
             break
         found.append(segment)
     return found
@@ -159,21 +166,27 @@ def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
     return groups
 
 
-def _remembered(log: Log) -> list[int]:
+def _retained_offsets(log: Log) -> list[int]:
     """Where what has to stay of known producers begins."""
     batches = (batch.base_offset for known in log.producers for batch in known.batches)
     return sorted({*batches, *(known.marker_offset for known in log.producers if known.marker_offset >= 0)})
 
 
-def _source(segment: Segment) -> Source:
-    return Source(segment.base_offset, segment.path, segment.size, segment.next_offset)
+def _source(segment: Segment) -> SourceSegment:
+    return SourceSegment(segment.base_offset, segment.path, segment.size, segment.next_offset)
 
 
 class Compaction:
     """One pass over one log. `jobs` are its steps, in order; each has to be done before the next is asked for."""
 
     def __init__(
-        self, log: Log, now_ms: int, *, files: Files, start_worker: Callable[[Pass], Worker], keys_max: int = KEYS_MAX
+        self,
+        log: Log,
+        now_ms: int,
+        *,
+        files: Files,
+        start_worker: Callable[[CompactionPass], Worker],
+        keys_max: int = KEYS_MAX,
     ) -> None:
         self.log = log
         self.read_bytes = self.freed_bytes = self.records_removed = 0
@@ -182,21 +195,21 @@ class Compaction:
         self._generation = log.generation
         segments = cleanable_segments(log, now_ms)
         self._groups = _groups(log, segments)
-        self._pass = Pass(
+        self._pass = CompactionPass(
             directory=log.directory,
             token=secrets.token_hex(4),
             groups=[[_source(segment) for segment in group] for group in self._groups],
             dirty_from=log.cleaned_offset,
             cleanable_to=segments[-1].next_offset,
             epochs=log.epochs.entries(),
-            remembered=_remembered(log),
+            retained_offsets=_retained_offsets(log),
             aborted=[
                 (one.producer_id, one.first_offset, one.marker_offset)
                 for one in log.producers.transactions.aborted.overlapping(log.start_offset, segments[-1].next_offset)
             ],
             now_ms=now_ms,
             delete_retention_ms=log.settings.delete_retention_ms,
-            keep_deletions=any(segment.holes for segment in segments),
+            keep_tombstones=any(segment.holes for segment in segments),
             index_interval_bytes=log.settings.index_interval_bytes,
             keys_max=keys_max,
         )
@@ -204,15 +217,15 @@ class Compaction:
 
     def jobs(self, checkpoint: Callable[[Log], Job]) -> Iterator[Job]:
         """The steps. `checkpoint` makes the job that a swapped segment counts from."""
-        mapping = Work(self.worker.map_keys)
+        mapping = WorkerJob(self.worker.map_keys)
         yield mapping
         mapped = mapping.done
         for at in range(len(self._groups)):
             if mapped is None or self._groups[at][0].base_offset >= mapped.end_offset:
                 break
-            cleaning = Work(lambda at=at: self.worker.clean(at))  # type: ignore[misc]
+            cleaning = WorkerJob(lambda at=at: self.worker.clean(at))  # type: ignore[misc]
             yield cleaning
-            if not self._take(at, cleaning):
+            if not self._swap_group(at, cleaning):
                 break
             if self.log.swaps:
                 yield checkpoint(self.log)
@@ -220,38 +233,38 @@ class Compaction:
                     self.failed = True
                     break
         if mapping.error is not None:
-            self._fail(mapping.error)
-        yield Work(self.worker.close)
+            self._handle_failure(mapping.error)
+        yield WorkerJob(self.worker.close)
         if mapped is not None and not self.failed:
-            self._done(mapped)
+            self._complete(mapped)
 
-    def _take(self, at: int, cleaning: Work[Cleaned]) -> bool:
+    def _swap_group(self, at: int, cleaning: WorkerJob[CleanResult]) -> bool:
         """Go on with the new segment of a group."""
         cleaned, old = cleaning.done, self._groups[at]
         if cleaned is None:
-            self._fail(cleaning.error)
+            self._handle_failure(cleaning.error)
             self._discard(at)
             return False
         self.read_bytes += cleaned.read_bytes
         if not cleaned.changed:
-            self._forget(cleaned)
+            self._forget_aborted(cleaned)
             return True
         new = _new_segment(self.log.directory, old, cleaned)
         try:
             swapped = swap_in(self.log, old, new, self._pass.token)
         except OSError as error:
-            self._fail(error)
+            self._handle_failure(error)
             swapped = False
         if not swapped:
             self.failed = True
             self._discard(at)
             return False
-        self._forget(cleaned)
+        self._forget_aborted(cleaned)
         self.freed_bytes += sum(segment.size for segment in old) - new.size
         self.records_removed += cleaned.records_removed
         return True
 
-    def _forget(self, cleaned: Cleaned) -> None:
+    def _forget_aborted(self, cleaned: CleanResult) -> None:
         """Tell nobody any more of aborted transactions of which nothing is left; their markers will go."""
         aborted = self.log.producers.transactions.aborted
         if cleaned.ended and aborted:
@@ -262,7 +275,7 @@ class Compaction:
         with suppress(OSError):
             self._files.remove(cleaned_path(self.log.directory, self._groups[at][0].base_offset, self._pass.token))
 
-    def _fail(self, error: OSError | MillstreamError | None) -> None:
+    def _handle_failure(self, error: OSError | MillstreamError | None) -> None:
         self.failed = True
         log = self.log
         if isinstance(error, CleaningCancelled) or log.closed:
@@ -272,20 +285,20 @@ class Compaction:
             if segment is not None and any(segment in group for group in self._groups):
                 # What is found is noted and told by the log.
                 with suppress(StorageFailure):
-                    log.inspect(segment, error.position)
+                    log.locate_damage(segment, error.position)
                 return
         _logger.warning(
             "a log could not be compacted and stays as it is",
             extra={"partition": str(log.partition), "error": str(error)},
         )
 
-    def _done(self, mapped: Mapped) -> None:
+    def _complete(self, mapped: MapResult) -> None:
         log = self.log
         if log.closed or log.generation != self._generation:
             return
         log.cleaned_offset = mapped.end_offset
         log.changed = True
-        log.keeper.checkpoint_soon(log)
+        log.maintenance.checkpoint_soon(log)
         _logger.info(
             "a log was compacted",
             extra={
@@ -299,7 +312,7 @@ class Compaction:
         )
 
 
-def _new_segment(directory: str, old: list[Segment], cleaned: Cleaned) -> Segment:
+def _new_segment(directory: str, old: list[Segment], cleaned: CleanResult) -> Segment:
     new = Segment(directory, old[0].base_offset)
     new.size = cleaned.size
     new.next_offset = old[-1].next_offset

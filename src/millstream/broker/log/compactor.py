@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from millstream.broker.log.cleaner import Pass
+from millstream.broker.log.cleaner import CompactionPass
 from millstream.broker.log.cleaner_worker import ChildWorker, InlineWorker, Worker
 from millstream.broker.log.compaction import Compaction, dirty_ratio, is_compacted, is_due, next_due_ms, roll_idle
 from millstream.broker.log.files import DiskFiles, Files
@@ -21,7 +21,7 @@ class Compactor:
         self.keys_max = KEYS_MAX
         self._files = files
         self._clock = clock
-        self._put_off: set[Log] = set()
+        self._failed_logs: set[Log] = set()
         """Logs whose last pass failed; they wait for `retry`."""
         self._running: Compaction | None = None
         self._read_bytes = 0
@@ -33,7 +33,7 @@ class Compactor:
 
     def retry(self) -> None:
         """Some time has passed: what failed may be tried again."""
-        self._put_off.clear()
+        self._failed_logs.clear()
 
     def begin_round(self, logs: Iterable[Log]) -> None:
         """Close the segments whose time has come, so that they can be compacted."""
@@ -47,7 +47,7 @@ class Compactor:
         if not is_compacted(log):
             return None
         now_ms = self._clock.now_ms()
-        if log not in self._put_off and is_due(log, dirty_ratio(log, now_ms)):
+        if log not in self._failed_logs and is_due(log, dirty_ratio(log, now_ms)):
             return 0.0
         due_ms = next_due_ms(log, now_ms)
         return None if due_ms is None else (due_ms - now_ms) / 1000
@@ -57,17 +57,17 @@ class Compactor:
         now_ms = self._clock.now_ms()
         ratios = {log: dirty_ratio(log, now_ms) for log in logs if is_compacted(log)}
         self._dirty_ratio = min(1.0, max(ratios.values(), default=0.0))
-        due = {log: ratio for log, ratio in ratios.items() if log not in self._put_off and is_due(log, ratio)}
+        due = {log: ratio for log, ratio in ratios.items() if log not in self._failed_logs and is_due(log, ratio)}
         if not due:
             return None
         log = max(due, key=due.__getitem__)
         self._running = Compaction(log, now_ms, files=self._files, start_worker=self._worker(), keys_max=self.keys_max)
         return self._running
 
-    def _worker(self) -> Callable[[Pass], Worker]:
+    def _worker(self) -> Callable[[CompactionPass], Worker]:
         if isinstance(self._files, DiskFiles):
             return ChildWorker
-        return lambda asked: InlineWorker(self._files, asked)
+        return lambda compaction_pass: InlineWorker(self._files, compaction_pass)
 
     def ended(self, compaction: Compaction) -> None:
         """Account for a pass."""
@@ -77,7 +77,7 @@ class Compactor:
         self._last_ms = self._clock.now_ms()
         if compaction.failed:
             self._failures += 1
-            self._put_off.add(compaction.log)
+            self._failed_logs.add(compaction.log)
         else:
             self._passes += 1
 

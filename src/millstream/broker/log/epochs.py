@@ -66,7 +66,7 @@ class EpochHistory:
         at = bisect_right(self._starts, offset)
         return Epoch(self._epochs[at - 1]) if at else NO_EPOCH
 
-    def span_at(self, offset: int) -> tuple[Epoch, int]:
+    def range_at(self, offset: int) -> tuple[Epoch, int]:
         """The epoch that wrote an offset, or -1, and the offset at which the next epoch begins."""
         at = bisect_right(self._starts, offset)
         until = self._starts[at] if at < len(self._starts) else OFFSET_MAX

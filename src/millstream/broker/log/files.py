@@ -21,7 +21,7 @@ from typing import Protocol
 
 from millstream.core.errors import DataFolderInUse
 
-_TELLS_ERRORS_SINCE = (5, 8)
+_SYNCFS_REPORTS_ERRORS_SINCE = (5, 8)
 
 """Before this version of Linux, the call does not tell when something could not be written."""
 
@@ -39,7 +39,7 @@ def sync_file_system(descriptor: int) -> None:
 @cache
 def _syncfs() -> Callable[[int], int] | None:
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
-    if sys.platform != "linux" or release is None or (int(release[1]), int(release[2])) < _TELLS_ERRORS_SINCE:
+    if sys.platform != "linux" or release is None or (int(release[1]), int(release[2])) < _SYNCFS_REPORTS_ERRORS_SINCE:
         return None
     found: Callable[[int], int] | None = getattr(ctypes.CDLL(None, use_errno=True), "syncfs", None)
     return found
@@ -197,7 +197,7 @@ class DiskFiles:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = _holder(os.pread(descriptor, _PID_DIGITS_MAX, 0))
+            holder = _describe_holder(os.pread(descriptor, _PID_DIGITS_MAX, 0))
             os.close(descriptor)
             raise DataFolderInUse(f"{holder} holds {path}; stop it, or use another data folder") from None
         # For whoever finds the folder taken. A full disk has no room for it, and must not keep a broker from starting.
@@ -217,7 +217,7 @@ class DiskFiles:
         return max(OPEN_FILES_MIN, min(OPEN_FILES_MAX, soft // 4))
 
 
-def _holder(written: bytes) -> str:
+def _describe_holder(written: bytes) -> str:
     """Who holds a lock, by what it wrote into the file: the process itself, or another one and what it runs."""
     text = written.decode(errors="replace").strip()
     if not text.isdigit():

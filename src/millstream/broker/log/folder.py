@@ -112,7 +112,7 @@ class DataFolder:
 
     # -- partitions -----------------------------------------------------------------------------------------
 
-    def of_log(self, topic_id: UUID, partition: int) -> str:
+    def log_folder(self, topic_id: UUID, partition: int) -> str:
         """The folder of one log."""
         return f"{self.partitions}/{topic_id}/{partition}"
 
@@ -126,13 +126,13 @@ class DataFolder:
                 if name.isdigit():
                     yield topic_id, PartitionIndex(int(name))
 
-    def set_aside(self, log_folder: str) -> str:
+    def mark_deleted(self, log_folder: str) -> str:
         """Take a log out of the folder for good; returns where its files are until they are removed."""
-        aside = log_folder + DELETED_SUFFIX
-        self.remove_tree(aside)
-        self._files.rename(log_folder, aside)
+        deleted_folder = log_folder + DELETED_SUFFIX
+        self.remove_tree(deleted_folder)
+        self._files.rename(log_folder, deleted_folder)
         self._files.sync_directory(log_folder.rpartition("/")[0])
-        return aside
+        return deleted_folder
 
     def remove_tree(self, folder: str) -> None:
         """Remove a folder of files, if it is there."""
@@ -164,7 +164,7 @@ def make_private(folder: Path) -> None:
 
     In a folder that belongs to somebody else, as volumes of containers do, only what lies in it can be changed.
     """
-    tightened = [str(path) for path in (folder, *folder.iterdir()) if _close_to_others(path)]
+    tightened = [str(path) for path in (folder, *folder.iterdir()) if _restrict_access(path)]
     if tightened:
         _logger.info("took the rights of other users away", extra={"paths": tightened})
     mode = stat.S_IMODE(folder.stat().st_mode)
@@ -175,7 +175,7 @@ def make_private(folder: Path) -> None:
         )
 
 
-def _close_to_others(path: Path) -> bool:
+def _restrict_access(path: Path) -> bool:
     mode = path.lstat().st_mode
     if stat.S_ISLNK(mode) or not mode & _OTHERS:
         return False

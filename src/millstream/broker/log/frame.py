@@ -66,7 +66,7 @@ def valid_run(data: bytes, stop: int, expected: int, epochs: EpochHistory) -> Ru
     view = memoryview(data)
     at, size = 0, len(data)
     unpack = _FRAME.unpack_from
-    wanted_epoch, epoch_until = epochs.span_at(expected)
+    wanted_epoch, epoch_until = epochs.range_at(expected)
     while at < stop and size - at >= FRAME_BYTES:
         base_offset, length, epoch, magic, crc, _, delta, _ = unpack(data, at)
         if magic != MAGIC or length < LENGTH_MIN or delta < 0 or base_offset != expected:
@@ -75,7 +75,7 @@ def valid_run(data: bytes, stop: int, expected: int, epochs: EpochHistory) -> Ru
         if end > size:
             break
         if base_offset >= epoch_until:
-            wanted_epoch, epoch_until = epochs.span_at(base_offset)
+            wanted_epoch, epoch_until = epochs.range_at(base_offset)
         if crc32c(view[at + _CRC_FROM : end]) != crc or epoch != wanted_epoch:
             return Run(at, expected, True)
         at = end

@@ -82,7 +82,7 @@ class Journal:
         self._file_bytes = file_bytes
         self._current = JournalFile(f"{directory}/{FILE_NAMES[0]}")
         self._other = JournalFile(f"{directory}/{FILE_NAMES[1]}")
-        self._left_behind: list[Log] = []
+        self._lagging: list[Log] = []
 
     def reserve(self, captures: list[Capture]) -> Reservation | None:
         """Room for everything captured, or None when the segments have to be synced directly."""
@@ -94,7 +94,7 @@ class Journal:
             self._other.settle()
             if self._other.pending:
                 return None
-            self._left_behind += self._current.pending
+            self._lagging += self._current.pending
             self._current, self._other = self._other, self._current
             self._current.position = 0
         reservation = Reservation(self._current, self._current.position, self.next_sequence)
@@ -115,9 +115,9 @@ class Journal:
         self.broken = False
         return True
 
-    def take_left_behind(self) -> list[Log]:
+    def take_lagging(self) -> list[Log]:
         """The logs whose segments have to catch up so that a file that became full can be used again."""
-        left, self._left_behind = self._left_behind, []
+        left, self._lagging = self._lagging, []
         return left
 
     def note(self, reservation: Reservation, captures: list[Capture]) -> None:

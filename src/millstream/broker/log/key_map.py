@@ -33,7 +33,7 @@ class KeyMap:
         """A record of this key stands at an offset, behind all that were noted before."""
         self._offsets[_name(key)] = offset
 
-    def is_overtaken(self, key: bytes, offset: int) -> bool:
+    def is_superseded(self, key: bytes, offset: int) -> bool:
         """Whether a later record of the same key is known."""
         last = self._offsets.get(_name(key))
         return last is not None and offset < last

@@ -18,25 +18,25 @@ from uuid import UUID
 
 from millstream.broker.log.appended import AppendedRange as AppendedRange
 from millstream.broker.log.checked_append import append_checked
-from millstream.broker.log.contents import Contents
 from millstream.broker.log.damage import LostRange
+from millstream.broker.log.fast_append import append_fast
 from millstream.broker.log.files import Files, write_fully
-from millstream.broker.log.handles import OpenFiles
+from millstream.broker.log.follower_append import append_replica, begin_restart
 from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.broker.log.indexes import LoadedIndexes
+from millstream.broker.log.log_contents import LogContents
 from millstream.broker.log.lookup import Found, Lookup
-from millstream.broker.log.plain_append import append_plain
+from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.producer_replay import producers_up_to
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.reader import Reader
-from millstream.broker.log.replica import append_replica, begin_restart
-from millstream.broker.log.retention import Floors, delete_before, delete_expired
+from millstream.broker.log.retention import RetentionFloors, delete_before, delete_expired
 from millstream.broker.log.scan import Bad
 from millstream.broker.log.segment import Segment
-from millstream.broker.log.stretch import BrokenSegment, Stretch
+from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice
 from millstream.broker.log.swap import Swap, settle_swaps
 from millstream.broker.log.transactions import Guard
-from millstream.broker.log.truncation import Checkpointing, Cut, begin_truncation, tried_again
+from millstream.broker.log.truncation import Checkpointing, Truncation, begin_truncation, retry_truncation
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     DamagedRange,
@@ -54,19 +54,19 @@ _logger = logging.getLogger(__name__)
 HINTS_MAX = 64
 """Known positions of offsets that are asked for next: where reads ended and where commits ended."""
 
-READ_AT_ONCE = sys.maxsize
+READ_ALL = sys.maxsize
 """However much it is, it is read."""
 
 CHECKPOINT_BYTES = 64 * 1024 * 1024
 """After this much a checkpoint is asked for, so that there is never more than this to scan after a crash."""
 
 
-class Keeper(Protocol):
+class Maintenance(Protocol):
     """Whoever makes the log durable."""
 
-    floors: Floors
+    floors: RetentionFloors
 
-    def touched(self, log: Log) -> None:
+    def note_dirty(self, log: Log) -> None:
         """The log has begun to hold what is not synced."""
 
     def checkpoint_soon(self, log: Log) -> None:
@@ -78,7 +78,7 @@ class Keeper(Protocol):
     def checkpoint_job(self, log: Log) -> Checkpointing:
         """Capture a checkpoint for whoever does it."""
 
-    def cut_now(self, cut: Cut) -> None:
+    def truncate_now(self, cut: Truncation) -> None:
         """Carry out a cut before this returns."""
 
     def journal_mark(self) -> tuple[int, int]:
@@ -92,20 +92,20 @@ class Log:
         self,
         topic_id: UUID,
         partition: TopicPartition,
-        contents: Contents,
+        contents: LogContents,
         settings: TopicSettings,
         *,
         files: Files,
         open_files: OpenFiles,
         indexes: LoadedIndexes,
         clock: Clock,
-        keeper: Keeper,
+        maintenance: Maintenance,
     ) -> None:
         self.key = (topic_id, partition.partition)
         self.topic_id = topic_id
         self.partition = partition
         self.settings = settings
-        self.takes_plain = _takes_plain(settings)
+        self.allows_fast_append = _takes_plain(settings)
         """Whether batches are stored as they come, without a look at their records and without another time."""
         self.directory = contents.directory
         self.segments = contents.segments
@@ -116,7 +116,7 @@ class Log:
         """Everything below is durable in the segments themselves, not only in the journal."""
         self.producers: Producers = contents.producers
         self.epochs = contents.epochs
-        self.lost = contents.damage
+        self.damage = contents.damage
         self.journal_mark = contents.journal_mark
         self.on_synced: Callable[[], None] | None = None
         self.on_sync_failed: Callable[[StorageFailure], None] | None = None
@@ -128,7 +128,7 @@ class Log:
         self.broken = False
         """A sync of a segment failed; writes are refused until its tail is in another file."""
         self.repairing = False
-        self.is_cutting = self.cut_failed = False
+        self.is_truncating = self.truncation_failed = False
         """Whether its files still hold what was cut off, and if the disk refused the cut; no writes are taken then."""
         self.closed = False
         self.generation = 0
@@ -136,9 +136,9 @@ class Log:
         self.names_version = 0
         self.names_synced = 0
         self.folder_synced = True
-        self.doomed: list[Segment] = []
+        self.removed_segments: list[Segment] = []
         """Segments that are no part of the log any more; their files go after the next checkpoint."""
-        self.naming = threading.Lock()  # Held to remove the files of doomed segments, and to take over their names.
+        self.names_lock = threading.Lock()  # Held to remove the files of doomed segments, and to take over their names.
         self.swaps: list[Swap] = []
         """Compacted segments whose files take their place with the next checkpoint."""
         self.cleaned_offset = contents.cleaned_offset
@@ -156,7 +156,7 @@ class Log:
         self._files = files
         self.open_files = open_files
         self.clock = clock
-        self.keeper = keeper
+        self.maintenance = maintenance
 
     def __repr__(self) -> str:
         return f"Log({self.partition}, offsets {self.start_offset}..{self.end_offset})"
@@ -174,9 +174,9 @@ class Log:
         return sum(segment.size for segment in self.segments)
 
     @property
-    def damage(self) -> tuple[tuple[int, int], ...]:
+    def damaged_ranges(self) -> tuple[tuple[int, int], ...]:
         """The ranges of offsets that the disk lost, each as (first, next)."""
-        return self.lost.ranges()
+        return self.damage.ranges()
 
     def settle_transactions(self) -> None:
         """Forget how to take back the markers that cannot be cut off any more."""
@@ -190,9 +190,9 @@ class Log:
     def change_settings(self, settings: TopicSettings) -> None:
         """Follow the topic's settings from now on."""
         self.settings = settings
-        self.takes_plain = _takes_plain(settings)
+        self.allows_fast_append = _takes_plain(settings)
         if self.dirty:
-            self.keeper.touched(self)
+            self.maintenance.note_dirty(self)
 
     # -- append ---------------------------------------------------------------------------------------------
 
@@ -209,10 +209,10 @@ class Log:
 
         The guard is what a transaction needs to begin here. Keys are looked for unless `is_checked`.
         """
-        if (self.closed or self.broken or self.is_cutting) and not tried_again(self, self._files):
+        if (self.closed or self.broken or self.is_truncating) and not retry_truncation(self, self._files):
             raise self._refusal()
         if not internal:
-            appended = append_plain(self, batches, leader_epoch)
+            appended = append_fast(self, batches, leader_epoch)
             if appended is not None:
                 return appended
         return append_checked(self, batches, leader_epoch, internal=internal, guard=guard, is_checked=is_checked)
@@ -220,7 +220,7 @@ class Log:
     def _refusal(self) -> PartitionClosed | StorageFailure:
         if self.closed:
             return PartitionClosed(f"{self.partition} is closed")
-        if self.is_cutting and not self.cut_failed:
+        if self.is_truncating and not self.truncation_failed:
             return StorageFailure(f"{self.partition}: writes are refused until its end is cut off")
         return StorageFailure(f"{self.partition}: writes are refused until the disk works again: {self.failure}")
 
@@ -241,29 +241,29 @@ class Log:
     def roll(self) -> Segment:
         """Begin a new segment."""
         segment = Segment(self.directory, self.end_offset)
-        self._take_name(segment.base_offset)
+        self._claim_name(segment.base_offset)
         try:
             # A file of this name can only be the remains of something that was cut off.
             self._files.truncate(self.open_files.descriptor(segment, create=True), 0)
         except OSError as error:
             self.open_files.release(segment)
-            raise self.refuse("beginning a new segment", error) from error
+            raise self.fail_write("beginning a new segment", error) from error
         self.names_version += 1
         # Where the log ended is now at the start of another file.
         self._hints.pop(self.end_offset, None)
         if self.segments:
             self.segments[-1].sealed = True
-            self.keeper.checkpoint_soon(self)
+            self.maintenance.checkpoint_soon(self)
         self.segments.append(segment)
         self._bases.append(segment.base_offset)
         return segment
 
-    def _take_name(self, base_offset: int) -> None:
+    def _claim_name(self, base_offset: int) -> None:
         """See to it that files of this name are not removed any more, also by a checkpoint that is under way."""
-        for doomed in [doomed for doomed in self.doomed if doomed.base_offset == base_offset]:
-            with self.naming:
+        for doomed in [doomed for doomed in self.removed_segments if doomed.base_offset == base_offset]:
+            with self.names_lock:
                 doomed.is_removed = True
-            self.doomed.remove(doomed)
+            self.removed_segments.remove(doomed)
 
     def write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
         """Write behind the last batch, or leave the segment as it was; the index is returned for what comes next."""
@@ -278,7 +278,7 @@ class Log:
             write_fully(self._files, descriptor, batches, segment.size)
         except OSError as error:
             self._cut_back(segment)
-            raise self.refuse(f"writing {len(batches)} bytes", error) from error
+            raise self.fail_write(f"writing {len(batches)} bytes", error) from error
         return index
 
     def _cut_back(self, segment: Segment) -> None:
@@ -291,7 +291,7 @@ class Log:
                 extra={"partition": str(self.partition), "error": str(error)},
             )
 
-    def refuse(self, doing: str, error: OSError) -> StorageFailure:
+    def fail_write(self, doing: str, error: OSError) -> StorageFailure:
         """The error for a write that the disk did not take; also told by the log itself until a write succeeds."""
         self._note_failure(f"{doing} failed: {error.strerror or error}")
         _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
@@ -300,15 +300,15 @@ class Log:
             f"{self.directory} or repair it, and writes resume by themselves"
         )
 
-    def grown(self, size: int) -> None:
+    def after_append(self, size: int) -> None:
         """See to what follows from more bytes in the log."""
         self.unchecked_bytes += size
         if self.unchecked_bytes > CHECKPOINT_BYTES and self.settings.flush != FLUSH_OS:
             self.unchecked_bytes = 0
-            self.keeper.checkpoint_soon(self)
+            self.maintenance.checkpoint_soon(self)
         if not self.dirty:
             self.dirty = self.changed = True
-            self.keeper.touched(self)
+            self.maintenance.note_dirty(self)
         if self.failure is not None:
             self.failure = None
 
@@ -316,18 +316,18 @@ class Log:
 
     def read(self, offset: int, *, max_bytes: int, up_to: int, at_least_one: bool = True) -> bytes | memoryview:
         """Whole batches from the one that holds `offset`: no more than `max_bytes`, but `at_least_one` if so asked."""
-        stretch = self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_least_one=at_least_one)
-        return b"" if stretch is None else stretch.data
+        found = self.read_slice(offset, max_bytes=max_bytes, up_to=up_to, at_least_one=at_least_one)
+        return b"" if found is None else found.data
 
-    def stretch(
-        self, offset: int, *, max_bytes: int, up_to: int, at_once: int = READ_AT_ONCE, at_least_one: bool = True
-    ) -> Stretch | None:
-        """The same, as a place in a file; more than `at_once` bytes are left there. None when there is nothing."""
+    def read_slice(
+        self, offset: int, *, max_bytes: int, up_to: int, eager_bytes: int = READ_ALL, at_least_one: bool = True
+    ) -> SegmentSlice | None:
+        """The same, as a place in a file; more than `eager_bytes` bytes are left there. None when there is nothing."""
         if not self.start_offset <= offset <= self.end_offset or self.closed:
             raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
             return None
-        if self.lost:
+        if self.damage:
             up_to = self._undamaged(offset, up_to)
         try:
             hint = self._hints.get(offset)
@@ -337,19 +337,23 @@ class Log:
             else:
                 segment, position = hint
             limit, limit_offset = self._limit(segment, up_to)
-            stretch = self.reader.find(
-                segment, position, max_bytes, limit, limit_offset, at_once, at_least_one=at_least_one
+            found = self.reader.find(
+                segment, position, max_bytes, limit, limit_offset, eager_bytes, at_least_one=at_least_one
             )
         except BrokenSegment as broken:
-            self._inspect(broken)
-            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once, at_least_one=at_least_one)
+            self._locate_damage(broken)
+            return self.read_slice(
+                offset, max_bytes=max_bytes, up_to=up_to, eager_bytes=eager_bytes, at_least_one=at_least_one
+            )
         except OSError as error:
-            self._lose_missing(error)
-            return self.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=at_once, at_least_one=at_least_one)
-        if not stretch.size:
+            self._record_missing(error)
+            return self.read_slice(
+                offset, max_bytes=max_bytes, up_to=up_to, eager_bytes=eager_bytes, at_least_one=at_least_one
+            )
+        if not found.size:
             return None
-        self.hint(stretch.next_offset, segment, stretch.end_position)
-        return stretch
+        self.hint(found.next_offset, segment, found.end_position)
+        return found
 
     def _out_of_range(self, offset: int) -> OffsetOutOfRange | PartitionClosed:
         if self.closed:
@@ -365,8 +369,8 @@ class Log:
 
     def _undamaged(self, offset: int, up_to: int) -> int:
         """Up to where reading may go before it meets a lost range; raise when the offset lies in one."""
-        lost = self.lost.at(offset)
-        if lost is not None and lost in self.lost.repairable:
+        lost = self.damage.at(offset)
+        if lost is not None and lost in self.damage.repairable:
             raise RepairPending(
                 f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
                 "they are being fetched from another replica"
@@ -378,7 +382,7 @@ class Log:
                 first=lost.first,
                 next_offset=lost.next_offset,
             )
-        first = self.lost.next_after(offset)
+        first = self.damage.next_after(offset)
         return up_to if first is None else min(up_to, first)
 
     def _segment_of(self, offset: int) -> Segment:
@@ -395,7 +399,7 @@ class Log:
         hint = self._hints.get(up_to)
         if hint is not None and hint[0] is segment:
             return hint[1], up_to
-        lost = self.lost.at(up_to) if self.lost else None
+        lost = self.damage.at(up_to) if self.damage else None
         if lost is not None and lost.segment == segment.base_offset:
             return lost.start, up_to
         position = self.reader.locate(segment, up_to)
@@ -428,9 +432,9 @@ class Log:
             try:
                 return look_up()
             except BrokenSegment as broken:
-                self._inspect(broken)
+                self._locate_damage(broken)
             except OSError as error:
-                self._lose_missing(error)
+                self._record_missing(error)
 
     def boundary(self, offset: int) -> tuple[Segment, int, int]:
         """Where to cut so that nothing at or beyond an offset is left: segment, position, and the new end."""
@@ -443,32 +447,32 @@ class Log:
                         return segment, frame.position, min(offset, frame.base_offset)
                 return segment, segment.size, offset
             except BrokenSegment as broken:
-                self._inspect(broken)
+                self._locate_damage(broken)
             except OSError as error:
-                self._lose_missing(error)
+                self._record_missing(error)
 
     # -- damage ---------------------------------------------------------------------------------------------
 
-    def _inspect(self, broken: BrokenSegment) -> None:
+    def _locate_damage(self, broken: BrokenSegment) -> None:
         """Find out which offsets are lost where a segment was found to be broken."""
         segment = broken.segment
-        for bad in self._bad_stretches(segment, broken.position):
-            known = self.lost.at(bad.first)
+        for bad in self._find_bad_ranges(segment, broken.position):
+            known = self.damage.at(bad.first)
             if known is None or known.next_offset < bad.next_offset:
-                self.lose(segment, bad)
+                self.record_damage(segment, bad)
                 return
         raise StorageFailure(f"{self.partition}: {broken}, and looking again found nothing wrong")
 
-    def _lose_missing(self, error: OSError) -> None:
+    def _record_missing(self, error: OSError) -> None:
         """Note that all of a segment is lost if its file was removed; any other error is raised to the reader."""
         missing = [segment for segment in self.segments if segment.path == error.filename]
         if not isinstance(error, FileNotFoundError) or not missing or not self._files.exists(self.directory):
             raise self._unreadable(error) from error
-        self.lose_file(missing[0])
+        self.record_missing_file(missing[0])
 
-    def lose_file(self, segment: Segment) -> None:
+    def record_missing_file(self, segment: Segment) -> None:
         """Note that all of a segment is lost, as its file was removed."""
-        known = self.lost.at(max(segment.base_offset, self.start_offset))
+        known = self.damage.at(max(segment.base_offset, self.start_offset))
         if known is not None and known.next_offset >= segment.next_offset:
             return
         self.open_files.close(segment)
@@ -476,7 +480,7 @@ class Log:
         segment.mark_synced(segment.size, segment.next_offset)
         unsynced = max(self.synced_offset, segment.base_offset)
         is_awaited = self.settings.flush == FLUSH_ALWAYS and unsynced < segment.next_offset
-        self.lose(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset), unread=is_awaited)
+        self.record_damage(segment, Bad(0, segment.size, segment.base_offset, segment.next_offset), unread=is_awaited)
         if is_awaited:
             # A commit under way may still advance past it, and a retry must not count as a duplicate of what is gone.
             self.producers.drop_range(unsynced, segment.next_offset)
@@ -487,11 +491,11 @@ class Log:
             with suppress(StorageFailure):
                 self.roll()
 
-    def inspect(self, segment: Segment, position: int) -> None:
+    def locate_damage(self, segment: Segment, position: int) -> None:
         """Somebody found a segment to be broken; note what is lost."""
-        self._inspect(BrokenSegment(segment, position))
+        self._locate_damage(BrokenSegment(segment, position))
 
-    def _bad_stretches(self, segment: Segment, position: int) -> Iterator[Bad]:
+    def _find_bad_ranges(self, segment: Segment, position: int) -> Iterator[Bad]:
         """What is bad in a segment from the last known batch before a position on."""
         relative, start = self.reader.index_of(segment).start_before(position)
         try:
@@ -508,13 +512,13 @@ class Log:
         if scan.expected < segment.next_offset:
             yield Bad(scan.position, segment.size, scan.expected, segment.next_offset)
 
-    def lose(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
+    def record_damage(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
         """Note that a range of offsets is lost. What lies behind it stays."""
         segment.holes[bad.start] = (bad.end, bad.next_offset)
-        self.lost.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end, unread))
+        self.damage.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end, unread))
         self._hints.clear()
         self.changed = True
-        self.keeper.checkpoint_soon(self)
+        self.maintenance.checkpoint_soon(self)
         _logger.error(
             "records are damaged on disk",
             extra={
@@ -526,23 +530,23 @@ class Log:
                 "bytes": f"{bad.start}-{bad.end}",
             },
         )
-        self.lost.on_change()
+        self.damage.on_change()
 
-    def find_again(self, lost: LostRange) -> None:
+    def mark_intact(self, lost: LostRange) -> None:
         """Serve a range that was lost and is whole again, as somebody restored its file."""
-        others = [one for one in self.lost if one.segment == lost.segment and one != lost]
-        self.heal(lost, lost.next_offset, others)
+        others = [one for one in self.damage if one.segment == lost.segment and one != lost]
+        self.mark_repaired(lost, lost.next_offset, others)
 
-    def heal(self, lost: LostRange, next_offset: int, left: list[LostRange]) -> None:
+    def mark_repaired(self, lost: LostRange, next_offset: int, left: list[LostRange]) -> None:
         """Serve a lost range up to an offset again; `left` is what is still lost of its segment."""
-        self.lost.replace(lost, left)
+        self.damage.replace(lost, left)
         for segment in self.segments:
-            segment.holes = self.lost.holes_of(segment.base_offset) if self.lost else {}
+            segment.holes = self.damage.holes_of(segment.base_offset) if self.damage else {}
             if segment.base_offset <= lost.first < segment.next_offset:
                 segment.forget_verified()
         self._hints.clear()
         self.changed = True
-        self.keeper.checkpoint_soon(self)
+        self.maintenance.checkpoint_soon(self)
         _logger.warning(
             "records that were damaged are whole again",
             extra={
@@ -552,10 +556,10 @@ class Log:
                 "next_offset": next_offset,
             },
         )
-        if lost.unread and not any(one.unread for one in self.lost):
+        if lost.unread and not any(one.unread for one in self.damage):
             # Among what is back may be the end of a transaction, or the last batch of a producer.
             self.producers = producers_up_to(self, self.end_offset)
-        self.lost.on_change()
+        self.damage.on_change()
 
     # -- deletion -------------------------------------------------------------------------------------------
 
@@ -571,9 +575,9 @@ class Log:
         """Cut off everything from an offset on (and the batch that holds it), for good when this returns."""
         cut = self.begin_truncation(offset)
         if cut is not None:
-            self.keeper.cut_now(cut)
+            self.maintenance.truncate_now(cut)
 
-    def begin_truncation(self, offset: int) -> Cut | None:
+    def begin_truncation(self, offset: int) -> Truncation | None:
         """The same, for good when the cut is done, and nothing is taken until then; None when nothing is to be cut."""
         return begin_truncation(self, offset, self._files)
 
@@ -581,15 +585,15 @@ class Log:
 
     def append_replica(self, batches: Buffer, *, leader_epoch: Epoch) -> None:
         """Take over batches as the leader of an epoch wrote them; nothing is synced yet."""
-        if (self.closed or self.broken or self.is_cutting) and not tried_again(self, self._files):
+        if (self.closed or self.broken or self.is_truncating) and not retry_truncation(self, self._files):
             raise self._refusal()
         append_replica(self, batches, leader_epoch, self._files)
 
     def restart_at(self, offset: int) -> None:
         """Drop everything and begin anew at an offset, for good when this returns."""
-        self.keeper.cut_now(self.begin_restart(offset))
+        self.maintenance.truncate_now(self.begin_restart(offset))
 
-    def begin_restart(self, offset: int) -> Cut:
+    def begin_restart(self, offset: int) -> Truncation:
         """The same, for good when the cut is done. The log takes nothing until then."""
         return begin_restart(self, offset, self._files)
 
@@ -618,7 +622,7 @@ class Log:
         self.failure = what
         self.failed_at = self.clock.monotonic()
 
-    def distrust(self, segment: Segment) -> None:
+    def mark_unsynced_segment(self, segment: Segment) -> None:
         """A sync of a segment failed: refuse writes until what it held is safe in another file."""
         if not self.broken:
             self.broken = True
@@ -655,7 +659,7 @@ class Log:
         self.replace_segments(segments)
         self.generation = generation
         self.names_version += 1
-        self.journal_mark = self.keeper.journal_mark()
+        self.journal_mark = self.maintenance.journal_mark()
 
     def close(self) -> None:
         """Close the files; the log takes and gives nothing from here on."""

@@ -19,12 +19,12 @@ from millstream.broker.log.producer import ProducedBatch, Producer
 from millstream.broker.log.transactions import (
     GUARDS_MAX,
     NO_TRANSACTION,
-    Before,
-    Decided,
     Guard,
     OpenTransaction,
     PackedTransactions,
+    ProducerSnapshot,
     Transactions,
+    UnsettledMarker,
 )
 from millstream.core.errors import (
     CorruptBatch,
@@ -96,7 +96,7 @@ class Producers:
             )
         return None
 
-    def check_any(self, header: BatchHeader, now_ms: int, guard: Guard | None) -> ProducedBatch | None:
+    def check_client_batch_order(self, header: BatchHeader, now_ms: int, guard: Guard | None) -> ProducedBatch | None:
         """The same as `check` for a batch of a client that may begin a transaction or be in the midst of one."""
         known = self.transactions.open.get(header.producer_id)
         if header.is_transactional and (known is None or known.epoch != header.producer_epoch):
@@ -152,7 +152,7 @@ class Producers:
         guards = self.transactions.guards
         guard = guards.get(producer_id)
         if guard is not None:
-            guard.asked_again(epoch, sequence, bumps_epoch=bumps_epoch)
+            guard.merge_request(epoch, sequence, bumps_epoch=bumps_epoch)
             return guard
         while len(guards) >= GUARDS_MAX:
             del guards[next(iter(guards))]
@@ -221,7 +221,7 @@ class Producers:
             _logger.warning("a control batch is passed over", extra={"offset": base_offset, "error": str(error)})
             return
         if marker is not None:
-            self._end(marker, base_offset, now_ms)
+            self._end_transaction(marker, base_offset, now_ms)
 
     def record(self, header: BatchHeader, base_offset: int, now_ms: int, append_time_ms: int = -1) -> None:
         """Remember a batch that was written at an offset."""
@@ -242,9 +242,9 @@ class Producers:
         if len(known.batches) > BATCHES_REMEMBERED:
             del known.batches[0]
 
-    def _end(self, marker: Marker, offset: int, now_ms: int) -> None:
+    def _end_transaction(self, marker: Marker, offset: int, now_ms: int) -> None:
         known = self._by_id.get(marker.producer_id)
-        before = None if known is None else _before(known)
+        before = None if known is None else _snapshot(known)
         if known is None:
             known = self._add(marker.producer_id, marker.producer_epoch)
         elif known.epoch != marker.producer_epoch:
@@ -284,7 +284,7 @@ class Producers:
 
     def truncate(self, end: int) -> bool:
         """The log was cut at an offset; False if it is not known what the producers had written before it."""
-        if end < self.transactions.decided_from:
+        if end < self.transactions.unsettled_from:
             return False
         self.drop_range(end, _EVERYTHING)
         self.transactions.guards.clear()
@@ -297,8 +297,8 @@ class Producers:
 
     def drop_range(self, first: int, next_offset: int) -> None:
         """Forget the batches and markers of a range of offsets that is no longer in the log."""
-        for decided in self.transactions.take_back(first, next_offset):
-            self._take_back(decided)
+        for unsettled in self.transactions.revert_markers(first, next_offset):
+            self._restore_producer(unsettled)
         for producer_id, known in list(self._by_id.items()):
             kept = [batch for batch in known.batches if batch.next_offset <= first or batch.base_offset >= next_offset]
             if len(kept) == len(known.batches):
@@ -308,17 +308,17 @@ class Producers:
                 del self._by_id[producer_id]
                 self.transactions.open.pop(producer_id, None)
 
-    def _take_back(self, decided: Decided) -> None:
+    def _restore_producer(self, unsettled: UnsettledMarker) -> None:
         """Let a producer be as it was before a marker, unless a later one is still there."""
-        known = self._by_id.pop(decided.producer_id, None)
-        if known is not None and known.marker_offset != decided.marker_offset:
-            self._by_id[decided.producer_id] = known
+        known = self._by_id.pop(unsettled.producer_id, None)
+        if known is not None and known.marker_offset != unsettled.marker_offset:
+            self._by_id[unsettled.producer_id] = known
             return
-        self.transactions.open.pop(decided.producer_id, None)
-        before = decided.before
+        self.transactions.open.pop(unsettled.producer_id, None)
+        before = unsettled.before
         if before is None:
             return
-        known = self._add(decided.producer_id, before.epoch)
+        known = self._add(unsettled.producer_id, before.epoch)
         known.coordinator_epoch, known.open_from = before.coordinator_epoch, before.open_from
         known.marker_offset, known.last_ms = before.marker_offset, before.last_ms
         known.batches = [ProducedBatch(*batch) for batch in before.batches]
@@ -357,8 +357,8 @@ class Producers:
                 if known.marker_offset >= 0 or known.open_from != NO_TRANSACTION
             ],
             transactions.aborted.pack(),
-            transactions.pack_decided(),
-            transactions.decided_from,
+            transactions.pack_unsettled(),
+            transactions.unsettled_from,
         )
 
     def unpack_transactions(self, packed: PackedTransactions) -> None:
@@ -371,12 +371,12 @@ class Producers:
                 known.marker_offset = marker_offset
         transactions.reopen([known for known in self._by_id.values() if known.open_from != NO_TRANSACTION])
         transactions.aborted.unpack(packed.aborted)
-        transactions.unpack_decided(packed.decided)
-        transactions.decided_from = packed.decided_from
+        transactions.unpack_unsettled(packed.unsettled)
+        transactions.unsettled_from = packed.unsettled_from
 
 
-def _before(known: Producer) -> Before:
-    return Before(
+def _snapshot(known: Producer) -> ProducerSnapshot:
+    return ProducerSnapshot(
         known.epoch,
         known.coordinator_epoch,
         known.open_from,

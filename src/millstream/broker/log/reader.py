@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files
 from millstream.broker.log.frame import FRAME_BYTES, Frame, Run, read_frame, valid_run
-from millstream.broker.log.handles import OpenFiles
 from millstream.broker.log.index import Index
 from millstream.broker.log.indexes import LoadedIndexes, build_index, load_index
+from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.scan import Scan, Window
 from millstream.broker.log.segment import Segment
-from millstream.broker.log.stretch import BrokenSegment, Stretch, Verify
+from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice, Verify
 from millstream.core.clock import Clock
 from millstream.core.errors import CorruptBatch
 
@@ -136,40 +136,40 @@ class Reader:
         max_bytes: int,
         limit: int,
         limit_offset: int,
-        at_once: int,
+        eager_bytes: int,
         *,
         at_least_one: bool = True,
-    ) -> Stretch:
+    ) -> SegmentSlice:
         """Find whole batches from a position up to a limit: no more than `max_bytes`, but `at_least_one` if so asked.
 
-        They are read as well if they are no more than `at_once` bytes.
+        They are read as well if they are no more than `eager_bytes` bytes.
         """
         size, next_offset = limit - position, limit_offset
         if size <= 0 or (not at_least_one and max_bytes < FRAME_BYTES):
-            return Stretch(self._open_files, segment, position, 0, next_offset)
+            return SegmentSlice(self._open_files, segment, position, 0, next_offset)
         verify: Verify | None = None
         if position < segment.cold_to(self._clock.monotonic()):
             verify = self.verify
             max_bytes = min(max_bytes, COLD_BYTES_MAX)
             if not self._is_verified(segment, position, position + min(max_bytes, size)):
-                return self._find_cold(segment, position, max_bytes, limit, at_once, at_least_one=at_least_one)
+                return self._find_cold(segment, position, max_bytes, limit, eager_bytes, at_least_one=at_least_one)
         data = b""
         if size > max_bytes:
-            if max_bytes <= at_once:
+            if max_bytes <= eager_bytes:
                 descriptor = self._open_files.descriptor(segment)
                 data = self._read_at(segment, descriptor, min(size, max(max_bytes, FRAME_BYTES)), position)
             end, next_offset = self._whole(segment, position, position + max_bytes, data)
             size = end - position if at_least_one or end - position <= max_bytes else 0
-        stretch = Stretch(self._open_files, segment, position, size, next_offset, verify)
+        found = SegmentSlice(self._open_files, segment, position, size, next_offset, verify)
         if size <= len(data):
-            stretch.data = memoryview(data)[:size]
-        elif size <= at_once or segment.suspect:
-            stretch.data = stretch.read(0, size)
-        return stretch
+            found.data = memoryview(data)[:size]
+        elif size <= eager_bytes or segment.suspect:
+            found.data = found.read(0, size)
+        return found
 
     def _find_cold(
-        self, segment: Segment, position: int, max_bytes: int, limit: int, at_once: int, *, at_least_one: bool
-    ) -> Stretch:
+        self, segment: Segment, position: int, max_bytes: int, limit: int, eager_bytes: int, *, at_least_one: bool
+    ) -> SegmentSlice:
         """Find the same by reading and verifying it; where a batch is broken, those before it are found."""
         expected = self._reach(segment, position)
         descriptor = self._open_files.descriptor(segment)
@@ -177,7 +177,7 @@ class Reader:
         run = valid_run(data, len(data), expected, self._epochs)
         if run.end == 0 and not run.broken:
             if not at_least_one:
-                return Stretch(self._open_files, segment, position, 0, expected)
+                return SegmentSlice(self._open_files, segment, position, 0, expected)
             # The first batch is larger than what was asked for.
             end = self._frame(segment, data, 0, position).end_position
             data = self._read_at(segment, descriptor, end - position, position)
@@ -185,11 +185,11 @@ class Reader:
         if run.end == 0:
             raise BrokenSegment(segment, position)
         self._note_verified(segment, position + run.end, run.next_offset)
-        stretch = Stretch(self._open_files, segment, position, run.end, run.next_offset, self.verify)
-        if run.end <= at_once or segment.suspect:
-            stretch.data = memoryview(data)[: run.end]
+        found = SegmentSlice(self._open_files, segment, position, run.end, run.next_offset, self.verify)
+        if run.end <= eager_bytes or segment.suspect:
+            found.data = memoryview(data)[: run.end]
             segment.suspect = False
-        return stretch
+        return found
 
     def _reach(self, segment: Segment, position: int) -> int:
         """Verify up to a batch from the last known one before it; return its offset."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import msgspec
 
-from millstream.broker.log.contents import Contents, RecoveryReport
 from millstream.broker.log.damage import Damage, LostRange
 from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files, write_fully
@@ -23,6 +22,7 @@ from millstream.broker.log.index import Index
 from millstream.broker.log.indexes import build_index, load_index
 from millstream.broker.log.journal import Entry, read_journal, remove_journal
 from millstream.broker.log.ledger import LogKey
+from millstream.broker.log.log_contents import LogContents, RecoveryReport
 from millstream.broker.log.producer_replay import replay_batch
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.scan import Bad, Scan, Window
@@ -75,7 +75,7 @@ class Replay:
             self._files.sync_directory(folder)
 
     def _apply(self, entry: Entry, data: bytes) -> None:
-        folder = self._folder.of_log(entry.topic_id, entry.partition)
+        folder = self._folder.log_folder(entry.topic_id, entry.partition)
         if not self._files.exists(folder):
             # A log is in the journal only once its folder is there for good, so this one was deleted.
             return
@@ -119,19 +119,19 @@ NAMED_MAX = 5
 """So many logs are named of each kind; a start after a crash may have cut thousands."""
 
 
-class RecoveryTold:
+class RecoveryProgress:
     """Counts what was recovered, and says no more than a person wants to read."""
 
     def __init__(self, listener: Callable[[int, int], None] | None = None) -> None:
         """`listener` is told, a few times a second, how many logs are recovered and how many are left."""
         self._listener = listener
-        self._listened: float | None = None
+        self._notified_at: float | None = None
         self._logs = 0
         self._scanned_bytes = 0
         self._replayed_bytes = 0
         self._cut: list[RecoveryReport] = []
         self._lost: list[RecoveryReport] = []
-        self._last_told: float | None = None
+        self._logged_at: float | None = None
 
     def note(self, report: RecoveryReport, *, left: int, now: float) -> None:
         """A log was recovered, and so many are left."""
@@ -145,16 +145,16 @@ class RecoveryTold:
                 _logger.error("a log is damaged", extra={**place, "what": str(report)})
         elif report.cut_bytes:
             self._cut.append(report)
-        if self._listener is not None and (self._listened is None or now - self._listened >= LISTENER_S):
-            self._listened = now
+        if self._listener is not None and (self._notified_at is None or now - self._notified_at >= LISTENER_S):
+            self._notified_at = now
             self._listener(self._logs, left)
-        if self._last_told is None:
-            self._last_told = now
-        elif now - self._last_told >= PROGRESS_S:
-            self._last_told = now
+        if self._logged_at is None:
+            self._logged_at = now
+        elif now - self._logged_at >= PROGRESS_S:
+            self._logged_at = now
             _logger.warning("recovering logs", extra={"done": self._logs, "left": left})
 
-    def sum_up(self) -> None:
+    def log_summary(self) -> None:
         """Say what there is to say of all of them, in one line."""
         if not self._logs:
             return
@@ -182,7 +182,7 @@ _UNFINISHED = (DELETED_SUFFIX, REPAIR_SUFFIX, CLEANED_SUFFIX)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opening:
+class OpenOptions:
     """What opening a log needs to know."""
 
     files: Files
@@ -194,15 +194,15 @@ class Opening:
 
 
 def open_contents(
-    opening: Opening, directory: str, state: LogState | None, *, clean: bool
-) -> tuple[Contents, RecoveryReport | None]:
+    opening: OpenOptions, directory: str, state: LogState | None, *, clean: bool
+) -> tuple[LogContents, RecoveryReport | None]:
     """Open the folder of a log; after a clean stop nothing in it is looked at but the names of its files."""
-    if state is not None and clean and not _misses_a_file(opening.files, directory, state):
-        return _believe(opening, directory, state), None
+    if state is not None and clean and not _has_missing_file(opening.files, directory, state):
+        return _trust_state(opening, directory, state), None
     return Recovery(opening, directory, state).run()
 
 
-def _misses_a_file(files: Files, directory: str, state: LogState) -> bool:
+def _has_missing_file(files: Files, directory: str, state: LogState) -> bool:
     """Whether somebody took a segment away since; its reader would find out too late, and its writer for good."""
     if not state.segments:
         return False
@@ -210,7 +210,7 @@ def _misses_a_file(files: Files, directory: str, state: LogState) -> bool:
     return any(segment_name(segment.base_offset) not in there for segment in state.segments)
 
 
-def _believe(opening: Opening, directory: str, state: LogState) -> Contents:
+def _trust_state(opening: OpenOptions, directory: str, state: LogState) -> LogContents:
     """The log as its state describes it."""
     producers = Producers(expiry_ms=opening.producer_expiry_ms)
     producers.unpack(state.producers)
@@ -219,7 +219,7 @@ def _believe(opening: Opening, directory: str, state: LogState) -> Contents:
     segments = [Segment.from_state(directory, known) for known in state.segments]
     for segment in segments[:-1]:
         segment.sealed = True
-    contents = Contents(
+    contents = LogContents(
         directory=directory,
         segments=segments,
         start_offset=state.start_offset,
@@ -243,38 +243,38 @@ class Recovery:
     missing at that point is held back (`_tail`) until it is known whether something valid follows.
     """
 
-    def __init__(self, opening: Opening, directory: str, state: LogState | None) -> None:
+    def __init__(self, opening: OpenOptions, directory: str, state: LogState | None) -> None:
         self._opening = opening
         self._files = opening.files
         self._directory = directory
         self._report = RecoveryReport(directory=directory)
         self._checkpoint = state.recovery_offset if state is not None else 0
-        self._believed: dict[int, Segment] = {}
+        self._trusted: dict[int, Segment] = {}
         self._tail: tuple[Segment, int] | None = None
         self._names_changed = False
         self._swaps = state.swaps if state is not None else []
         if state is not None:
-            self._contents = _believe(opening, directory, state)
-            self._believed = {segment.base_offset: segment for segment in self._contents.segments}
+            self._contents = _trust_state(opening, directory, state)
+            self._trusted = {segment.base_offset: segment for segment in self._contents.segments}
             self._contents.segments = []
         else:
-            self._contents = _nothing(opening, directory)
+            self._contents = _empty_contents(opening, directory)
 
-    def run(self) -> tuple[Contents, RecoveryReport]:
+    def run(self) -> tuple[LogContents, RecoveryReport]:
         """Find out what the log holds, cut what is torn, and make durable what is left."""
         bases = self._bases()
         contents = self._contents
-        if not self._believed and bases:
+        if not self._trusted and bases:
             contents.start_offset = max(contents.start_offset, bases[0])
-        contents.end_offset = min([*self._believed, *bases], default=self._checkpoint)
+        contents.end_offset = min([*self._trusted, *bases], default=self._checkpoint)
         for at, base in enumerate(bases):
             limit = bases[at + 1] if at + 1 < len(bases) else _NO_LIMIT
-            segment = self._believed.get(base)
+            segment = self._trusted.get(base)
             if segment is not None:
-                self._take_believed(segment, limit)
+                self._take_trusted(segment, limit)
             elif base >= self._checkpoint:
                 self._take(Segment(self._directory, base), limit)
-        self._settle()
+        self._resolve_tail()
         for segment in contents.segments[:-1]:
             segment.sealed = True
         return contents, self._report
@@ -294,16 +294,16 @@ class Recovery:
             following = bases[at + 1] if at + 1 < len(bases) else _NO_LIMIT
             if following > self._contents.start_offset:
                 kept.append(base)
-        self._remove_strays(names, set(kept))
+        self._remove_leftovers(names, set(kept))
         return kept
 
     def _replaced(self, base: int) -> bool:
         """Whether a file lies within a segment that the checkpoint knows: compaction has put that in its place."""
-        return base not in self._believed and any(
-            segment.base_offset < base < segment.next_offset for segment in self._believed.values()
+        return base not in self._trusted and any(
+            segment.base_offset < base < segment.next_offset for segment in self._trusted.values()
         )
 
-    def _remove_strays(self, names: list[str], kept: set[int]) -> None:
+    def _remove_leftovers(self, names: list[str], kept: set[int]) -> None:
         """Remove the files of segments that are deleted or never came to be."""
         for name in names:
             stem, dot, suffix = name.partition(".")
@@ -316,13 +316,13 @@ class Recovery:
 
     # -- segments -------------------------------------------------------------------------------------------
 
-    def _take_believed(self, segment: Segment, limit: int) -> None:
+    def _take_trusted(self, segment: Segment, limit: int) -> None:
         """Take a segment that the checkpoint knows: nothing is scanned but what came later."""
         size = self._size_of(segment)
         if size < segment.size:
             # The file lost something since, so nothing in it is believed.
-            self._take(_renewed(segment), segment.next_offset, replay=False)
-        elif size > segment.size and segment.base_offset == max(self._believed):
+            self._take(_reset_segment(segment), segment.next_offset, replay=False)
+        elif size > segment.size and segment.base_offset == max(self._trusted):
             self._take(segment, limit)
         else:
             self._accept(segment)
@@ -345,9 +345,9 @@ class Recovery:
         if contents.end_offset < segment.base_offset:
             previous, end = self._tail if self._tail is not None else (None, 0)
             if previous is None:
-                self._lose(LostRange(contents.end_offset, segment.base_offset, -1, 0, 0))
+                self._record_damage(LostRange(contents.end_offset, segment.base_offset, -1, 0, 0))
             else:
-                self._lose_at(previous, Bad(previous.size, end, contents.end_offset, segment.base_offset))
+                self._record_damage_at(previous, Bad(previous.size, end, contents.end_offset, segment.base_offset))
         self._tail = None
         contents.segments.append(segment)
         contents.end_offset = max(contents.end_offset, segment.next_offset)
@@ -373,7 +373,7 @@ class Recovery:
                 if not isinstance(found, Bad):
                     self._note(segment, found, index, window, replay=replay)
                 elif found.next_offset >= 0:
-                    self._lose_at(segment, found)
+                    self._record_damage_at(segment, found)
                 else:
                     bad_end = found.end
             self._report.scanned_bytes += window.end - start
@@ -408,11 +408,11 @@ class Recovery:
 
     # -- decisions ------------------------------------------------------------------------------------------
 
-    def _lose_at(self, segment: Segment, bad: Bad) -> None:
+    def _record_damage_at(self, segment: Segment, bad: Bad) -> None:
         segment.holes[bad.start] = (bad.end, bad.next_offset)
-        self._lose(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
+        self._record_damage(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
 
-    def _lose(self, lost: LostRange) -> None:
+    def _record_damage(self, lost: LostRange) -> None:
         """Note a lost range, or as much of it as had not been deleted before."""
         self._contents.changed = True
         first = max(lost.first, self._contents.start_offset)
@@ -421,11 +421,11 @@ class Recovery:
             self._contents.damage.add(msgspec.structs.replace(lost, first=first, unread=unread))
             self._report.lost.append((first, lost.next_offset))
 
-    def _settle(self) -> None:
+    def _resolve_tail(self) -> None:
         """Decide about the end: what is missing below the checkpoint is damage, anything else is torn and is cut."""
         contents = self._contents
         if contents.end_offset < self._checkpoint:
-            self._lose(LostRange(contents.end_offset, self._checkpoint, -1, 0, 0))
+            self._record_damage(LostRange(contents.end_offset, self._checkpoint, -1, 0, 0))
             contents.end_offset = self._checkpoint
             self._continue_at(contents.end_offset)
         elif self._tail is not None:
@@ -459,8 +459,8 @@ class Recovery:
         self._contents.segments.append(segment)
 
 
-def _nothing(opening: Opening, directory: str) -> Contents:
-    return Contents(
+def _empty_contents(opening: OpenOptions, directory: str) -> LogContents:
+    return LogContents(
         directory=directory,
         segments=[],
         start_offset=0,
@@ -470,7 +470,7 @@ def _nothing(opening: Opening, directory: str) -> Contents:
     )
 
 
-def _renewed(segment: Segment) -> Segment:
+def _reset_segment(segment: Segment) -> Segment:
     """A segment of which only the name and the times are still believed."""
     renewed = Segment(segment.directory, segment.base_offset)
     renewed.first_append_ms, renewed.last_append_ms = segment.first_append_ms, segment.last_append_ms

@@ -25,18 +25,18 @@ DeliveryFloor = Callable[[TopicPartition], int | None]
 LandedFloor = Callable[[TopicPartition], int]
 
 
-def _all(_partition: TopicPartition) -> int:
+def _retain_everything(_partition: TopicPartition) -> int:
     """Nobody knows yet, so all may be needed."""
     return 0
 
 
 @dataclass(slots=True)
-class Floors:
+class RetentionFloors:
     """Whom retention asks from where on a partition is needed, where a topic wants that."""
 
-    delivery: DeliveryFloor = _all
+    delivery: DeliveryFloor = _retain_everything
     """The first offset that a subscription is not done with; None when no subscription has the partition."""
-    landed: LandedFloor = _all
+    landed: LandedFloor = _retain_everything
     """The first offset that is not in the tables of all pipelines that land the topic."""
 
 
@@ -57,7 +57,7 @@ def delete_expired(log: Log, now_ms: int) -> int:
         freed += segment.size
         count += 1
     if count:
-        _drop_front(log, count)
+        _delete_segments(log, count)
         _logger.info(
             "old segments were deleted",
             extra={"partition": str(log.partition), "segments": count, "bytes": freed, "start": log.start_offset},
@@ -79,21 +79,21 @@ def held_bytes(log: Log, now_ms: int) -> int:
     )
 
 
-def is_to_be_landed(log: Log, segment: Segment, now_ms: int) -> bool:
+def awaits_landing(log: Log, segment: Segment, now_ms: int) -> bool:
     """Whether nothing may be taken out of a segment, however little of it is worth keeping, until it is landed."""
     if not log.settings.retention_until_landed:
         return False
-    return _is_held(log, segment, log.keeper.floors.landed(log.partition), now_ms)
+    return _is_held(log, segment, log.maintenance.floors.landed(log.partition), now_ms)
 
 
 def _needed_from(log: Log) -> int:
     """From which offset on age alone is no reason to delete."""
     needed: int = log.end_offset
     if log.settings.retention_until_delivered:
-        undelivered = log.keeper.floors.delivery(log.partition)
+        undelivered = log.maintenance.floors.delivery(log.partition)
         needed = needed if undelivered is None else min(needed, undelivered)
     if log.settings.retention_until_landed:
-        needed = min(needed, log.keeper.floors.landed(log.partition))
+        needed = min(needed, log.maintenance.floors.landed(log.partition))
     return needed
 
 
@@ -123,17 +123,17 @@ def _roll_expired(log: Log, now_ms: int) -> None:
         return
 
 
-def _drop_front(log: Log, count: int) -> None:
+def _delete_segments(log: Log, count: int) -> None:
     dropped, kept = log.segments[:count], log.segments[count:]
     for segment in dropped:
         log.open_files.release(segment)
-    log.doomed += dropped
+    log.removed_segments += dropped
     log.replace_segments(kept)
     log.start_offset = max(log.start_offset, Offset(kept[0].base_offset))
     log.epochs.cut_before(kept[0].base_offset)
-    log.lost.cut_before(log.start_offset)
+    log.damage.cut_before(log.start_offset)
     log.producers.transactions.cut_before(log.start_offset)
-    log.keeper.checkpoint_soon(log)
+    log.maintenance.checkpoint_soon(log)
 
 
 def delete_before(log: Log, offset: int) -> None:
@@ -147,12 +147,12 @@ def delete_before(log: Log, offset: int) -> None:
     if log.segments and offset == log.end_offset and log.segments[-1].size:
         log.roll()
     log.start_offset = Offset(offset)
-    log.lost.cut_before(offset)
+    log.damage.cut_before(offset)
     log.producers.transactions.cut_before(offset)
     log.changed = True
     count = 0
     while count + 1 < len(log.segments) and log.segments[count + 1].base_offset <= offset:
         count += 1
     if count:
-        _drop_front(log, count)
-    log.keeper.checkpoint_soon(log)
+        _delete_segments(log, count)
+    log.maintenance.checkpoint_soon(log)

@@ -168,7 +168,7 @@ class Scan:
                 return Bad(start, start, first, header.base_offset), header
         for position in self._candidates(start):
             found = batch_at(self.window, position)
-            if found is not None and self._plausible(found):
+            if found is not None and self._is_plausible(found):
                 return Bad(start, position, first, found.base_offset), found
         return Bad(start, self.window.end, first, -1), None
 
@@ -198,7 +198,7 @@ class Scan:
             yield position
             position = self.window.find_magic(position + 1)
 
-    def _plausible(self, found: BatchHeader) -> bool:
+    def _is_plausible(self, found: BatchHeader) -> bool:
         """Whether a batch behind a bad stretch carries an offset and an epoch that can be believed."""
         if not self.expected <= found.base_offset or found.next_offset > self._limit:
             return False
@@ -212,9 +212,9 @@ class Scan:
             return False
         votes = self._votes(found, found.next_offset)
         # Against a single other batch, what came before decides which of the two is wrong.
-        return votes > 0 or (votes >= -1 and self._expectable(found))
+        return votes > 0 or (votes >= -1 and self._is_expected_offset(found))
 
-    def _expectable(self, found: BatchHeader) -> bool:
+    def _is_expected_offset(self, found: BatchHeader) -> bool:
         """Whether an offset that no later batch confirms fits what the bad bytes before it can have held.
 
         If these are one batch, two fields of its header tell how many offsets it has, and one bit can have changed

@@ -37,7 +37,7 @@ STEP_BYTES = 1024 * 1024
 STEP_COST_BYTES = 64 * 1024
 """Every step counts as so many bytes at least, so that many small segments are not read all at once."""
 SECTOR_BYTES = 4096
-KEEP_S = 30.0
+SAVE_S = 30.0
 """So often the position is written down."""
 
 
@@ -159,12 +159,12 @@ class ScrubStep:
             )
         if self.hole is not None:
             if (self.end, self.next_offset) == (self.hole.end, self.hole.next_offset):
-                log.find_again(self.hole)
-        elif bad is not None and (self.error is None or log.lost.has_replicas):
+                log.mark_intact(self.hole)
+        elif bad is not None and (self.error is None or log.damage.has_replicas):
             # Without another replica, what cannot be read now may be readable later, and is not passed over.
-            known = log.lost.at(bad.first)
+            known = log.damage.at(bad.first)
             if known is None or known.next_offset < bad.next_offset:
-                log.lose(segment, bad)
+                log.record_damage(segment, bad)
 
 
 class Scrubber:
@@ -177,7 +177,7 @@ class Scrubber:
         self._clock = clock
         self._interval_ms = interval_ms
         self._progress = self._read_progress()
-        self._kept_at = clock.monotonic()
+        self._saved_at = clock.monotonic()
         self._keys: list[LogKey] = []
         """The logs that this pass has still to come to, the next one last."""
         self._segment: Segment | None = None
@@ -230,7 +230,7 @@ class Scrubber:
             if self._segment is not segment or self._generation != log.generation:
                 self._begin(log, segment)
             try:
-                if self._position < segment.size and self._is_there(log, segment):
+                if self._position < segment.size and self._check_file_exists(log, segment):
                     return self._step_at(log, segment)
             except OSError as error:
                 _logger.warning("a segment could not be scrubbed", extra={"file": segment.path, "error": str(error)})
@@ -246,16 +246,16 @@ class Scrubber:
             finished_ms=self._progress.finished_ms,
         )
 
-    def _is_there(self, log: Log, segment: Segment) -> bool:
+    def _check_file_exists(self, log: Log, segment: Segment) -> bool:
         """Whether the file still has its name: one that was removed is gone when it is next closed."""
         if any(swap.segment is segment for swap in log.swaps) or self._files.exists(segment.path):
             return True
-        log.lose_file(segment)
+        log.record_missing_file(segment)
         return False
 
     def _step_at(self, log: Log, segment: Segment) -> ScrubStep:
         """A step up to the next damaged range, or over one, to see whether somebody has put it right."""
-        holes = [lost for lost in log.lost if lost.segment == segment.base_offset]
+        holes = [lost for lost in log.damage if lost.segment == segment.base_offset]
         for hole in holes:
             if hole.start == hole.end == self._position:
                 self._offset = hole.next_offset
@@ -280,13 +280,13 @@ class Scrubber:
         return max(step.size, STEP_COST_BYTES) / max(1, self.bytes_per_s)
 
     @property
-    def is_to_be_kept(self) -> bool:
+    def should_save(self) -> bool:
         """Whether it is time to write down the position."""
-        return not self._is_under_way or self._clock.monotonic() - self._kept_at >= KEEP_S
+        return not self._is_under_way or self._clock.monotonic() - self._saved_at >= SAVE_S
 
-    def keep(self) -> None:
+    def save_progress(self) -> None:
         """Write down the position; called in a thread, and once more at the end."""
-        self._kept_at = self._clock.monotonic()
+        self._saved_at = self._clock.monotonic()
         try:
             replace_file(self._files, self._directory, SCRUB_NAME, msgspec.json.encode(self._progress))
         except OSError as error:

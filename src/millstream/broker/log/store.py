@@ -20,20 +20,20 @@ from millstream.broker.log.checkpoint import Checkpoints
 from millstream.broker.log.commit import Commit
 from millstream.broker.log.compaction import Compaction, Job
 from millstream.broker.log.compactor import Compactor
-from millstream.broker.log.contents import RecoveryReport
 from millstream.broker.log.files import Files
 from millstream.broker.log.folder import DataFolder
-from millstream.broker.log.handles import OpenFiles
 from millstream.broker.log.indexes import LoadedIndexes
 from millstream.broker.log.journal import Journal, remove_journal
 from millstream.broker.log.ledger import Ledger, LogKey
 from millstream.broker.log.log import Log
-from millstream.broker.log.mend import Mend
-from millstream.broker.log.recovery import Opening, RecoveryTold, Replay, open_contents
-from millstream.broker.log.retention import Floors
+from millstream.broker.log.log_contents import RecoveryReport
+from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.range_repair import RangeRepair
+from millstream.broker.log.recovery import OpenOptions, RecoveryProgress, Replay, open_contents
+from millstream.broker.log.retention import RetentionFloors
 from millstream.broker.log.scrub import Scrubber
 from millstream.broker.log.state import LogState, decode_state
-from millstream.broker.log.truncation import Cut, told_when_done
+from millstream.broker.log.truncation import Truncation, finish_when_executed
 from millstream.core.clock import Clock
 from millstream.core.errors import StorageFailure
 from millstream.core.ids import PartitionIndex
@@ -75,7 +75,7 @@ class LogStore:
         self.stop_failure: str | None = None
         """Why the last stop is not a clean one, once the store is closed."""
         self.clean_start = True
-        self.floors = Floors()
+        self.floors = RetentionFloors()
         self._folder = folder
         self._files = files
         self._clock = clock
@@ -83,8 +83,8 @@ class LogStore:
         self._retention_check_ms = retention_check_ms
         self._open_files = OpenFiles(files, files.open_files_max())
         # What is in a thread's hands stays open, so one job may have a part of the descriptors only.
-        self._together_max = max(1, files.open_files_max() // 4)
-        self._upkeep_max = min(UPKEEP_LOGS_MAX, self._together_max)
+        self._batch_max = max(1, files.open_files_max() // 4)
+        self._upkeep_max = min(UPKEEP_LOGS_MAX, self._batch_max)
         self._indexes = LoadedIndexes()
         self._journal = Journal(files, folder.journal, journal_bytes)
         self._ledger = Ledger(files, folder.path)
@@ -93,10 +93,10 @@ class LogStore:
         # Logs that wait to be recovered, and all of whose files are on the disk.
         self._durable: set[LogKey] = set()
         self._replayed: dict[str, int] = {}
-        self._told = RecoveryTold()
-        self._wanted: dict[Log, None] = {}
+        self._progress = RecoveryProgress()
+        self._to_commit: dict[Log, None] = {}
         self._stale: dict[Log, None] = {}
-        self._due: dict[Log, None] = {}
+        self._to_checkpoint: dict[Log, None] = {}
         self._catch_up: dict[Log, None] = {}
         self._commit_wake = asyncio.Event()
         self._upkeep_wake = asyncio.Event()
@@ -195,8 +195,8 @@ class LogStore:
         key = (topic_id, partition.partition)
         if key in self._logs:
             raise StorageFailure(f"{partition} is open already")
-        directory = self._folder.of_log(topic_id, partition.partition)
-        opening = Opening(
+        directory = self._folder.log_folder(topic_id, partition.partition)
+        opening = OpenOptions(
             files=self._files,
             now_ms=self._clock.now_ms(),
             producer_expiry_ms=self._producer_expiry_ms,
@@ -219,14 +219,14 @@ class LogStore:
             open_files=self._open_files,
             indexes=self._indexes,
             clock=self._clock,
-            keeper=self,
+            maintenance=self,
         )
         log.folder_synced = contents.known
         self._logs[key] = log
         self._unrecovered.discard(key)
         self._durable.discard(key)
         # A log that is new has nothing to recover.
-        if report is not None and (unrecovered or report.eventful):
+        if report is not None and (unrecovered or report.is_notable):
             self._note(log, report)
         if contents.changed:
             self.checkpoint_soon(log)
@@ -235,18 +235,18 @@ class LogStore:
     def _note(self, log: Log, report: RecoveryReport) -> None:
         report.topic, report.partition = log.partition.topic, log.partition.partition
         report.replayed_bytes = self._replayed.pop(log.directory, 0)
-        self._told.note(report, left=len(self._unrecovered), now=self._clock.monotonic())
-        if report.eventful:
+        self._progress.note(report, left=len(self._unrecovered), now=self._clock.monotonic())
+        if report.is_notable:
             self.recovery_reports.append(report)
 
-    def when_recovering(self, listener: Callable[[int, int], None]) -> None:
+    def on_recovery_progress(self, listener: Callable[[int, int], None]) -> None:
         """Have `listener` told how many logs are recovered and how many are left, until all are."""
-        self._told = RecoveryTold(listener)
+        self._progress = RecoveryProgress(listener)
 
-    def tell_recovered(self) -> None:
+    def finish_recovery(self) -> None:
         """All logs of the node are open: sum up what recovering them was like."""
-        told, self._told = self._told, RecoveryTold()
-        told.sum_up()
+        told, self._progress = self._progress, RecoveryProgress()
+        told.log_summary()
 
     def stored(self) -> Iterable[LogKey]:
         """Every partition that is on disk."""
@@ -269,15 +269,15 @@ class LogStore:
         self._forget(log)
         self._ledger.forget(log.key)
         try:
-            aside = self._folder.set_aside(log.directory)
+            deleted_folder = self._folder.mark_deleted(log.directory)
         except OSError as error:
             raise StorageFailure(f"{log.partition} could not be deleted: {error.strerror or error}") from error
         if self._loop is None:
-            self._remove_aside(aside)
+            self._remove_deleted(deleted_folder)
         else:
-            self._loop.run_in_executor(self._upkeep_thread, self._remove_aside, aside)
+            self._loop.run_in_executor(self._upkeep_thread, self._remove_deleted, deleted_folder)
 
-    def _remove_aside(self, folder: str) -> None:
+    def _remove_deleted(self, folder: str) -> None:
         try:
             self._folder.remove_tree(folder)
             self._folder.remove_if_empty(folder.rpartition("/")[0])
@@ -290,26 +290,26 @@ class LogStore:
     def _forget(self, log: Log) -> None:
         log.close()
         self._logs.pop(log.key, None)
-        for group in (self._wanted, self._stale, self._due, self._catch_up):
+        for group in (self._to_commit, self._stale, self._to_checkpoint, self._catch_up):
             group.pop(log, None)
 
     # -- what logs ask for ----------------------------------------------------------------------------------
 
     def sync_soon(self, log: Log) -> None:
         """Make everything that the log holds now durable, together with what other logs ask for."""
-        self._wanted[log] = None
+        self._to_commit[log] = None
         self._commit_wake.set()
 
-    def touched(self, log: Log) -> None:
+    def note_dirty(self, log: Log) -> None:
         """A log has begun to hold what is not synced."""
         self._plan_compaction(log)
         if log.settings.flush == FLUSH_OS:
             return
         if not self._stale:
-            self._later(CHECKPOINT_S, self._checkpoint_stale)
+            self._call_later(CHECKPOINT_S, self._checkpoint_stale)
         self._stale[log] = None
         if log.settings.flush == FLUSH_INTERVAL:
-            self._later(log.settings.flush_ms / 1000, self._sync_if_open, log)
+            self._call_later(log.settings.flush_ms / 1000, self._sync_if_open, log)
 
     def _checkpoint_stale(self) -> None:
         stale, self._stale = self._stale, {}
@@ -322,30 +322,30 @@ class LogStore:
 
     def checkpoint_soon(self, log: Log) -> None:
         """Bring the last checkpoint of a log up to date."""
-        self._due[log] = None
+        self._to_checkpoint[log] = None
         self._upkeep_wake.set()
 
     def checkpoint_now(self, log: Log) -> None:
         """Checkpoint a log before this returns, or raise `OSError`."""
         job = self.checkpoint_job(log)
-        self._do(job)
+        self._run_job(job)
         if job.error is not None:
             raise job.error
 
-    def cut_now(self, cut: Cut) -> None:
+    def truncate_now(self, cut: Truncation) -> None:
         """Carry out a cut before this returns, or raise `StorageFailure`."""
         cut.execute()
-        self._end_cut(cut)
+        self._finish_truncation(cut)
 
-    def cut_soon(self, cut: Cut) -> asyncio.Future[None]:
+    def truncate_soon(self, cut: Truncation) -> asyncio.Future[None]:
         """Carry out a cut in a thread; the future is done when it is for good, or tells why it is not."""
         # In the thread of all checkpoints, since those of a log are written in the order in which they were taken.
         executed = asyncio.get_running_loop().run_in_executor(self._upkeep_thread, cut.execute)
-        return told_when_done(executed, lambda: self._end_cut(cut))
+        return finish_when_executed(executed, lambda: self._finish_truncation(cut))
 
-    def _end_cut(self, cut: Cut) -> None:
+    def _finish_truncation(self, cut: Truncation) -> None:
         if isinstance(cut.checkpoint, Checkpoints):
-            self._end(cut.checkpoint)
+            self._finish_job(cut.checkpoint)
         cut.finish()
 
     def journal_mark(self) -> tuple[int, int]:
@@ -356,11 +356,11 @@ class LogStore:
 
     def commit_once(self) -> bool:
         """Commit everything that was asked for; False when there was nothing."""
-        return self._do(self._begin_commit())
+        return self._run_job(self._begin_commit())
 
     def checkpoint_once(self) -> bool:
         """Catch up with the journal, or checkpoint some logs that asked for it; False when there was nothing."""
-        return self._do(self._begin_upkeep())
+        return self._run_job(self._begin_upkeep())
 
     def delete_expired(self) -> int:
         """Delete what is too old or too much, in all logs; returns the bytes freed."""
@@ -374,34 +374,34 @@ class LogStore:
         if compaction is None:
             return False
         for job in compaction.jobs(self.checkpoint_job):
-            self._do(job)
+            self._run_job(job)
         self._compactor.ended(compaction)
         return True
 
     def checkpoint_job(self, log: Log) -> Checkpoints:
         """Capture a checkpoint of a log for whoever does it."""
-        self._due.pop(log, None)
+        self._to_checkpoint.pop(log, None)
         return Checkpoints([log], self._files, self._ledger)
 
     def close_now(self) -> None:
         """Make everything durable, mark the clean stop, and let go of the folder."""
         for job in self._last_jobs():
-            self._do(job)
-        self._let_go()
+            self._run_job(job)
+        self._release()
 
-    def _do(self, job: Job | None) -> bool:
+    def _run_job(self, job: Job | None) -> bool:
         if job is None:
             return False
         job.execute()
-        self._end(job)
+        self._finish_job(job)
         return True
 
     def _begin_commit(self) -> Commit | None:
-        if not self._wanted:
+        if not self._to_commit:
             return None
-        logs = list(islice(self._wanted, self._together_max))
+        logs = list(islice(self._to_commit, self._batch_max))
         for log in logs:
-            del self._wanted[log]
+            del self._to_commit[log]
         return Commit(logs, self._files, self._journal)
 
     def _begin_upkeep(self) -> Job | None:
@@ -410,24 +410,24 @@ class LogStore:
             for log in logs:
                 del self._catch_up[log]
             return Commit(logs, self._files, self._journal, direct=True)
-        while self._due:
-            some = list(islice(self._due, self._upkeep_max))
+        while self._to_checkpoint:
+            some = list(islice(self._to_checkpoint, self._upkeep_max))
             for log in some:
-                del self._due[log]
+                del self._to_checkpoint[log]
             due = [log for log in some if not log.closed and not log.broken]
             if due:
                 return Checkpoints(due, self._files, self._ledger)
         return None
 
-    def _end(self, job: Job) -> None:
+    def _finish_job(self, job: Job) -> None:
         """Account for a job that a thread has done, and see to what follows from it."""
         job.finish()
         if isinstance(job, Commit):
-            for log in job.again:
+            for log in job.retry_now:
                 self.sync_soon(log)
-            for log in job.later:
-                self._later(RETRY_S, self._sync_if_open, log)
-            for log in self._journal.take_left_behind():
+            for log in job.retry_later:
+                self._call_later(RETRY_S, self._sync_if_open, log)
+            for log in self._journal.take_lagging():
                 self._catch_up[log] = None
                 self._upkeep_wake.set()
         elif isinstance(job, Checkpoints):
@@ -438,7 +438,7 @@ class LogStore:
                 if any(segment.broken for segment in log.unsynced_segments()):
                     self.sync_soon(log)
                 else:
-                    self.touched(log)
+                    self.note_dirty(log)
 
     def _expire(self, log: Log) -> int:
         now_ms = self._clock.now_ms()
@@ -454,7 +454,7 @@ class LogStore:
         # What was asked for before there was a loop has no timer yet.
         stale, self._stale = self._stale, {}
         for log in {**stale, **{log: None for log in self._logs.values() if log.dirty}}:
-            self.touched(log)
+            self.note_dirty(log)
         self._retention_timer()
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -484,7 +484,7 @@ class LogStore:
                 await self._in_thread(self._upkeep_thread, job)
             if self._retention_due:
                 self._retention_due = False
-                await self._delete_expired_slowly()
+                await self._delete_expired_in_slices()
                 self._compactor.retry()
                 self._compact_wake.set()
                 self._retention_timer()
@@ -509,7 +509,7 @@ class LogStore:
         at = self._clock.monotonic() + pause_s
         if at < self._compact_at:
             self._compact_at = at
-            self._later(pause_s, self._compact_wake.set)
+            self._call_later(pause_s, self._compact_wake.set)
 
     async def _compact(self, compaction: Compaction) -> None:
         for job in compaction.jobs(self.checkpoint_job):
@@ -526,52 +526,54 @@ class LogStore:
             if step is not None:
                 await self._in_thread(self._scrub_thread, step)
                 pause_s = scrubber.ended(step)
-            if scrubber.is_to_be_kept:
-                await loop.run_in_executor(self._scrub_thread, scrubber.keep)
+            if scrubber.should_save:
+                await loop.run_in_executor(self._scrub_thread, scrubber.save_progress)
             if step is None:
                 pause_s = scrubber.wait_s
-        await loop.run_in_executor(self._scrub_thread, scrubber.keep)
+        await loop.run_in_executor(self._scrub_thread, scrubber.save_progress)
 
     async def _is_closing_within(self, seconds: float) -> bool:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._scrub_wake.wait(), seconds)
         return self._closing
 
-    async def mend(self, mend: Mend) -> None:
+    async def repair_range(self, repair_range: RangeRepair) -> None:
         """Put what another replica gave into the place of what was lost, or raise why that is not done."""
         # A cut of the same file comes wholly before or after a write into it.
-        await self._in_thread(self._upkeep_thread if mend.is_in_place else self._compact_thread, mend)
-        if isinstance(mend.error, OSError):
-            raise StorageFailure(f"{mend.log.partition}: lost offsets could not be put back: {mend.error}")
-        if mend.error is not None:
-            raise mend.error
+        await self._in_thread(self._upkeep_thread if repair_range.is_in_place else self._compact_thread, repair_range)
+        if isinstance(repair_range.error, OSError):
+            raise StorageFailure(
+                f"{repair_range.log.partition}: lost offsets could not be put back: {repair_range.error}"
+            )
+        if repair_range.error is not None:
+            raise repair_range.error
 
     def scrub_once(self) -> bool:
         """Verify the next piece of a segment; False at the end of a pass."""
         step = self._scrubber.next(self._logs)
-        if step is None or not self._do(step):
+        if step is None or not self._run_job(step):
             return False
         self._scrubber.ended(step)
         return True
 
     async def _in_thread(self, thread: ThreadPoolExecutor, job: Job) -> None:
         await asyncio.get_running_loop().run_in_executor(thread, job.execute)
-        self._end(job)
+        self._finish_job(job)
 
     def _retention_timer(self) -> None:
-        self._later(self._retention_check_ms / 1000, self._expect_retention)
+        self._call_later(self._retention_check_ms / 1000, self._request_retention)
 
-    def _expect_retention(self) -> None:
+    def _request_retention(self) -> None:
         self._retention_due = True
         self._upkeep_wake.set()
 
-    async def _delete_expired_slowly(self) -> None:
+    async def _delete_expired_in_slices(self) -> None:
         for at, log in enumerate(list(self._logs.values())):
             self._expire(log)
             if at % RETENTION_SLICE == RETENTION_SLICE - 1:
                 await asyncio.sleep(0)
 
-    def _later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
+    def _call_later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
         """Call something after a while, unless nothing runs the store (as in tests that step it by hand)."""
         if self._loop is not None and not self._closing:
             self._loop.call_later(seconds, call, *arguments)
@@ -592,24 +594,24 @@ class LogStore:
             await self._in_thread(self._upkeep_thread, job)
         for thread in (self._commit_thread, self._upkeep_thread):
             await asyncio.get_running_loop().run_in_executor(thread, int)
-        self._let_go()
+        self._release()
 
     def _last_jobs(self) -> Iterator[Job]:
         """What is left to do before the folder is clean."""
         self._closing = True
         for log in self._logs.values():
             if log.synced_offset < log.end_offset:
-                self._wanted[log] = None
-        for _ in range(CLOSE_ATTEMPTS * (1 + len(self._wanted) // self._together_max)):
+                self._to_commit[log] = None
+        for _ in range(CLOSE_ATTEMPTS * (1 + len(self._to_commit) // self._batch_max)):
             commit = self._begin_commit()
             if commit is None:
                 break
             yield commit
         behind = [log for log in self._logs.values() if log.changed and not log.broken]
-        for at in range(0, len(behind), self._together_max):
-            yield Checkpoints(behind[at : at + self._together_max], self._files, self._ledger)
+        for at in range(0, len(behind), self._batch_max):
+            yield Checkpoints(behind[at : at + self._batch_max], self._files, self._ledger)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         """Leave the folder, with the mark if everything in it is as it should be."""
         clean = all(not log.changed and log.stored_offset == log.end_offset for log in self._logs.values())
         for log in list(self._logs.values()):
@@ -657,9 +659,9 @@ class LogStore:
     def damage(self) -> Iterator[tuple[TopicPartition, list[tuple[int, int, bool]]]]:
         """The partitions of which the disk lost something, each with ranges: first, next, and if a replica may help."""
         for log in self._logs.values():
-            if log.lost:
-                repairable = log.lost.repairable
-                yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.lost]
+            if log.damage:
+                repairable = log.damage.repairable
+                yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.damage]
 
     def metrics(self) -> Iterable[Metric]:
         """The numbers of the log."""
@@ -670,9 +672,9 @@ class LogStore:
         yield from self._scrubber.metrics()
         yield gauge("millstream_log_open_files", "Segment files that are open.", len(self._open_files))
         transactions = [log.producers.transactions for log in self._logs.values()]
-        opened = sum(len(of_log.open) for of_log in transactions)
+        opened = sum(len(log_folder.open) for log_folder in transactions)
         yield gauge("millstream_log_open_transactions", "Transactions that are open, each on each partition.", opened)
-        aborted = sum(len(of_log.aborted) for of_log in transactions)
+        aborted = sum(len(log_folder.aborted) for log_folder in transactions)
         yield gauge("millstream_log_aborted_transactions", "Aborted transactions that readers are told of.", aborted)
         yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
         lost = [after - first for _, ranges in self.damage() for first, after, _ in ranges]

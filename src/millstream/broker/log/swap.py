@@ -51,7 +51,7 @@ def swap_in(log: Log, old: list[Segment], new: Segment, token: str) -> bool:
     log.open_files.pin(new)
     for segment in old:
         log.open_files.release(segment)
-    log.doomed += old[1:]
+    log.removed_segments += old[1:]
     log.swaps.append(Swap(new, token))
     log.swap_segments([*log.segments[:at], new, *log.segments[at + len(old) :]])
     return True

@@ -166,7 +166,7 @@ class Guard:
         self.started_ms = started_ms
         self.bumps_epoch = bumps_epoch
 
-    def asked_again(self, epoch: int, sequence: int, *, bumps_epoch: bool) -> None:
+    def merge_request(self, epoch: int, sequence: int, *, bumps_epoch: bool) -> None:
         """Another batch wants to begin the same transaction."""
         if epoch > self.epoch:
             self.epoch, self.lowest_sequence = epoch, sequence
@@ -175,7 +175,7 @@ class Guard:
         self.bumps_epoch = self.bumps_epoch or bumps_epoch
 
 
-class Before(NamedTuple):
+class ProducerSnapshot(NamedTuple):
     """A producer as it was before a marker changed it."""
 
     epoch: int
@@ -186,13 +186,13 @@ class Before(NamedTuple):
     batches: list[PackedBatch]
 
 
-class Decided(NamedTuple):
+class UnsettledMarker(NamedTuple):
     """A marker that may still be cut off. `first_offset` is -1 when it ended nothing."""
 
     producer_id: int
     first_offset: int
     marker_offset: int
-    before: Before | None
+    before: ProducerSnapshot | None
 
 
 class PackedTransactions(NamedTuple):
@@ -201,8 +201,8 @@ class PackedTransactions(NamedTuple):
     producers: list[tuple[int, int, int, int]]
     """Of each producer that ever had one: its id, coordinator epoch, start of the open transaction, last marker."""
     aborted: list[bytes]
-    decided: list[Decided]
-    decided_from: int
+    unsettled: list[UnsettledMarker]
+    unsettled_from: int
 
 
 class OpenTransaction(NamedTuple):
@@ -218,21 +218,21 @@ class OpenTransaction(NamedTuple):
 class Transactions:
     """The transactions of one log."""
 
-    __slots__ = ("_decided", "aborted", "decided_from", "guards", "open")
+    __slots__ = ("_unsettled", "aborted", "guards", "open", "unsettled_from")
 
     def __init__(self) -> None:
         self.open: dict[int, Producer] = {}
         """The producers with an open transaction, by their id, the one that began first at the front."""
         self.aborted = AbortedTransactions()
         self.guards: dict[int, Guard] = {}
-        self._decided: deque[Decided] = deque()
-        self.decided_from = 0
+        self._unsettled: deque[UnsettledMarker] = deque()
+        self.unsettled_from = 0
         """From this offset on every marker is remembered with what it changed."""
 
     @property
-    def is_unsettled(self) -> bool:
+    def has_unsettled(self) -> bool:
         """Whether there is a transaction whose end is not known, or not known for certain."""
-        return bool(self.open or self._decided)
+        return bool(self.open or self._unsettled)
 
     def stable_offset(self, acknowledged: int) -> int:
         """Up to where the end of every transaction is known for certain, given up to where the log is."""
@@ -241,9 +241,9 @@ class Transactions:
         for producer in self.open.values():
             stable = min(stable, producer.open_from)
             break
-        for decided in self._decided:
-            if decided.first_offset != NO_TRANSACTION:
-                stable = min(stable, decided.first_offset)
+        for unsettled in self._unsettled:
+            if unsettled.first_offset != NO_TRANSACTION:
+                stable = min(stable, unsettled.first_offset)
         return stable
 
     def first_open(self) -> int | None:
@@ -252,9 +252,9 @@ class Transactions:
 
     def settle(self, acknowledged: int) -> None:
         """Nothing below an offset can be cut off any more."""
-        decided = self._decided
-        while decided and decided[0].marker_offset < acknowledged:
-            self.decided_from = decided.popleft().marker_offset + 1
+        unsettled = self._unsettled
+        while unsettled and unsettled[0].marker_offset < acknowledged:
+            self.unsettled_from = unsettled.popleft().marker_offset + 1
 
     # -- what was written -----------------------------------------------------------------------------------
 
@@ -265,10 +265,10 @@ class Transactions:
             self.open[producer.producer_id] = producer
             self.guards.pop(producer.producer_id, None)
 
-    def ended(self, producer: Producer, before: Before | None, offset: int, *, commit: bool) -> None:
+    def ended(self, producer: Producer, before: ProducerSnapshot | None, offset: int, *, commit: bool) -> None:
         """A marker of a producer was written at an offset."""
         first = producer.open_from
-        self._decided.append(Decided(producer.producer_id, first, offset, before))
+        self._unsettled.append(UnsettledMarker(producer.producer_id, first, offset, before))
         self.guards.pop(producer.producer_id, None)
         if first == NO_TRANSACTION:
             return
@@ -286,12 +286,12 @@ class Transactions:
         self.aborted.cut_before(offset)
         self.settle(offset)
 
-    def take_back(self, first: int, next_offset: int) -> list[Decided]:
+    def revert_markers(self, first: int, next_offset: int) -> list[UnsettledMarker]:
         """Forget the markers of a range of offsets; what they changed, the last one first."""
-        gone = [decided for decided in self._decided if first <= decided.marker_offset < next_offset]
+        gone = [unsettled for unsettled in self._unsettled if first <= unsettled.marker_offset < next_offset]
         if gone:
-            self._decided = deque(one for one in self._decided if not first <= one.marker_offset < next_offset)
-            self.aborted.discard([decided.marker_offset for decided in gone])
+            self._unsettled = deque(one for one in self._unsettled if not first <= one.marker_offset < next_offset)
+            self.aborted.discard([unsettled.marker_offset for unsettled in gone])
         return gone[::-1]
 
     def reopen(self, producers: list[Producer]) -> None:
@@ -304,15 +304,15 @@ class Transactions:
         self.open.clear()
         self.aborted.clear()
         self.guards.clear()
-        self._decided.clear()
-        self.decided_from = 0
+        self._unsettled.clear()
+        self.unsettled_from = 0
 
     # -- the state ------------------------------------------------------------------------------------------
 
-    def pack_decided(self) -> list[Decided]:
+    def pack_unsettled(self) -> list[UnsettledMarker]:
         """The markers that may still be cut off."""
-        return list(self._decided)
+        return list(self._unsettled)
 
-    def unpack_decided(self, decided: list[Decided]) -> None:
-        """Take over what `pack_decided` gave."""
-        self._decided = deque(decided)
+    def unpack_unsettled(self, unsettled: list[UnsettledMarker]) -> None:
+        """Take over what `pack_unsettled` gave."""
+        self._unsettled = deque(unsettled)

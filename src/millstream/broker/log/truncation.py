@@ -38,7 +38,7 @@ class Checkpointing(Protocol):
         """Account for what was done; called on the loop."""
 
 
-class Cut:
+class Truncation:
     """A log that was cut in memory and is on its way to be cut on disk; nothing is appended to it until it is.
 
     Captured on the loop, done in a thread, accounted for on the loop again, as everything that syncs.
@@ -51,13 +51,13 @@ class Cut:
         self._error: OSError | None = None
         self._last = log.segments[-1] if log.segments else None
         self._size = 0 if self._last is None else self._last.size
-        log.journal_mark = log.keeper.journal_mark()
+        log.journal_mark = log.maintenance.journal_mark()
         try:
             self._descriptor = -1 if self._last is None else log.open_files.pin(self._last)
         except OSError as error:
-            raise log.refuse(doing, error) from error
-        log.cut_failed = False
-        self.checkpoint = log.keeper.checkpoint_job(log)
+            raise log.fail_write(doing, error) from error
+        log.truncation_failed = False
+        self.checkpoint = log.maintenance.checkpoint_job(log)
 
     def execute(self) -> None:
         """Make it durable. The state goes first: a file that is longer than it says is scanned, and what is found in it
@@ -80,13 +80,13 @@ class Cut:
         if self._last is not None:
             log.open_files.unpin(self._last)
         if self._error is not None and not log.closed:
-            log.cut_failed = True
-            raise log.refuse(self._doing, self._error) from self._error
-        log.is_cutting = False
+            log.truncation_failed = True
+            raise log.fail_write(self._doing, self._error) from self._error
+        log.is_truncating = False
         _logger.info("a log was cut", extra={"partition": str(log.partition), "end": log.end_offset})
 
 
-def told_when_done(executed: asyncio.Future[None], end: Callable[[], None]) -> asyncio.Future[None]:
+def finish_when_executed(executed: asyncio.Future[None], end: Callable[[], None]) -> asyncio.Future[None]:
     """End a cut when the thread is done with it, whether or not somebody still waits for the future that tells how."""
     told: asyncio.Future[None] = executed.get_loop().create_future()
 
@@ -106,60 +106,60 @@ def told_when_done(executed: asyncio.Future[None], end: Callable[[], None]) -> a
     return told
 
 
-def begin_truncation(log: Log, offset: int, files: Files) -> Cut | None:
+def begin_truncation(log: Log, offset: int, files: Files) -> Truncation | None:
     """Cut off everything from an offset on (and the batch that holds it); it is for good when the cut is done."""
     if offset >= log.end_offset:
-        return _cut_again(log, files) if log.cut_failed else None
-    check_may_be_cut(log)
+        return _repeat_truncation(log, files) if log.truncation_failed else None
+    check_can_truncate(log)
     if offset < log.start_offset:
         raise OffsetOutOfRange(
             f"{log.partition} begins at {log.start_offset} and cannot be cut at {offset}",
             start=log.start_offset,
             end=log.end_offset,
         )
-    begin_cutting(log)
-    _cut_end(log, offset)
-    return Cut(log, files, _DOING)
+    block_writes(log)
+    _truncate_segments(log, offset)
+    return Truncation(log, files, _DOING)
 
 
-def check_may_be_cut(log: Log) -> None:
+def check_can_truncate(log: Log) -> None:
     """Raise when a log cannot be cut now."""
     if log.broken or log.repairing:
         raise StorageFailure(f"{log.partition} cannot be cut while its disk fails: {log.failure}")
-    if log.is_cutting and not log.cut_failed:
+    if log.is_truncating and not log.truncation_failed:
         raise StorageFailure(f"{log.partition} is being cut already")
 
 
-def begin_cutting(log: Log) -> None:
+def block_writes(log: Log) -> None:
     """Have nothing written until a cut is done; whatever goes wrong before it begins, it has to be done again."""
-    log.is_cutting = log.cut_failed = True
+    log.is_truncating = log.truncation_failed = True
 
 
-def tried_again(log: Log, files: Files) -> bool:
+def retry_truncation(log: Log, files: Files) -> bool:
     """Carry out a cut that the disk refused, once in a while; whether it is done, so that the log takes writes again.
 
     What was cut off still lies in the files. Written over, it would be found behind the new records after a crash.
     """
-    if not log.cut_failed or log.closed or log.broken or log.repairing:
+    if not log.truncation_failed or log.closed or log.broken or log.repairing:
         return False
     if log.failure is not None and log.clock.monotonic() - log.failed_at < AGAIN_S:
         return False
-    log.keeper.cut_now(_cut_again(log, files))
+    log.maintenance.truncate_now(_repeat_truncation(log, files))
     return True
 
 
-def _cut_again(log: Log, files: Files) -> Cut:
-    check_may_be_cut(log)
+def _repeat_truncation(log: Log, files: Files) -> Truncation:
+    check_can_truncate(log)
     if log.segments and log.segments[-1].broken:
         log.roll()
-    return Cut(log, files, _DOING)
+    return Truncation(log, files, _DOING)
 
 
-def _cut_end(log: Log, offset: int) -> None:
+def _truncate_segments(log: Log, offset: int) -> None:
     last, position, end = log.boundary(offset)
-    if end < log.producers.transactions.decided_from:
+    if end < log.producers.transactions.unsettled_from:
         log.producers = producers_up_to(log, end)
-    lost = log.lost.at(end)
+    lost = log.damage.at(end)
     if lost is not None and lost.first == end and lost.segment == last.base_offset:
         # The damaged stretch is forgotten with its offsets; its bytes go too, or they would be read as what comes next.
         position = lost.start
@@ -169,9 +169,9 @@ def _cut_end(log: Log, offset: int) -> None:
     for segment in log.segments[len(kept) :]:
         segment.cuts += 1
         log.open_files.release(segment)
-        log.doomed.append(segment)
+        log.removed_segments.append(segment)
     if last in kept:
-        _cut_segment(log, last, position, end)
+        _truncate_segment(log, last, position, end)
     log.replace_segments(kept)
     log.end_offset = Offset(end)
     log.start_offset = min(log.start_offset, log.end_offset)
@@ -180,8 +180,8 @@ def _cut_end(log: Log, offset: int) -> None:
     log.cleaned_offset = min(log.cleaned_offset, end)
     log.epochs.cut_after(end)
     log.producers.truncate(end)
-    log.lost.cut_after(end, last.base_offset, position)
-    last.holes = log.lost.holes_of(last.base_offset)
+    log.damage.cut_after(end, last.base_offset, position)
+    last.holes = log.damage.holes_of(last.base_offset)
     if last.broken and not last.size and last in kept:
         log.open_files.release(last)
         log.replace_segments(kept[:-1])
@@ -190,7 +190,7 @@ def _cut_end(log: Log, offset: int) -> None:
         log.roll()
 
 
-def _cut_segment(log: Log, segment: Segment, position: int, end: int) -> None:
+def _truncate_segment(log: Log, segment: Segment, position: int, end: int) -> None:
     index = log.reader.index_of(segment)
     segment.max_timestamp_ms = log.reader.find_max_timestamp(segment, end)
     index.cut(position)

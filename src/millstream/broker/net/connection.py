@@ -23,10 +23,16 @@ from functools import partial
 from typing import Any, Protocol, cast
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.half_frame import FRAME_COST_BYTES, LARGE_BYTES, HalfFrame, give_back, impossible
 from millstream.broker.net.hangups import Hangups
 from millstream.broker.net.limits import ConnectionLimits as ConnectionLimits
 from millstream.broker.net.outgoing import PIECE_BYTES, Outgoing
+from millstream.broker.net.partial_frame import (
+    FRAME_COST_BYTES,
+    LARGE_BYTES,
+    PartialFrame,
+    invalid_size,
+    release_buffer,
+)
 from millstream.broker.net.presence import Presence
 from millstream.broker.net.promise import Buffers as Buffers
 from millstream.broker.net.promise import Promise, Reply, promise_of
@@ -112,7 +118,7 @@ class Connection(asyncio.BufferedProtocol):
         self._watched = -1
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
-        self._half: HalfFrame | None = None
+        self._partial: PartialFrame | None = None
         self._expects_large = False
         self._length_bytes = bytearray()
         self._whole: tuple[memoryview, bytearray] | None = None
@@ -133,7 +139,7 @@ class Connection(asyncio.BufferedProtocol):
         self._write_paused = False
         self._read_paused = False
         self._muted: asyncio.TimerHandle | None = None
-        self._held_out_bytes = 0
+        self._unread_bytes = 0
         self.presence = Presence()
         self.peer = ""
         self.host = ""
@@ -183,16 +189,16 @@ class Connection(asyncio.BufferedProtocol):
         self._ready.clear()
         self._outgoing.clear()
         self._forget_unserved()
-        if self._half is not None:
-            half, self._half = self._half, None
-            give_back(self._budget, half.buffer)
-        self._hold_out(0)
+        if self._partial is not None:
+            partial_frame, self._partial = self._partial, None
+            release_buffer(self._budget, partial_frame.buffer)
+        self._count_unread(0)
         self.presence.end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Where the next bytes go: the frame under way, or the scratch buffer."""
-        if self._half is not None:
-            space = self._half.space
+        if self._partial is not None:
+            space = self._partial.space
         elif self._expects_large:
             space = _start_view
         else:
@@ -215,8 +221,8 @@ class Connection(asyncio.BufferedProtocol):
         # Replies to requests that arrived together leave together: a system call for each costs more than they do.
         self._gathering = True
         try:
-            if self._half is not None:
-                self._fill(self._half, nbytes)
+            if self._partial is not None:
+                self._fill(self._partial, nbytes)
             else:
                 self._split(_scratch_view[:nbytes])
         except ProtocolViolation as error:
@@ -245,15 +251,15 @@ class Connection(asyncio.BufferedProtocol):
         """The client reads slower than it asks: hold its further requests."""
         self._write_paused = True
         if self._transport is not None:
-            self._hold_out(self._transport.get_write_buffer_size())
+            self._count_unread(self._transport.get_write_buffer_size())
         self._adjust_reading()
 
     def resume_writing(self) -> None:
         """The client has caught up."""
         self._write_paused = False
         self.last_activity = self._loop.time()
-        self._hold_out(0)
-        self._go_on_sending()
+        self._count_unread(0)
+        self._resume_sending()
         self._note_delivered()
 
     # -- what the listener and the service use --------------------------------------------------------------
@@ -263,20 +269,20 @@ class Connection(asyncio.BufferedProtocol):
         """Whether nothing is under way, and the client is not being held back."""
         if self._muted is not None or self._replies or self._ready or self._has_unserved or self._outgoing:
             return False
-        return not (self._task or self._write_paused or self._half is not None)
+        return not (self._task or self._write_paused or self._partial is not None)
 
     def stalled(self, now: float, *, pressed: bool = False) -> bool:
         """Whether the client left something half done and has stopped moving; `pressed` is less patient."""
         if self._write_paused:
             unread = self._transport.get_write_buffer_size() if self._transport is not None else 0
-            if unread < self._held_out_bytes:
-                self._hold_out(unread)
+            if unread < self._unread_bytes:
+                self._count_unread(unread)
                 self.last_activity = now
-        elif self._read_paused or (self._half is None and not self._length_bytes):
+        elif self._read_paused or (self._partial is None and not self._length_bytes):
             # Nothing is half done, or it is the broker itself that holds the client back.
             return False
         limits = self._limits
-        if pressed and self._half is not None and now - self._half.since > limits.pressed_frame_s:
+        if pressed and self._partial is not None and now - self._partial.since > limits.pressed_frame_s:
             return True
         return now - self.last_activity > (limits.pressed_stall_s if pressed else limits.stall_s)
 
@@ -342,13 +348,13 @@ class Connection(asyncio.BufferedProtocol):
         while available - position >= 4:
             (size,) = _LENGTH.unpack_from(data, position)
             if not 0 < size <= bytes_max:
-                raise impossible(size, bytes_max)
+                raise invalid_size(size, bytes_max)
             start, end = position + 4, position + 4 + size
             if end > available:
-                self._half = HalfFrame(self._budget, size, data[start:], self._loop.time())
+                self._partial = PartialFrame(self._budget, size, data[start:], self._loop.time())
                 self._expects_large = size >= LARGE_BYTES
                 return
-            if self._is_held_up or clock() >= self._serve_until:
+            if self._is_blocked or clock() >= self._serve_until:
                 self._keep_unserved(data[position:])
                 return
             traffic.frames_in += 1
@@ -357,16 +363,16 @@ class Connection(asyncio.BufferedProtocol):
         self._length_bytes += data[position:]
         self._expects_large = False
 
-    def _fill(self, half: HalfFrame, nbytes: int) -> None:
-        if half.fill(nbytes):
-            self._half = None
+    def _fill(self, partial_frame: PartialFrame, nbytes: int) -> None:
+        if partial_frame.fill(nbytes):
+            self._partial = None
             self._traffic.frames_in += 1
-            view = memoryview(half.buffer)[: half.size]
-            if self._is_held_up or self._turns.clock() >= self._serve_until:
-                self._whole = (view, half.buffer)
+            view = memoryview(partial_frame.buffer)[: partial_frame.size]
+            if self._is_blocked or self._turns.clock() >= self._serve_until:
+                self._whole = (view, partial_frame.buffer)
                 self._await_turn_if_free()
             else:
-                self._serve(view, half.buffer)
+                self._serve(view, partial_frame.buffer)
 
     def _may_grow(self) -> bool:
         # Only a frame that is served as soon as it is complete may have the pass, which others wait for.
@@ -375,14 +381,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _release(self, buffer: bytearray) -> None:
         """A request has been served, or never will be."""
-        give_back(self._budget, buffer)
-        if self._half is None:
+        release_buffer(self._budget, buffer)
+        if self._partial is None:
             self._budget.hand_on_pass(self)
 
     # -- requests -------------------------------------------------------------------------------------------
 
     @property
-    def _is_held_up(self) -> bool:
+    def _is_blocked(self) -> bool:
         """Whether something has to be over before the next request is served."""
         return (
             self._awaits_turn
@@ -484,7 +490,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _serve_unserved(self) -> None:
         """Serve what was read before, as far as the turn allows."""
-        if not self._has_unserved or self._is_held_up or self._transport is None:
+        if not self._has_unserved or self._is_blocked or self._transport is None:
             return
         began = self._turns.clock()
         self._serve_until = began + self._turns.quantum_s
@@ -528,13 +534,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def _await_turn_if_free(self) -> None:
         """Have what is unserved taken up by a turn, unless something else does when it is over."""
-        if not self._is_held_up:
+        if not self._is_blocked:
             self._await_turn()
 
     def _take_turn(self) -> None:
         """Go on with what waits after others had their turn."""
         self._awaits_turn = False
-        self._go_on_sending()
+        self._resume_sending()
 
     # -- replies --------------------------------------------------------------------------------------------
 
@@ -634,7 +640,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._outgoing and not self._write_paused:
                 self._await_turn()
 
-    def _go_on_sending(self) -> None:
+    def _resume_sending(self) -> None:
         """Send the rest of a large answer, then see to whatever waits behind it."""
         if self._transport is not None:
             self._send_pieces(self._transport)
@@ -651,7 +657,7 @@ class Connection(asyncio.BufferedProtocol):
         else:
             transport.writelines(out)
         if self._write_paused:
-            self._hold_out(transport.get_write_buffer_size())
+            self._count_unread(transport.get_write_buffer_size())
         if self.presence.has_undelivered:
             # The transport writes at the end of this turn of the loop.
             self._loop.call_soon(self._note_delivered)
@@ -665,10 +671,10 @@ class Connection(asyncio.BufferedProtocol):
         if not transport.is_closing() and not transport.get_write_buffer_size():
             self.presence.delivered()
 
-    def _hold_out(self, size_bytes: int) -> None:
+    def _count_unread(self, size_bytes: int) -> None:
         """Count the bytes that the client has not read yet."""
-        change = size_bytes - self._held_out_bytes
-        self._held_out_bytes = size_bytes
+        change = size_bytes - self._unread_bytes
+        self._unread_bytes = size_bytes
         if change > 0:
             self._budget.take(change)
         elif change < 0:
@@ -680,15 +686,15 @@ class Connection(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        half = self._half
-        if half is not None and half.is_cramped and self._may_grow():
-            half.grow()
+        partial_frame = self._partial
+        if partial_frame is not None and partial_frame.is_full and self._may_grow():
+            partial_frame.grow()
         # A frame that is under way fills a buffer that is counted already, so only the next one has to wait.
-        is_cramped = half is not None and half.is_cramped
-        no_room = half is None and not self._budget.has_room
+        is_full = partial_frame is not None and partial_frame.is_full
+        no_room = partial_frame is None and not self._budget.has_room
         hold = (
             no_room
-            or is_cramped
+            or is_full
             or self._draining
             or self._write_paused
             or self._outgoing
@@ -700,7 +706,7 @@ class Connection(asyncio.BufferedProtocol):
         )
         if no_room:
             self._budget.wait(self, self._adjust_reading)
-        elif is_cramped:
+        elif is_full:
             self._budget.wait_to_grow(self, self._adjust_reading)
         if hold and not self._read_paused:
             self._read_paused = True

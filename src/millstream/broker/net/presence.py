@@ -9,13 +9,13 @@ from collections.abc import Callable
 class Presence:
     """A client that has ended its side gets what is there, but nothing is waited for on its behalf any more."""
 
-    __slots__ = ("_farewells", "_undelivered", "has_left", "is_gone", "when_left")
+    __slots__ = ("_on_gone", "_undelivered", "has_left", "is_gone", "when_left")
 
     def __init__(self) -> None:
         self.has_left = False
         self.when_left: Callable[[], object] | None = None
         """Called when the client leaves; set by the request that waits, of which there is one at a time."""
-        self._farewells: dict[object, Callable[[], object]] = {}
+        self._on_gone: dict[object, Callable[[], object]] = {}
         self._undelivered: list[Callable[[], object]] = []
         self.is_gone = False
 
@@ -26,18 +26,18 @@ class Presence:
         if when_left is not None:
             when_left()
 
-    def when_gone(self, who: object, farewell: Callable[[], object]) -> None:
-        """Have `farewell` called when the connection is gone, for something that lasts as long as it."""
-        self._farewells[who] = farewell
+    def when_gone(self, who: object, callback: Callable[[], object]) -> None:
+        """Have `callback` called when the connection is gone, for something that lasts as long as it."""
+        self._on_gone[who] = callback
 
     def forget(self, who: object) -> None:
         """Something has ended before its connection."""
-        self._farewells.pop(who, None)
+        self._on_gone.pop(who, None)
 
     def end(self) -> None:
         """The connection is gone."""
         self.is_gone = True
-        farewells, self._farewells = self._farewells, {}
+        farewells, self._on_gone = self._on_gone, {}
         undelivered, self._undelivered = self._undelivered, []
         for call in (*undelivered, *farewells.values()):
             call()

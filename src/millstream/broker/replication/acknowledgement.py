@@ -9,21 +9,21 @@ from typing import Protocol
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Offset
 
-DROP_MIN = 64
+DISCARD_MIN = 64
 
 
 class AcknowledgementListener(Protocol):
     """Somebody who waits for one append to be acknowledged."""
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether it waits no more, for example since its time was over."""
 
     def acknowledged(self, error: MillstreamError | None) -> None:
         """Called on the loop once: the append is acknowledged, or the error says why it never will be."""
 
 
-class Told:
+class AcknowledgementFuture:
     """Hands an acknowledgement to a future."""
 
     __slots__ = ("future",)
@@ -32,7 +32,7 @@ class Told:
         self.future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
-    def is_over(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether the future is done; whoever waited may have gone away, which cancels it."""
         return self.future.done()
 
@@ -49,18 +49,18 @@ class Told:
             self.future.exception()
 
 
-class Waiting:
-    """Those who wait, each with the offset below which everything has to be there, in the order of the log.
+class AcknowledgementQueue:
+    """Listeners in the order of the log, each with the offset below which everything has to be acknowledged.
 
-    The high watermark may stand still for long, while clients give up and send again. So those who wait no more are
-    dropped: when somebody tells (`drop_over`), and by and by as others come. There are never many more than still wait.
+    The high watermark may stand still for long while clients time out and retry. Finished listeners are therefore
+    discarded on request (`discard_finished`) and as others are added, so the queue stays bounded by those that wait.
     """
 
-    __slots__ = ("_drop_at", "_queue")
+    __slots__ = ("_discard_at", "_queue")
 
     def __init__(self) -> None:
         self._queue: deque[tuple[Offset, AcknowledgementListener]] = deque()
-        self._drop_at = DROP_MIN
+        self._discard_at = DISCARD_MIN
 
     def __len__(self) -> int:
         """How many there are, those included that wait no more and are not dropped yet."""
@@ -70,17 +70,17 @@ class Waiting:
         """Tell `listener` when everything below an offset is there."""
         queue = self._queue
         queue.append((offset, listener))
-        if len(queue) > self._drop_at:
-            self.drop_over()
+        if len(queue) > self._discard_at:
+            self.discard_finished()
 
-    def drop_over(self) -> None:
+    def discard_finished(self) -> None:
         """Drop those who wait no more."""
-        left = [one for one in self._queue if not one[1].is_over]
+        left = [one for one in self._queue if not one[1].is_finished]
         # The same queue, since somebody who is being told may be the one who adds.
         self._queue.clear()
         self._queue.extend(left)
         # So that looking through all of them costs no more than to add them did.
-        self._drop_at = max(DROP_MIN, 2 * len(self._queue))
+        self._discard_at = max(DISCARD_MIN, 2 * len(self._queue))
 
     def acknowledge(self, offset: Offset) -> None:
         """Tell everyone who waits for no more than what lies below an offset."""

@@ -35,7 +35,7 @@ MayJoin = Callable[[NodeId, int], bool]
 """Whether a node may join that fetched under this registration."""
 
 
-def anybody(_node: NodeId, _registration: int) -> bool:
+def any_replica(_node: NodeId, _registration: int) -> bool:
     """Every replica may join."""
     return True
 
@@ -93,7 +93,7 @@ class InSync:
         self._min_setting = min_in_sync
         self._followers: dict[NodeId, Follower] = {}
         self._waited_for: tuple[Follower, ...] = ()
-        self._recast(now)
+        self._update_followers(now)
 
     # -- what is known --------------------------------------------------------------------------------------
 
@@ -151,7 +151,7 @@ class InSync:
         follower.registration = registration
         return True
 
-    def fell_behind(self, *, end_before: Offset, now: float) -> None:
+    def note_log_growth(self, *, end_before: Offset, now: float) -> None:
         """The log has grown: whoever had all of it is behind from now on."""
         for follower in self._followers.values():
             if follower.offset >= end_before:
@@ -171,10 +171,10 @@ class InSync:
             return True
         if node in self.state.in_sync:
             return self._has_lost(node, high_watermark)
-        return self._has_caught_up(node, high_watermark, anybody)
+        return self._has_caught_up(node, high_watermark, any_replica)
 
     def wanted(
-        self, *, end: Offset, high_watermark: Offset, now: float, lag_s: float, may_join: MayJoin = anybody
+        self, *, end: Offset, high_watermark: Offset, now: float, lag_s: float, may_join: MayJoin = any_replica
     ) -> InSyncChange | None:
         """The change to ask for: without those who lag, with those who have caught up; None while one is under way."""
         if self.pending is not None:
@@ -205,7 +205,7 @@ class InSync:
         registrations = {node: self._followers[node].registration for node in joined if node != self._me}
         return InSyncChange(replace(state, in_sync=in_sync, eligible=eligible), self.revision, registrations)
 
-    def handed_over(self, *, high_watermark: Offset, may_join: MayJoin = anybody) -> InSyncChange | None:
+    def handover_change(self, *, high_watermark: Offset, may_join: MayJoin = any_replica) -> InSyncChange | None:
         """The change that makes a follower the leader that is in sync and has everything; None if there is none now.
 
         It is what a controller does, over the same revision, so of two elections only one comes about.
@@ -221,13 +221,13 @@ class InSync:
     def began(self, change: InSyncChange) -> None:
         """A change is asked for: from now on both sets count."""
         self.pending = change.state
-        self._count()
+        self._update_waited_for()
 
     def refused(self, change: InSyncChange) -> None:
         """A change was surely not carried out and never will be."""
         if self.pending is change.state:
             self.pending = None
-            self._count()
+            self._update_waited_for()
 
     def learned(self, versioned: Versioned, *, now: float) -> None:
         """The store shows a later state of the same epoch, which settles any change that was under way."""
@@ -235,7 +235,7 @@ class InSync:
             return
         self.state, self.revision = versioned
         self.pending = None
-        self._recast(now)
+        self._update_followers(now)
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -253,14 +253,14 @@ class InSync:
             return node == self._me
         return follower.offset >= max(high_watermark, self._epoch_start) and may_join(node, follower.registration)
 
-    def _recast(self, now: float) -> None:
+    def _update_followers(self, now: float) -> None:
         """Follow the replicas that the state names; those that are known stay where they are."""
         members = (*self.state.replicas, *self.state.in_sync)
         self._followers = {
             node: self._followers.get(node) or Follower(node, now) for node in members if node != self._me
         }
-        self._count()
+        self._update_waited_for()
 
-    def _count(self) -> None:
+    def _update_waited_for(self) -> None:
         counted = {*self.state.in_sync, *(self.pending.in_sync if self.pending is not None else ())}
         self._waited_for = tuple(follower for node, follower in self._followers.items() if node in counted)

@@ -14,12 +14,12 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple, Protocol
 
-from millstream.broker.log.log import READ_AT_ONCE, AppendedRange, Log
+from millstream.broker.log.log import READ_ALL, AppendedRange, Log
+from millstream.broker.log.segment_slice import SegmentSlice
 from millstream.broker.log.store import LogStore
-from millstream.broker.log.stretch import Stretch
 from millstream.broker.log.transactions import Guard, OpenTransaction
-from millstream.broker.replication.acknowledgement import AcknowledgementListener, Told
-from millstream.broker.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, anybody
+from millstream.broker.replication.acknowledgement import AcknowledgementFuture, AcknowledgementListener
+from millstream.broker.replication.in_sync import NOT_REGISTERED, InSync, InSyncChange, MayJoin, any_replica
 from millstream.broker.replication.replica import Replica, diverging_end
 from millstream.broker.replication.shared_reads import SharedReads
 from millstream.core.clock import Clock, SystemClock
@@ -58,7 +58,7 @@ class AppendListener(Protocol):
         """Called on the loop each time the leader's log has grown."""
 
 
-class InSyncKeeper(Protocol):
+class InSyncManager(Protocol):
     """Whoever sees to the in-sync sets of the partitions that this node leads."""
 
     def behind(self, partition: Partition) -> None:
@@ -102,13 +102,13 @@ class Partition(Replica):
     __slots__ = (
         "_append_listeners",
         "_clock",
-        "_hands_over",
         "_in_sync",
         "_is_behind",
         "_listeners",
         "_stale_epoch",
+        "_wants_handover",
         "bytes_out",
-        "in_sync_keeper",
+        "in_sync_manager",
         "records_in",
     )
 
@@ -123,12 +123,12 @@ class Partition(Replica):
         clock: Clock | None = None,
     ) -> None:
         super().__init__(topic, index, log, store, alone=alone)
-        self.in_sync_keeper: InSyncKeeper | None = None
+        self.in_sync_manager: InSyncManager | None = None
         self._stale_epoch = _NO_EPOCH_IS_STALE
         self._in_sync: InSync | None = None
         """The followers, while there are some and this node leads them."""
         self._is_behind = False
-        self._hands_over = False
+        self._wants_handover = False
         """Whether another replica should lead, as this one cannot put back what its disk lost."""
         self._clock = clock or SystemClock()
         # Dictionaries keep an order, so that a simulated run can be repeated.
@@ -167,12 +167,12 @@ class Partition(Replica):
         except OutOfOrderSequence as error:
             if self.log.failure is None:
                 raise
-            raise self._refused_before() from error
+            raise self._earlier_write_failed() from error
         if not appended.duplicate:
             self.bytes_in += len(batches)
             self.records_in += appended.next_offset - appended.base_offset
             if in_sync is not None:
-                self._tell_followers(in_sync, appended.base_offset)
+                self._notify_followers(in_sync, appended.base_offset)
         if settings.flush == FLUSH_ALWAYS:
             # Also for a duplicate: the first copy may still be waiting for its sync.
             if self.log.synced_offset < self.log.end_offset:
@@ -181,7 +181,7 @@ class Partition(Replica):
             self._advance()
         return appended
 
-    def _refused_before(self) -> StorageFailure:
+    def _earlier_write_failed(self) -> StorageFailure:
         """What is missing may be what the disk has just refused, so the client is told of the disk, and tries again.
 
         A client that is told of a gap begins a new epoch. What it has under way to other partitions at that moment, and
@@ -193,9 +193,9 @@ class Partition(Replica):
         """None when the range is acknowledged already, else a future that tells when it is, or why it never will be."""
         if self.is_acknowledged(appended, acks):
             return None
-        told = Told()
-        self.tell(appended, told, acks)
-        return told.future
+        acknowledgement = AcknowledgementFuture()
+        self.notify_acknowledged(appended, acknowledgement, acks)
+        return acknowledgement.future
 
     def is_acknowledged(self, appended: AppendedRange, acks: int = ACKS_ALL) -> bool:
         """Whether a reply about an append may be sent."""
@@ -203,20 +203,22 @@ class Partition(Replica):
             return True
         return acks != ACKS_ALL and self._in_sync is not None and appended.next_offset <= self.promised_offset
 
-    def tell(self, appended: AppendedRange, listener: AcknowledgementListener, acks: int = ACKS_ALL) -> None:
+    def notify_acknowledged(
+        self, appended: AppendedRange, listener: AcknowledgementListener, acks: int = ACKS_ALL
+    ) -> None:
         """Tell `listener` when an append that is not acknowledged yet is, in the moment when the watermark moves."""
-        waiting = self._waiting if acks == ACKS_ALL or self._in_sync is None else self._waiting_here
+        waiting = self._waiting if acks == ACKS_ALL or self._in_sync is None else self._waiting_locally
         waiting.add(appended.next_offset, listener)
 
     @property
     def waiting(self) -> int:
         """How many are to be told of an acknowledgement."""
-        return len(self._waiting) + len(self._waiting_here)
+        return len(self._waiting) + len(self._waiting_locally)
 
-    def drop_over(self) -> None:
+    def discard_finished(self) -> None:
         """Forget those who were to be told and wait no more."""
-        self._waiting.drop_over()
-        self._waiting_here.drop_over()
+        self._waiting.discard_finished()
+        self._waiting_locally.discard_finished()
 
     async def append(
         self, batches: bytearray | memoryview, *, acks: int = ACKS_ALL, internal: bool = False
@@ -230,19 +232,21 @@ class Partition(Replica):
 
     def read(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> Buffer:
         """Whole batches from the one that holds `offset` up to the high watermark."""
-        stretch = self.stretch(offset, max_bytes=max_bytes, at_once=READ_AT_ONCE, at_least_one=at_least_one)
-        return b"" if stretch is None else stretch.data
+        found = self.read_slice(offset, max_bytes=max_bytes, eager_bytes=READ_ALL, at_least_one=at_least_one)
+        return b"" if found is None else found.data
 
-    def stretch(self, offset: Offset, *, max_bytes: int, at_once: int, at_least_one: bool = True) -> Stretch | None:
-        """The same as a place in a file, if there is something; more than `at_once` bytes are left there to be read."""
+    def read_slice(
+        self, offset: Offset, *, max_bytes: int, eager_bytes: int, at_least_one: bool = True
+    ) -> SegmentSlice | None:
+        """Find the same in its segment; more than `eager_bytes` are left to be read while they are sent."""
         if not self.is_leader:
             raise self._not_leader()
-        stretch = self.log.stretch(
-            offset, max_bytes=max_bytes, up_to=self.high_watermark, at_once=at_once, at_least_one=at_least_one
+        found = self.log.read_slice(
+            offset, max_bytes=max_bytes, up_to=self.high_watermark, eager_bytes=eager_bytes, at_least_one=at_least_one
         )
-        if stretch is not None:
-            self.bytes_out += stretch.size
-        return stretch
+        if found is not None:
+            self.bytes_out += found.size
+        return found
 
     # -- transactions ---------------------------------------------------------------------------------------
 
@@ -250,30 +254,34 @@ class Partition(Replica):
     def last_stable_offset(self) -> Offset:
         """Up to where `read_committed` consumers may read: below it the end of every transaction is acknowledged."""
         transactions = self.log.producers.transactions
-        if not transactions.is_unsettled:
+        if not transactions.has_unsettled:
             return self.high_watermark
         return Offset(max(transactions.stable_offset(self.high_watermark), self.log.start_offset))
 
     def read_committed(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> CommittedRead:
         """Whole batches up to the last stable offset, and which of the transactions in them were aborted."""
-        stretch, aborted = self.committed_stretch(
-            offset, max_bytes=max_bytes, at_once=READ_AT_ONCE, at_least_one=at_least_one
+        found, aborted = self.read_committed_slice(
+            offset, max_bytes=max_bytes, eager_bytes=READ_ALL, at_least_one=at_least_one
         )
-        return CommittedRead(b"" if stretch is None else stretch.data, aborted)
+        return CommittedRead(b"" if found is None else found.data, aborted)
 
-    def committed_stretch(
-        self, offset: Offset, *, max_bytes: int, at_once: int, at_least_one: bool = True
-    ) -> tuple[Stretch | None, list[tuple[int, int]]]:
-        """The same as a place in a file, if there is something; more than `at_once` bytes are left there to be read."""
+    def read_committed_slice(
+        self, offset: Offset, *, max_bytes: int, eager_bytes: int, at_least_one: bool = True
+    ) -> tuple[SegmentSlice | None, list[tuple[int, int]]]:
+        """Find the same in its segment; more than `eager_bytes` are left to be read while they are sent."""
         if not self.is_leader:
             raise self._not_leader()
-        stretch = self.log.stretch(
-            offset, max_bytes=max_bytes, up_to=self.last_stable_offset, at_once=at_once, at_least_one=at_least_one
+        found = self.log.read_slice(
+            offset,
+            max_bytes=max_bytes,
+            up_to=self.last_stable_offset,
+            eager_bytes=eager_bytes,
+            at_least_one=at_least_one,
         )
-        if stretch is None:
+        if found is None:
             return None, []
-        self.bytes_out += stretch.size
-        return stretch, self.aborted_in(offset, Offset(stretch.next_offset))
+        self.bytes_out += found.size
+        return found, self.aborted_in(offset, Offset(found.next_offset))
 
     def aborted_in(self, first: Offset, next_offset: Offset) -> list[tuple[int, int]]:
         """The aborted transactions with something between two offsets, each as producer id and first offset."""
@@ -329,7 +337,7 @@ class Partition(Replica):
     def delete_before(self, offset: Offset) -> None:
         """Let the log begin at an offset, here and then on the followers."""
         self.log.delete_before(offset)
-        self._tell_listeners()
+        self._notify_listeners()
 
     def listen(self, listener: AdvanceListener) -> None:
         """Tell `listener` about every advance until `forget`."""
@@ -345,7 +353,7 @@ class Partition(Replica):
         self.log.change_settings(settings)
         if self._in_sync is not None:
             self._in_sync.change_min(settings.min_insync_replicas)
-            self._look_for_change()
+            self._request_change()
         self._advance()
         if self.log.synced_offset < self.log.end_offset and settings.flush == FLUSH_ALWAYS:
             self._store.sync_soon(self.log)
@@ -356,7 +364,7 @@ class Partition(Replica):
         self.is_leader = False
         self._in_sync = None
         self._fail_waiting(reason or PartitionClosed(f"partition {self.log.partition} was closed"))
-        self._tell_listeners()
+        self._notify_listeners()
 
     # -- roles ----------------------------------------------------------------------------------------------
 
@@ -374,7 +382,7 @@ class Partition(Replica):
         self.state, self._revision, self._me = state, versioned.revision, me
         alone = state.replicas == (me,)
         # Before anybody reads: what the disk lost is then waited for, and not passed over.
-        self.log.lost.has_replicas = not alone
+        self.log.damage.has_replicas = not alone
         if inherited and state.leader == me and not alone:
             self._stale_epoch = state.leader_epoch
         if state.leader == me and state.leader_epoch > self._stale_epoch:
@@ -382,7 +390,7 @@ class Partition(Replica):
         else:
             self._stand_down(state)
         if before != (self.is_leader, self.leader_epoch):
-            self._tell_listeners()
+            self._notify_listeners()
 
     def _lead(self, versioned: Versioned, me: NodeId, *, alone: bool) -> None:
         state, log, now = versioned.state, self.log, self._clock.monotonic()
@@ -400,12 +408,12 @@ class Partition(Replica):
             self._is_behind = False
         if self._in_sync is not None:
             self._note_behind(self._in_sync)
-            self._look_for_change()
+            self._request_change()
         self._advance()
 
     def _stand_down(self, state: PartitionState) -> None:
         was_leader, self.is_leader = self.is_leader, False
-        self._hands_over = False
+        self._wants_handover = False
         self.leader_epoch = state.leader_epoch
         self._in_sync = None
         self._is_behind = False
@@ -428,9 +436,9 @@ class Partition(Replica):
             raise self._not_leader()
         end = self.log.end_offset
         if end > self.high_watermark:
-            told = Told()
-            self._waiting.add(end, told)
-            await told.future
+            acknowledgement = AcknowledgementFuture()
+            self._waiting.add(end, acknowledgement)
+            await acknowledgement.future
 
     # -- the leader's side of replication -------------------------------------------------------------------
 
@@ -490,9 +498,9 @@ class Partition(Replica):
 
     def damage_changed(self) -> None:
         """A range was lost, is whole again or given up: those who wait for records look again."""
-        if not self.log.lost.repairable:
-            self._hands_over = False
-        self._tell_listeners()
+        if not self.log.damage.repairable:
+            self._wants_handover = False
+        self._notify_listeners()
 
     def _read_shared(
         self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None, *, at_least_one: bool
@@ -524,7 +532,7 @@ class Partition(Replica):
             self._is_behind = False
         self._advance()
         if in_sync.may_want_change(node, self.high_watermark):
-            self._look_for_change()
+            self._request_change()
 
     def listen_to_appends(self, listener: AppendListener) -> None:
         """Tell `listener` about every append until `forget_appends`."""
@@ -534,9 +542,9 @@ class Partition(Replica):
         """Stop telling `listener`."""
         self._append_listeners.pop(listener, None)
 
-    def _tell_followers(self, in_sync: InSync, end_before: Offset) -> None:
+    def _notify_followers(self, in_sync: InSync, end_before: Offset) -> None:
         if not self._is_behind:
-            in_sync.fell_behind(end_before=end_before, now=self._clock.monotonic())
+            in_sync.note_log_growth(end_before=end_before, now=self._clock.monotonic())
             self._note_behind(in_sync)
         for listener in tuple(self._append_listeners):
             listener.appended(self)
@@ -558,12 +566,12 @@ class Partition(Replica):
         """The followers, while there are some and this node leads them."""
         return self._in_sync
 
-    def in_sync_change(self, *, lag_s: float, may_join: MayJoin = anybody) -> InSyncChange | None:
+    def in_sync_change(self, *, lag_s: float, may_join: MayJoin = any_replica) -> InSyncChange | None:
         """The change of the in-sync set to ask the store for, if there is one; `change_began` when it is asked."""
         if self._in_sync is None:
             return None
-        if self._hands_over:
-            change = self._in_sync.handed_over(high_watermark=self.high_watermark, may_join=may_join)
+        if self._wants_handover:
+            change = self._in_sync.handover_change(high_watermark=self.high_watermark, may_join=may_join)
             if change is not None:
                 return change
         return self._in_sync.wanted(
@@ -576,9 +584,9 @@ class Partition(Replica):
 
     def hand_over(self) -> None:
         """Have another replica lead that is in sync, as soon as there is one."""
-        if self._in_sync is not None and not self._hands_over:
-            self._hands_over = True
-            self._look_for_change()
+        if self._in_sync is not None and not self._wants_handover:
+            self._wants_handover = True
+            self._request_change()
 
     def change_began(self, change: InSyncChange) -> bool:
         """A change is about to be asked for: until it ends, both sets count. False if it is out of date."""
@@ -610,12 +618,12 @@ class Partition(Replica):
     def _note_behind(self, in_sync: InSync) -> None:
         if not self._is_behind and not in_sync.is_caught_up(self.log.end_offset):
             self._is_behind = True
-            if self.in_sync_keeper is not None:
-                self.in_sync_keeper.behind(self)
+            if self.in_sync_manager is not None:
+                self.in_sync_manager.behind(self)
 
-    def _look_for_change(self) -> None:
-        if self.in_sync_keeper is not None:
-            self.in_sync_keeper.wants_change(self)
+    def _request_change(self) -> None:
+        if self.in_sync_manager is not None:
+            self.in_sync_manager.wants_change(self)
 
     def _not_enough(self, in_sync: InSync) -> NotEnoughReplicas:
         return NotEnoughReplicas(
@@ -628,8 +636,8 @@ class Partition(Replica):
     def _advance(self) -> None:
         log = self.log
         readable = log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
-        if self._waiting_here:
-            self._waiting_here.acknowledge(readable)
+        if self._waiting_locally:
+            self._waiting_locally.acknowledge(readable)
         if not self.is_leader:
             return
         if self._in_sync is not None:
@@ -639,8 +647,8 @@ class Partition(Replica):
         self.high_watermark = readable
         if self._waiting:
             self._waiting.acknowledge(readable)
-        self._tell_listeners()
+        self._notify_listeners()
 
-    def _tell_listeners(self) -> None:
+    def _notify_listeners(self) -> None:
         for listener in tuple(self._listeners):
             listener.advanced(self)

@@ -62,7 +62,7 @@ class PublishedIds:
         # By producer: what transactions hold that have not ended.
         self._open: dict[int, list[tuple[bytes, Published]]] = {}
         self.window_ms = window_ms
-        self.turn = asyncio.Lock()
+        self.lock = asyncio.Lock()
         """Whoever looks and then writes does so in turn."""
         self.forgotten = 0
         begin = self._log.offset_for_time(self._now_ms - window_ms, up_to=self._log.end_offset)
@@ -97,9 +97,9 @@ class PublishedIds:
                 continue
             data = bytes(records)
             if len(data) > ON_LOOP_BYTES or any(header.compression for header in iterate_whole_headers(data)):
-                next_offset, seen = await asyncio.to_thread(_look_through, data, self._next)
+                next_offset, seen = await asyncio.to_thread(_extract_ids, data, self._next)
             else:
-                next_offset, seen = _look_through(data, self._next)
+                next_offset, seen = _extract_ids(data, self._next)
             self._take(seen)
             self._next = next_offset
 
@@ -156,7 +156,7 @@ def _key(message_id: bytes) -> bytes:
     return message_id if len(message_id) <= _SHORT else blake2b(message_id, digest_size=_SHORT).digest()
 
 
-def _look_through(data: bytes, first: int) -> tuple[int, list[_Seen]]:
+def _extract_ids(data: bytes, first: int) -> tuple[int, list[_Seen]]:
     """The ids in some batches from an offset on, and the offset behind them."""
     seen: list[_Seen] = []
     next_offset = first

@@ -7,10 +7,10 @@ import logging
 
 from millstream.broker.log.damage import LostRange
 from millstream.broker.log.log import Log
-from millstream.broker.log.mend import Mend, fit_batches
+from millstream.broker.log.range_repair import RangeRepair, fit_batches
 from millstream.broker.log.store import LogStore
-from millstream.broker.log.truncation import Cut
-from millstream.broker.replication.acknowledgement import Told, Waiting
+from millstream.broker.log.truncation import Truncation
+from millstream.broker.replication.acknowledgement import AcknowledgementFuture, AcknowledgementQueue
 from millstream.core.errors import FencedLeaderEpoch, MillstreamError, NotLeader, PartitionClosed
 from millstream.core.ids import NO_EPOCH, Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.partition_state import FIRST_EPOCH, PartitionState
@@ -60,7 +60,7 @@ class Replica:
         "_revision",
         "_store",
         "_waiting",
-        "_waiting_here",
+        "_waiting_locally",
         "bytes_in",
         "high_watermark",
         "index",
@@ -84,9 +84,9 @@ class Replica:
         self._revision = _NO_REVISION
         self._me: NodeId | None = None
         self._store = store
-        self._waiting = Waiting()
+        self._waiting = AcknowledgementQueue()
         """Those who wait for the high watermark."""
-        self._waiting_here = Waiting()
+        self._waiting_locally = AcknowledgementQueue()
         """Those who wait only for this node: `acks=1`, and a follower that has to sync before it fetches on."""
         self._closed = False
 
@@ -127,7 +127,7 @@ class Replica:
 
     def _fail_waiting(self, error: MillstreamError) -> None:
         self._waiting.fail(error)
-        self._waiting_here.fail(error)
+        self._waiting_locally.fail(error)
 
     # -- the follower's side --------------------------------------------------------------------------------
 
@@ -147,8 +147,8 @@ class Replica:
         return self.stored()
 
     def note_watermark(self, high_watermark: Offset) -> None:
-        """The leader tells up to where records are acknowledged; it has seen that both logs agree up to `has_until`."""
-        known = max(min(high_watermark, self.has_until), self.log.start_offset)
+        """Take over the leader's high watermark, as far as this replica is intact."""
+        known = max(min(high_watermark, self.intact_until), self.log.start_offset)
         if known > self.high_watermark:
             self.high_watermark = Offset(known)
 
@@ -156,10 +156,10 @@ class Replica:
         """None when all of the log is as durable as the topic asks for, else a future that is done when it is."""
         if self.promised_offset >= self.log.end_offset:
             return None
-        told = Told()
-        self._waiting_here.add(self.log.end_offset, told)
+        acknowledgement = AcknowledgementFuture()
+        self._waiting_locally.add(self.log.end_offset, acknowledgement)
         self._store.sync_soon(self.log)
-        return told.future
+        return acknowledgement.future
 
     def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
         """Cut off what the leader of an epoch does not have; the next fetch shows whether the rest agrees.
@@ -183,39 +183,39 @@ class Replica:
             return self._cut(self.log.begin_restart(point))
         return self._cut(self.log.begin_truncation(point))
 
-    def _cut(self, cut: Cut | None) -> asyncio.Future[None] | None:
-        self._cut_waiting()
-        return None if cut is None else self._store.cut_soon(cut)
+    def _cut(self, cut: Truncation | None) -> asyncio.Future[None] | None:
+        self._fail_truncated()
+        return None if cut is None else self._store.truncate_soon(cut)
 
     @property
-    def has_until(self) -> Offset:
+    def intact_until(self) -> Offset:
         """Up to where this replica has everything: the end of its log, or the first offset that its disk lost.
 
         What no other replica has either does not count: nobody could ever have more.
         """
         log = self.log
-        lost = log.lost.repairable if log.lost else ()
+        lost = log.damage.repairable if log.damage else ()
         return Offset(max(lost[0].first, log.start_offset)) if lost else log.end_offset
 
-    async def put_back(self, lost: LostRange, batches: Buffer) -> None:
+    async def restore_range(self, lost: LostRange, batches: Buffer) -> None:
         """Put what another replica has into the place of what the disk lost; `MismatchedBatch` if it does not fit."""
         fitted, next_offset = fit_batches(self.log, lost, batches)
-        await self._store.mend(Mend(self.log, lost, fitted, next_offset))
+        await self._store.repair_range(RangeRepair(self.log, lost, fitted, next_offset))
 
-    def give_up(self, lost: LostRange) -> None:
+    def abandon_range(self, lost: LostRange) -> None:
         """Tell readers that a range is lost for good: no other replica has it either."""
-        self.log.lost.beyond_repair.add((lost.first, lost.next_offset))
-        self.log.lost.on_change()
+        self.log.damage.beyond_repair.add((lost.first, lost.next_offset))
+        self.log.damage.on_change()
 
-    def cut_damage(self, watermark: Offset) -> asyncio.Future[None] | None:
+    def truncate_damage(self, watermark: Offset) -> asyncio.Future[None] | None:
         """Cut a log that has lost what was never acknowledged, to fetch it again; not while anybody counts on the rest.
 
-        The leader, whose high watermark is given, hears of it by `has_until`, and then sees to it that nobody does.
+        The leader, whose high watermark is given, hears of it by `intact_until`, and then sees to it that nobody does.
         What was acknowledged is put back in its place instead, from any replica, and never cut: what lies behind it may
         be the last copy. The future is that of `truncate`.
         """
         state, log = self.state, self.log
-        first = self.has_until
+        first = self.intact_until
         if first >= log.end_offset or self.follows is None or state is None:
             return None
         if self._me in (*state.in_sync, *state.eligible) or first < watermark:
@@ -244,6 +244,6 @@ class Replica:
         if self.is_leader or self.leader_epoch != leader_epoch:
             raise FencedLeaderEpoch(f"{self.log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
 
-    def _cut_waiting(self) -> None:
+    def _fail_truncated(self) -> None:
         self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
         self._fail_waiting(NotLeader(f"the end of {self.log.partition} was cut off"))

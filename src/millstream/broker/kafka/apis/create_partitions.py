@@ -14,7 +14,7 @@ from kio.schema.create_partitions.v3.response import CreatePartitionsResponse, C
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.told import Placement
+from millstream.broker.cluster.store_values import Placement
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message

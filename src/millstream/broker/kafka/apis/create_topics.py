@@ -20,7 +20,7 @@ from kio.schema.errors import ErrorCode
 from kio.static.primitive import i8, i16, i32
 
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.told import Placement
+from millstream.broker.cluster.store_values import Placement
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message

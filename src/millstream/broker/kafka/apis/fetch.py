@@ -29,7 +29,7 @@ from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.kafka.follower_fetch import FollowerFetch
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.log.stretch import Stretch
+from millstream.broker.log.segment_slice import SegmentSlice
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.promise import Buffers, Reply
@@ -215,7 +215,7 @@ class _Found(NamedTuple):
     code: ErrorCode
     high_watermark: int
     log_start: int
-    stretch: Stretch | None
+    stretch: SegmentSlice | None
     last_stable: int = -1
     aborted: Sequence[tuple[int, int]] | None = None
     """The aborted transactions among the records, each as producer id and first offset; None if nobody asked."""
@@ -379,13 +379,13 @@ class Fetch:
         # As in Kafka, only the first partition with records may exceed the limits, by its first batch: the client makes
         # progress, and every other partition keeps to what is left of `max_bytes` and to its own.
         for key in keys:
-            at_once = at_once_max if size < READ_ALL_BYTES_MAX else 0
+            eager_bytes = at_once_max if size < READ_ALL_BYTES_MAX else 0
             result = self._read_partition(
                 key,
                 context.positions[key],
                 left,
                 committed=committed,
-                at_once=at_once,
+                eager_bytes=eager_bytes,
                 at_least_one=share_bytes > 0 and not size,
             )
             found[key] = result
@@ -394,23 +394,23 @@ class Fetch:
                 size += result.stretch.size
 
     def _read_partition(
-        self, key: PartitionKey, position: Position, left: int, *, committed: bool, at_once: int, at_least_one: bool
+        self, key: PartitionKey, position: Position, left: int, *, committed: bool, eager_bytes: int, at_least_one: bool
     ) -> _Found:
         try:
             partition = self._partition(key)
             partition.check_leader_epoch(position.leader_epoch)
-            stretch: Stretch | None = None
+            stretch: SegmentSlice | None = None
             aborted: Sequence[tuple[int, int]] | None = () if committed else None
             max_bytes = max(0, min(position.max_bytes, left))
             watermark = partition.high_watermark
             if max_bytes or at_least_one or position.offset > watermark:
                 if committed:
-                    stretch, aborted = partition.committed_stretch(
-                        position.offset, max_bytes=max_bytes, at_once=at_once, at_least_one=at_least_one
+                    stretch, aborted = partition.read_committed_slice(
+                        position.offset, max_bytes=max_bytes, eager_bytes=eager_bytes, at_least_one=at_least_one
                     )
                 else:
-                    stretch = partition.stretch(
-                        position.offset, max_bytes=max_bytes, at_once=at_once, at_least_one=at_least_one
+                    stretch = partition.read_slice(
+                        position.offset, max_bytes=max_bytes, eager_bytes=eager_bytes, at_least_one=at_least_one
                     )
             stable = partition.last_stable_offset
             return _Found(key, ErrorCode.none, watermark, partition.log_start, stretch, stable, aborted)
@@ -637,7 +637,7 @@ def _write(
     pieces.append(writer.buffer)
     size = sum(map(len, pieces))
     parts = [response_head(1, version, header.correlation_id, size), *pieces]
-    unread = [part for part in parts if isinstance(part, Stretch)]
+    unread = [part for part in parts if isinstance(part, SegmentSlice)]
     if not unread:
         return cast("Buffers", parts)
     for stretch in unread:

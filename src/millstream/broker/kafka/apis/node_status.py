@@ -30,7 +30,7 @@ from typing import Any
 import msgspec
 
 from millstream import __version__
-from millstream.broker.cluster.behind import Behind
+from millstream.broker.cluster.replica_lag import ReplicaLag
 from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.net.connection import Answer
 from millstream.core.clock import Clock
@@ -79,7 +79,7 @@ class NodeStatus:
         *,
         troubles: Callable[[], Iterable[str]] = tuple,
         damage: Callable[[], Damaged] = tuple,
-        behind: Callable[[], Iterable[Behind]] = tuple,
+        behind: Callable[[], Iterable[ReplicaLag]] = tuple,
         warnings: Callable[[], Iterable[str]] = tuple,
         samples_max: int = SAMPLES_MAX,
     ) -> None:
@@ -140,7 +140,7 @@ class NodeStatus:
         return {"name": metric.name, "kind": metric.kind, "help": metric.help, "samples": taken, "left_out": left_out}
 
 
-def _lacking(one: Behind) -> dict[str, Any]:
+def _lacking(one: ReplicaLag) -> dict[str, Any]:
     where = one.partition
     return {"topic": where.topic, "partition": where.partition, "replica": one.replica, "records": one.records}
 

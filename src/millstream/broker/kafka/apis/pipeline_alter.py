@@ -19,7 +19,7 @@ from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.rule_change import check_filters_of
-from millstream.broker.pipeline_notes import PipelineNotes
+from millstream.broker.pipeline_advice import PipelineAdvice
 from millstream.core.pipeline import DECODE, NO_DECODING
 from millstream.protocol.private.pipeline_messages import ALTER_KEY, PipelineChanges
 
@@ -30,7 +30,7 @@ class PipelineAlter(PrivateApi[PipelineChanges]):
     key = ALTER_KEY
     asks = PipelineChanges
 
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineNotes) -> None:
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
@@ -53,4 +53,4 @@ class PipelineAlter(PrivateApi[PipelineChanges]):
             now = await self._pipelines.find(request.name)
             await check_filters_of(now.rules, self._subscriptions, decode=NO_DECODING)
         changed = await self._pipelines.alter(request.name, request.settings, validate_only=request.validate_only)
-        return self._notes.on(changed)
+        return self._notes.notes_for(changed)

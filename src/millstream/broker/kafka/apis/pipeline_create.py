@@ -18,7 +18,7 @@ from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.rule_change import check_filters_of
-from millstream.broker.pipeline_notes import PipelineNotes
+from millstream.broker.pipeline_advice import PipelineAdvice
 from millstream.core.errors import InvalidPipeline
 from millstream.core.pipeline import DECODE, GROUP_PREFIX, kind_of
 from millstream.protocol.private.pipeline_messages import CREATE_KEY, NewPipeline
@@ -30,7 +30,7 @@ class PipelineCreate(PrivateApi[NewPipeline]):
     key = CREATE_KEY
     asks = NewPipeline
 
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineNotes) -> None:
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
@@ -50,4 +50,4 @@ class PipelineCreate(PrivateApi[NewPipeline]):
             is_wanted=request.wanted,
             validate_only=request.validate_only,
         )
-        return {"pipeline_id": str(made.pipeline_id), "notes": self._notes.on(made)}
+        return {"pipeline_id": str(made.pipeline_id), "notes": self._notes.notes_for(made)}

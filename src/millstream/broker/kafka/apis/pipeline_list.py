@@ -56,5 +56,5 @@ class PipelineList(PrivateApi[PipelineNames]):
             "version": pipeline.version,
             "rules": [RuleMessage.of(rule) for rule in rules],
             "lag": self._board.lag(pipeline.name),
-            "report": self._board.told(pipeline.name),
+            "report": self._board.describe(pipeline.name),
         }

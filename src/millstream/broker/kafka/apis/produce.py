@@ -36,7 +36,7 @@ from millstream.broker.kafka.errors import error_code, log_fenced
 from millstream.broker.kafka.produce_codec import Portion, Request, read, write
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.transaction_opening import Opening, is_open
-from millstream.broker.log.admission import check_records, needs_time
+from millstream.broker.log.batch_checks import check_records, is_expensive_to_check
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.log.transactions import Guard
 from millstream.broker.net.connection import Answer
@@ -83,19 +83,19 @@ _NO_TRANSACTION = "the record batch belongs to a transaction, but the request na
 class _Waiting:
     """A partition of a request whose reply waits for it to be acknowledged."""
 
-    __slots__ = ("is_over", "partition", "pending", "portion")
+    __slots__ = ("is_finished", "partition", "pending", "portion")
 
     def __init__(self, pending: _Pending, portion: Portion, partition: Partition) -> None:
         self.pending = pending
         self.portion = portion
         self.partition = partition
-        self.is_over = False
+        self.is_finished = False
 
     def acknowledged(self, error: MillstreamError | None) -> None:
         """Called once by the partition."""
-        if self.is_over:
+        if self.is_finished:
             return
-        self.is_over = True
+        self.is_finished = True
         if error is not None:
             self.portion.fail(error_code(error), str(error))
         self.pending.partition_acknowledged()
@@ -124,9 +124,9 @@ class _Pending(Promise):
 
     def time_out(self) -> list[Partition]:
         """Tell of every partition that is still waited for that nothing is known; returns these."""
-        unsettled = [waiting for waiting in self.waiting if not waiting.is_over]
+        unsettled = [waiting for waiting in self.waiting if not waiting.is_finished]
         for waiting in unsettled:
-            waiting.is_over = True
+            waiting.is_finished = True
             waiting.portion.fail(ErrorCode.request_timed_out, _TIMED_OUT)
         return [waiting.partition for waiting in unsettled]
 
@@ -192,7 +192,7 @@ class Produce:
         if records is None or not (len(records) >= _MANY_RECORDS_BYTES or _flags(records) & COMPRESSION_MASK):
             return False
         try:
-            return self._partition(portion).log.settings.reads_records and needs_time(records)
+            return self._partition(portion).log.settings.reads_records and is_expensive_to_check(records)
         except MillstreamError:
             # It is refused when it is appended.
             return False
@@ -278,7 +278,7 @@ class Produce:
         for partition, portion in waiting:
             one = _Waiting(pending, portion, partition)
             pending.waiting.append(one)
-            partition.tell(cast("AppendedRange", portion.appended), one, request.acks)
+            partition.notify_acknowledged(cast("AppendedRange", portion.appended), one, request.acks)
         if self._sweep is None:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
@@ -300,7 +300,7 @@ class Produce:
                 timed_out.update(dict.fromkeys(pending.time_out()))
                 self.send_reply(pending)
         for partition in timed_out:
-            partition.drop_over()
+            partition.discard_finished()
         if self._pending:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 

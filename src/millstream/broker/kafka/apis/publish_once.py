@@ -110,7 +110,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
     ) -> tuple[list[tuple[int, int, bool]], int]:
         """Append what is new; where every message stands, and up to where the log has to be acknowledged."""
         ids = self._ids_of(partition)
-        async with ids.turn:
+        async with ids.lock:
             await ids.catch_up()
             # From here to the append nothing is awaited, so nothing can come in between.
             known: dict[bytes, Published] = {}

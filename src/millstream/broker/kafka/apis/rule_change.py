@@ -20,7 +20,7 @@ from typing import Any
 from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
-from millstream.broker.pipeline_notes import PipelineNotes
+from millstream.broker.pipeline_advice import PipelineAdvice
 from millstream.core.errors import FilterError, InvalidPipeline
 from millstream.core.pipeline import DECODE, NO_DECODING, Rule
 from millstream.core.subscription import FILTER
@@ -33,7 +33,7 @@ class RuleChange(PrivateApi[RuleChanges]):
     key = RULES_KEY
     asks = RuleChanges
 
-    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineNotes) -> None:
+    def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
@@ -46,7 +46,7 @@ class RuleChange(PrivateApi[RuleChanges]):
         changed = await self._pipelines.change_rules(
             request.name, rules, gone=request.delete, validate_only=request.validate_only
         )
-        return {"rules": len(changed.rules), "notes": self._notes.on(changed)}
+        return {"rules": len(changed.rules), "notes": self._notes.notes_for(changed)}
 
 
 async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions, *, decode: str) -> None:

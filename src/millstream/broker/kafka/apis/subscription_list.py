@@ -88,7 +88,7 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
 
     def _push_status(self, subscription: Subscription) -> list[dict[str, Any]]:
         """How push goes here; a client puts those of all nodes together."""
-        status = self._service.push.told(subscription.name)
+        status = self._service.push.describe(subscription.name)
         return [] if status is None else [{"node": self._service.node_id, **status}]
 
     def _describe(

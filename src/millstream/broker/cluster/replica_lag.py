@@ -10,7 +10,7 @@ from millstream.core.ids import NodeId
 from millstream.core.topic import TopicPartition
 
 
-class Behind(NamedTuple):
+class ReplicaLag(NamedTuple):
     """A replica and how many records of the leader's log it lacks, as its last fetch told."""
 
     partition: TopicPartition
@@ -18,9 +18,9 @@ class Behind(NamedTuple):
     records: int
 
 
-def replicas_behind(carried: Iterable[Partition]) -> Iterator[Behind]:
+def lagging_replicas(hosted: Iterable[Partition]) -> Iterator[ReplicaLag]:
     """Every replica that does not have all of a partition that this node leads."""
-    for partition in carried:
+    for partition in hosted:
         if partition.in_sync is None:
             continue
         end, start = partition.log.end_offset, partition.log.start_offset
@@ -28,4 +28,4 @@ def replicas_behind(carried: Iterable[Partition]) -> Iterator[Behind]:
             # One that has not fetched yet may lack everything.
             lacking = end - max(follower.offset, start)
             if lacking > 0:
-                yield Behind(TopicPartition(partition.topic.name, partition.index), follower.node, lacking)
+                yield ReplicaLag(TopicPartition(partition.topic.name, partition.index), follower.node, lacking)

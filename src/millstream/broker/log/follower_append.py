@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millstream.broker.log.files import Files
-from millstream.broker.log.truncation import Cut, begin_cutting, check_may_be_cut
+from millstream.broker.log.truncation import Truncation, block_writes, check_can_truncate
 from millstream.core.errors import CorruptBatch
 from millstream.core.ids import Offset
 from millstream.protocol.records.batch import (
@@ -38,7 +38,7 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -
     if not in_row:
         if headers[0].base_offset < start_offset == log.end_offset:
             # The leader's log begins within a batch, and so will this one.
-            log.keeper.cut_now(begin_restart(log, headers[0].base_offset, files))
+            log.maintenance.truncate_now(begin_restart(log, headers[0].base_offset, files))
         batches = _continued(log, batches, headers)
         headers = list(iterate_headers(batches))
     if not headers:
@@ -59,7 +59,7 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -
             log.producers.take(header, batches, header.base_offset, now_ms, append_time_ms)
     log.end_offset = headers[-1].next_offset
     log.settle_transactions()
-    log.grown(segment.size - start)
+    log.after_append(segment.size - start)
     if log.start_offset < start_offset:
         log.delete_before(start_offset)
 
@@ -111,19 +111,19 @@ def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearr
     return laid
 
 
-def begin_restart(log: Log, offset: int, files: Files) -> Cut:
+def begin_restart(log: Log, offset: int, files: Files) -> Truncation:
     """Drop everything and let the log begin and end at an offset; it is for good when the cut is done."""
-    check_may_be_cut(log)
-    begin_cutting(log)
+    check_can_truncate(log)
+    block_writes(log)
     for segment in log.segments:
         segment.cuts += 1
         log.open_files.release(segment)
-    log.doomed += log.segments
+    log.removed_segments += log.segments
     log.replace_segments([])
     log.start_offset = log.end_offset = log.synced_offset = log.stored_offset = Offset(offset)
     log.cleaned_offset = offset
     log.epochs.cut_after(0)
     log.producers.clear()
-    log.lost.cut_before(_EVERYTHING)
+    log.damage.cut_before(_EVERYTHING)
     # The state goes first here, too: after a crash in between, the old files are not taken for a part of the log.
-    return Cut(log, files, "starting the log anew")
+    return Truncation(log, files, "starting the log anew")

@@ -15,7 +15,7 @@ from millstream.core.topic import Topic
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registered:
+class NodeRegistration:
     """A node that runs, as it registered itself."""
 
     node: Node
@@ -41,7 +41,7 @@ class Registered:
         return _compact(content)
 
     @classmethod
-    def from_json(cls, node_id: NodeId, text: str, revision: int) -> Registered:
+    def from_json(cls, node_id: NodeId, text: str, revision: int) -> NodeRegistration:
         """Read it back; fields that are not known here are passed over."""
         try:
             content = json.loads(text)

@@ -11,7 +11,7 @@ from uuid import UUID
 import pytest
 
 from millstream.broker.log.log import Log
-from millstream.broker.log.mend import Mend, fit_batches
+from millstream.broker.log.range_repair import RangeRepair, fit_batches
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
@@ -65,7 +65,7 @@ def lose(files: MemoryFiles, store: LogStore, log: Log, *offsets: int) -> dict[i
         files.flip_bit(path, position + PAYLOAD_AT, 2)
     while store.scrub_once():
         pass
-    assert {first for first, _ in log.damage} <= given.keys()
+    assert {first for first, _ in log.damaged_ranges} <= given.keys()
     return given
 
 
@@ -74,9 +74,9 @@ def place_of(log: Log, offset: int) -> int:
 
 
 def mend(store: LogStore, log: Log, batches: bytes, *, lost: int = 0) -> None:
-    one = list(log.lost)[lost]
+    one = list(log.damage)[lost]
     fitted, next_offset = fit_batches(log, one, batches)
-    job = Mend(log, one, fitted, next_offset)
+    job = RangeRepair(log, one, fitted, next_offset)
     job.execute()
     job.finish()
     assert job.error is None
@@ -120,18 +120,18 @@ def test_other_bytes_are_swapped_in_and_other_damage_of_the_segment_stays(
     """As a compacted replica has them: a batch without records in the place of several."""
     store, log = opened
     lose(files, store, log, offset, 15)
-    at = [first for first, _ in log.damage].index(offset)
+    at = [first for first, _ in log.damaged_ranges].index(offset)
     epoch = log.epochs.epoch_at(offset)
     first = max(0, offset - 2) if log.epochs.epoch_at(max(0, offset - 2)) == epoch else offset
     mend(store, log, bytes(empty_batch(first, offset + 1, epoch)), lost=at)
-    assert log.damage == ((15, 16),)
+    assert log.damaged_ranges == ((15, 16),)
     whole = [number for number in range(COUNT) if number not in (offset, 15)]
     assert values(log) == whole
     log.append(a_batch(COUNT), leader_epoch=Epoch(9))
     assert values(log) == [*whole, COUNT]
     store.close_now()
     again = open_log(files)[1]
-    assert again.damage == ((15, 16),)
+    assert again.damaged_ranges == ((15, 16),)
     assert values(again) == [*whole, COUNT]
 
 
@@ -144,9 +144,9 @@ def test_a_range_may_be_put_back_in_parts(opened: tuple[LogStore, Log], files: M
         pass
     part = len(given) // (segment.next_offset - segment.base_offset) * 4
     mend(store, log, given[:part])
-    assert log.damage == ((segment.base_offset + 4, segment.next_offset),)
+    assert log.damaged_ranges == ((segment.base_offset + 4, segment.next_offset),)
     mend(store, log, given[part:])
-    assert not log.lost
+    assert not log.damage
     assert values(log) == list(range(COUNT))
 
 
@@ -158,9 +158,9 @@ def test_a_loss_of_power_leaves_the_range_lost_or_whole(seed: int, is_same: bool
     fill(store, log)
     given = lose(files, store, log, 17)
     store.checkpoint_now(log)
-    (lost,) = log.lost
+    (lost,) = log.damage
     fitted, next_offset = fit_batches(log, lost, given[17] if is_same else bytes(empty_batch(17, 18, 2)))
-    job = Mend(log, lost, fitted, next_offset)
+    job = RangeRepair(log, lost, fitted, next_offset)
     job.execute()
     job.finish()
     assert job.error is None
@@ -169,17 +169,17 @@ def test_a_loss_of_power_leaves_the_range_lost_or_whole(seed: int, is_same: bool
     files.crash()
     again = open_log(files)[1]
     expected = [number for number in range(COUNT) if number != 17]
-    if is_same and not again.lost:
+    if is_same and not again.damage:
         expected = list(range(COUNT))
     if seed % 2:
-        assert not again.lost
+        assert not again.damage
     assert values(again) == expected
 
 
 def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
     store, log = opened
     given = lose(files, store, log, 17)
-    (lost,) = log.lost
+    (lost,) = log.damage
     right = given[17]
     wrong_crc = right[:-1] + b"?"
     wrong_offset = b"\0" * 7 + b"\x13" + right[8:]
@@ -195,13 +195,13 @@ def test_batches_that_cannot_have_been_there_are_refused(opened: tuple[LogStore,
 def test_a_disk_that_refuses_leaves_the_range_lost(opened: tuple[LogStore, Log], files: MemoryFiles) -> None:
     store, log = opened
     given = lose(files, store, log, 17)
-    (lost,) = log.lost
-    job = Mend(log, lost, given[17], 18)
+    (lost,) = log.damage
+    job = RangeRepair(log, lost, given[17], 18)
     files.fail_next_writes(".log")
     job.execute()
     job.finish()
     assert job.error is not None
-    assert log.damage == ((17, 18),)
+    assert log.damaged_ranges == ((17, 18),)
     mend(store, log, given[17])
     assert values(log) == list(range(COUNT))
 
@@ -213,8 +213,8 @@ def test_what_was_written_after_a_cut_is_not_written_over(
     """The repair waits for its thread while a follower truncates the same file and takes over other records."""
     store, log = opened
     given = lose(files, store, log, offset)
-    (lost,) = log.lost
-    job = Mend(log, lost, given[offset], offset + 1)
+    (lost,) = log.damage
+    job = RangeRepair(log, lost, given[offset], offset + 1)
     log.truncate_to(offset)
     for number in range(offset, COUNT):
         log.append(a_batch(number + 100), leader_epoch=Epoch(9))
@@ -223,7 +223,7 @@ def test_what_was_written_after_a_cut_is_not_written_over(
     assert isinstance(job.error, LogUnavailable)
     assert not isinstance(job.error, StorageFailure)
     with pytest.raises(LogUnavailable):
-        Mend(log, lost, given[offset], offset + 1)
+        RangeRepair(log, lost, given[offset], offset + 1)
     store.sync_soon(log)
     store.commit_once()
     files.kill()
@@ -236,13 +236,13 @@ async def test_a_write_in_place_and_a_cut_have_one_thread() -> None:
     store, log = open_log(files)
     fill(store, log)
     given = lose(files, store, log, 17)
-    (lost,) = log.lost
+    (lost,) = log.damage
     files.threads.clear()
-    mending = asyncio.ensure_future(store.mend(Mend(log, lost, given[17], 18)))
+    mending = asyncio.ensure_future(store.repair_range(RangeRepair(log, lost, given[17], 18)))
     await asyncio.sleep(0)
     cut = log.begin_truncation(16)
     assert cut is not None
-    await store.cut_soon(cut)
+    await store.truncate_soon(cut)
     with pytest.raises(LogUnavailable):
         await mending
     assert files.threads
@@ -278,7 +278,7 @@ def test_what_recovery_could_not_read_of_producers_is_learned_when_it_is_back(fi
     files.kill()
     files.flip_bit(path, position + PAYLOAD_AT, 1)
     store, log = open_log(files)
-    assert [(lost.first, lost.unread) for lost in log.lost] == [(2, True)]
+    assert [(lost.first, lost.unread) for lost in log.damage] == [(2, True)]
     mend(store, log, given[2])
     producer = log.producers.get(7)
     assert producer is not None

@@ -16,26 +16,26 @@ from millstream.core.setting import suggestion
 NAMED_MAX: Final = 5
 """So many topics are named in a note."""
 
-Ways = Mapping[str, Mapping[str, str]]
+Routes = Mapping[str, Mapping[str, str]]
 """By topic: the topics that messages of it come to, and the pipeline by which they do."""
 
 
-class PipelineNotes:
+class PipelineAdvice:
     """Looks at a pipeline beside the topics and pipelines that there are."""
 
     def __init__(self, pipelines: Pipelines, topics: Topics) -> None:
         self._pipelines = pipelines
         self._topics = topics
 
-    def on(self, pipeline: Pipeline) -> list[str]:
+    def notes_for(self, pipeline: Pipeline) -> list[str]:
         """What is to be known of it, a sentence each."""
         with suppress(MillstreamError):
             # What an older node has declared may be such that nothing can be told of it.
-            return [*self._missing(pipeline), *_unused(pipeline), *self._circles(pipeline)]
+            return [*self._missing(pipeline), *_unused(pipeline), *self._loops(pipeline)]
         return []
 
     def _missing(self, pipeline: Pipeline) -> Iterator[str]:
-        if not _is_clear(pipeline):
+        if not _is_statement_clear(pipeline):
             return
         missing = [name for name in pipeline.flows() if self._topics.get(name) is None]
         known = [topic.name for topic in self._topics.all()] if missing else []
@@ -44,15 +44,15 @@ class PipelineNotes:
         if len(missing) > NAMED_MAX:
             yield f"Nor are {len(missing) - NAMED_MAX} more of its topics there yet."
 
-    def _circles(self, pipeline: Pipeline) -> Iterator[str]:
-        ways = _ways([*(one for one in self._pipelines.all() if one.name != pipeline.name), pipeline])
+    def _loops(self, pipeline: Pipeline) -> Iterator[str]:
+        routes = _routes([*(one for one in self._pipelines.all() if one.name != pipeline.name), pipeline])
         for topic, targets in pipeline.flows().items():
             for target in sorted(targets):
-                path = _path(ways, target, topic)
+                path = _path(routes, target, topic)
                 if path is not None:
                     round_trip = [topic, *path]
                     steps = zip(round_trip, path, strict=False)
-                    names = sorted({pipeline.name, *(ways[one][other] for one, other in steps)})
+                    names = sorted({pipeline.name, *(routes[one][other] for one, other in steps)})
                     yield (
                         f"Messages may go round for ever: {' to '.join(round_trip)}, by the pipelines "
                         f"{', '.join(names)}. Have a condition end that."
@@ -60,7 +60,7 @@ class PipelineNotes:
                     return
 
 
-def _is_clear(pipeline: Pipeline) -> bool:
+def _is_statement_clear(pipeline: Pipeline) -> bool:
     settings = pipeline.settings
     return not isinstance(settings, TransformSettings) or read_select(settings.sql).is_clear
 
@@ -68,7 +68,7 @@ def _is_clear(pipeline: Pipeline) -> bool:
 def _unused(pipeline: Pipeline) -> Iterator[str]:
     """Names that stand in the settings of a transform and not in its statement."""
     settings = pipeline.settings
-    if not isinstance(settings, TransformSettings) or not _is_clear(pipeline):
+    if not isinstance(settings, TransformSettings) or not _is_statement_clear(pipeline):
         return
     reads = read_select(settings.sql).reads
     documents = {"schemas": settings.schemas, "watermarks": settings.watermarks, "tables": settings.tables}
@@ -78,7 +78,7 @@ def _unused(pipeline: Pipeline) -> Iterator[str]:
                 yield f"The statement does not read {name!r}, which `{setting}` names{suggestion(name, reads) or '.'}"
 
 
-def _ways(pipelines: Iterable[Pipeline]) -> dict[str, dict[str, str]]:
+def _routes(pipelines: Iterable[Pipeline]) -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for pipeline in pipelines:
         with suppress(MillstreamError):
@@ -87,7 +87,7 @@ def _ways(pipelines: Iterable[Pipeline]) -> dict[str, dict[str, str]]:
     return found
 
 
-def _path(ways: Ways, start: str, goal: str) -> list[str] | None:
+def _path(routes: Routes, start: str, goal: str) -> list[str] | None:
     """The topics from one to another, both with them; None if messages do not come there."""
     before: dict[str, str | None] = {start: None}
     waiting = [start]
@@ -97,7 +97,7 @@ def _path(ways: Ways, start: str, goal: str) -> list[str] | None:
             while (last := before[path[0]]) is not None:
                 path.insert(0, last)
             return path
-        for target in ways.get(topic, {}):
+        for target in routes.get(topic, {}):
             if target not in before:
                 before[target] = topic
                 waiting.append(target)

@@ -6,11 +6,11 @@ from uuid import UUID
 
 import pytest
 
-from millstream.broker.log.handles import OpenFiles
 from millstream.broker.log.log import Log
+from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.segment import Segment
+from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice
 from millstream.broker.log.store import LogStore
-from millstream.broker.log.stretch import BrokenSegment, Stretch
 from millstream.core.errors import DamagedRange, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
@@ -37,8 +37,8 @@ def log(store: LogStore) -> Log:
     return log
 
 
-def unread(log: Log, offset: int, max_bytes: int = 1 << 20) -> Stretch:
-    stretch = log.stretch(offset, max_bytes=max_bytes, up_to=log.end_offset, at_once=0)
+def unread(log: Log, offset: int, max_bytes: int = 1 << 20) -> SegmentSlice:
+    stretch = log.read_slice(offset, max_bytes=max_bytes, up_to=log.end_offset, eager_bytes=0)
     assert stretch is not None
     assert stretch.data == b""
     return stretch
@@ -52,17 +52,17 @@ def numbers(data: bytes) -> list[int]:
 @pytest.mark.parametrize("offset", [0, 3, 9, 50])
 def test_the_same_is_found_whether_it_is_read_at_once_or_later(log: Log, offset: int, max_bytes: int) -> None:
     for up_to in (log.end_offset, offset + 1, offset + 5):
-        at_once = log.stretch(offset, max_bytes=max_bytes, up_to=up_to)
-        later = log.stretch(offset, max_bytes=max_bytes, up_to=up_to, at_once=0)
-        assert at_once is not None
+        eager = log.read_slice(offset, max_bytes=max_bytes, up_to=up_to)
+        later = log.read_slice(offset, max_bytes=max_bytes, up_to=up_to, eager_bytes=0)
+        assert eager is not None
         assert later is not None
         assert (later.size, later.next_offset, later.end_position) == (
-            at_once.size,
-            at_once.next_offset,
-            at_once.end_position,
+            eager.size,
+            eager.next_offset,
+            eager.end_position,
         )
-        assert later.read(0, later.size) == bytes(at_once.data)
-        assert numbers(bytes(at_once.data))[0] == offset
+        assert later.read(0, later.size) == bytes(eager.data)
+        assert numbers(bytes(eager.data))[0] == offset
 
 
 def test_it_can_be_read_in_pieces(log: Log) -> None:
@@ -134,11 +134,11 @@ def test_after_a_read_failed_in_mid_answer_the_log_itself_tells_why(log: Log, fi
         stretch.read(0, stretch.size)
 
     # Now nothing is promised unread: what is whole is given, and the rest is known to be lost.
-    again = log.stretch(0, max_bytes=1 << 20, up_to=log.end_offset, at_once=0)
+    again = log.read_slice(0, max_bytes=1 << 20, up_to=log.end_offset, eager_bytes=0)
     assert again is not None
     assert numbers(bytes(again.data)) == list(range(again.next_offset))
     with pytest.raises(DamagedRange):
-        log.stretch(again.next_offset, max_bytes=1 << 20, up_to=log.end_offset, at_once=0)
+        log.read_slice(again.next_offset, max_bytes=1 << 20, up_to=log.end_offset, eager_bytes=0)
 
 
 def test_so_many_files_are_held_that_others_can_still_be_opened() -> None:
@@ -148,7 +148,7 @@ def test_so_many_files_are_held_that_others_can_still_be_opened() -> None:
     files.make_directory("/d")
     for segment in segments:
         files.close(files.open(segment.path, create=True))
-    held = [Stretch(pool, segment, 0, 0, 0) for segment in segments]
+    held = [SegmentSlice(pool, segment, 0, 0, 0) for segment in segments]
     for stretch in held:
         stretch.hold()
     assert [segment.pins for segment in segments] == [1, 1, 0, 0]

@@ -11,7 +11,7 @@ from millstream.broker.log.segment import Segment
 
 
 @dataclass(slots=True, kw_only=True)
-class Contents:
+class LogContents:
     """The parts of a log that is about to be opened."""
 
     directory: str
@@ -45,7 +45,7 @@ class RecoveryReport:
     lost: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def eventful(self) -> bool:
+    def is_notable(self) -> bool:
         """Whether something was cut, lost, or brought back from the journal."""
         return bool(self.cut_bytes or self.lost or self.replayed_bytes)
 

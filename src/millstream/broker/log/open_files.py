@@ -8,7 +8,7 @@ from typing import Protocol
 from millstream.broker.log.files import Files
 
 
-class Opened(Protocol):
+class OpenFile(Protocol):
     """What can be held open: `descriptor` is -1 while it is not."""
 
     path: str
@@ -33,13 +33,13 @@ class OpenFiles:
         self.files = files
         self._limit = limit
         self._pinned = 0
-        self._open: OrderedDict[int, Opened] = OrderedDict()
-        self._doomed: set[int] = set()
+        self._open: OrderedDict[int, OpenFile] = OrderedDict()
+        self._closing: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def descriptor(self, opened: Opened, *, create: bool = False) -> int:
+    def descriptor(self, opened: OpenFile, *, create: bool = False) -> int:
         """The descriptor of a file, opening it if need be."""
         opened.used = True
         if opened.descriptor >= 0:
@@ -50,7 +50,7 @@ class OpenFiles:
         self._open[id(opened)] = opened
         return opened.descriptor
 
-    def pin(self, opened: Opened) -> int:
+    def pin(self, opened: OpenFile) -> int:
         """Open a file for the use of a thread or an answer; `unpin` must follow."""
         descriptor = self.descriptor(opened)
         self._pinned += not opened.pins
@@ -62,32 +62,32 @@ class OpenFiles:
         """Whether enough files are left that can be closed for others."""
         return self._pinned < self._limit // 2
 
-    def unpin(self, opened: Opened) -> None:
+    def unpin(self, opened: OpenFile) -> None:
         """One of those that use it is done."""
         opened.pins -= 1
         self._pinned -= not opened.pins
-        if opened.pins == 0 and id(opened) in self._doomed:
-            self._doomed.discard(id(opened))
+        if opened.pins == 0 and id(opened) in self._closing:
+            self._closing.discard(id(opened))
             self._close(opened)
 
-    def release(self, opened: Opened) -> None:
+    def release(self, opened: OpenFile) -> None:
         """Close a file that will not be used again, at the latest when the last one has unpinned it."""
         opened.released = True
         if opened.descriptor < 0:
             return
         if opened.pins:
-            self._doomed.add(id(opened))
+            self._closing.add(id(opened))
         else:
             self._close(opened)
 
-    def close(self, opened: Opened) -> None:
+    def close(self, opened: OpenFile) -> None:
         """Close a file whose name stands for something else now, unless it is in use."""
         if opened.descriptor >= 0 and not opened.pins:
             self._close(opened)
 
     def close_all(self) -> None:
         """Close everything; no thread is at work any more."""
-        self._doomed.clear()
+        self._closing.clear()
         for opened in list(self._open.values()):
             self._close(opened)
 
@@ -100,7 +100,7 @@ class OpenFiles:
             opened.used = False
             self._open.move_to_end(key)
 
-    def _close(self, opened: Opened) -> None:
+    def _close(self, opened: OpenFile) -> None:
         del self._open[id(opened)]
         descriptor, opened.descriptor = opened.descriptor, -1
         self.files.close(descriptor)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _CODEC_AND_CONTROL = COMPRESSION_MASK | CONTROL_FLAG
 
 
-def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -> AppendedRange | None:
+def append_fast(log: Log, batches: bytearray | memoryview, leader_epoch: int) -> AppendedRange | None:
     """Append one batch of a client if there is nothing to say about it; None, and nothing done, otherwise.
 
     That is: it is whole and valid and within all limits, new to the log, keeps the producer's time, begins no
@@ -56,7 +56,7 @@ def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -
         or count != delta + 1
         or attributes & _CODEC_AND_CONTROL > COMPRESSION_ZSTD
         or size > settings.max_message_bytes
-        or not log.takes_plain
+        or not log.allows_fast_append
         or leader_epoch != log.epochs.latest
         or newest_ms > now_ms + settings.message_timestamp_after_max_ms
         or not position
@@ -70,7 +70,7 @@ def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -
     if producer_id >= 0:
         header = BatchHeader(0, *fields)
         opened = log.producers.transactions.open
-        if (opened or attributes & TRANSACTIONAL_FLAG) and not _goes_on(header, opened.get(producer_id)):
+        if (opened or attributes & TRANSACTIONAL_FLAG) and not _continues_transaction(header, opened.get(producer_id)):
             return None
         if header.base_sequence < 0 or header.producer_epoch < 0 or log.producers.check(header, now_ms) is not None:
             return None
@@ -83,11 +83,11 @@ def append_plain(log: Log, batches: bytearray | memoryview, leader_epoch: int) -
     if header is not None:
         log.producers.record(header, offset, now_ms)
     log.end_offset = Offset(next_offset)
-    log.grown(size)
+    log.after_append(size)
     return AppendedRange(offset, log.end_offset, -1, log.start_offset, False)
 
 
-def _goes_on(header: BatchHeader, known: Producer | None) -> bool:
+def _continues_transaction(header: BatchHeader, known: Producer | None) -> bool:
     """Whether a batch neither begins a transaction nor stands beside the one that its producer has open."""
     if known is None:
         return not header.is_transactional

@@ -16,9 +16,9 @@ from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner
 from millstream.broker.cluster.membership import Node
-from millstream.broker.cluster.registration import forgotten, taken
+from millstream.broker.cluster.registration import cluster_forgotten, node_id_taken
 from millstream.broker.cluster.store import CoordinationStore
-from millstream.broker.cluster.told import Registered
+from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
@@ -36,7 +36,7 @@ CATALOG_S_MAX = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class NodeIdentity:
     """What the node was started as."""
 
     node_id: NodeId
@@ -48,30 +48,30 @@ class Claim:
     """How long to wait for etcd; 0 means for ever."""
 
 
-class Entry:
+class StartupChecks:
     """The checks of one start."""
 
     def __init__(
         self,
-        claim: Claim,
+        claim: NodeIdentity,
         owner: FolderOwner,
         store: CoordinationStore,
         declarations: Declarations,
         *,
         clock: Clock,
         backoff: Callable[[], Backoff],
-        answers: Callable[[Node], Awaitable[bool]],
-        tell: Callable[[str], Awaitable[None]],
+        is_running: Callable[[Node], Awaitable[bool]],
+        report: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`answers` tells whether a node runs at an address; `tell` is told what the node waits for."""
+        """`is_running` tells whether a node runs at an address; `report` is told what the node waits for."""
         self._claim = claim
         self._owner = owner
         self._store = store
         self._declarations = declarations
         self._clock = clock
         self._backoff = backoff
-        self._answers = answers
-        self._tell = tell
+        self._is_running = is_running
+        self._report = report
 
     async def check(self) -> None:
         """Return when the node may go on; raise what is wrong with its settings, or that etcd gave no answer."""
@@ -104,16 +104,16 @@ class Entry:
                 f"{claim.data} belongs to another cluster ({owner.cluster_id}) than the one that etcd at {claim.etcd} "
                 f"knows as {claim.cluster!r} ({found}); check --etcd, or give another --data"
             )
-        if owner.was_let_in and keys.admitted_key(claim.node_id) not in known:
-            raise forgotten(claim.node_id)
+        if owner.was_admitted and keys.admitted_key(claim.node_id) not in known:
+            raise cluster_forgotten(claim.node_id)
 
     async def _check_place(self, held: str | None) -> None:
         """Refuse at once when the node that has this id answers; one that does not is waited for when registering."""
         if held is None:
             return
-        other = Registered.from_json(self._claim.node_id, held, 0)
-        if other.incarnation not in self._owner.incarnations and await self._answers(other.node):
-            raise taken(other.node)
+        other = NodeRegistration.from_json(self._claim.node_id, held, 0)
+        if other.incarnation not in self._owner.incarnations and await self._is_running(other.node):
+            raise node_id_taken(other.node)
 
     # -- the stores -----------------------------------------------------------------------------------------
 
@@ -149,13 +149,13 @@ class Entry:
         while True:
             try:
                 # Whoever may start without it does not wait long for one that stands still.
-                async with asyncio.timeout(CATALOG_S_MAX if self._owner.was_let_in else None):
+                async with asyncio.timeout(CATALOG_S_MAX if self._owner.was_admitted else None):
                     declared = await self._declarations.cluster_id()
                 break
             except CatalogDenied:
                 raise
             except (CatalogUnavailable, TimeoutError) as error:
-                if self._owner.was_let_in:
+                if self._owner.was_admitted:
                     _logger.warning("starting without the catalog, by what etcd knows", extra={"error": str(error)})
                     return
                 await self._wait("waits for the catalog, of which nothing is known here yet", error, since_ms, backoff)
@@ -168,5 +168,5 @@ class Entry:
     async def _wait(self, what: str, error: Exception, since_ms: int, backoff: Backoff) -> None:
         since = datetime.fromtimestamp(since_ms / 1000, tz=UTC).isoformat(timespec="seconds")
         _logger.warning("the node %s", what, extra={"error": str(error), "since": since})
-        await self._tell(f"the node {what}, since {since}: {error}")
+        await self._report(f"the node {what}, since {since}: {error}")
         await backoff.pause()

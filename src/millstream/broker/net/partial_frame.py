@@ -16,7 +16,7 @@ LARGE_BYTES = 64 * 1024
 _buffers = FrameBuffers()
 
 
-class HalfFrame:
+class PartialFrame:
     """A frame that is under way."""
 
     __slots__ = ("_budget", "_filled", "buffer", "since", "size")
@@ -35,7 +35,7 @@ class HalfFrame:
         return memoryview(self.buffer)[self._filled : self.size]
 
     @property
-    def is_cramped(self) -> bool:
+    def is_full(self) -> bool:
         """Whether it has filled its buffer and needs a larger one."""
         return self._filled == len(self.buffer)
 
@@ -48,7 +48,7 @@ class HalfFrame:
         """Go on in a larger buffer; a new one, as the transport may still hold a view of this, which pins its size."""
         before, self.buffer = self.buffer, self._room(may_grow=True)
         self.buffer[: self._filled] = before
-        give_back(self._budget, before)
+        release_buffer(self._budget, before)
 
     def _room(self, *, may_grow: bool) -> bytearray:
         """A buffer for what has come of the frame and more: four times as much, if there is memory for it."""
@@ -60,13 +60,13 @@ class HalfFrame:
         return room
 
 
-def give_back(budget: Budget, buffer: bytearray) -> None:
+def release_buffer(budget: Budget, buffer: bytearray) -> None:
     """The buffer of a frame is not needed any more."""
     _buffers.give_back(buffer)
     budget.give_back(len(buffer) + FRAME_COST_BYTES)
 
 
-def impossible(size: int, bytes_max: int) -> ProtocolViolation:
+def invalid_size(size: int, bytes_max: int) -> ProtocolViolation:
     """What is wrong with a frame of that size."""
     return ProtocolViolation(
         f"a request of {size} bytes was announced; 1 to {bytes_max} are allowed "

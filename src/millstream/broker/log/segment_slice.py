@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millstream.broker.log.handles import OpenFiles
+from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import CorruptBatch, StorageFailure
 
@@ -27,7 +27,7 @@ class BrokenSegment(CorruptBatch):
         self.position = position
 
 
-class Stretch:
+class SegmentSlice:
     """Whole batches of one segment, and where the next one begins."""
 
     __slots__ = (

@@ -70,12 +70,12 @@ def _fit(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buf
     return empty_batch(first, after, header.leader_epoch)
 
 
-class Mend:
+class RangeRepair:
     """Puts batches into the beginning of a lost range, or into all of it; `fit_batches` has checked them."""
 
     def __init__(self, log: Log, lost: LostRange, batches: bytes, next_offset: int) -> None:
-        if lost not in log.lost:
-            raise _changed(log, lost)
+        if lost not in log.damage:
+            raise _log_changed(log, lost)
         self.log = log
         self.error: OSError | MillstreamError | None = None
         self._lost = lost
@@ -107,25 +107,25 @@ class Mend:
     @property
     def _is_current(self) -> bool:
         log = self.log
-        return not log.closed and log.generation == self._generation and self._lost in log.lost
+        return not log.closed and log.generation == self._generation and self._lost in log.damage
 
     def execute(self) -> None:
         """Write and sync; called in a thread, in place only in the one that cuts logs."""
         try:
             if not self._is_current:
                 # What lies at this place of the file may be newer records by now.
-                raise _changed(self.log, self._lost)
+                raise _log_changed(self.log, self._lost)
             if self.is_in_place:
                 write_fully(self._files, self._descriptor, self._batches, self._lost.start)
                 self._files.sync(self._descriptor)
                 # A file that was removed has its name again.
                 self._files.sync_directory(self.log.directory)
             else:
-                self._write_anew()
+                self._rewrite_segment()
         except (OSError, MillstreamError) as error:
             self.error = error
 
-    def _write_anew(self) -> None:
+    def _rewrite_segment(self) -> None:
         lost, old = self._lost, self._old
         base_offset = next(iter(iterate_headers(self._batches))).base_offset if old is None else old.base_offset
         new = self._new = Segment(self.log.directory, int(base_offset))
@@ -179,7 +179,7 @@ class Mend:
         if self._old is not None:
             log.open_files.unpin(self._old)
         if self.error is None and not self._is_current:
-            self.error = _changed(log, lost)
+            self.error = _log_changed(log, lost)
         if self.error is None and self._new is not None:
             self._swap(self._new)
         if self.error is not None:
@@ -189,7 +189,7 @@ class Mend:
             return
         for epoch, start in self._epochs.entries():
             log.epochs.extend_back(epoch, start)
-        log.heal(lost, self._next_offset, self._left())
+        log.mark_repaired(lost, self._next_offset, self._remaining())
 
     def _swap(self, new: Segment) -> None:
         old, log = self._old, self.log
@@ -200,11 +200,11 @@ class Mend:
         new.mark_synced(new.size, new.next_offset)
         try:
             if not swap_in(log, [] if old is None else [old], new, self._token):
-                self.error = _changed(log, self._lost)
+                self.error = _log_changed(log, self._lost)
         except OSError as error:
             self.error = error
 
-    def _left(self) -> list[LostRange]:
+    def _remaining(self) -> list[LostRange]:
         """What is still lost of the segment, by where it lies now."""
         lost, new = self._lost, self._new
         if new is not None:
@@ -215,18 +215,18 @@ class Mend:
             if self._old is None and self._next_offset < lost.next_offset:
                 left.append(LostRange(self._next_offset, lost.next_offset, -1, 0, 0, lost.unread))
             return left
-        left = [one for one in self.log.lost if one.segment == lost.segment and one != lost]
+        left = [one for one in self.log.damage if one.segment == lost.segment and one != lost]
         if self._next_offset < lost.next_offset:
             start = lost.start + len(self._batches)
             left.append(LostRange(self._next_offset, lost.next_offset, lost.segment, start, lost.end, lost.unread))
         return left
 
     def _is_unread(self, offset: int) -> bool:
-        known = self.log.lost.at(offset)
+        known = self.log.damage.at(offset)
         return known is not None and known.unread
 
 
-def _changed(log: Log, lost: LostRange) -> LogUnavailable:
+def _log_changed(log: Log, lost: LostRange) -> LogUnavailable:
     return LogUnavailable(f"{log.partition} changed while offsets {lost.first} to {lost.next_offset - 1} were put back")
 
 

@@ -8,14 +8,14 @@ from typing import Any, cast
 
 import pytest
 
-from millstream.broker.cluster import entry
+from millstream.broker.cluster import startup_checks
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
-from millstream.broker.cluster.entry import Claim, Entry
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.membership import Node
+from millstream.broker.cluster.startup_checks import NodeIdentity, StartupChecks
 from millstream.broker.cluster.store import Put
-from millstream.broker.cluster.told import Registered
+from millstream.broker.cluster.store_values import NodeRegistration
 from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     CatalogDenied,
@@ -33,7 +33,7 @@ from millstream_testing.files import MemoryFiles
 
 ME = NodeId(2)
 NOBODYS = FolderOwner()
-MINE = FolderOwner(node_id=2, cluster="c", cluster_id="id", was_let_in=True, incarnations=("mine",))
+MINE = FolderOwner(node_id=2, cluster="c", cluster_id="id", was_admitted=True, incarnations=("mine",))
 
 
 class Store(EmbeddedStore):
@@ -75,16 +75,16 @@ class Scene:
         self.catalog = Catalog()
         self.told: list[str] = []
         self.alive = False
-        claim = Claim(node_id=ME, cluster="c", etcd="etcd:2379", data="folder", etcd_wait_s=wait_s)
-        self.entry = Entry(
+        claim = NodeIdentity(node_id=ME, cluster="c", etcd="etcd:2379", data="folder", etcd_wait_s=wait_s)
+        self.checks = StartupChecks(
             claim,
             owner,
             self.store,
             cast("Declarations", self.catalog),
             clock=self.clock,
             backoff=lambda: Backoff(Random(1), first_s=0, max_s=0),
-            answers=self._answers,
-            tell=self._tell,
+            is_running=self._answers,
+            report=self._tell,
         )
 
     async def knows(self, **values: str) -> None:
@@ -99,22 +99,22 @@ class Scene:
 
 def registered(incarnation: str) -> str:
     node = Node(node_id=ME, host="other", port=9092)
-    return Registered(node=node, http="", incarnation=incarnation, version="", unclean=False).to_json()
+    return NodeRegistration(node=node, http="", incarnation=incarnation, version="", unclean=False).to_json()
 
 
 async def test_a_new_node_of_a_new_cluster_and_one_that_was_there_may_start() -> None:
-    await Scene().entry.check()
+    await Scene().checks.check()
     scene = Scene(MINE)
     await scene.knows(cluster_id="id", admitted__2="mine")
-    await scene.entry.check()
+    await scene.checks.check()
     assert scene.told == []
 
 
 @pytest.mark.parametrize(
     ("owner", "advice"),
     [
-        (FolderOwner(node_id=1, cluster="c", was_let_in=True), "give --node-id 1"),
-        (FolderOwner(node_id=2, cluster="first", was_let_in=True), "give --cluster first"),
+        (FolderOwner(node_id=1, cluster="c", was_admitted=True), "give --node-id 1"),
+        (FolderOwner(node_id=2, cluster="first", was_admitted=True), "give --cluster first"),
     ],
 )
 async def test_a_folder_of_another_node_or_cluster_is_refused_before_anybody_is_asked(
@@ -123,7 +123,7 @@ async def test_a_folder_of_another_node_or_cluster_is_refused_before_anybody_is_
     scene = Scene(owner)
     scene.store.failures = [StoreUnavailable("nobody")] * 100
     with pytest.raises(ClusterMismatch, match=advice):
-        await scene.entry.check()
+        await scene.checks.check()
     assert len(scene.store.failures) == 100
 
 
@@ -131,39 +131,39 @@ async def test_a_folder_of_another_cluster_of_the_same_name_is_refused() -> None
     scene = Scene(MINE)
     await scene.knows(cluster_id="another", admitted__2="somebody")
     with pytest.raises(ClusterMismatch, match="belongs to another cluster"):
-        await scene.entry.check()
+        await scene.checks.check()
 
 
 async def test_a_node_that_etcd_does_not_know_is_refused() -> None:
     with pytest.raises(ClusterForgotten, match="node 2"):
-        await Scene(MINE).entry.check()
+        await Scene(MINE).checks.check()
 
 
 async def test_a_catalog_of_another_cluster_is_refused() -> None:
     scene = Scene()
     await scene.knows(cluster_id="another")
     with pytest.raises(ClusterMismatch, match="check --catalog"):
-        await scene.entry.check()
+        await scene.checks.check()
 
 
 async def test_a_node_id_is_refused_when_its_holder_answers() -> None:
     scene = Scene()
     await scene.knows(nodes__2=registered("other"))
-    await scene.entry.check()
+    await scene.checks.check()
     scene.alive = True
     with pytest.raises(NodeIdTaken, match="at other:9092; stop it first"):
-        await scene.entry.check()
+        await scene.checks.check()
     # A run of this folder that is over; whoever answers there is being replaced.
     again = Scene(MINE)
     again.alive = True
     await again.knows(nodes__2=registered("mine"), admitted__2="mine", cluster_id="id")
-    await again.entry.check()
+    await again.checks.check()
 
 
 async def test_etcd_is_waited_for_and_told_of() -> None:
     scene = Scene()
     scene.store.failures = [StoreUnavailable("no route"), StoreRefused("no connection")]
-    await scene.entry.check()
+    await scene.checks.check()
     assert len(scene.told) == 2
     assert "waits for etcd at etcd:2379, since 2023-11-14T22:13:20+00:00: no route" in scene.told[0]
 
@@ -172,7 +172,7 @@ async def test_etcd_is_given_up_after_a_while() -> None:
     scene = Scene(wait_s=5)
     scene.store.failures = [StoreUnavailable("no route")] * 10
     with pytest.raises(StoreUnavailable, match=r"etcd at etcd:2379 within 5 s \(no route\)"):
-        await scene.entry.check()
+        await scene.checks.check()
     assert len(scene.told) == 4
 
 
@@ -180,28 +180,28 @@ async def test_an_etcd_that_denies_the_login_is_told_at_once() -> None:
     scene = Scene()
     scene.store.failures = [StoreDenied("authentication failed")]
     with pytest.raises(StoreDenied, match="password in --etcd"):
-        await scene.entry.check()
+        await scene.checks.check()
     assert scene.told == []
 
 
 async def test_the_catalog_is_waited_for_at_the_first_start_only() -> None:
     scene = Scene()
     scene.catalog.failures = [CatalogUnavailable("down"), CatalogUnavailable("down")]
-    await scene.entry.check()
+    await scene.checks.check()
     assert len(scene.told) == 2
     later = Scene(MINE)
     later.catalog.failures = [CatalogUnavailable("down")]
     await later.knows(cluster_id="id", admitted__2="mine")
-    await later.entry.check()
+    await later.checks.check()
     assert later.told == []
 
 
 async def test_a_catalog_that_stands_still_does_not_hold_up_a_later_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "CATALOG_S_MAX", 0.01)
+    monkeypatch.setattr(startup_checks, "CATALOG_S_MAX", 0.01)
     scene = Scene(MINE)
     scene.catalog.moves.clear()
     await scene.knows(cluster_id="id", admitted__2="mine")
-    await scene.entry.check()
+    await scene.checks.check()
 
 
 async def test_a_catalog_that_denies_the_login_is_told_at_once() -> None:
@@ -209,7 +209,7 @@ async def test_a_catalog_that_denies_the_login_is_told_at_once() -> None:
         await scene.knows(cluster_id="id", admitted__2="mine")
         scene.catalog.failures = [CatalogDenied("wrong password")]
         with pytest.raises(CatalogDenied):
-            await scene.entry.check()
+            await scene.checks.check()
 
 
 def test_a_folder_remembers_whose_it_is() -> None:
@@ -217,9 +217,9 @@ def test_a_folder_remembers_whose_it_is() -> None:
     files.make_directory("/data")
     assert FolderOwner.read(files, "/data") == FolderOwner()
     run = LastRun(files, "/data", boot_id="a", stopped_clean=True)
-    run.belong_to(FolderOwner(node_id=2, cluster="c", cluster_id="id"))
+    run.set_owner(FolderOwner(node_id=2, cluster="c", cluster_id="id"))
     run.begin("mine")
-    run.let_in()
+    run.note_admitted()
     assert FolderOwner.read(files, "/data") == MINE
     LastRun(files, "/data", boot_id="a", stopped_clean=True).begin("again")
     assert FolderOwner.read(files, "/data").cluster_id == "id"

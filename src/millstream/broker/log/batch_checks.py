@@ -16,7 +16,7 @@ from millstream.protocol.records.raw_record import find_without_key, read_timest
 
 READ_RECORDS_MAX = 100_000
 """More records are not looked at: a topic that has to look at them refuses the batch."""
-NAMED_MAX = 10
+LISTED_MAX = 10
 """So many records the message of an error names by their index."""
 
 _LIGHT_RECORDS_MAX = 2_000
@@ -80,10 +80,12 @@ def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings,
     records = [RecordError(index, "the record has no key; the topic is compacted by key") for index in without_key]
     error: InvalidBatch | InvalidTimestamp
     if wrong_times is None:
-        error = InvalidBatch(f"{_name(records, header, 'no key')}; the topic is compacted by key")
+        error = InvalidBatch(f"{_list_records(records, header, 'no key')}; the topic is compacted by key")
     else:
         named = (
-            _name(wrong_times, header, "an invalid timestamp") if wrong_times else "the batch has an invalid timestamp"
+            _list_records(wrong_times, header, "an invalid timestamp")
+            if wrong_times
+            else "the batch has an invalid timestamp"
         )
         error = InvalidTimestamp(
             f"{named}; the broker's time is {now_ms}, message.timestamp.before.max.ms "
@@ -96,7 +98,7 @@ def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings,
 
 
 def _find_wrong_times(
-    batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int, but: set[int]
+    batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int, excluded: set[int]
 ) -> list[RecordError] | None:
     """Find the records whose time is too far from the broker's; None if there are none.
 
@@ -124,20 +126,20 @@ def _find_wrong_times(
     wrong = [
         RecordError(index, f"timestamp {time_ms} is outside the range that the topic allows now, {oldest} to {newest}")
         for index, time_ms in times
-        if (0 <= time_ms < oldest or time_ms > newest) and index not in but
+        if (0 <= time_ms < oldest or time_ms > newest) and index not in excluded
     ]
     return wrong if wrong or is_wrong else None
 
 
-def _name(records: Sequence[RecordError], header: BatchHeader, fault: str) -> str:
+def _list_records(records: Sequence[RecordError], header: BatchHeader, fault: str) -> str:
     """Say which records of a batch have a fault: how many, and the first few by their index."""
-    first = ", ".join(str(record.batch_index) for record in records[:NAMED_MAX])
-    more = ", …" if len(records) > NAMED_MAX else ""
+    first = ", ".join(str(record.batch_index) for record in records[:LISTED_MAX])
+    more = ", …" if len(records) > LISTED_MAX else ""
     verb = "has" if len(records) == 1 else "have"
     return f"{len(records)} of {header.record_count} records {verb} {fault} (at index {first}{more})"
 
 
-def needs_time(batch: Buffer) -> bool:
+def is_expensive_to_check(batch: Buffer) -> bool:
     """Whether `check_records` may take more than a few milliseconds."""
     try:
         header = read_header(batch)
