@@ -46,9 +46,9 @@ def test_what_is_told_to_end_leaves_nothing_behind(server: Server, topic: str, t
         assert running.stderr is not None
         assert any(line == f"land-{topic}: {stage}\n" for line in running.stderr)
         running.send_signal(signal.SIGTERM)
-        _, event = running.communicate(timeout=WAIT_S)
+        _, errors = running.communicate(timeout=WAIT_S)
     finally:
         running.kill()
         running.wait()
-    assert (running.returncode, "ended by SIGTERM" in event) == (143, True)
+    assert (running.returncode, "ended by SIGTERM" in errors) == (143, True)
     assert list(scratch.iterdir()) == []

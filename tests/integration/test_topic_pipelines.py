@@ -19,12 +19,12 @@ from millstream.client.admin.groups import committed_offsets
 from millstream.core.errors import FilterError, InvalidSetting, UnknownGroup, UnknownTopic
 from millstream.core.payload_columns import ColumnType, PayloadColumn, parse_columns
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
-from millstream.core.select_statement import read_select
+from millstream.core.sql import read_select
 from millstream.pipelines.jobs.dry_run import dry_run
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.route.job import RouteJob
 from millstream.pipelines.jobs.transform.job import TransformJob
-from millstream.pipelines.jobs.transform.statement import read_statement
+from millstream.pipelines.jobs.transform.statement import explain_errors, relations
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream_testing.committed_messages import Committed, committed_records
@@ -324,7 +324,7 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sql", "said"),
+    ("sql", "message"),
     [
         ("INSERT INTO orders SELECT 1", "a SELECT and nothing else"),
         ("SELECT 1", "reads no topic"),
@@ -335,17 +335,60 @@ def test_windows_are_written_when_they_are_over_and_once(shop: Shop) -> None:
         ("SELECT value, id FROM orders", "not part of a message"),
     ],
 )
-def test_statements_that_cannot_be_run(shop: Shop, sql: str, event: str) -> None:
-    with pytest.raises(InvalidSetting, match=event):
+def test_statements_that_cannot_be_run(shop: Shop, sql: str, message: str) -> None:
+    with pytest.raises(InvalidSetting, match=message):
         shop.run(sql, schemas=json.dumps({shop.orders: "id long, total double"}))
 
 
-def test_spark_reads_statements_and_columns_as_nodes_do_without_it(spark: SparkSession) -> None:
-    for sql in (
-        "WITH Big AS (SELECT * FROM a WHERE x IS DISTINCT FROM y), m(p) AS (TABLE big) SELECT * FROM m, b JOIN c;",
-        "SELECT trim(BOTH 'x' FROM s), ';' FROM (`d-e` CROSS JOIN f), range(3) LATERAL VIEW explode(y) t AS p, q -- ;",
-    ):
-        assert sorted(read_statement(sql, (), spark).topics) == sorted(read_select(sql).reads)
+STATEMENTS = (
+    "WITH Big AS (SELECT * FROM a WHERE x IS DISTINCT FROM y), m(p) AS (TABLE big) SELECT * FROM m, b JOIN c",
+    "SELECT trim(BOTH 'x' FROM s), ';' FROM (`d-e` CROSS JOIN f), range(3) LATERAL VIEW explode(y) t AS p, q -- ;",
+    "SELECT window.start, count(*) FROM a GROUP BY window(at, '1 minute'), b",
+    "SELECT session_window(at, '5 minutes') w, count(*) FILTER (WHERE x > 1) FROM a GROUP BY ALL",
+    "(SELECT x FROM a) UNION ALL TABLE b",
+    "FROM a |> WHERE x > 1 |> AGGREGATE sum(x) GROUP BY y",
+    "FROM a SELECT x",
+    "SELECT /*+ BROADCAST(c) */ * FROM a LEFT ANTI JOIN b AS c USING (id)",
+    "SELECT transform(xs, x -> x + 1), m['k'], s.t[0].u, try_cast(x AS int) FROM a TABLESAMPLE (10 PERCENT)",
+    "SELECT * FROM a PIVOT (sum(x) FOR y IN ('a', 'b'))",
+    "SELECT x, row_number() OVER (PARTITION BY k ORDER BY t DESC NULLS LAST) r FROM a LIMIT 5",
+    "SELECT * EXCEPT (x), INTERVAL 10 MINUTES + at, date'2020-01-01' FROM a NATURAL JOIN `b.c`",
+    "SELECT CASE WHEN x THEN 1 END, x <=> y, x DIV 2 FROM a WHERE EXISTS (SELECT 1 FROM b WHERE b.x = a.x)",
+    "SELECT extract(year FROM t), substring(s FROM 2), overlay(s PLACING r FROM 3) FROM o",
+    "SELECT from_json(payload, 'a INT') p, to_json(struct(*)) value FROM a, LATERAL explode(x) AS t(y)",
+    "SELECT ';', 'it''s FROM x', r'\\', \"FROM y\" FROM a -- FROM b;\n /* FROM /* c */ */",
+    "SELECT x FROM a GROUP BY GROUPING SETS ((x), (y)) HAVING count(*) > 1 ORDER BY x",
+)
+BROKEN_STATEMENTS = (
+    "SELECT x,\n  (y FROM a",
+    "SELECT y) FROM a",
+    "SELECT 'y FROM a",
+    "SELECT y FROM a /* b",
+    "SELECT * FROM orders-eu.x o",
+    "SELECT * FROM größen",
+)
+
+
+@pytest.mark.parametrize("sql", STATEMENTS)
+def test_nodes_find_the_relations_that_spark_finds(spark: SparkSession, sql: str) -> None:
+    parser: Any = spark._jsparkSession.sessionState().sqlParser()
+    own: set[str] = set()
+    found = {name for name, _ in relations(parser.parseQuery(sql), own, is_hidden=False)}
+    statement = read_select(sql)
+    assert statement.is_clear
+    assert set(statement.reads) == {name for name in found if name.lower() not in own}
+
+
+@pytest.mark.parametrize("sql", BROKEN_STATEMENTS)
+def test_spark_refuses_the_statements_that_nodes_refuse(spark: SparkSession, sql: str) -> None:
+    parser: Any = spark._jsparkSession.sessionState().sqlParser()
+    with pytest.raises(InvalidSetting):
+        read_select(sql)
+    with pytest.raises(InvalidSetting):
+        explain_errors(sql, lambda: parser.parseQuery(sql))
+
+
+def test_nodes_read_columns_as_spark_does() -> None:
     text = (
         "a long, `b c`: array<struct<d:decimal(5,2), e numeric>> NOT NULL COMMENT 'x', order map<string, timestamp>,"
         "f real, g struct<h byte, i short>, j integer, k timestamp_ltz, l timestamp_ntz, m date, n binary /* x */"

@@ -9,8 +9,7 @@ from typing import Final
 from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.topics import Topics
 from millstream.core.errors import MillstreamError
-from millstream.core.pipeline import Pipeline, TransformSettings, named_texts
-from millstream.core.select_statement import read_select
+from millstream.core.pipeline import Pipeline
 from millstream.core.setting import suggestion
 
 NAMED_MAX: Final = 5
@@ -35,7 +34,7 @@ class PipelineAdvice:
         return []
 
     def _missing(self, pipeline: Pipeline) -> Iterator[str]:
-        if not _is_statement_clear(pipeline):
+        if not pipeline.settings.names_every_topic:
             return
         missing = [name for name in pipeline.flows() if self._topics.get(name) is None]
         known = [topic.name for topic in self._topics.all()] if missing else []
@@ -60,22 +59,9 @@ class PipelineAdvice:
                     return
 
 
-def _is_statement_clear(pipeline: Pipeline) -> bool:
-    settings = pipeline.settings
-    return not isinstance(settings, TransformSettings) or read_select(settings.sql).is_clear
-
-
 def _unused(pipeline: Pipeline) -> Iterator[str]:
-    """Names that stand in the settings of a transform and not in its statement."""
-    settings = pipeline.settings
-    if not isinstance(settings, TransformSettings) or not _is_statement_clear(pipeline):
-        return
-    reads = read_select(settings.sql).reads
-    documents = {"schemas": settings.schemas, "watermarks": settings.watermarks, "tables": settings.tables}
-    for setting, text in documents.items():
-        for name in named_texts(setting, text):
-            if name not in reads:
-                yield f"The statement does not read {name!r}, which `{setting}` names{suggestion(name, reads) or '.'}"
+    for setting, name, reads in pipeline.settings.unused_names():
+        yield f"The statement does not read {name!r}, which `{setting}` names{suggestion(name, reads) or '.'}"
 
 
 def _routes(pipelines: Iterable[Pipeline]) -> dict[str, dict[str, str]]:

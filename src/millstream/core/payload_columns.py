@@ -12,7 +12,7 @@ from typing import Final
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.setting import suggestion
-from millstream.core.sql_token import Kind, Token, sql_tokens
+from millstream.core.sql import Kind, Token, sql_tokens
 from millstream.core.text_location import setting_error_at
 
 DECIMAL_DIGITS_MAX: Final = 38
@@ -204,8 +204,6 @@ class _Reader:
     def _nested(self, name: str, depth: int) -> ColumnType:
         self._expect("<", f"say of what the {name} is, as in {_NESTED[name]}")
         if name == "struct":
-            if self._next.marks(">"):
-                raise self._refused(self._next, "a struct needs fields, as in struct<name string>")
             parts = self._fields(depth)
         elif name == "array":
             parts = (PayloadColumn("element", self._type(depth)),)

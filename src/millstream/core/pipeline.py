@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Final, TypeVar
@@ -14,8 +14,8 @@ from millstream.core.errors import InvalidPipeline, InvalidSetting, InvalidTopic
 from millstream.core.lake_url import QUARANTINE_SUFFIX, check_absolute_lake_url, check_lake_url
 from millstream.core.payload_columns import check_landed, parse_columns
 from millstream.core.regex import compile_regex
-from millstream.core.select_statement import read_select
 from millstream.core.setting import setting, settings_of, suggestion
+from millstream.core.sql import read_select
 from millstream.core.topic import INTERNAL_TOPICS, check_topic_name
 
 NAME_LENGTH_MAX: Final = 200
@@ -103,16 +103,8 @@ class Pipeline:
         return SETTINGS[self.kind].from_strings(self.overrides)
 
     def flows(self) -> dict[str, set[str]]:
-        """The topics that it reads by name, as far as it can be told without Spark, and those each of them leads to."""
-        found: dict[str, set[str]] = {}
-        settings = self.settings
-        if isinstance(settings, LandSettings):
-            return {topic: set() for topic in settings.topic_names}
-        if isinstance(settings, TransformSettings):
-            return {topic: {settings.into} for topic in settings.topics()}
-        for rule in self.rules:
-            found.setdefault(rule.topic, set()).update(rule.targets)
-        return found
+        """Return the topics that it reads by name, as far as known without Spark, each with the topics it leads to."""
+        return self.settings.flows(self.rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +163,19 @@ class PipelineSettings:
 
         Those that are stored are not asked any more, so that they can be shown and changed whatever they say.
         """
+
+    def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
+        """Return the topics that are read by name, each with the topics that its messages lead to."""
+        return {}
+
+    @property
+    def names_every_topic(self) -> bool:
+        """Whether `flows` has every topic that is read by name."""
+        return True
+
+    def unused_names(self) -> Iterator[tuple[str, str, Collection[str]]]:
+        """Yield settings that name something which the pipeline does not read: setting, name, names that it reads."""
+        return iter(())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +291,10 @@ class LandSettings(PipelineSettings):
             if self.decode != NO_DECODING and name + QUARANTINE_SUFFIX in names:
                 raise InvalidSetting(f"topic {name + QUARANTINE_SUFFIX!r} has the name of the quarantine of {name!r}")
 
+    def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
+        """Return the topics that are landed by name; their messages lead to no topic."""
+        return {topic: set() for topic in self.topic_names}
+
     @property
     def topic_names(self) -> list[str]:
         """The topics that are named."""
@@ -367,6 +376,24 @@ class TransformSettings(MovingSettings):
         tables = named_texts("tables", self.tables)
         return tuple(name for name in read_select(self.sql).reads if name not in tables)
 
+    def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
+        """Return the topics that the statement reads, each with the topic that takes the rows."""
+        return {topic: {self.into} for topic in self.topics()}
+
+    @property
+    def names_every_topic(self) -> bool:
+        """Whether the statement could be read without Spark."""
+        return read_select(self.sql).is_clear
+
+    def unused_names(self) -> Iterator[tuple[str, str, Collection[str]]]:
+        """Yield names of `schemas`, `watermarks` and `tables` that the statement does not read."""
+        reads = read_select(self.sql).reads
+        documents = {"schemas": self.schemas, "watermarks": self.watermarks, "tables": self.tables}
+        for setting_name, text in documents.items():
+            for name in named_texts(setting_name, text):
+                if name not in reads and self.names_every_topic:
+                    yield setting_name, name, reads
+
     def delays(self) -> dict[str, tuple[str, str]]:
         """The watermarks by topic: a column, and how late its rows may come."""
         found: dict[str, tuple[str, str]] = {}
@@ -392,12 +419,20 @@ class RouteSettings(MovingSettings):
         needs_restart=False,
     )
 
+    def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
+        """Return the topics of the rules, each with the targets of its rules."""
+        found: dict[str, set[str]] = {}
+        for rule in rules:
+            found.setdefault(rule.topic, set()).update(rule.targets)
+        return found
+
 
 SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
     PipelineKind.LAND: LandSettings,
     PipelineKind.TRANSFORM: TransformSettings,
     PipelineKind.ROUTE: RouteSettings,
 }
+"""The kinds. Each has its job in `pipelines/jobs/<kind>/job.py`, and its command in `cli/pipeline_create.py`."""
 
 
 def kind_of(text: str) -> PipelineKind:

@@ -23,7 +23,7 @@ def since(seconds: float) -> int:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "said"),
+    ("pipeline", "message"),
     [
         (told("parked", parked="no column 'totl'\n  here"), "is parked and not run any more: no column 'totl'"),
         (told("waiting", last_error="pip install it"), "1 pipeline (one-waiting) waits: pip install it"),
@@ -32,10 +32,10 @@ def since(seconds: float) -> int:
         (told("running", counts={"quarantined": 20}), "one-running put 20 of 1,000 messages into quarantine"),
     ],
 )
-def test_what_is_in_trouble_is_a_warning(pipeline: dict[str, Any], event: str) -> None:
+def test_what_is_in_trouble_is_a_warning(pipeline: dict[str, Any], message: str) -> None:
     (found,) = findings_of([pipeline, told("running")], now_ms=NOW_MS)
     assert found.severity is Severity.WARNING
-    assert event in found.detail
+    assert message in found.detail
 
 
 def test_what_passes_by_itself_is_none() -> None:

@@ -61,7 +61,7 @@ def test_flags_become_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "flags", "said"),
+    ("kind", "flags", "message"),
     [
         (TRANSFORM, Flags(lake="/lake"), "--lake is not for transform; it takes --decode, --from, --into, --schema"),
         (ROUTE, Flags(sql="SELECT 1"), "--sql is not for route"),
@@ -70,8 +70,8 @@ def test_flags_become_settings() -> None:
         (TRANSFORM, Flags(schema=["id long"]), "--schema takes NAME=VALUE"),
     ],
 )
-def test_flags_that_would_do_nothing_are_refused(kind: PipelineKind, flags: Flags, event: str) -> None:
-    with pytest.raises(typer.BadParameter, match=event):
+def test_flags_that_would_do_nothing_are_refused(kind: PipelineKind, flags: Flags, message: str) -> None:
+    with pytest.raises(typer.BadParameter, match=message):
         flags.settings_of(kind)
 
 

@@ -254,19 +254,19 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
 
 
 async def test_a_rule_that_looks_at_what_is_not_decoded_is_refused(client: PipelineClient, nodes: Nodes) -> None:
-    event = "'large' looks into payloads, which decode=none leaves alone"
-    with pytest.raises(InvalidRequest, match=event):
+    expected = "'large' looks into payloads, which decode=none leaves alone"
+    with pytest.raises(InvalidRequest, match=expected):
         await client.create("director", "route", {"decode": "none"}, rules=[LARGE])
     await client.create("director", "route", {"decode": "none"})
-    with pytest.raises(InvalidRequest, match=event):
+    with pytest.raises(InvalidRequest, match=expected):
         await client.change_rules("director", [LARGE])
     await nodes.nodes[1].subscriptions.create("rich", ["orders"], {"millstream.filter": "payload.total > 5"})
     rich = Rule(name="large", topic="orders", targets=("a",), subscription="rich")
-    with pytest.raises(InvalidRequest, match=event):
+    with pytest.raises(InvalidRequest, match=expected):
         await client.change_rules("director", [rich])
     await client.alter("director", {"decode": None})
     await client.change_rules("director", [rich])
-    with pytest.raises(InvalidRequest, match=event):
+    with pytest.raises(InvalidRequest, match=expected):
         await client.alter("director", {"decode": "none"})
 
 
@@ -294,14 +294,14 @@ async def test_circles_of_several_pipelines_are_told(client: PipelineClient, nod
     await client.create("on", "transform", {"sql": "SELECT * FROM audit", "into": "copies"})
     back = Rule(name="back", topic="copies", targets=("orders",))
     made = await client.create("return", "route", {}, rules=[back])
-    event = (
+    expected = (
         "Messages may go round for ever: copies to orders to audit to copies, by the pipelines director, on, return. "
         "Have a condition end that."
     )
-    assert made.notes == [event]
-    assert (await client.alter("return", {"batch.max.messages": "5"})) == [event]
+    assert made.notes == [expected]
+    assert (await client.alter("return", {"batch.max.messages": "5"})) == [expected]
     await client.change_rules("return", gone=["back"])
-    assert (await client.change_rules("return", [back])).notes == [event]
+    assert (await client.change_rules("return", [back])).notes == [expected]
     await client.delete("on")
     assert await client.alter("return", {"batch.max.messages": "6"}) == []
 

@@ -52,7 +52,7 @@ def test_types_have_parts() -> None:
         ("a array", "say of what the array is, as in array<string>"),
         ("a array<int", "the array is not closed by >"),
         ("a map<int>", "a type for keys and one for values"),
-        ("a struct<>", "a struct needs fields"),
+        ("a struct<>", "say of what the struct is, as in struct<name string>"),
         ("a decimal(39,2)", "1 to 38 digits"),
         ("a decimal(3,5)", "no more than these behind the point"),
         ("a decimal(x)", "a number is missing"),

@@ -66,7 +66,7 @@ def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"schema": "id lnog", "decode": "json"}, "`schema`, line 1, column 4: 'lnog' is no type"),
         ({"schema": "tags map<string, string>", "decode": "json"}, "not landed as"),
@@ -76,9 +76,9 @@ def test_what_cannot_be_declared(kind: str, settings: dict[str, str]) -> None:
         ({"lake": "tables/here"}, "give the whole path"),
     ],
 )
-def test_what_cannot_be_landed_is_refused_when_it_is_declared(settings: dict[str, str], event: str) -> None:
+def test_what_cannot_be_landed_is_refused_when_it_is_declared(settings: dict[str, str], message: str) -> None:
     given = {"topics": "orders", **settings}
-    with pytest.raises(InvalidSetting, match=event):
+    with pytest.raises(InvalidSetting, match=message):
         check_pipeline("mine", PipelineKind.LAND, given)
     # One that is stored can be shown, whatever it says.
     stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.LAND, overrides=given)
@@ -86,7 +86,7 @@ def test_what_cannot_be_landed_is_refused_when_it_is_declared(settings: dict[str
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"sql": "SELECT 1"}, "reads no topic"),
         ({"sql": "SELECT * FROM lake", "tables": '{"lake": "/lake"}'}, "reads no topic"),
@@ -101,9 +101,9 @@ def test_what_cannot_be_landed_is_refused_when_it_is_declared(settings: dict[str
         ({"watermarks": '{"orders": "at soon"}'}, "not 'at soon'"),
     ],
 )
-def test_what_cannot_be_transformed_is_refused_when_it_is_declared(settings: dict[str, str], event: str) -> None:
+def test_what_cannot_be_transformed_is_refused_when_it_is_declared(settings: dict[str, str], message: str) -> None:
     given = {"sql": "SELECT * FROM orders", "into": "copies", **settings}
-    with pytest.raises(InvalidSetting, match=event):
+    with pytest.raises(InvalidSetting, match=message):
         check_pipeline("mine", PipelineKind.TRANSFORM, given)
     stored = Pipeline(pipeline_id=UUID(int=1), name="mine", kind=PipelineKind.TRANSFORM, overrides=given)
     assert stored.settings.as_strings()["into"] == "copies"
@@ -122,7 +122,7 @@ def test_what_is_wrong_is_called_by_its_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"name": ""}, "the name of a rule"),
         ({"name": "two\nlines"}, "one line"),
@@ -134,9 +134,9 @@ def test_what_is_wrong_is_called_by_its_name() -> None:
         ({"condition": "x" * (CONDITION_LENGTH_MAX + 1)}, "more than"),
     ],
 )
-def test_rules_that_cannot_be(changes: dict[str, object], event: str) -> None:
+def test_rules_that_cannot_be(changes: dict[str, object], message: str) -> None:
     check_rules(PipelineKind.ROUTE, [RULE])
-    with pytest.raises(InvalidPipeline, match=event):
+    with pytest.raises(InvalidPipeline, match=message):
         check_rules(PipelineKind.ROUTE, [dataclasses.replace(RULE, **changes)])  # type: ignore[arg-type]
 
 

@@ -41,7 +41,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.scripts: dict[str, Script] = {}
-        self.event: list[DriverEvent] = []
+        self.sent: list[DriverEvent] = []
         self._news = threading.Condition()
         self.driver = Driver(
             OPTIONS,
@@ -59,10 +59,10 @@ class Scene:
 
     def until(self, condition: Callable[[list[DriverEvent]], bool]) -> None:
         with self._news:
-            assert self._news.wait_for(lambda: condition(self.event), HANG_S)
+            assert self._news.wait_for(lambda: condition(self.sent), HANG_S)
 
     def reported(self, name: str) -> PipelineReport | None:
-        reports = [event.reports for event in self.event if event.reports is not None]
+        reports = [event.reports for event in self.sent if event.reports is not None]
         return next((one for one in reports[-1] if one.name == name), None) if reports else None
 
     def _make(self, pipeline: Pipeline, context: JobContext) -> Job:
@@ -70,7 +70,7 @@ class Scene:
 
     def _send(self, event: DriverEvent) -> None:
         with self._news:
-            self.event.append(event)
+            self.sent.append(event)
             self._news.notify_all()
 
 
@@ -89,7 +89,7 @@ def test_it_runs_what_it_is_told_and_reports(scene: Scene) -> None:
     scene.until(lambda _said: _rows(scene, "a") == 3 and _rows(scene, "b") == 4)
     assert first.contexts[0].lake == "/lake"
     assert first.contexts[0].brokers == "127.0.0.1:1"
-    steps = [event for event in scene.event if "a" in (event.begun, event.ended)]
+    steps = [event for event in scene.sent if "a" in (event.begun, event.ended)]
     assert [(event.begun, event.is_well) for event in steps] == [("a", False), ("", True), ("a", False)]
 
     scene.driver.declare([Wanted(landing("b"))])

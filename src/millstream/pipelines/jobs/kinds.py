@@ -1,4 +1,8 @@
-"""The jobs there are. Each is imported when one of its kind is run, since all of them stand on Spark."""
+"""The table of pipeline kinds: each kind is the class `JOB` of `pipelines/jobs/<kind>/job.py`.
+
+A kind is declared in `core/pipeline.py` (its name and its settings). Jobs stand on Spark, so each is imported when one
+of its kind is run.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +15,15 @@ from millstream.pipelines.jobs.job import Job, JobContext, JobKind
 
 
 class LazyJobKind:
-    """A kind of job by where it stands."""
+    """A kind of job that is imported when the first of it is made."""
 
-    def __init__(self, module: str, name: str) -> None:
-        self._module = module
-        self._name = name
+    def __init__(self, kind: PipelineKind) -> None:
+        self.module = f"millstream.pipelines.jobs.{kind}.job"
 
     def __call__(self, pipeline: Pipeline, context: JobContext) -> Job:
-        """Make a job, having imported what makes it."""
-        kind: JobKind = getattr(import_module(self._module), self._name)
+        """Make a job for a pipeline."""
+        kind: JobKind = import_module(self.module).JOB
         return kind(pipeline, context)
 
 
-JOBS: Final[Mapping[PipelineKind, JobKind]] = {
-    PipelineKind.LAND: LazyJobKind("millstream.pipelines.jobs.land.job", "LandJob"),
-    PipelineKind.TRANSFORM: LazyJobKind("millstream.pipelines.jobs.transform.job", "TransformJob"),
-    PipelineKind.ROUTE: LazyJobKind("millstream.pipelines.jobs.route.job", "RouteJob"),
-}
+JOBS: Final[Mapping[PipelineKind, JobKind]] = {kind: LazyJobKind(kind) for kind in PipelineKind}

@@ -26,8 +26,7 @@ from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings
 
 PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 RuleName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
-Kind = Literal["land", "transform", "route"]
-GivenKind = Annotated[str, Meta(extra_json_schema={"enum": [kind.value for kind in PipelineKind]})]
+Kind = Annotated[str, Meta(extra_json_schema={"enum": [kind.value for kind in PipelineKind]})]
 """One that there is none of is refused with those that there are."""
 State = Literal["waiting", "starting", "running", "retrying", "parked", "stopped"]
 
@@ -51,7 +50,7 @@ class NewPipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """A pipeline to be declared."""
 
     name: PipelineName
-    kind: GivenKind
+    kind: Kind
     settings: GivenSettings = {}
     """Settings by their names; which there are depends on the kind."""
     rules: Rules = []

@@ -465,3 +465,6 @@ class LandJob:
             link.call(commit_offsets(link.client, self._pipeline.group, offsets, self._context.member()))
         except MillstreamError as error:
             _logger.warning("progress was not committed to group %s: %s", self._pipeline.group, error)
+
+
+JOB: Final = LandJob

@@ -171,3 +171,6 @@ class RouteJob:
         link = self._loop.link
         described = link.call(SubscriptionClient(link.client).describe(sorted(names)))
         return {one["name"]: one["settings"][FILTER] for one in described}
+
+
+JOB: Final = RouteJob

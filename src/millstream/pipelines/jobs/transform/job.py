@@ -6,7 +6,7 @@ remember messages, for windows and other aggregates, DISTINCT or joins of topics
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from millstream.core.pipeline import Pipeline, TransformSettings
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
@@ -93,3 +93,6 @@ class _Batches:
         """Whether there was no field in the batch that its rows ought to have and lack; else it is done again."""
         found = self._prepared.accumulator.read()
         return not self._prepared.grow({topic: one.fields for topic, one in found.items() if one.fields is not None})
+
+
+JOB: Final = TransformJob

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.select_statement import read_select
+from millstream.core.sql import read_select
 from millstream.core.text_location import locate
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> S
     plan = explain_errors(text, lambda: parser.parseQuery(text))
     own: set[str] = set()
     found: dict[str, bool] = {}
-    for name, is_hidden in _relations(plan, own, is_hidden=False):
+    for name, is_hidden in relations(plan, own, is_hidden=False):
         found[name] = is_hidden or found.get(name, False)
     read = [name for name in found if name.lower() not in own]
     topics = tuple(name for name in read if name not in tables)
@@ -64,7 +64,7 @@ def elements(listed: Any) -> list[Any]:
     return [listed.apply(number) for number in range(listed.size())]
 
 
-def _relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[str, bool]]:
+def relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[str, bool]]:
     """The names that a parsed statement reads from, and whether they stand within an expression."""
     kind = plan.nodeName()
     if kind == _RELATION:
@@ -73,11 +73,11 @@ def _relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[s
         for named in elements(plan.cteRelations()):
             # Names of one's own are found without regard to capital letters, as all names of SQL.
             own.add(named._1().lower())
-            yield from _relations(named._2(), own, is_hidden=is_hidden)
+            yield from relations(named._2(), own, is_hidden=is_hidden)
     for child in elements(plan.children()):
-        yield from _relations(child, own, is_hidden=is_hidden)
+        yield from relations(child, own, is_hidden=is_hidden)
     for within in elements(plan.subqueries()):
-        yield from _relations(within, own, is_hidden=True)
+        yield from relations(within, own, is_hidden=True)
 
 
 def _has_star(plan: Any) -> bool:

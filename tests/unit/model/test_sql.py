@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.select_statement import read_select
+from millstream.core.sql import read_select
 
 READS = {
     "SELECT * FROM a": "a",
@@ -25,6 +25,9 @@ READS = {
     "SELECT window.start, count(*) FROM a GROUP BY window(at, '1 minute'), b": "a",
     "SELECT ';', 'it''s FROM x', r'\\', \"FROM y\" FROM a -- FROM b;\n /* FROM /* c */ */ ;": "a",
     "SELECT * FROM a WHERE EXISTS (SELECT 1 FROM b WHERE b.x = a.x)": "a b",
+    "SELECT * FROM VALUES (1), ('b')": "",
+    "SELECT /*+ BROADCAST(c) */ x, session_window(t, '5 minutes') FROM a JOIN b AS c USING (x) GROUP BY ALL": "a b",
+    "SELECT transform(xs, x -> x + 1), m['k'], s.t[0].u FROM a TABLESAMPLE (10 PERCENT) QUALIFY r = 1": "a",
 }
 
 
@@ -35,7 +38,7 @@ def test_what_is_read(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["SELECT * FROM STREAM a", "SELECT * FROM IDENTIFIER('a')", "SELECT * FROM VALUES (1), ('b')"]
+    "text", ["SELECT * FROM STREAM a", "SELECT * FROM IDENTIFIER('a')", "SELECT v:a.b[0]::int FROM t"]
 )
 def test_what_is_not_clear_is_left_to_spark(text: str) -> None:
     assert not read_select(text).is_clear
@@ -52,7 +55,7 @@ def test_a_semicolon_may_end_it() -> None:
         ("-- nothing", "is empty"),
         (";", "is empty"),
         ("SELECT 1 FROM a; SELECT 2", "column 18: a second statement begins here"),
-        ("INSERT INTO b SELECT * FROM a", "column 1: a statement of a transform is a SELECT"),
+        ("INSERT INTO b SELECT * FROM a", "column 1: a transform's statement is a SELECT"),
         ("SELECT x,\n  (y FROM a", "line 2, column 3: this '(' is not closed"),
         ("SELECT y) FROM a", "nothing is closed by this ')'"),
         ("SELECT 'y FROM a", "this quote is not closed"),

@@ -1,0 +1,236 @@
+"""Spark SQL, read by sqlglot on nodes that may have no Spark: tokens, and the relations that a SELECT statement reads.
+
+Spark's parser has the last word when a pipeline runs. A statement that is refused here is refused by Spark as well, and
+one that sqlglot cannot parse is left to Spark (`SelectStatement.is_clear`). sqlglot is imported on first use: most
+processes read no SQL.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from millstream.core.errors import InvalidSetting
+from millstream.core.text_place import wrong_setting
+
+if TYPE_CHECKING:
+    import sqlglot
+    from sqlglot import exp
+
+ABOUT: Final = "`sql`"
+
+_BEGINS: Final = ("SELECT", "WITH", "FROM", "TABLE", "VALUES", "MAP", "REDUCE")
+_OPENING: Final = {"(": ")", "[": "]", "{": "}"}
+_UNCLOSED: Final = re.compile(
+    r"--[^\n]*|[rR](?:'[^']*'|\"[^\"]*\")|'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"|`[^`]*`"
+    r"|(?P<comment>/\*)|(?P<quote>['\"`])",
+    re.DOTALL,
+)
+_COMMENT_EDGE: Final = re.compile(r"/\*|\*/")
+
+
+class Kind(Enum):
+    """The kind of a token."""
+
+    WORD = auto()
+    """A keyword, a number or an unquoted name."""
+    NAME = auto()
+    """A name in backquotes, without them."""
+    TEXT = auto()
+    """A string literal."""
+    MARK = auto()
+    """Any other sign."""
+    END = auto()
+    """The end of the text."""
+
+
+class Token(NamedTuple):
+    """A token and its place in the text; `end` is exclusive."""
+
+    kind: Kind
+    text: str
+    start: int
+    end: int
+
+    def says(self, *words: str) -> bool:
+        """Tell whether this is one of some keywords, given in capital letters."""
+        return self.kind is Kind.WORD and self.text.upper() in words
+
+    def marks(self, *signs: str) -> bool:
+        """Tell whether this is one of some signs."""
+        return self.kind is Kind.MARK and self.text in signs
+
+
+@dataclass(frozen=True, slots=True)
+class SelectStatement:
+    """A statement without the semicolon that may end it."""
+
+    text: str
+    reads: tuple[str, ...]
+    """The topics and tables that it reads, in order; not the names that WITH gives to queries."""
+    is_clear: bool
+    """Whether `reads` is complete."""
+
+
+def sql_tokens(about: str, text: str) -> list[Token]:
+    """Split a text into tokens, the last of kind END; raise `InvalidSetting` for an unclosed quote or comment."""
+    return [_token(text, one) for one in _tokenize(about, text)] + [Token(Kind.END, "", len(text.rstrip()), len(text))]
+
+
+@lru_cache(maxsize=1024)
+def read_select(text: str) -> SelectStatement:
+    """Read a statement; raise `InvalidSetting`, with the place where there is one, for what cannot be run."""
+    raw = _tokenize(ABOUT, text)
+    tokens = [_token(text, one) for one in raw]
+    ends_at = _check_single(tokens, text)
+    tokens = [token for token in tokens if token.start < ends_at]
+    if not tokens:
+        raise InvalidSetting(f"{ABOUT} is empty: give a SELECT statement")
+    first = tokens[0]
+    if not (first.says(*_BEGINS) or first.marks("(")):
+        raise wrong_setting(ABOUT, text, first.start, first.end, "a transform's statement is a SELECT and nothing else")
+    _check_brackets(tokens, text)
+    _check_hyphens(tokens, text)
+    tree = _parse(raw[: len(tokens)], text)
+    reads = () if tree is None else tuple(dict.fromkeys(_relations(tree, text)))
+    is_clear = tree is not None and not any(token.says("STREAM", "IDENTIFIER") for token in tokens)
+    return SelectStatement(text[:ends_at].rstrip(), reads, is_clear)
+
+
+def _tokenize(about: str, text: str) -> list[sqlglot.Token]:
+    from sqlglot.dialects.spark import Spark
+
+    try:
+        return Spark().tokenize(text)
+    except Exception:
+        # sqlglot says neither where a quote is opened nor that this is the reason.
+        start, noun = _find_unclosed(text)
+        raise wrong_setting(about, text, start, start + 1, f"this {noun} is not closed") from None
+
+
+def _find_unclosed(text: str) -> tuple[int, str]:
+    at = 0
+    while found := _UNCLOSED.search(text, at):
+        if found["quote"]:
+            return found.start(), "quote"
+        at = found.end()
+        if found["comment"]:
+            # Comments nest.
+            depth = 1
+            while depth:
+                edge = _COMMENT_EDGE.search(text, at)
+                if edge is None:
+                    return found.start(), "comment"
+                depth += 1 if edge[0] == "/*" else -1
+                at = edge.end()
+    return 0, "text"
+
+
+def _token(text: str, raw: sqlglot.Token) -> Token:
+    from sqlglot import TokenType
+
+    start, end = raw.start, raw.end + 1
+    if raw.token_type is TokenType.IDENTIFIER:
+        return Token(Kind.NAME, raw.text, start, end)
+    written = text[start:end]
+    if written[-1:] in ("'", '"'):
+        return Token(Kind.TEXT, written, start, end)
+    is_word = written[:1].isalnum() or written[:1] == "_"
+    return Token(Kind.WORD if is_word else Kind.MARK, written, start, end)
+
+
+def _check_single(tokens: Sequence[Token], text: str) -> int:
+    """Return where the statement ends; raise if another one follows."""
+    ends_at = len(text)
+    for token in tokens:
+        if token.marks(";"):
+            ends_at = min(ends_at, token.start)
+        elif ends_at < len(text):
+            raise wrong_setting(ABOUT, text, token.start, token.end, "a second statement begins here; give one only")
+    return ends_at
+
+
+def _check_brackets(tokens: Sequence[Token], text: str) -> None:
+    opened: list[Token] = []
+    for token in tokens:
+        if token.marks(*_OPENING):
+            opened.append(token)
+        elif token.marks(*_OPENING.values()) and (not opened or _OPENING[opened.pop().text] != token.text):
+            raise wrong_setting(ABOUT, text, token.start, token.end, f"nothing is closed by this {token.text!r}")
+    if opened:
+        token = opened[-1]
+        raise wrong_setting(ABOUT, text, token.start, token.end, f"this {token.text!r} is not closed")
+
+
+def _check_hyphens(tokens: Sequence[Token], text: str) -> None:
+    """Refuse `FROM orders-eu`, which topics are often called and SQL reads as a difference."""
+    for before, name, hyphen in zip(tokens, tokens[1:], tokens[2:], strict=False):
+        if before.says("FROM", "JOIN") and hyphen.marks("-") and hyphen.start == name.end:
+            end = re.compile(r"[\w.-]+").match(text, name.start)
+            raise _needs_backquotes(text, name.start, name.end if end is None else end.end())
+
+
+def _needs_backquotes(text: str, start: int, end: int) -> InvalidSetting:
+    reason = f"write `{text[start:end]}` in backquotes if that is the name of a topic or a table"
+    return wrong_setting(ABOUT, text, start, end, reason)
+
+
+def _parse(raw: Sequence[sqlglot.Token], text: str) -> exp.Query | None:
+    """Parse one statement; None if sqlglot does not know its grammar."""
+    from sqlglot import exp
+    from sqlglot.dialects.spark import Spark
+
+    try:
+        tree = Spark().parser().parse(list(_adapted(raw)), text)[0]
+    except Exception:
+        # It fails in ways of its own on text that it does not expect, `RecursionError` among them.
+        return None
+    return tree if isinstance(tree, exp.Query) else None
+
+
+def _adapted(raw: Sequence[sqlglot.Token]) -> Iterator[sqlglot.Token]:
+    """Yield the tokens in the form that sqlglot parses: it knows neither the function `window` nor `TABLE name`."""
+    from sqlglot import Token as SqlToken
+    from sqlglot import TokenType
+
+    before = None
+    for at, token in enumerate(raw):
+        kind = token.token_type
+        after = raw[at + 1].token_type if at + 1 < len(raw) else None
+        if kind is TokenType.WINDOW and after in (TokenType.L_PAREN, TokenType.DOT):
+            yield SqlToken(TokenType.VAR, token.text, line=token.line, col=token.col, start=token.start, end=token.end)
+        elif (
+            kind is TokenType.TABLE
+            and after in (TokenType.VAR, TokenType.IDENTIFIER)
+            and before in (None, TokenType.L_PAREN, TokenType.UNION, TokenType.ALL, TokenType.EXCEPT)
+        ):
+            for added, word in ((TokenType.SELECT, "SELECT"), (TokenType.STAR, "*"), (TokenType.FROM, "FROM")):
+                yield SqlToken(added, word, line=token.line, col=token.col, start=token.start, end=token.end)
+        else:
+            yield token
+        before = kind
+
+
+def _relations(tree: exp.Query, text: str) -> Iterator[str]:
+    """Yield the names that stand for topics and tables, in the order of the text."""
+    from sqlglot import exp
+
+    own = {named.alias.lower() for named in tree.find_all(exp.CTE)}
+    found: list[tuple[int, int, exp.Identifier]] = []
+    for table in tree.find_all(exp.Table):
+        parts = [part for part in table.parts if isinstance(part, exp.Identifier) and "start" in part.meta]
+        if parts and table.find_ancestor(exp.Hint) is None:
+            found.append((int(parts[0].meta["start"]), int(parts[-1].meta["end"]) + 1, parts[-1]))
+            if len(parts) > 1:
+                raise _needs_backquotes(text, *found[-1][:2])
+    for start, end, name in sorted(found, key=lambda one: one[:2]):
+        if text[start] in "'\"":
+            raise wrong_setting(ABOUT, text, start, end, "names stand in backquotes, not in quotes")
+        if text[start] != "`" and not name.name.isascii():
+            raise _needs_backquotes(text, start, end)
+        if name.name.lower() not in own:
+            yield name.name
