@@ -36,10 +36,11 @@ from millstream.broker.net.connection import ConnectionLimits
 from millstream.broker.net.listener import Listener, bind, listen
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
-from millstream.core.config import Config, parse_address
+from millstream.core.config import Config
 from millstream.core.errors import AddressTaken, ClusterMismatch, InvalidSetting, MillstreamError
 from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
+from millstream.core.setting import parse_address
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.records.compression import set_limits
 

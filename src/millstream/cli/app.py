@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperArgument, TyperGroup, TyperOption
 
 from millstream import __version__
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
@@ -130,9 +131,39 @@ def _asked_for(arguments: Sequence[str]) -> Sequence[str]:
     return ORDER
 
 
+class _TypedValue:
+    """Pass on a value that has its type already; leave every other one to typer.
+
+    typer coerces all values, defaults and `--help` included, with pydantic, whose import takes a third of the time of
+    a short command.
+    """
+
+    def __init__(self, coercion_of: Callable[[Any], Any]) -> None:
+        self._coercion_of = coercion_of
+
+    def coerce(self, value: Any, param: Any, ctx: Any) -> Any:
+        kind, info = param.type_descriptor.annotation, param.type_descriptor.parameter_info
+        if type(value) is kind and kind in (str, int, float) and info.parser is None:
+            if (info.min is None or value >= info.min) and (info.max is None or value <= info.max):
+                return value
+        elif value is None and not param.multiple and param.nargs == 1:
+            return None
+        return self._coercion_of(param).coerce(value, param=param, ctx=ctx)
+
+
+def _coerce_only_text() -> None:
+    for kind in (TyperOption, TyperArgument):
+        coercion_of: Any = getattr(kind, "get_runtime_param", None)
+        # Versions of typer that do not use pydantic do not have it.
+        if coercion_of is not None and not isinstance(coercion_of, partial):
+            typed = _TypedValue(coercion_of)
+            kind.get_runtime_param = partial(lambda typed: typed, typed)  # type: ignore[method-assign]
+
+
 def call(arguments: list[str]) -> int:
     """Run one command and return its exit code. Every error becomes one sentence on stderr."""
     try:
+        _coerce_only_text()
         app = build_app(_asked_for(arguments))
         result: Any = app(args=arguments, prog_name=PROGRAM, standalone_mode=False)
     except (CommandFailed, MillstreamError) as error:

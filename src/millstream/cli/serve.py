@@ -20,8 +20,8 @@ from millstream import __version__
 from millstream.cli.exit_code import CommandFailed, ExitCode, exit_code_of
 from millstream.cli.options import AsJson
 from millstream.cli.output import print_json, print_line
-from millstream.core.config import Config, parse_address
-from millstream.core.setting import Setting
+from millstream.core.config import Config
+from millstream.core.setting import Setting, parse_address
 
 if TYPE_CHECKING:
     from millstream.broker.node import Broker

@@ -20,7 +20,6 @@ from millstream.cli.options import (
 from millstream.cli.output import counted, print_json, print_line, print_noted, print_table
 from millstream.client.admin.topics import CARD, describe_topic, replication_of
 from millstream.core.errors import TopicExists
-from millstream.core.pipeline import LAND_PREFIX
 from millstream.core.topic import CONTRACT, DESCRIPTION, OWNER
 
 if TYPE_CHECKING:
@@ -120,9 +119,14 @@ def create(
     created, topic, notes = ask(brokers, timeout, question)
     number = len(topic.partitions)
     answer = {"topic": name, "id": str(topic.topic_id), "partitions": number, "replication": replication_of(topic)}
-    made = {**answer, "created": created, **({"pipeline": f"{LAND_PREFIX}{name}"} if land else {})}
+    made = {**answer, "created": created}
     text = "Created topic" if created else "There is already a topic"
-    landed = f", landed by pipeline {LAND_PREFIX}{name}" if land else ""
+    landed = ""
+    if land:
+        from millstream.core.pipeline import LAND_PREFIX
+
+        made["pipeline"] = f"{LAND_PREFIX}{name}"
+        landed = f", landed by pipeline {LAND_PREFIX}{name}"
     print_noted(made, f"{text} {name} with {counted(number, 'partition')}{landed}.", notes, as_json=as_json)
 
 

@@ -457,11 +457,3 @@ def _from_file(file: Path | None) -> dict[str, Any]:
 
 def _as_text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def parse_address(text: str, *, name: str) -> tuple[str, int]:
-    """Split HOST:PORT; an IPv6 host stands in brackets."""
-    host, separator, port = text.rpartition(":")
-    if not separator or not port.isdigit() or int(port) > 65535:
-        raise InvalidSetting(f"{name} must be HOST:PORT (for example 127.0.0.1:9092), not {text!r}")
-    return host.strip("[]") or "127.0.0.1", int(port)

@@ -136,3 +136,11 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
     close = get_close_matches(name, list(known), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def parse_address(text: str, *, name: str) -> tuple[str, int]:
+    """Split HOST:PORT; an IPv6 host stands in brackets."""
+    host, separator, port = text.rpartition(":")
+    if not separator or not port.isdigit() or int(port) > 65535:
+        raise InvalidSetting(f"{name} must be HOST:PORT (for example 127.0.0.1:9092), not {text!r}")
+    return host.strip("[]") or "127.0.0.1", int(port)

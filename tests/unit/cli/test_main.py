@@ -24,6 +24,19 @@ def test_the_start_is_quick_because_little_is_imported() -> None:
     assert set(loaded) & set(SLOW_TO_IMPORT) == set()
 
 
+def test_a_command_imports_only_what_it_needs() -> None:
+    program = (
+        "import sys; from millstream.cli.app import call\n"
+        "assert call(['topic', 'list', '--brokers', '127.0.0.1:1', '--json']) == 4\n"
+        "print(*sys.modules)"
+    )
+    command = [sys.executable, "-c", program]
+    imported = set(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert "millstream.protocol.wire.client" in imported
+    heavy = {"pydantic", "crc32c", "numpy", "rich", "sqlglot", "millstream.core.pipeline", "millstream.core.config"}
+    assert imported & heavy == set()
+
+
 def test_the_version_is_told() -> None:
     told = call_command(["--version"])
     assert (told.code, told.out, told.err) == (0, f"millstream {__version__}\n", "")

@@ -16,9 +16,9 @@ from typing import Final
 import msgspec
 
 from millstream.broker.push_board import PushReport
-from millstream.core.config import parse_address
 from millstream.core.log_format import set_up_logging
 from millstream.core.push import headers_of, keys_of
+from millstream.core.setting import parse_address
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.gateway.api.message import message_bytes
 from millstream.gateway.api.record_reader import ReadRecords, RecordReader

@@ -15,7 +15,6 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Final, Self, TypeVar
 
-from millstream.core.config import parse_address
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRequest,
@@ -25,12 +24,12 @@ from millstream.core.errors import (
     UnknownTopic,
 )
 from millstream.core.ids import NodeId, Offset, PartitionIndex
+from millstream.core.setting import parse_address
 from millstream.core.tasks import gather_or_cancel
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import load_request_class, load_response_class, response_body_at
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.messages.shape import reshape
-from millstream.protocol.records.batch import read_header
 from millstream.protocol.wire import fetch, list_offsets, produce
 from millstream.protocol.wire.channel import Channel
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, NodeMetadata, from_response
@@ -244,6 +243,9 @@ class Client:
         What the broker refuses for the moment is sent again. When an answer is lost, batches of an idempotent
         producer are sent again too, since the broker knows them; others are not, since they could be doubled.
         """
+        # Loading the checksum library takes longer than most commands of the CLI.
+        from millstream.protocol.records.batch import read_header
+
         idempotent = read_header(batches).producer_id >= 0
 
         loop = asyncio.get_running_loop()
