@@ -107,6 +107,7 @@ class Dispatch:
                 reached_at=connection.reached_at,
                 address=connection.peer,
                 mute=connection.mute,
+                count_as_follower=connection.count_as_follower,
                 presence=connection.presence,
             )
             connection.state = client
