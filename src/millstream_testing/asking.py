@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from millstream.broker.kafka.api import Api, ClientInfo
+from millstream.broker.kafka.dispatch import RawApi
 from millstream.protocol.messages import codec
 from millstream.protocol.messages.shape import reshape
 
@@ -22,6 +23,15 @@ async def ask(api: Api[Any, Any], request: Any, *, client: ClientInfo | None = N
     response = await api.answer(header.version, read, client or client_info())
     answer = codec.write_response(header.api_key, header.version, header.correlation_id, response)
     return codec.read_response(header.api_key, header.version, answer[4:])
+
+
+def ask_frame(api: RawApi, request: Any, *, client: ClientInfo | None = None) -> Any:
+    """Send a request to an API that reads its own frames and answers at once."""
+    frame = memoryview(codec.write_request(9, "test", request)[4:])
+    answer = api.handle_frame(frame, codec.read_request_header(frame), client or client_info())
+    if not isinstance(answer, list):
+        raise TypeError(f"{type(api).__name__} has not answered at once")
+    return codec.read_response(api.key, request.__version__, b"".join(answer)[4:])
 
 
 async def ask_in(api: Api[Any, Any], version: int, request: Any) -> Any:

@@ -9,7 +9,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.kafka.apis.api_versions import ApiVersions, ServedApi
 from millstream.protocol.messages import codec
-from millstream_testing.asking import ask, client_info
+from millstream_testing.asking import ask_frame, client_info
 
 
 class Other:
@@ -32,38 +32,49 @@ def request(version: int, name: str = "librdkafka", software_version: str = "2.1
 
 
 @pytest.mark.parametrize("version", range(5))
-async def test_the_registered_apis_are_told_in_order(version: int) -> None:
-    answer = await ask(api(), request(version))
+def test_the_registered_apis_are_told_in_order(version: int) -> None:
+    answer = ask_frame(api(), request(version))
     assert answer.error_code is ErrorCode.none
     told = [(one.api_key, one.min_version, one.max_version) for one in answer.api_keys]
     assert told == [(0, 0, 13), (3, 0, 13), (18, 0, 4)]
 
 
-async def test_the_clients_software_is_remembered() -> None:
+def test_the_clients_software_is_remembered() -> None:
     client = client_info()
-    await ask(api(), request(4, "apache-kafka-java", "4.1.0"), client=client)
+    ask_frame(api(), request(4, "apache-kafka-java", "4.1.0"), client=client)
     assert (client.software_name, client.software_version) == ("apache-kafka-java", "4.1.0")
-    await ask(api(), request(0), client=client)
+    ask_frame(api(), request(0), client=client)
     assert client.software_name == "unknown"
 
 
 @pytest.mark.parametrize("name", ["", "-x", "x-", "a b", "ü", "a/b", "x\n"])
-async def test_a_software_name_that_is_none_is_refused(name: str) -> None:
+def test_a_software_name_that_is_none_is_refused(name: str) -> None:
     for refused in (request(3, name), request(4, "ok", name)):
-        answer = await ask(api(), refused)
+        answer = ask_frame(api(), refused)
         assert answer.error_code is ErrorCode.invalid_request
         assert answer.api_keys == ()
 
 
 @pytest.mark.parametrize("name", ["a", "1", "a-b.c", "confluent-kafka-python", "2.5.0-rdkafka-2.5.0"])
-async def test_proper_software_names_pass(name: str) -> None:
-    assert (await ask(api(), request(3, name, name))).error_code is ErrorCode.none
+def test_proper_software_names_pass(name: str) -> None:
+    assert ask_frame(api(), request(3, name, name)).error_code is ErrorCode.none
 
 
 def test_an_unknown_version_is_answered_in_version_0() -> None:
-    unsupported = api().unsupported()
-    assert type(unsupported) is codec.load_response_class(18, 0)
+    header = codec.RequestHeader(18, 5, 1, None, 8, True)
+    answer = api().handle_frame(memoryview(b""), header, client_info())
+    assert isinstance(answer, list)
+    frame = b"".join(answer)
+    # The header of the answer has no tags, whatever version was asked for.
+    assert frame[4:10] == b"\0\0\0\1\0\x23"
+    unsupported = codec.read_response(18, 0, frame[4:])
     assert unsupported.error_code is ErrorCode.unsupported_version
     assert [(one.api_key, one.min_version, one.max_version) for one in unsupported.api_keys] == [(18, 0, 4)]
-    # The header of the answer has no tags, whatever version was asked for.
-    assert codec.write_response(18, 0, 1, unsupported)[4:10] == b"\0\0\0\1\0\x23"
+
+
+def test_every_client_is_told_what_is_meant_for_it_however_often_others_asked() -> None:
+    asked = api()
+    for _ in range(2):
+        assert len(ask_frame(asked, request(4)).api_keys) == 3
+        assert len(ask_frame(asked, request(4, "millstream")).api_keys) == 4
+        assert len(ask_frame(asked, request(0)).api_keys) == 3

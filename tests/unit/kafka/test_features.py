@@ -12,7 +12,7 @@ from millstream.broker.kafka.apis.api_versions import ApiVersions, ServedApi
 from millstream.broker.kafka.apis.update_features import UpdateFeatures
 from millstream.broker.kafka.feature import CONSUMER_GROUP_HEARTBEAT_KEY, END_TXN_KEY, epoch_of, features_of
 from millstream.protocol.messages import codec
-from millstream_testing.asking import ask
+from millstream_testing.asking import ask, ask_frame
 
 REFUSED = ErrorCode.invalid_update_version
 NEWEST: Any = importlib.import_module("kio.schema.update_features.v2.request")
@@ -27,11 +27,11 @@ class Other:
 def told(version: int, *keys: int) -> Any:
     served: list[ServedApi] = [Other(key) for key in keys]
     software = {"client_software_name": "x", "client_software_version": "1"} if version >= 3 else {}
-    return ask(ApiVersions(served), codec.load_request_class(18, version)(**software))
+    return ask_frame(ApiVersions(served), codec.load_request_class(18, version)(**software))
 
 
 async def test_the_levels_are_told_as_clients_read_them() -> None:
-    answer = await told(4)
+    answer = told(4)
     assert {one.name: (one.min_version, one.max_version) for one in answer.supported_features} == {
         "metadata.version": (25, 25),
     }
@@ -42,7 +42,7 @@ async def test_the_levels_are_told_as_clients_read_them() -> None:
 
 
 async def test_the_second_version_of_transactions_is_told_once_they_are_served() -> None:
-    answer = await told(4, END_TXN_KEY)
+    answer = told(4, END_TXN_KEY)
     assert ("transaction.version", 0, 2) in {
         (one.name, one.min_version, one.max_version) for one in answer.supported_features
     }
@@ -51,7 +51,7 @@ async def test_the_second_version_of_transactions_is_told_once_they_are_served()
 
 
 async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
-    answer = await told(4, CONSUMER_GROUP_HEARTBEAT_KEY)
+    answer = told(4, CONSUMER_GROUP_HEARTBEAT_KEY)
     assert ("group.version", 0, 1) in {
         (one.name, one.min_version, one.max_version) for one in answer.supported_features
     }
@@ -60,11 +60,11 @@ async def test_the_group_protocol_is_a_feature_once_it_is_served() -> None:
 
 
 async def test_older_clients_are_not_told_of_features_that_may_be_off() -> None:
-    answer = await told(3, CONSUMER_GROUP_HEARTBEAT_KEY)
+    answer = told(3, CONSUMER_GROUP_HEARTBEAT_KEY)
     assert [one.name for one in answer.supported_features] == ["metadata.version"]
     assert {one.name for one in answer.finalized_features} == {"metadata.version", "group.version"}
     for version in range(3):
-        assert not hasattr(await told(version), "finalized_features")
+        assert not hasattr(told(version), "finalized_features")
 
 
 def test_the_epoch_grows_with_every_level() -> None:

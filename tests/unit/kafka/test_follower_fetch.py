@@ -13,11 +13,11 @@ from uuid import UUID
 import pytest
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.follower_fetch import BYTES_MIN, FollowerFetch
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.presence import Presence
 from millstream.broker.replication.partition import ACKS_LEADER, Partition
 from millstream.core.errors import NotLeader, ProtocolViolation, UnknownTopicId
 from millstream.core.ids import NO_EPOCH, Epoch, NodeId, Offset, PartitionIndex
@@ -139,7 +139,7 @@ class Fetcher:
         self.node = node
         self.session_id = 0
         self.epoch = 0
-        self.presence = Presence()
+        self.client = ClientInfo(connection_id=1, host="127.0.0.1")
 
     async def ask(
         self,
@@ -160,7 +160,7 @@ class Fetcher:
             forgotten=[key(index) for index in forgotten],
         )
         header = RequestHeader(FETCH_KEY, VERSION, 1, None, 0, True)
-        answer = self.leader.fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header, self.presence)
+        answer = self.leader.fetch.handle_frame(memoryview(write_replica_fetch(fetch)), header, self.client)
         pieces = await answer if inspect.isawaitable(answer) else answer
         assert isinstance(pieces, list)
         answers = read_replica_answers(memoryview(b"".join(map(bytes, pieces)))[4:])
@@ -426,7 +426,7 @@ async def test_a_follower_that_leaves_is_waited_for_no_longer(leader: Leader) ->
     waiting = asyncio.create_task(fetcher.ask(wait_ms=300_000))
     await asyncio.sleep(0.01)
     assert not waiting.done()
-    fetcher.presence.leave()
+    fetcher.client.presence.leave()
     assert not (await asyncio.wait_for(waiting, 60)).partitions
     # What it has sent before it left is answered without a wait as well.
     assert not (await asyncio.wait_for(fetcher.ask(wait_ms=300_000), 60)).partitions

@@ -15,9 +15,12 @@ from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import FRAME_COST_BYTES
 from millstream.broker.net.promise import Promise
 from millstream.broker.net.turns import (
+    FOLLOWERS,
     LIGHT_BURST_S,
     PROMISE_COST_BYTES,
+    QUANTUM_ALONE_S,
     QUANTUM_S,
+    TURNS_MAX,
     UNDER_WAY_BYTES_MAX,
     UNDER_WAY_BYTES_MIN,
     Flow,
@@ -106,6 +109,50 @@ async def test_light_requests_pass_until_they_take_half_of_the_loop() -> None:
     clock.now += 2 * LIGHT_BURST_S
     again = turns.join("10.0.0.1", lambda: None)
     assert not turns.spend(again, LIGHT_BURST_S / 2, clock.now, is_light=True)
+
+
+def crowd(turns: Turns, clock: Clock, given: Counter[str], connections: int = 400) -> None:
+    for number in range(connections):
+        turns.wait(Glutton(turns, clock, "10.0.0.1", str(number), given).flow)
+
+
+async def test_a_light_request_beyond_their_share_waits_for_none_of_the_bulk_of_its_address() -> None:
+    clock, given = Clock(), Counter[str]()
+    turns = Turns(clock)
+    crowd(turns, clock, given)
+    served: list[int] = []
+    bystander = turns.join("10.0.0.1", lambda: served.append(given.total()))
+    for number in range(5):
+        # The machine is busy, so each takes long, and there is soon nothing left of the share.
+        while not turns.spend(bystander, LIGHT_BURST_S, clock.now, is_light=True):
+            pass
+        before = given.total()
+        while len(served) == number:
+            await asyncio.sleep(0)
+        assert served[-1] - before <= 2
+
+
+async def test_what_was_used_while_none_waited_is_not_paid_back_to_each_of_a_crowd() -> None:
+    clock, given = Clock(), Counter[str]()
+    turns = Turns(clock)
+    first = Glutton(turns, clock, "10.0.0.1", "first", given)
+    assert not turns.spend(first.flow, QUANTUM_ALONE_S - QUANTUM_S, clock.now)
+    crowd(turns, clock, given)
+    turns.spend(first.flow, 2 * QUANTUM_S, clock.now)
+    while not given["first"]:
+        await asyncio.sleep(0)
+    assert given.total() <= 2 * 400 + TURNS_MAX
+
+
+async def test_followers_have_a_share_of_their_own_on_a_machine_that_floods() -> None:
+    clock, given = Clock(), Counter[str]()
+    turns = Turns(clock)
+    crowd(turns, clock, given)
+    follower = Glutton(turns, clock, "10.0.0.1", "follower", given)
+    turns.move(follower.flow, FOLLOWERS)
+    turns.wait(follower.flow)
+    await rounds(ROUNDS)
+    assert given["follower"] == pytest.approx(given.total() / 2, rel=0.1)
 
 
 async def test_a_connection_that_closes_while_it_waits_gets_no_turn() -> None:

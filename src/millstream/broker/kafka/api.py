@@ -83,6 +83,8 @@ class ClientInfo:
     software_version: str = "unknown"
     mute: Callable[[float], None] = _cannot_mute
     """Takes no more requests from the client for some seconds."""
+    count_as_follower: Callable[[], None] = lambda: None
+    """Serves the connection out of the share of those who replicate."""
     presence: Presence = field(default_factory=Presence)
     """Whether the client is there to wait for an answer."""
     produce_requests: int = 0

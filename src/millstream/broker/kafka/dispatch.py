@@ -107,6 +107,7 @@ class Dispatch:
                 reached_at=connection.reached_at,
                 address=connection.peer,
                 mute=connection.mute,
+                count_as_follower=connection.count_as_follower,
                 presence=connection.presence,
             )
             connection.state = client
@@ -129,9 +130,6 @@ class Dispatch:
         self, api: Api[Any, Any], header: RequestHeader, frame: memoryview, client: ClientInfo, started: float
     ) -> Answer:
         version = header.version
-        if not api.versions[0] <= version <= api.versions[1]:
-            # ApiVersions only: an unknown version is answered in the oldest, which says what is served.
-            return [_unsupported(api, header)]
         # The frame is not there any more when the coroutine begins.
         request = read_request(api.key, version, frame, header.body_at)
         answer = self._answer_with(api, header, request, client, started)
@@ -163,7 +161,3 @@ async def _observed(latency: Histogram, answer: Awaitable[Reply | None], started
         return await answer
     finally:
         latency.observe(time.perf_counter() - started)
-
-
-def _unsupported(api: Any, header: RequestHeader) -> bytes:
-    return write_response(api.key, 0, header.correlation_id, api.unsupported())

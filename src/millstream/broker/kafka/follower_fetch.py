@@ -22,10 +22,10 @@ from uuid import UUID
 
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Buffers
-from millstream.broker.net.presence import Presence
 from millstream.broker.net.promise import Promise
 from millstream.broker.replication.in_sync import MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
@@ -225,13 +225,15 @@ class FollowerFetch:
         for session in self._sessions.values():
             session.wake()
 
-    def handle_frame(self, frame: memoryview, header: RequestHeader, presence: Presence | None = None) -> Answer:
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo | None = None) -> Answer:
         """Answer at once when there is something to tell, else have the connection wait."""
         if header.version < OLDEST:
             raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
         fetch = read_replica_fetch(frame, header.body_at)
         if not self._may_follow(fetch.node, fetch.registration):
             return _encode(header, _unregistered_answers(fetch))
+        if client is not None:
+            client.count_as_follower()
         if fetch.is_repair:
             return _encode(header, ReplicaAnswers(ErrorCode.none, NO_SESSION, self._read_for_repair(fetch)))
         session = self._session(fetch)
@@ -240,11 +242,11 @@ class FollowerFetch:
         found = self._read_pending(session, fetch)
         if fetch.max_wait_ms <= 0 or self.is_complete(session, found):
             return self.answer(header, session, found)
-        if presence is not None and presence.has_left:
+        if client is not None and client.presence.has_left:
             return self.answer(header, session, found)
         wait = _Wait(self, header, fetch, session, found)
-        if presence is not None:
-            presence.when_left = wait.finish
+        if client is not None:
+            client.presence.when_left = wait.finish
         return wait
 
     def read_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:

@@ -40,6 +40,7 @@ from millstream.broker.net.stream import Piece, Stored, Stream
 from millstream.broker.net.traffic import Traffic
 from millstream.broker.net.turns import (
     BYTE_S,
+    FOLLOWERS,
     LIGHT_ANSWER_BYTES,
     LIGHT_BYTES,
     LIGHT_REPLIES_MAX,
@@ -112,6 +113,8 @@ class Connection(asyncio.BufferedProtocol):
         self._turns = turns
         self._flow: Flow
         self._awaits_turn = False
+        self._began = 0.0
+        """When serving began that is under way, less the time that was charged meanwhile."""
         self._serve_until = 0.0
         self._read_bytes_max = 0
         self._hangups = hangups
@@ -216,7 +219,7 @@ class Connection(asyncio.BufferedProtocol):
         is_light = nbytes <= LIGHT_BYTES and nbytes < self._read_bytes_max and len(self._replies) < LIGHT_REPLIES_MAX
         turns = self._turns
         frames_before = self._traffic.frames_in
-        began = turns.clock()
+        self._began = began = turns.clock()
         self._serve_until = began + turns.allowance_s(is_light=is_light)
         # Replies to requests that arrived together leave together: a system call for each costs more than they do.
         self._gathering = True
@@ -237,7 +240,7 @@ class Connection(asyncio.BufferedProtocol):
             self._gathering = False
         now = turns.clock()
         is_light = is_light and not self._has_unserved and self._traffic.frames_in - frames_before < LIGHT_REPLIES_MAX
-        self._spend(now - began + nbytes * BYTE_S, now, is_light=is_light)
+        self._spend(now - self._began + nbytes * BYTE_S, now, is_light=is_light)
 
     def eof_received(self) -> bool:
         """Let replies that are under way leave before the connection closes, and wait for nothing else."""
@@ -294,6 +297,10 @@ class Connection(asyncio.BufferedProtocol):
             self._unmute()
         self._adjust_reading()
         self._close_when_drained()
+
+    def count_as_follower(self) -> None:
+        """Give the connection turns out of the share of those who replicate."""
+        self._turns.move(self._flow, FOLLOWERS)
 
     def mute(self, seconds: float) -> None:
         """Take no more requests for some seconds; replies to those before still leave."""
@@ -492,7 +499,7 @@ class Connection(asyncio.BufferedProtocol):
         """Serve what was read before, as far as the turn allows."""
         if not self._has_unserved or self._is_blocked or self._transport is None:
             return
-        began = self._turns.clock()
+        self._began = began = self._turns.clock()
         self._serve_until = began + self._turns.quantum_s
         try:
             if self._whole is not None:
@@ -509,7 +516,7 @@ class Connection(asyncio.BufferedProtocol):
             if self._unserved is None and self._unserved_bytes:
                 self._release_unserved()
         now = self._turns.clock()
-        self._spend(now - began, now)
+        self._spend(now - self._began, now)
 
     def _forget_unserved(self) -> None:
         if self._whole is not None:
@@ -635,6 +642,7 @@ class Connection(asyncio.BufferedProtocol):
             now = turns.clock()
             cost_s = now - began + sent_bytes * BYTE_S
         if cost_s:
+            self._began += now - began
             is_light = sent_bytes <= LIGHT_ANSWER_BYTES and not (self._outgoing or self._has_unserved)
             self._spend(cost_s, now, is_light=is_light)
             if self._outgoing and not self._write_paused:

@@ -4,16 +4,19 @@ What a connection costs is measured in seconds: the time that serving it took, p
 what follows from them later. A connection that has used up its quantum is neither read nor sent to until its turn
 comes, so its backlog stays in the socket buffers. Turns are given as in start-time fair queueing: first to the client
 address that has used least, then to that address's connection that has used least; an address does not get more by
-opening more connections. Between two rounds the loop polls, so everything else waits for one round at most.
+opening more connections. Between two rounds the loop polls, so everything else waits for one round at most. The
+connections by which other nodes fetch what they replicate share an account of their own, `FOLLOWERS`.
 
 A light request, one that is small and leaves nothing behind it in the socket, is served when it arrives and is not
-charged, as long as all light requests of its address together take no more than `LIGHT_SHARE` of the loop.
+charged, as long as all light requests of its address together take no more than `LIGHT_SHARE` of the loop. A connection
+whose light request exceeds that waits only for others like it: every second turn of its address is theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
@@ -47,11 +50,14 @@ UNDER_WAY_BYTES_MIN: Final = 64 * 1024
 commit that takes long delays everyone's."""
 PROMISE_COST_BYTES: Final = 8 * 1024
 
+FOLLOWERS: Final = "followers"
+"""The account of the connections that replicate, which is none of a client address."""
+
 
 class _Address:
     """The account of a client address."""
 
-    __slots__ = ("connections", "floor_s", "light_at", "light_s", "used_s", "waiting")
+    __slots__ = ("connections", "floor_s", "light", "light_at", "light_s", "light_was_last", "used_s", "waiting")
 
     def __init__(self) -> None:
         self.connections = 0
@@ -61,6 +67,25 @@ class _Address:
         self.light_s = LIGHT_BURST_S
         self.light_at = 0.0
         self.waiting: list[tuple[float, int, Flow]] = []
+        self.light: deque[Flow] = deque()
+        """Connections that wait after a light request."""
+        self.light_was_last = False
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether some connection waits, or did when it closed."""
+        return bool(self.waiting or self.light)
+
+    def pop_waiting(self) -> Flow:
+        """Take the connection that is next: by turns one after a light request, and the one that has used least."""
+        if self.light and not (self.light_was_last and self.waiting):
+            self.light_was_last = True
+            return self.light.popleft()
+        self.light_was_last = False
+        used_s, _, flow = heappop(self.waiting)
+        if flow.is_waiting:
+            self.floor_s = max(self.floor_s, used_s)
+        return flow
 
     def take_light(self, cost_s: float, now: float) -> bool:
         """Serve a light request out of the share for these, unless that is used up."""
@@ -128,6 +153,13 @@ class Turns:
         if not flow.address.connections:
             self._addresses.pop(flow.host, None)
 
+    def move(self, flow: Flow, host: str) -> None:
+        """Account for a connection, while it is served, under another name than its client's address."""
+        if flow.host != host and not flow.is_waiting:
+            self.leave(flow)
+            joined = self.join(host, flow.resume)
+            flow.host, flow.address, flow.used_s = host, joined.address, 0.0
+
     def _count_waiting(self, change: int) -> None:
         """Derive what every read looks at from how many wait, which changes far less often."""
         self.waiting += change
@@ -154,18 +186,24 @@ class Turns:
         address.used_s += cost_s
         if flow.used_s - address.floor_s <= quantum_s:
             return False
-        self.wait(flow)
+        self.wait(flow, is_light=is_light)
         return True
 
-    def wait(self, flow: Flow) -> None:
+    def wait(self, flow: Flow, *, is_light: bool = False) -> None:
         """Have a connection wait for its turn."""
         flow.is_waiting = True
         self._count_waiting(1)
         address = flow.address
-        if not address.waiting:
+        if not address.has_waiting:
             address.used_s = max(address.used_s, self._floor_s)
             heappush(self._queue, (address.used_s, next(self._order), address))
-        heappush(address.waiting, (flow.used_s, next(self._order), flow))
+        # What it used while few others were there counts as no more than it may use now, or they would all have as
+        # many turns as fit into it before it has its own.
+        flow.used_s = min(flow.used_s, address.floor_s + CHARGE_QUANTA_MAX * self.quantum_s)
+        if is_light:
+            address.light.append(flow)
+        else:
+            heappush(address.waiting, (flow.used_s, next(self._order), flow))
         self._run_soon()
 
     def _run_soon(self) -> None:
@@ -196,18 +234,17 @@ class Turns:
         flow = self._next_of(address)
         if flow is not None:
             self._floor_s = max(self._floor_s, address.used_s)
-        if address.waiting:
+        if address.has_waiting:
             # What the turn costs is not known yet.
             heappush(self._queue, (max(address.used_s, self._floor_s) + QUANTUM_S, next(self._order), address))
         return flow
 
     def _next_of(self, address: _Address) -> Flow | None:
-        while address.waiting:
-            used_s, _, flow = heappop(address.waiting)
+        while address.has_waiting:
+            flow = address.pop_waiting()
             if flow.is_waiting:
                 flow.is_waiting = False
                 self._count_waiting(-1)
-                address.floor_s = max(address.floor_s, used_s)
                 return flow
         return None
 

@@ -18,7 +18,6 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
-from kio.schema.api_versions.v4.request import ApiVersionsRequest
 from kio.schema.api_versions.v4.response import (
     ApiVersion,
     ApiVersionsResponse,
@@ -28,9 +27,19 @@ from kio.schema.api_versions.v4.response import (
 from kio.schema.errors import ErrorCode
 from kio.static.primitive import i16, i64
 
-from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
+from millstream.broker.kafka.api import NO_THROTTLE, ClientInfo
 from millstream.broker.kafka.feature import epoch_of, features_of
-from millstream.protocol.messages.codec import PRIVATE_KEY_MIN, load_response_class
+from millstream.broker.net.connection import Answer
+from millstream.protocol.messages.codec import (
+    API_VERSIONS_KEY,
+    PRIVATE_KEY_MIN,
+    RequestHeader,
+    load_response_class,
+    read_request,
+    response_head,
+    write_entity,
+    write_response,
+)
 from millstream.protocol.messages.shape import reshape
 
 _SOFTWARE: Final = re.compile(r"[a-zA-Z0-9](?:[a-zA-Z0-9\-.]*[a-zA-Z0-9])?")
@@ -51,25 +60,47 @@ class ServedApi(Protocol):
         """The oldest and the newest version."""
 
 
-class ApiVersions(Api[ApiVersionsRequest, ApiVersionsResponse]):
-    """Tells what is served. `served` may still grow until the first request; this API belongs in it too."""
+class ApiVersions:
+    """Tells what is served. `served` may still grow until the first request; this API belongs in it too.
 
-    key = 18
+    Every client begins with it, at times all of them at once, so responses are encoded once.
+    """
+
+    key = API_VERSIONS_KEY
     versions = (0, 4)
 
     def __init__(self, served: Sequence[ServedApi]) -> None:
         self._served = served
+        self._encoded: dict[tuple[int, bool], bytes] = {}
+        """By version and whether the client is one of ours, the body of the response."""
 
-    async def handle(self, request: ApiVersionsRequest, client: ClientInfo) -> ApiVersionsResponse:
+    def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
+        """Refuse a version that is not served and a client that does not name its software properly."""
+        version = header.version
+        if not self.versions[0] <= version <= self.versions[1]:
+            return [write_response(self.key, 0, header.correlation_id, self.unsupported())]
+        request = read_request(self.key, version, frame, header.body_at)
+        if version < _FIRST_WITH_SOFTWARE:
+            client.software_name = client.software_version = "unknown"
+        elif not _is_valid(request):
+            refused = _for_version(version, _response(ErrorCode.invalid_request, ()))
+            return [write_response(self.key, version, header.correlation_id, refused)]
+        else:
+            client.software_name = request.client_software_name
+            client.software_version = request.client_software_version
+        place = (version, client.software_name == _OWN_SOFTWARE)
+        body = self._encoded.get(place)
+        if body is None:
+            body = self._encoded[place] = write_entity(_for_version(version, self._respond(is_ours=place[1])))
+        return [response_head(self.key, version, header.correlation_id, len(body)), body]
+
+    def _respond(self, *, is_ours: bool) -> ApiVersionsResponse:
         """List every API that is served."""
-        client.software_name = request.client_software_name
-        client.software_version = request.client_software_version
         served = sorted(self._served, key=lambda api: api.key)
         public = [api for api in served if api.key < PRIVATE_KEY_MIN]
-        listed = served if request.client_software_name == _OWN_SOFTWARE else public
         features = tuple(features_of({api.key for api in public}))
         return dataclasses.replace(
-            _response(ErrorCode.none, listed),
+            _response(ErrorCode.none, served if is_ours else public),
             supported_features=tuple(
                 SupportedFeatureKey(name=feature.name, min_version=i16(feature.oldest), max_version=i16(feature.newest))
                 for feature in features
@@ -84,32 +115,20 @@ class ApiVersions(Api[ApiVersionsRequest, ApiVersionsResponse]):
             ),
         )
 
-    def upgrade(self, version: int, request: Any) -> ApiVersionsRequest:
-        """Older versions do not tell the software."""
-        if version < _FIRST_WITH_SOFTWARE:
-            return ApiVersionsRequest(client_software_name="unknown", client_software_version="unknown")
-        return super().upgrade(version, request)
-
-    def downgrade(self, version: int, response: ApiVersionsResponse) -> Any:
-        """Older clients cannot read features that may be off."""
-        if version < _FIRST_WITH_LEVEL_0:
-            readable = tuple(feature for feature in response.supported_features if feature.min_version)
-            response = dataclasses.replace(response, supported_features=readable)
-        return super().downgrade(version, response)
-
-    async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
-        """Refuse a client that does not name its software properly; answer all others."""
-        upgraded = self.upgrade(version, request)
-        if not _is_valid(upgraded):
-            return self.downgrade(version, _response(ErrorCode.invalid_request, ()))
-        return self.downgrade(version, await self.handle(upgraded, client))
-
     def unsupported(self) -> Any:
         """The answer, in version 0, to a version that is not served."""
-        return reshape(_response(ErrorCode.unsupported_version, (self,)), load_response_class(self.key, 0))
+        return _for_version(0, _response(ErrorCode.unsupported_version, (self,)))
 
 
-def _is_valid(request: ApiVersionsRequest) -> bool:
+def _for_version(version: int, response: ApiVersionsResponse) -> Any:
+    if version < _FIRST_WITH_LEVEL_0:
+        # Older clients cannot read features that may be off.
+        readable = tuple(feature for feature in response.supported_features if feature.min_version)
+        response = dataclasses.replace(response, supported_features=readable)
+    return reshape(response, load_response_class(API_VERSIONS_KEY, version))
+
+
+def _is_valid(request: Any) -> bool:
     named = (request.client_software_name, request.client_software_version)
     return all(_SOFTWARE.fullmatch(name) for name in named)
 

@@ -322,10 +322,10 @@ class Fetch:
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once when there is enough to send, else have the connection wait."""
         if header.version >= FIRST_WITHOUT_REPLICA_ID and is_replica_fetch(frame):
-            return self._followers.handle_frame(frame, header, client.presence)
+            return self._followers.handle_frame(frame, header, client)
         request = _read(frame, header)
         if request.is_follower:
-            return self._followers.handle_frame(frame, header, client.presence)
+            return self._followers.handle_frame(frame, header, client)
         client.fetch_requests += 1
         context = self._context(request, header, client)
         if isinstance(context, ErrorCode):
