@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +22,7 @@ from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 LETTERS = 20
 
@@ -30,13 +30,6 @@ LETTERS = 20
 @pytest.fixture(scope="module")
 def millstream(server: Server) -> CommandLine:
     return CommandLine(server.kafka)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.fixture
@@ -52,7 +45,7 @@ def name(millstream: CommandLine, request: pytest.FixtureRequest) -> str:
     while len(rejected) < LETTERS:
         pulled = millstream("subscription", "pull", name, "-n", LETTERS, "--wait", 60, "--reject", "no", "--json")
         rejected += pulled.documents
-    until(lambda: open_letters(millstream, name) == LETTERS)
+    wait_until(lambda: open_letters(millstream, name) == LETTERS)
     return name
 
 
@@ -116,7 +109,7 @@ def test_what_dies_again_is_redriven_again(millstream: CommandLine, name: str) -
     for _ in range(2):
         assert millstream("dlq", "redrive", name).code == 0
         pulled(millstream, name, LETTERS, "--reject", "no")
-        until(lambda: open_letters(millstream, name) == LETTERS)
+        wait_until(lambda: open_letters(millstream, name) == LETTERS)
 
 
 def test_letters_whose_originals_are_gone_are_left_open_and_can_be_published(
@@ -158,7 +151,7 @@ def test_what_is_published_again_is_as_young_as_the_redrive(millstream: CommandL
         assert story == {"dlq-redriven": times, "dlq-timestamp": str(first["timestamp_ms"])}
         # It dies again, and keeps that.
         assert len(pulled(millstream, name, 1, "--reject", "no")) == 1
-        until(lambda: open_letters(millstream, name) == LETTERS)
+        wait_until(lambda: open_letters(millstream, name) == LETTERS)
 
 
 def test_letters_are_not_sent_to_a_topic_that_is_not_there(millstream: CommandLine, name: str) -> None:

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,18 +22,11 @@ from millstream import __version__
 from millstream.protocol.wire.client import Client
 from millstream_testing.command import CommandLine, call_command, run_command
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 StartServer = Callable[..., Server]
 FREE = ("--kafka", "127.0.0.1:0", "--http", "127.0.0.1:0")
 DEADLINE_S = 60.0
-
-
-def eventually(what: Callable[[], bool]) -> None:
-    """Wait for something that another process does."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not what():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def gateways(server: Server) -> list[psutil.Process]:
@@ -64,7 +56,7 @@ def first_line(serve: subprocess.Popen[str]) -> str:
 
 def until_healthy(server: Server) -> None:
     """A node on a busy machine may still be loading when it says that it listens."""
-    eventually(lambda: get(server, "/healthz").status_code == 200)
+    wait_until(lambda: get(server, "/healthz").status_code == 200)
 
 
 def test_people_get_a_banner(tmp_path: Path) -> None:
@@ -98,7 +90,7 @@ def test_the_second_signal_does_not_wait(tmp_path: Path) -> None:
         with socket.create_connection((host, int(port))) as held:
             # A request that is never sent to its end holds an orderly stop up for as long as it may.
             held.sendall((1000).to_bytes(4, "big"))
-            eventually(lambda: any(c.raddr for c in psutil.Process(serve.pid).net_connections()))
+            wait_until(lambda: any(c.raddr for c in psutil.Process(serve.pid).net_connections()))
             serve.send_signal(signal.SIGTERM)
             assert serve.stderr is not None
             while "stopping" not in serve.stderr.readline():

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -31,6 +30,7 @@ from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
 from millstream_testing.server_group import ServerGroup
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 SETTINGS = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000, "group-session-min-ms": 1000}
@@ -51,15 +51,8 @@ def cluster(running: ServerGroup) -> ServerGroup:
     """The cluster with all its nodes."""
     running.start()
     admin = AdminClient({"bootstrap.servers": running.kafka, "log_level": 0})
-    until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)
+    wait_until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)
     return running
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
 
 
 def create(cluster: ServerGroup, topic: str, partitions: int = 3) -> AdminClient:
@@ -194,17 +187,17 @@ def test_a_group_goes_on_when_its_coordinator_is_killed(cluster: ServerGroup, to
         seen.extend(one.value() or b"" for one in member.consume(500, 0.2) if one.error() is None)
         return len(set(seen))
 
-    until(lambda: take() >= 200)
+    wait_until(lambda: take() >= 200)
     member.commit(asynchronous=False)
     described = admin.describe_consumer_groups([f"{topic}-group"])[f"{topic}-group"].result()
     coordinator = described.coordinator.id
     cluster[coordinator].kill()
     load.more(300)
-    until(lambda: take() >= 500)
-    until(lambda: _commits(member))
+    wait_until(lambda: take() >= 500)
+    wait_until(lambda: _commits(member))
     load.finish()
-    until(lambda: take() >= len(load.acknowledged))
-    until(lambda: _commits(member))
+    wait_until(lambda: take() >= len(load.acknowledged))
+    wait_until(lambda: _commits(member))
     member.close()
     cluster[coordinator].start()
 
@@ -228,9 +221,9 @@ def test_topics_are_administered_through_any_node(cluster: ServerGroup, topic: s
     doors = [AdminClient({"bootstrap.servers": node.kafka, "log_level": 0}) for node in cluster]
     doors[0].create_topics([NewTopic(topic, 2, 3)], operation_timeout=WAIT_S)[topic].result()
     for door in doors:
-        until(lambda door=door: topic in door.list_topics(timeout=WAIT_S).topics)  # type: ignore[misc]
+        wait_until(lambda door=door: topic in door.list_topics(timeout=WAIT_S).topics)  # type: ignore[misc]
     doors[1].create_partitions([NewPartitions(topic, 5)], operation_timeout=WAIT_S)[topic].result()
-    until(lambda: len(doors[2].list_topics(topic, timeout=WAIT_S).topics[topic].partitions) == 5)
+    wait_until(lambda: len(doors[2].list_topics(topic, timeout=WAIT_S).topics[topic].partitions) == 5)
     entry = ConfigEntry("retention.ms", "123456", incremental_operation=AlterConfigOpType.SET)
     resource = ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
     doors[2].incremental_alter_configs([resource])[resource].result()
@@ -239,7 +232,7 @@ def test_topics_are_administered_through_any_node(cluster: ServerGroup, topic: s
     def settings() -> dict[str, str]:
         return {name: entry.value for name, entry in doors[0].describe_configs([asked])[asked].result().items()}
 
-    until(lambda: settings()["retention.ms"] == "123456")
+    wait_until(lambda: settings()["retention.ms"] == "123456")
     assert settings()["min.insync.replicas"] == "2"
     assert settings()["flush"] == "os"
     described = doors[0].list_topics(topic, timeout=WAIT_S).topics[topic].partitions
@@ -247,7 +240,7 @@ def test_topics_are_administered_through_any_node(cluster: ServerGroup, topic: s
     assert doors[0].list_topics(timeout=WAIT_S).controller_id in (1, 2, 3)
     doors[1].delete_topics([topic], operation_timeout=WAIT_S)[topic].result()
     for door in doors:
-        until(lambda door=door: topic not in door.list_topics(timeout=WAIT_S).topics)  # type: ignore[misc]
+        wait_until(lambda door=door: topic not in door.list_topics(timeout=WAIT_S).topics)  # type: ignore[misc]
 
 
 def test_a_node_of_a_cluster_is_not_started_without_it(cluster: ServerGroup, tmp_path: Path) -> None:
@@ -298,7 +291,7 @@ def test_a_subscription_is_used_through_any_node_as_soon_as_it_is_declared(clust
     assert len(millstream("subscription", "pull", name, "-n", "1", "--wait", "60", "--json").documents) == 1
     taken = millstream("subscription", "pull", name, "-n", "7", "--wait", "60", "--reject", "no", "--json").documents
     assert 1 <= len(taken) <= 7
-    until(lambda: millstream("dlq", "list", "--json").document["dead_letters"][0]["letters"] == len(taken))
+    wait_until(lambda: millstream("dlq", "list", "--json").document["dead_letters"][0]["letters"] == len(taken))
     shown = millstream("dlq", "show", name, "--json")
     assert shown.code == 0, shown.err
     assert len(shown.documents) == len(taken)
@@ -317,7 +310,7 @@ def test_no_letter_is_lost_or_doubled_when_a_node_is_killed_during_a_redrive(clu
     while rejected < number:
         taken = millstream("subscription", "pull", topic, "-n", number, "--wait", 60, "--reject", "no", "--json")
         rejected += len(taken.documents)
-    until(lambda: len(read_all(cluster, f"{topic}-d", 1)) == number)
+    wait_until(lambda: len(read_all(cluster, f"{topic}-d", 1)) == number)
 
     def is_revived() -> bool:
         told = millstream("subscription", "describe", topic, "--json").document
@@ -325,7 +318,7 @@ def test_no_letter_is_lost_or_doubled_when_a_node_is_killed_during_a_redrive(clu
 
     with ThreadPoolExecutor(1) as pool:
         redriving = pool.submit(millstream.process, "dlq", "redrive", topic, "--json", "--timeout", WAIT_S)
-        until(lambda: redriving.done() or is_revived())
+        wait_until(lambda: redriving.done() or is_revived())
         cluster[leader_of(cluster, topic)].kill()
         redriven = redriving.result()
     assert redriven.code == 0, redriven.err
@@ -351,14 +344,14 @@ def test_letters_that_cannot_be_counted_in_a_failover_are_not_deleted(cluster: S
     assert millstream.process("publish", topic, stdin=b"bad\n").code == 0
     pulled = millstream("subscription", "pull", topic, "--wait", WAIT_S, "--reject", "no", "--json")
     assert len(pulled.documents) == 1
-    until(lambda: len(millstream("dlq", "show", topic, "--json").documents) == 1)
+    wait_until(lambda: len(millstream("dlq", "show", topic, "--json").documents) == 1)
     cluster[leader_of(cluster, dead)].kill()
-    until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 2 and leader_of(cluster, dead) < 0)
+    wait_until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 2 and leader_of(cluster, dead) < 0)
     for command in (("subscription", "delete", topic), ("topic", "delete", dead)):
         refused = millstream(*command, "--yes")
         assert (refused.code != 0, "cannot be counted" in refused.err) == (True, True), refused
     cluster.start()
-    until(lambda: "1 open dead letter " in millstream("topic", "delete", dead, "--yes").err)
+    wait_until(lambda: "1 open dead letter " in millstream("topic", "delete", dead, "--yes").err)
 
 
 def test_a_topic_that_gets_fewer_copies_than_usual_is_told_so(cluster: ServerGroup, topic: str) -> None:
@@ -366,7 +359,7 @@ def test_a_topic_that_gets_fewer_copies_than_usual_is_told_so(cluster: ServerGro
     assert millstream("topic", "create", topic).err == ""
     cluster[3].kill()
     admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
-    until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 2)
+    wait_until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 2)
     created = millstream("topic", "create", f"{topic}-few")
     assert (created.code, "It has 2 copies instead of 3" in created.err) == (0, True), created
     asked_for = millstream("topic", "create", f"{topic}-two", "--replication", 2)
@@ -435,16 +428,16 @@ def test_a_pipeline_that_is_declared_at_one_node_is_known_to_all(cluster: Server
     assert third("pipeline", "delete", topic).code == 0
     assert first("pipeline", "describe", topic).code == 3
     # The next test may look at what nodes tell of themselves.
-    until(lambda: "millstream_pipeline" not in get(cluster, "/metrics"))
+    wait_until(lambda: "millstream_pipeline" not in get(cluster, "/metrics"))
 
 
 def test_health_tells_how_the_cluster_is(cluster: ServerGroup, topic: str) -> None:
     create(cluster, topic)
-    until(lambda: get(cluster, "/readyz").startswith('{"status":"ready"'))
+    wait_until(lambda: get(cluster, "/readyz").startswith('{"status":"ready"'))
     # What a node serves of subscriptions it tells once it has been asked for one.
     assert CommandLine(cluster.kafka)("subscription", "create", f"{topic}-queue", "--topic", topic).code == 0
     assert CommandLine(cluster.kafka)("subscription", "pull", f"{topic}-queue").code == 0
-    until(lambda: "millstream_subscription_backlog" in get(cluster, "/metrics"))
+    wait_until(lambda: "millstream_subscription_backlog" in get(cluster, "/metrics"))
     metrics = get(cluster, "/metrics")
     assert "millstream_nodes 3.0" in metrics
     assert "millstream_node_fenced 0.0" in metrics

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from confluent_kafka import Consumer, Producer, TopicPartition
@@ -20,6 +18,7 @@ from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
 from millstream_testing.server_group import ServerGroup
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 90.0
 TOPIC = "harmed"
@@ -31,18 +30,11 @@ def value_of(number: int) -> bytes:
     return b"%d:" % number + b"%020d" % number * 500
 
 
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.1)
-
-
 @pytest.fixture
 def cluster(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> Iterator[ServerGroup]:
     with ServerGroup(tmp_path, etcd.url, postgres.new_database(), settings=SETTINGS) as started:
         admin = AdminClient({"bootstrap.servers": started.kafka, "log_level": 0})
-        until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)
+        wait_until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)
         topic = NewTopic(TOPIC, 1, 3, config={"segment.bytes": "1048576"})
         admin.create_topics([topic], operation_timeout=WAIT_S)[TOPIC].result()
         producer = Producer({"bootstrap.servers": started.kafka, "acks": "all", "batch.size": 20_000})
@@ -115,8 +107,8 @@ def test_damaged_replicas_heal_each_other_while_they_run(cluster: ServerGroup) -
         flip(segments(node)[number % 2], 3 + number, at)
     # Whoever leads, a consumer never sees any of it.
     assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}
-    until(lambda: all(metric(node, "millstream_replicas_repaired_ranges_total") >= 1 for node in cluster))
-    until(lambda: all(map(is_whole, cluster)) and in_sync(cluster))
+    wait_until(lambda: all(metric(node, "millstream_replicas_repaired_ranges_total") >= 1 for node in cluster))
+    wait_until(lambda: all(map(is_whole, cluster)) and in_sync(cluster))
     assert [b"".join(path.read_bytes() for path in segments(node)) for node in cluster] == whole
     checked = CommandLine(cluster.kafka)("doctor", "--json")
     assert [one for one in checked.document["findings"] if one["check"] == "damage" and one["severity"] != "ok"] == []
@@ -128,7 +120,7 @@ def test_files_that_a_node_lost_while_it_was_stopped_come_back(cluster: ServerGr
         path = segments(node)[gone]
         path.unlink()
         node.start()
-        until(lambda node=node: is_whole(node) and in_sync(cluster))  # type: ignore[misc]
+        wait_until(lambda node=node: is_whole(node) and in_sync(cluster))  # type: ignore[misc]
     assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}
     # Also after the next start, and with only those nodes that were damaged.
     cluster[3].stop()

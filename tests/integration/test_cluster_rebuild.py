@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import ServerFailed
 from millstream_testing.server_group import ServerGroup
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 TOPIC = "orders"
@@ -45,7 +44,7 @@ def read(cluster: ServerGroup, number: int) -> list[bytes]:
         found.extend(one.value() or b"" for one in consumer.consume(1000, 0.2) if one.error() is None)
         return len(found) >= number
 
-    until(enough)
+    wait_until(enough)
     consumer.close()
     return found
 
@@ -53,13 +52,6 @@ def read(cluster: ServerGroup, number: int) -> list[bytes]:
 def in_sync(admin: AdminClient) -> list[int]:
     described = admin.list_topics(TOPIC, timeout=WAIT_S).topics[TOPIC].partitions.values()
     return [len(partition.isrs) for partition in described]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
 
 
 @pytest.mark.trial
@@ -97,7 +89,7 @@ def test_everything_acknowledged_is_there_after_etcd_was_rebuilt(tmp_path: Path,
         assert (again.code, "nothing to rebuild" in again.err) == (5, True)
         with cluster:
             admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
-            until(lambda: in_sync(admin) == [3, 3, 3])
+            wait_until(lambda: in_sync(admin) == [3, 3, 3])
             assert sorted(read(cluster, len(values))) == sorted(values)
             produce(cluster, [b"more"])
 
@@ -129,8 +121,8 @@ def test_a_node_that_lost_its_folder_with_etcd_gets_its_copies_back(tmp_path: Pa
         assert {f"{TOPIC}-{index}" for index in range(3)} <= set(done.document["short"])
         with cluster:
             admin = AdminClient({"bootstrap.servers": cluster.kafka, "log_level": 0})
-            until(lambda: in_sync(admin) == [3, 3, 3])
+            wait_until(lambda: in_sync(admin) == [3, 3, 3])
             assert sorted(read(cluster, len(values))) == sorted(values)
             produce(cluster, [b"more"])
-            until(lambda: len(admin.list_topics("single", timeout=WAIT_S).topics["single"].partitions) == 3)
+            wait_until(lambda: len(admin.list_topics("single", timeout=WAIT_S).topics["single"].partitions) == 3)
             assert "does not know" not in cluster[2].log.read_text()

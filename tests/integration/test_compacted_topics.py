@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -14,6 +14,7 @@ from confluent_kafka.cimpl import NewTopic
 
 import millstream
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 TOPIC = "prices"
@@ -81,13 +82,6 @@ def content(server: Server) -> Content:
 def metric(server: Server, name: str) -> float:
     lines = httpx.get(f"http://{server.http}/metrics", timeout=WAIT_S).text.splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_the_last_value_of_each_key_stays_and_deletions_go(server: Server) -> None:

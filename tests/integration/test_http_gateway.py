@@ -25,6 +25,7 @@ from millstream.protocol.records.batch import COMPRESSION_ZSTD
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 PATIENCE_S = 60.0
 MIB = 1024 * 1024
@@ -161,8 +162,7 @@ def test_released_rejected_and_extended(http: httpx.Client, topic: str) -> None:
     assert settle(http, name, **said)["failed"] == 0
     (once_more,) = pull(http, name, max=3)
     assert (once_more["value"], once_more["attempt"]) == ("again", 2)
-    shown = eventually(lambda: http.get(f"/dead-letters/{name}").json(), lambda told: told.get("letters"))
-    (letter,) = shown["letters"]
+    (letter,) = wait_until(lambda: http.get(f"/dead-letters/{name}").json().get("letters"))
     assert (letter["value"], letter["headers"]["dlq-reason"]) == ("never", "no good")
     redriven = http.post(f"/dead-letters/{name}/redrive", json={"filter": "headers['dlq-reason'] = 'no good'"})
     assert (redriven.json()["done"], redriven.json()["subscriptions"]) == (1, {name: 1})
@@ -190,7 +190,7 @@ def test_open_letters_are_not_deleted_without_force(http: httpx.Client, topic: s
     (message,) = pull(http, name)
     assert settle(http, name, reject=[message["lease"]])["failed"] == 0
     dead = http.get(f"/subscriptions/{name}").json()["settings"]["millstream.dead.letter.topic"]
-    eventually(lambda: http.get(f"/dead-letters/{name}").json(), lambda told: told.get("letters"))
+    wait_until(lambda: http.get(f"/dead-letters/{name}").json().get("letters"))
     for path in (f"/topics/{dead}", f"/subscriptions/{name}"):
         refused = http.delete(path)
         assert (refused.status_code, "1 open dead letter" in refused.json()["detail"]) == (409, True)
@@ -262,14 +262,6 @@ def test_answers_end_their_line_and_docs_are_a_page_of_their_own(http: httpx.Cli
     assert all(path in docs.text for path in document["paths"])
     assert "<script" not in docs.text
     assert not re.search(r"(src|href)=.?(https?:)?//", docs.text), "nothing is fetched from elsewhere"
-
-
-def eventually(look: Callable[[], Any], wanted: Callable[[Any], Any]) -> Any:
-    deadline = time.monotonic() + PATIENCE_S
-    while not wanted(told := look()):
-        assert time.monotonic() < deadline, told
-        time.sleep(0.1)
-    return told
 
 
 def test_a_client_that_hangs_up_leases_nothing(http: httpx.Client, topic: str) -> None:
@@ -450,8 +442,7 @@ def test_a_server_that_stops_keeps_nobody_waiting(start_server: Callable[..., Se
         with ThreadPoolExecutor(1) as pool, http.stream("GET", f"/topics/{topic}/events") as stream:
             next(stream.iter_lines())
             waiting = pool.submit(pull, http, name, wait_ms=60_000)
-            clients = lambda: http.get(f"/subscriptions/{name}").json()["queues"][0]["waiting_workers"]  # noqa: E731
-            eventually(clients, lambda number: number == 1)
+            wait_until(lambda: http.get(f"/subscriptions/{name}").json()["queues"][0]["waiting_workers"] == 1)
             assert server.stop() == 0
             assert waiting.result() == []
 

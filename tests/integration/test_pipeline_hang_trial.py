@@ -13,8 +13,9 @@ import pytest
 from confluent_kafka import Producer
 
 from millstream_testing.command import CommandLine
-from millstream_testing.driver_processes import children, until
+from millstream_testing.driver_processes import children
 from millstream_testing.server import Server
+from millstream_testing.waiting import wait_until
 
 pytestmark = [pytest.mark.trial, pytest.mark.timeout(1800)]
 
@@ -44,13 +45,13 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_a_driver_whose_broker_dies_while_spark_starts_ends_with_its_java(server: Server, topic: str) -> None:
     millstream = CommandLine(server.kafka)
     assert millstream("topic", "create", topic, "--land").code == 0
-    (driver,) = until(lambda: children(server.pid, "millstream.pipelines.runtime.driver"))
-    java = until(lambda: java_of(driver))
+    (driver,) = wait_until(lambda: children(server.pid, "millstream.pipelines.runtime.driver"))
+    java = wait_until(lambda: java_of(driver))
     # From here on Spark never comes up.
     os.kill(java, signal.SIGSTOP)
     try:
         server.kill()
-        until(lambda: not group_of(driver))
+        wait_until(lambda: not group_of(driver))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(driver, signal.SIGKILL)
@@ -68,13 +69,13 @@ def test_a_driver_whose_java_hangs_is_replaced_and_nobody_is_blamed(server: Serv
         return bool(told["report"]) and told["report"]["rows"] >= rows
 
     publish(server, topic, 10)
-    until(lambda: landed(10))
+    wait_until(lambda: landed(10))
     (driver,) = children(server.pid, "millstream.pipelines.runtime.driver")
-    os.kill(until(lambda: java_of(driver)), signal.SIGSTOP)
+    os.kill(wait_until(lambda: java_of(driver)), signal.SIGSTOP)
     publish(server, topic, 10)
     # Also one that is told to end waits for nobody.
     assert millstream("pipeline", "update", topic, "--set", "every.ms=2000").code == 0
-    until(lambda: landed(20))
+    wait_until(lambda: landed(20))
     assert (told["report"]["rows"], told["report"]["stalls"], told["parked"]) == (20, 0, "")
     assert "Java has not answered" in told["report"]["last_error"]
     assert group_of(driver) == []

@@ -18,12 +18,13 @@ from deltalake import DeltaTable
 from millstream_testing.child_process import child_process
 from millstream_testing.command import CommandLine
 from millstream_testing.committed_messages import committed_messages
-from millstream_testing.driver_processes import children, until
+from millstream_testing.driver_processes import children
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
 from millstream_testing.server_group import ServerGroup
 from millstream_testing.spark_cluster import spark_cluster
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 600.0
 DRIVER = "millstream.pipelines.runtime.driver"
@@ -105,8 +106,8 @@ def test_a_topic_made_to_be_landed_is_a_table_soon_and_a_second_run_is_refused(s
     land = Land(server.kafka, topic, server.data / "lake")
     assert land.millstream("topic", "create", topic, "--land").code == 0
     land.publish(500)
-    until(land.is_complete)
-    until(lambda: land.report().get("rows") == 500)
+    wait_until(land.is_complete)
+    wait_until(lambda: land.report().get("rows") == 500)
     report = land.report()
     assert (report["state"], report["node"], report["restarts"], report["last_error"]) == ("running", 1, 0, "")
     second = land.millstream("pipeline", "run", f"land-{topic}", "--once")
@@ -116,7 +117,7 @@ def test_a_topic_made_to_be_landed_is_a_table_soon_and_a_second_run_is_refused(s
     (java,) = children(driver, "java")
     # Its group goes with it, although the driver is a member when it is deleted.
     assert land.millstream("pipeline", "delete", f"land-{topic}").code == 0
-    until(lambda: not is_alive(driver) and not is_alive(java))
+    wait_until(lambda: not is_alive(driver) and not is_alive(java))
     assert land.millstream("group", "describe", f"pipeline-land-{topic}").code == 3
     land.check()
     assert "Traceback" not in server.log.read_text()
@@ -128,28 +129,28 @@ def test_kills_of_the_driver_and_of_its_java_lose_and_double_nothing(server: Ser
     land.publish(2000)
     create = ("pipeline", "create", "land", f"land-{topic}", "--topic", topic, "--every", "0.1")
     assert land.millstream(*create, "--set", "batch.max.messages=300").code == 0
-    until(land.landed)
+    wait_until(land.landed)
     (driver,) = children(server.pid, DRIVER)
     (java,) = children(driver, "java")
     os.kill(driver, signal.SIGKILL)
-    until(lambda: not is_alive(java))
+    wait_until(lambda: not is_alive(java))
     land.publish(1000)
-    until(lambda: land.report().get("state") == "running" and land.report()["restarts"] == 1)
-    until(lambda: len(land.landed()) > 2000)
+    wait_until(lambda: land.report().get("state") == "running" and land.report()["restarts"] == 1)
+    wait_until(lambda: len(land.landed()) > 2000)
     (driver,) = children(server.pid, DRIVER)
     (java,) = children(driver, "java")
     os.kill(java, signal.SIGKILL)
-    until(lambda: not is_alive(driver))
+    wait_until(lambda: not is_alive(driver))
     land.publish(1000)
-    until(land.is_complete)
+    wait_until(land.is_complete)
     land.check()
     # The whole server is killed as well, and goes on by itself.
     server.kill()
     server.start()
     land.publish(500)
-    until(land.is_complete)
+    wait_until(land.is_complete)
     land.check()
-    until(lambda: land.report().get("lag") == 0)
+    wait_until(lambda: land.report().get("lag") == 0)
     assert land.report()["state"] == "running"
 
 
@@ -173,11 +174,11 @@ def test_pipelines_of_all_kinds_share_a_driver_and_a_broken_one_is_parked(server
         told = millstream("pipeline", "describe", name, "--json").document
         return {**(told["report"] or {}), "state": told["state"], "parked": told["parked"]}
 
-    parked = until(lambda: report("broken")["parked"])
+    parked = wait_until(lambda: report("broken")["parked"])
     assert "nothing" in parked
     land.publish(300)
-    until(land.is_complete)
-    until(lambda: report("good").get("rows") == 600 and report("director").get("rows") == 600)
+    wait_until(land.is_complete)
+    wait_until(lambda: report("good").get("rows") == 600 and report("director").get("rows") == 600)
     assert (report("good")["state"], report("director")["state"]) == ("running", "running")
     assert committed(server.kafka, f"{topic}-third") == list(range(0, 600, 3))
     assert committed(server.kafka, f"{topic}-queue") == list(range(600))
@@ -203,7 +204,7 @@ def test_a_run_by_hand_takes_what_is_there_or_goes_on_until_it_is_interrupted(
     land.check()
     land.publish(100)
     with child_process(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
-        until(land.is_complete)
+        wait_until(land.is_complete)
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=WAIT_S)
     assert running.returncode == 130
@@ -230,8 +231,8 @@ def test_another_node_takes_over_when_the_owner_dies(
         land.publish(1000)
         create = ("pipeline", "create", "land", f"land-{topic}", "--topic", topic, "--every", "0.1")
         assert land.millstream(*create).code == 0
-        until(land.is_complete)
-        owner = until(lambda: land.report().get("node"))
+        wait_until(land.is_complete)
+        owner = wait_until(lambda: land.report().get("node"))
         others = [number for number in cluster.nodes if number != owner]
         assert [children(cluster[number].pid, DRIVER) for number in others] == [[], []]
         (driver,) = children(cluster[owner].pid, DRIVER)
@@ -239,9 +240,9 @@ def test_another_node_takes_over_when_the_owner_dies(
         land.brokers = ",".join(cluster[number].kafka for number in others)
         land.millstream = CommandLine(land.brokers)
         land.publish(1000)
-        until(land.is_complete)
-        assert until(lambda: land.report().get("node")) in others
-        until(lambda: not is_alive(driver))
+        wait_until(land.is_complete)
+        assert wait_until(lambda: land.report().get("node")) in others
+        wait_until(lambda: not is_alive(driver))
         land.check()
         # One that stops in order hands over too.
         second = land.report()["node"]
@@ -251,7 +252,7 @@ def test_another_node_takes_over_when_the_owner_dies(
         land.brokers = f"{cluster[left].kafka},{cluster[owner].kafka}"
         land.millstream = CommandLine(land.brokers)
         land.publish(1000)
-        until(land.is_complete)
+        wait_until(land.is_complete)
         land.check()
 
 
@@ -279,13 +280,13 @@ def test_pipelines_of_all_kinds_go_on_when_a_worker_of_their_cluster_is_killed(t
                 return millstream("pipeline", "describe", name, "--json").document["report"] or {}
 
             names = (f"land-{topic}", "third", "director")
-            until(lambda: all(report(name).get("rows", 0) > 0 for name in names))
+            wait_until(lambda: all(report(name).get("rows", 0) > 0 for name in names))
             # In the middle of it one of the two machines is lost, with all that runs there.
             (worker,) = processes("deploy.worker.Worker", str(tmp_path), WORKER)
             os.killpg(worker, signal.SIGKILL)
             land.publish(2000)
-            until(lambda: not processes(EXECUTOR, str(tmp_path), WORKER))
-            until(lambda: all(report(name).get("rows") == 4000 for name in names))
+            wait_until(lambda: not processes(EXECUTOR, str(tmp_path), WORKER))
+            wait_until(lambda: all(report(name).get("rows") == 4000 for name in names))
             assert {name: millstream("pipeline", "describe", name, "--json").document["state"] for name in names} == (
                 dict.fromkeys(names, "running")
             )
@@ -293,4 +294,4 @@ def test_pipelines_of_all_kinds_go_on_when_a_worker_of_their_cluster_is_killed(t
             assert committed(server.kafka, f"{topic}-third") == list(range(0, 4000, 3))
             assert committed(server.kafka, f"{topic}-queue") == list(range(4000))
             assert server.stop() == 0
-        until(lambda: not processes(EXECUTOR, str(tmp_path)))
+        wait_until(lambda: not processes(EXECUTOR, str(tmp_path)))

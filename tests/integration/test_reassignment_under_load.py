@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from base64 import urlsafe_b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 import pytest
@@ -22,6 +21,7 @@ from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.replica_bytes import differing_replicas
 from millstream_testing.server_group import ServerGroup
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 BEFORE = [[1, 2, 3], [2, 1, 3]]
@@ -33,13 +33,6 @@ def cluster(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> Itera
     settings = {"leader-balance-ms": 500, "lease-ms": 2000}
     with ServerGroup(tmp_path, etcd.url, postgres.new_database(), nodes=4, settings=settings) as started:
         yield started
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.05)
 
 
 class Writer(threading.Thread):
@@ -121,18 +114,18 @@ def test_partitions_move_to_other_nodes_under_load(cluster: ServerGroup, topic: 
     writer, reader = Writer(cluster, topic), Reader(cluster, topic)
     writer.start()
     reader.start()
-    until(lambda: min(writer.acknowledged) > 200)
+    wait_until(lambda: min(writer.acknowledged) > 200)
     mover = KafkaAdminClient(bootstrap_servers=cluster[3].kafka)
     mover.alter_partition_reassignments({TopicPartition(topic, index): target for index, target in enumerate(AFTER)})
-    until(lambda: replicas(admin, topic) == [(target, set(target)) for target in AFTER])
-    until(lambda: mover.list_partition_reassignments() == {})
+    wait_until(lambda: replicas(admin, topic) == [(target, set(target)) for target in AFTER])
+    wait_until(lambda: mover.list_partition_reassignments() == {})
     mover.close()
     # The node that they left is not needed for them any more, and nothing of them is left on it.
     identity = topic_id(admin, topic)
-    until(lambda: not any((cluster[1].data / "partitions" / str(identity)).glob("[0-9]*")))
+    wait_until(lambda: not any((cluster[1].data / "partitions" / str(identity)).glob("[0-9]*")))
     cluster[1].kill()
     moved = list(writer.acknowledged)
-    until(lambda: all(now > then + 200 for now, then in zip(writer.acknowledged, moved, strict=True)))
+    wait_until(lambda: all(now > then + 200 for now, then in zip(writer.acknowledged, moved, strict=True)))
     writer.finish()
     assert writer.errors == []
     reader.wanted = writer.acknowledged

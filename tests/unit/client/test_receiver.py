@@ -35,6 +35,7 @@ from millstream.protocol.private.subscription_messages import (
     SettleRequest,
 )
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.waiting import until
 
 HANG_S = 60
 INVALID_RECORD_STATE = 121
@@ -143,12 +144,6 @@ def started(receiver: Receiver) -> Callable[[], Awaitable[Receiver]]:
         return receiver
 
     return start
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(HANG_S):
-        while not holds():
-            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(("credit", "ahead"), [(1000, 1), (1, 1), (2, 2)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -17,22 +17,14 @@ from millstream.core.ids import Epoch, NodeId, Offset
 from millstream.core.partition_state import PartitionState
 from millstream.core.topic import TopicSettings
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.batches import encode_values
 from millstream_testing.replica_group import ReplicaGroup, content
+from millstream_testing.waiting import until
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 FIRST = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(0), in_sync=(ONE, TWO, THREE))
 SETTINGS = TopicSettings(flush="os", min_insync_replicas=2, segment_bytes=2000, index_interval_bytes=400)
 COUNT = 60
-
-
-def a_batch(number: int) -> bytearray:
-    return encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)])
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -42,7 +34,7 @@ async def group() -> AsyncIterator[ReplicaGroup]:
         leader = started.partition(1)
         await until(lambda: leader.is_leader)
         for number in range(COUNT):
-            await leader.append(a_batch(number))
+            await leader.append(encode_values(b"%0100d" % number))
         await until(lambda: all(started.partition(node).high_watermark == COUNT for node in (1, 2, 3)))
         yield started
 
@@ -79,7 +71,7 @@ async def check_repaired(group: ReplicaGroup) -> None:
     contents = {content(group.partition(node)) for node in (1, 2, 3)}
     assert len(contents) == 1
     assert all(b"%0100d" % number in next(iter(contents)) for number in range(COUNT))
-    assert (await group.partition(1).append(a_batch(COUNT))).base_offset == COUNT
+    assert (await group.partition(1).append(encode_values(b"%0100d" % COUNT))).base_offset == COUNT
 
 
 @pytest.mark.parametrize("node", [1, 2])
@@ -145,7 +137,7 @@ async def test_what_every_replica_lost_is_told_and_holds_up_nothing(group: Repli
     with pytest.raises(DamagedRange):
         leader.read(Offset(17), max_bytes=1)
     await until(lambda: is_in_sync(group))
-    assert (await leader.append(a_batch(COUNT))).base_offset == COUNT
+    assert (await leader.append(encode_values(b"%0100d" % COUNT))).base_offset == COUNT
 
 
 async def test_while_a_replica_that_may_have_it_is_away_a_range_is_not_given_up(group: ReplicaGroup) -> None:
@@ -171,7 +163,7 @@ async def test_only_replicas_are_given_what_others_lost(group: ReplicaGroup) -> 
 async def test_what_is_not_acknowledged_only_the_leader_gives_and_only_in_its_epoch(group: ReplicaGroup) -> None:
     group.cut |= {(TWO, ONE), (THREE, ONE)}
     leader = group.partition(1)
-    leader.write(a_batch(COUNT), acks=1)
+    leader.write(encode_values(b"%0100d" % COUNT), acks=1)
     assert leader.high_watermark == COUNT
     given = [
         bool(leader.read_for_repair(TWO, offset=Offset(COUNT), leader_epoch=epoch, max_bytes=1).records)
@@ -189,7 +181,7 @@ async def test_a_leader_whose_disk_takes_nothing_hands_over(group: ReplicaGroup)
     assert b"%0100d" % 17 in bytes(group.partition(2).read(Offset(17), max_bytes=1))
     await until(lambda: are_whole(group) and is_in_sync(group))
     assert not harmed.is_leader
-    assert (await group.partition(2).append(a_batch(COUNT))).base_offset == COUNT
+    assert (await group.partition(2).append(encode_values(b"%0100d" % COUNT))).base_offset == COUNT
 
 
 NOT_YET = "lost offsets are not put back yet; it is tried again"
@@ -218,7 +210,7 @@ async def test_acknowledged_records_are_not_cut_where_no_answer_fits(
         harm(group, 2, 17)
         scrub(group, 2)
         await until(lambda: attempts(caplog) >= 2 and not is_in_sync(group))
-        await group.partition(1).append(a_batch(COUNT))
+        await group.partition(1).append(encode_values(b"%0100d" % COUNT))
         await until(lambda: attempts(caplog) >= 3)
         assert follower.log.damaged_ranges == ((17, 18),)
     await until(lambda: are_whole(group) and is_in_sync(group))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -13,27 +13,17 @@ from millstream.core.errors import NotEnoughReplicas, NotLeader
 from millstream.core.ids import Epoch, NodeId, Offset
 from millstream.core.partition_state import PartitionState
 from millstream.core.topic import TopicSettings
-from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream.protocol.records.record import decode_records
+from millstream_testing.batches import encode_values
 from millstream_testing.replica_group import ReplicaGroup, content
+from millstream_testing.waiting import until
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 FIRST = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(0), in_sync=(ONE, TWO, THREE))
 
 
-def a_batch(*values: bytes, producer_id: int = -1, sequence: int = -1) -> bytearray:
-    records = [NewRecord(None, value, (), 1000) for value in values]
-    epoch = -1 if producer_id < 0 else 0
-    return encode_batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence)
-
-
 def values(partition: Partition) -> list[bytes | None]:
     return [record.value for record in decode_records(content(partition))]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 async def leads(group: ReplicaGroup, node: int) -> Partition:
@@ -53,7 +43,7 @@ class TestCopying:
     async def test_what_is_acknowledged_is_everywhere_byte_for_byte(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         for number in range(50):
-            await leader.append(a_batch(b"m%d" % number))
+            await leader.append(encode_values(b"m%d" % number))
         for node in (2, 3):
             assert content(group.partition(node)) == content(leader)
             await until(lambda node=node: group.partition(node).high_watermark == 50)  # type: ignore[misc]
@@ -61,7 +51,7 @@ class TestCopying:
     async def test_acks_1_waits_for_the_leader_alone(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         group.cut |= {(TWO, ONE), (THREE, ONE)}
-        appended = await leader.append(a_batch(b"alone"), acks=ACKS_LEADER)
+        appended = await leader.append(encode_values(b"alone"), acks=ACKS_LEADER)
         assert appended.next_offset == 1
         assert leader.high_watermark == 0
         waiting = leader.acknowledged(appended)
@@ -77,7 +67,7 @@ class TestCopying:
 
     async def test_followers_take_over_where_the_log_begins(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
-        await leader.append(a_batch(*(b"x" for _ in range(10))))
+        await leader.append(encode_values(*(b"x" for _ in range(10))))
         leader.delete_before(Offset(6))
         await until(lambda: group.partition(2).log_start == 6 == group.partition(3).log_start)
 
@@ -85,10 +75,10 @@ class TestCopying:
         leader = await leads(group, 1)
         group.cut |= {(THREE, ONE)}
         await until(lambda: leader.state is not None and leader.log.end_offset == 0 and leader.is_leader)
-        await leader.append(a_batch(b"a", b"b"), acks=ACKS_LEADER)
+        await leader.append(encode_values(b"a", b"b"), acks=ACKS_LEADER)
         await until(lambda: group.partition(2).log.end_offset == 2)
         leader.log.delete_before(2)
-        await leader.append(a_batch(b"c"), acks=ACKS_LEADER)
+        await leader.append(encode_values(b"c"), acks=ACKS_LEADER)
         group.heal()
         await until(lambda: group.partition(3).log.end_offset == 3)
         assert group.partition(3).log_start == 2
@@ -99,7 +89,7 @@ class TestInSync:
     async def test_who_cannot_be_reached_is_not_waited_for_and_joins_again(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
         group.cut |= {(THREE, ONE)}
-        await leader.append(a_batch(b"a"))
+        await leader.append(encode_values(b"a"))
         agreed = group.agreed()
         assert agreed is not None
         assert agreed.state.in_sync == (ONE, TWO)
@@ -110,15 +100,15 @@ class TestInSync:
         self, group: ReplicaGroup
     ) -> None:
         leader = await leads(group, 1)
-        await leader.append(a_batch(b"a"))
+        await leader.append(encode_values(b"a"))
         group.cut |= {(TWO, ONE), (THREE, ONE)}
-        pending = asyncio.ensure_future(leader.append(a_batch(b"b")))
+        pending = asyncio.ensure_future(leader.append(encode_values(b"b")))
         await until(lambda: leader.is_under_min_in_sync)
         assert leader.state is not None
         assert leader.state.eligible == (TWO, THREE)
         with pytest.raises(NotEnoughReplicas):
-            leader.write(a_batch(b"c"), acks=ACKS_ALL)
-        await leader.append(a_batch(b"d"), acks=ACKS_LEADER)
+            leader.write(encode_values(b"c"), acks=ACKS_ALL)
+        await leader.append(encode_values(b"d"), acks=ACKS_LEADER)
         assert leader.high_watermark == 1
         assert not pending.done()
         group.heal()
@@ -127,7 +117,7 @@ class TestInSync:
 
     async def test_an_idle_log_keeps_everybody_in_sync(self, group: ReplicaGroup) -> None:
         leader = await leads(group, 1)
-        await leader.append(a_batch(b"a"))
+        await leader.append(encode_values(b"a"))
         await until(lambda: not leader.has_lagging)
         await asyncio.sleep(1.0)
         assert leader.state is not None
@@ -137,16 +127,16 @@ class TestInSync:
 class TestFailingOver:
     async def test_a_new_leader_goes_on_with_everything_acknowledged(self, group: ReplicaGroup) -> None:
         old = await leads(group, 1)
-        await old.append(a_batch(b"a", producer_id=4, sequence=0))
-        await old.append(a_batch(b"b", producer_id=4, sequence=1))
+        await old.append(encode_values(b"a", producer_id=4, sequence=0))
+        await old.append(encode_values(b"b", producer_id=4, sequence=1))
         group.isolate(1)
         group.agree(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
         new = await leads(group, 2)
         await new.settled()
-        again = await new.append(a_batch(b"b", producer_id=4, sequence=1))
+        again = await new.append(encode_values(b"b", producer_id=4, sequence=1))
         assert again.duplicate
         assert again.base_offset == 1
-        appended = await new.append(a_batch(b"c", producer_id=4, sequence=2))
+        appended = await new.append(encode_values(b"c", producer_id=4, sequence=2))
         assert appended.base_offset == 2
         assert values(new) == [b"a", b"b", b"c"]
 
@@ -154,16 +144,16 @@ class TestFailingOver:
         self, group: ReplicaGroup
     ) -> None:
         old = await leads(group, 1)
-        await old.append(a_batch(b"a"))
+        await old.append(encode_values(b"a"))
         group.isolate(1)
-        lost = asyncio.ensure_future(old.append(a_batch(b"lost")))
+        lost = asyncio.ensure_future(old.append(encode_values(b"lost")))
         await asyncio.sleep(0)
-        only_here = await old.append(a_batch(b"also lost"), acks=ACKS_LEADER)
+        only_here = await old.append(encode_values(b"also lost"), acks=ACKS_LEADER)
         assert only_here.base_offset == 2
         group.agree(replace(FIRST, leader=TWO, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
         new = await leads(group, 2)
-        await new.append(a_batch(b"b"))
-        await new.append(a_batch(b"c"))
+        await new.append(encode_values(b"b"))
+        await new.append(encode_values(b"c"))
         assert not lost.done()
         assert old.high_watermark == 1
         group.heal()
@@ -173,17 +163,17 @@ class TestFailingOver:
         assert values(old) == [b"a", b"b", b"c"]
         await until(lambda: new.state is not None and new.state.in_sync == (ONE, TWO, THREE))
         with pytest.raises(NotLeader):
-            old.write(a_batch(b"no"), acks=ACKS_ALL)
+            old.write(encode_values(b"no"), acks=ACKS_ALL)
         with pytest.raises(NotLeader):
             old.read(Offset(0), max_bytes=100)
 
     async def test_a_killed_leader_comes_back_as_a_follower(self, group: ReplicaGroup) -> None:
         old = await leads(group, 1)
-        await old.append(a_batch(b"a"))
+        await old.append(encode_values(b"a"))
         await group.nodes[ONE].kill()
         group.agree(replace(FIRST, leader=THREE, leader_epoch=Epoch(1), in_sync=(TWO, THREE)))
         new = await leads(group, 3)
-        await new.append(a_batch(b"b"))
+        await new.append(encode_values(b"b"))
         await group.nodes[ONE].start()
         await until(lambda: values(group.partition(1)) == [b"a", b"b"])
 
@@ -210,13 +200,13 @@ async def test_a_lost_answer_about_the_in_sync_set_counts_both_sets_until_it_is_
         leader = await leads(group, 1)
         store = group.nodes[ONE].store
         group.cut |= {(THREE, ONE)}
-        await leader.append(a_batch(b"a"))
+        await leader.append(encode_values(b"a"))
         # The leader hears nothing of the store any more: neither the answer to its change nor the change itself.
         store.shut(requests_pass=True)
         group.cut.clear()
         await until(lambda: group.agreed().state.in_sync == (ONE, TWO, THREE))  # type: ignore[union-attr]
         group.cut |= {(THREE, ONE)}
-        pending = asyncio.ensure_future(leader.append(a_batch(b"b")))
+        pending = asyncio.ensure_future(leader.append(encode_values(b"b")))
         await until(lambda: group.partition(2).log.end_offset == 2)
         await asyncio.sleep(0.1)
         assert leader.high_watermark == 1
@@ -235,7 +225,7 @@ async def test_many_partitions_share_one_fetch_and_one_change() -> None:
         for index in range(count):
             group.agree(replace(FIRST, in_sync=(ONE,), leader_epoch=Epoch(3)), index)
         await until(lambda: all(len(group.agreed(index).state.in_sync) == 3 for index in range(count)))  # type: ignore[union-attr]
-        await asyncio.gather(*(group.partition(1, index).append(a_batch(b"x")) for index in range(count)))
+        await asyncio.gather(*(group.partition(1, index).append(encode_values(b"x")) for index in range(count)))
         assert len(group.nodes[ONE].follower_fetch) == 2
         assert all(group.partition(2, index).log.end_offset == 1 for index in range(count))
 
@@ -243,7 +233,7 @@ async def test_many_partitions_share_one_fetch_and_one_change() -> None:
 async def test_what_the_disk_of_a_follower_lost_is_fetched_anew(group: ReplicaGroup) -> None:
     leader = await leads(group, 1)
     for number in range(20):
-        await leader.append(a_batch(b"value %d" % number))
+        await leader.append(encode_values(b"value %d" % number))
     node = group.nodes[TWO]
     await node.kill()
     path = next(path for path in node.files.walk() if path.endswith(".log"))
@@ -253,4 +243,4 @@ async def test_what_the_disk_of_a_follower_lost_is_fetched_anew(group: ReplicaGr
     assert damaged.log.damaged_ranges
     await until(lambda: content(damaged) == content(leader) if not damaged.log.damaged_ranges else False)
     await until(lambda: leader.state is not None and set(leader.state.in_sync) == {ONE, TWO, THREE})
-    assert (await leader.append(a_batch(b"after"))).base_offset == 20
+    assert (await leader.append(encode_values(b"after"))).base_offset == 20

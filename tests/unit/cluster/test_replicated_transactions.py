@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
@@ -14,22 +14,13 @@ from millstream.core.ids import Epoch, NodeId, Offset, ProducerEpoch, ProducerId
 from millstream.core.marker import Marker
 from millstream.core.partition_state import PartitionState
 from millstream.core.topic import TopicSettings
-from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.batches import encode_values
 from millstream_testing.replica_group import ReplicaGroup, content
+from millstream_testing.waiting import until
 
 ONE, TWO, THREE = NodeId(1), NodeId(2), NodeId(3)
 FIRST = PartitionState(replicas=(ONE, TWO, THREE), leader=ONE, leader_epoch=Epoch(0), in_sync=(ONE, TWO, THREE))
 SEVEN = 7
-
-
-def a_batch(sequence: int, *, epoch: int = 0) -> bytearray:
-    return encode_batch(
-        [NewRecord(None, b"v", (), 1000)],
-        producer_id=SEVEN,
-        producer_epoch=epoch,
-        base_sequence=sequence,
-        transactional=True,
-    )
 
 
 def marker(epoch: int = 1, *, commit: bool = True) -> Marker:
@@ -42,12 +33,6 @@ def marker(epoch: int = 1, *, commit: bool = True) -> Marker:
     )
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
 async def leads(group: ReplicaGroup, node: int) -> Partition:
     partition = group.partition(node)
     await until(lambda: partition.is_leader)
@@ -56,7 +41,8 @@ async def leads(group: ReplicaGroup, node: int) -> Partition:
 
 async def write(leader: Partition, sequence: int, *, epoch: int = 0) -> None:
     guard = leader.start_transaction(SEVEN, epoch, sequence, bumps_epoch=True)
-    acknowledged = leader.acknowledged(leader.write(a_batch(sequence, epoch=epoch), acks=ACKS_ALL, guard=guard))
+    batch = encode_values(producer_id=SEVEN, producer_epoch=epoch, sequence=sequence, transactional=True)
+    acknowledged = leader.acknowledged(leader.write(batch, acks=ACKS_ALL, guard=guard))
     if acknowledged is not None:
         await acknowledged
 

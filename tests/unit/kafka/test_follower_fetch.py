@@ -25,7 +25,6 @@ from millstream.core.partition_state import PartitionState, Versioned
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream.protocol.messages.codec import RequestHeader
 from millstream.protocol.records.batch import iterate_headers
-from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.replica_fetch import (
     FETCH_KEY,
     VERSION,
@@ -37,6 +36,7 @@ from millstream.protocol.wire.replica_fetch import (
     read_replica_answers,
     write_replica_fetch,
 )
+from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
@@ -47,10 +47,6 @@ STATE = PartitionState(replicas=(ME, FOLLOWER), leader=ME, leader_epoch=Epoch(4)
 
 def key(index: int) -> PartitionKey:
     return TOPIC.topic_id, PartitionIndex(index)
-
-
-def a_batch(size: int = 10) -> bytearray:
-    return encode_batch([NewRecord(None, b"x" * size, (), 1000)])
 
 
 class Leader:
@@ -92,7 +88,7 @@ class Leader:
         return self.partitions[index]
 
     def write(self, index: int, size: int = 10) -> None:
-        self.partitions[index].write(a_batch(size), acks=ACKS_LEADER)
+        self.partitions[index].write(encode_values(b"x" * size), acks=ACKS_LEADER)
 
 
 class TestStrangers:

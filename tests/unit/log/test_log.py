@@ -23,23 +23,12 @@ from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.batch import iterate_headers, read_header
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
 TOPIC_ID = UUID(int=3)
 EPOCH = Epoch(0)
-
-
-def a_batch(
-    *values: bytes, timestamp_ms: int = 1000, producer_id: int = -1, sequence: int = -1, control: bool = False
-) -> bytearray:
-    return encode_batch(
-        [NewRecord(None, value, (), timestamp_ms) for value in values or (b"v",)],
-        producer_id=producer_id,
-        producer_epoch=-1 if producer_id < 0 else 0,
-        base_sequence=sequence,
-        control=control,
-    )
 
 
 def open_log(store: LogStore, settings: TopicSettings | None = None) -> Log:
@@ -55,8 +44,8 @@ def log(store: LogStore) -> Log:
 
 
 def test_batches_get_offsets_and_the_epoch_in_place(log: Log) -> None:
-    first = log.append(a_batch(b"a", b"b"), leader_epoch=Epoch(4))
-    batch = a_batch(b"c")
+    first = log.append(encode_values(b"a", b"b"), leader_epoch=Epoch(4))
+    batch = encode_values(b"c")
     second = log.append(batch, leader_epoch=Epoch(4))
 
     assert first[:2] == (0, 2)
@@ -67,14 +56,16 @@ def test_batches_get_offsets_and_the_epoch_in_place(log: Log) -> None:
 
 
 def test_a_writable_view_is_taken_too(log: Log) -> None:
-    log.append(memoryview(a_batch(b"a")), leader_epoch=EPOCH)
+    log.append(memoryview(encode_values(b"a")), leader_epoch=EPOCH)
 
     assert log.end_offset == 1
 
 
 def test_the_broker_itself_may_append_several_batches_and_markers(log: Log) -> None:
     appended = log.append(
-        a_batch(b"a") + a_batch(b"b", b"c") + a_batch(b"d", control=True), leader_epoch=EPOCH, internal=True
+        encode_values(b"a") + encode_values(b"b", b"c") + encode_values(b"d", control=True),
+        leader_epoch=EPOCH,
+        internal=True,
     )
 
     assert appended[:2] == (0, 4)
@@ -82,13 +73,13 @@ def test_the_broker_itself_may_append_several_batches_and_markers(log: Log) -> N
 
 
 def corrupt() -> bytearray:
-    batch = a_batch(b"a")
+    batch = encode_values(b"a")
     batch[-1] ^= 1
     return batch
 
 
 def wrong_count() -> bytearray:
-    batch = a_batch(b"a")
+    batch = encode_values(b"a")
     batch[57:61] = (2).to_bytes(4, "big")
     return with_crc(batch)
 
@@ -101,7 +92,7 @@ def with_crc(batch: bytearray) -> bytearray:
 
 
 def with_offset() -> bytearray:
-    batch = a_batch(b"a")
+    batch = encode_values(b"a")
     batch[7] = 1
     return batch
 
@@ -112,13 +103,13 @@ def with_offset() -> bytearray:
         (bytearray(), InvalidBatch),
         (bytearray(10), CorruptBatch),
         (corrupt(), CorruptBatch),
-        (a_batch(b"a")[:-1], CorruptBatch),
-        (a_batch(b"a") + a_batch(b"b"), InvalidBatch),
-        (a_batch(b"a", control=True), InvalidBatch),
+        (encode_values(b"a")[:-1], CorruptBatch),
+        (encode_values(b"a") + encode_values(b"b"), InvalidBatch),
+        (encode_values(b"a", control=True), InvalidBatch),
         (wrong_count(), InvalidBatch),
         (with_offset(), InvalidBatch),
-        (a_batch(b"a", producer_id=5), InvalidBatch),
-        (a_batch(b"x" * 2000), BatchTooLarge),
+        (encode_values(b"a", producer_id=5), InvalidBatch),
+        (encode_values(b"x" * 2000), BatchTooLarge),
     ],
     ids=["empty", "short", "crc", "cut", "two", "control", "count", "offset", "sequence", "large"],
 )
@@ -128,26 +119,26 @@ def test_what_a_client_may_not_send_changes_nothing(store: LogStore, batch: byte
         log.append(batch, leader_epoch=EPOCH)
 
     assert log.end_offset == 0
-    assert log.append(a_batch(b"a"), leader_epoch=EPOCH).base_offset == 0
+    assert log.append(encode_values(b"a"), leader_epoch=EPOCH).base_offset == 0
 
 
 def test_a_retried_batch_is_answered_with_its_first_offsets(log: Log) -> None:
-    log.append(a_batch(b"a"), leader_epoch=EPOCH)
-    first = log.append(a_batch(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
-    again = log.append(a_batch(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
+    log.append(encode_values(b"a"), leader_epoch=EPOCH)
+    first = log.append(encode_values(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
+    again = log.append(encode_values(b"b", b"c", producer_id=5, sequence=0), leader_epoch=EPOCH)
 
     assert not first.duplicate
     assert again == (1, 3, -1, 0, True)
     assert log.end_offset == 3
     with pytest.raises(OutOfOrderSequence):
-        log.append(a_batch(b"e", producer_id=5, sequence=3), leader_epoch=EPOCH)
+        log.append(encode_values(b"e", producer_id=5, sequence=3), leader_epoch=EPOCH)
 
 
 def test_the_broker_stamps_its_time_where_the_topic_says_so(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(message_timestamp_type="LogAppendTime"))
-    appended = log.append(a_batch(b"a", b"b", timestamp_ms=5, producer_id=1, sequence=0), leader_epoch=EPOCH)
+    appended = log.append(encode_values(b"a", b"b", timestamp_ms=5, producer_id=1, sequence=0), leader_epoch=EPOCH)
     clock.advance_ms(1000)
-    again = log.append(a_batch(b"a", b"b", timestamp_ms=5, producer_id=1, sequence=0), leader_epoch=EPOCH)
+    again = log.append(encode_values(b"a", b"b", timestamp_ms=5, producer_id=1, sequence=0), leader_epoch=EPOCH)
 
     assert appended.append_time_ms == again.append_time_ms == clock.now_ms() - 1000
     records = list(decode_records(log.read(0, max_bytes=1000, up_to=2)))
@@ -156,10 +147,10 @@ def test_the_broker_stamps_its_time_where_the_topic_says_so(store: LogStore, clo
 
 
 def test_an_older_leader_is_refused(log: Log) -> None:
-    log.append(a_batch(b"a"), leader_epoch=Epoch(3))
+    log.append(encode_values(b"a"), leader_epoch=Epoch(3))
     with pytest.raises(FencedLeaderEpoch):
-        log.append(a_batch(b"b"), leader_epoch=Epoch(2))
-    log.append(a_batch(b"c"), leader_epoch=Epoch(5))
+        log.append(encode_values(b"b"), leader_epoch=Epoch(2))
+    log.append(encode_values(b"c"), leader_epoch=Epoch(5))
 
     assert log.latest_epoch == 5
     assert log.end_of_epoch(3) == (3, 1)
@@ -170,7 +161,7 @@ def test_an_older_leader_is_refused(log: Log) -> None:
 def test_a_closed_log_refuses(store: LogStore, log: Log) -> None:
     store.close_log(log)
     with pytest.raises(PartitionClosed):
-        log.append(a_batch(b"a"), leader_epoch=EPOCH)
+        log.append(encode_values(b"a"), leader_epoch=EPOCH)
     with pytest.raises(PartitionClosed):
         log.read(0, max_bytes=1, up_to=0)
     with pytest.raises(PartitionClosed):
@@ -188,7 +179,7 @@ def test_a_log_is_opened_once(store: LogStore, log: Log) -> None:
 def test_a_segment_rolls_by_size(store: LogStore, files: MemoryFiles) -> None:
     log = open_log(store, TopicSettings(segment_bytes=500))
     for _ in range(10):
-        log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+        log.append(encode_values(b"x" * 100), leader_epoch=EPOCH)
 
     assert [segment.base_offset for segment in log.segments] == [0, 2, 4, 6, 8]
     assert all(segment.size <= 500 for segment in log.segments)
@@ -199,7 +190,7 @@ def test_a_segment_rolls_after_an_hour_of_appends(store: LogStore, clock: Manual
     log = open_log(store)
     for minutes in (0, 59, 1, 59):
         clock.advance_ms(minutes * 60_000)
-        log.append(a_batch(b"x"), leader_epoch=EPOCH)
+        log.append(encode_values(b"x"), leader_epoch=EPOCH)
 
     assert [segment.base_offset for segment in log.segments] == [0, 2]
 
@@ -207,7 +198,7 @@ def test_a_segment_rolls_after_an_hour_of_appends(store: LogStore, clock: Manual
 def test_a_batch_larger_than_a_segment_has_one_of_its_own(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=500))
     for size in (10, 2000, 10):
-        log.append(a_batch(b"x" * size), leader_epoch=EPOCH)
+        log.append(encode_values(b"x" * size), leader_epoch=EPOCH)
 
     assert [segment.base_offset for segment in log.segments] == [0, 1, 2]
     assert len(bytes(log.read(1, max_bytes=1, up_to=3))) > 2000
@@ -215,9 +206,9 @@ def test_a_batch_larger_than_a_segment_has_one_of_its_own(store: LogStore) -> No
 
 def test_changed_settings_are_followed(store: LogStore) -> None:
     log = open_log(store)
-    log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+    log.append(encode_values(b"x" * 100), leader_epoch=EPOCH)
     log.change_settings(TopicSettings(segment_bytes=150))
-    log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+    log.append(encode_values(b"x" * 100), leader_epoch=EPOCH)
 
     assert len(log.segments) == 2
 
@@ -227,8 +218,8 @@ def test_changed_settings_are_followed(store: LogStore) -> None:
 
 def test_reads_stop_at_the_limits(log: Log) -> None:
     for value in (b"a", b"b", b"c", b"d"):
-        log.append(a_batch(value, value), leader_epoch=EPOCH)
-    size = len(a_batch(b"a", b"a"))
+        log.append(encode_values(value, value), leader_epoch=EPOCH)
+    size = len(encode_values(b"a", b"a"))
 
     def offsets(offset: int, max_bytes: int, up_to: int) -> list[int]:
         return [h.base_offset for h in iterate_headers(bytes(log.read(offset, max_bytes=max_bytes, up_to=up_to)))]
@@ -251,7 +242,7 @@ def test_reads_stop_at_the_limits(log: Log) -> None:
 def test_one_after_the_other_costs_one_read_each(store: LogStore, files: MemoryFiles) -> None:
     log = open_log(store)
     for number in range(100):
-        log.append(a_batch(b"x" * 100, timestamp_ms=number), leader_epoch=EPOCH)
+        log.append(encode_values(b"x" * 100, timestamp_ms=number), leader_epoch=EPOCH)
     log.read(0, max_bytes=1700, up_to=100)
     before, offset = files.reads, 10
     while offset < 100:
@@ -265,7 +256,7 @@ def test_the_tail_is_found_after_a_roll(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=200))
     for number in range(5):
         assert log.read(number, max_bytes=100, up_to=number) == b""
-        log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+        log.append(encode_values(b"x" * 100), leader_epoch=EPOCH)
         assert len(log.read(number, max_bytes=100, up_to=number + 1)) > 100
 
 
@@ -289,24 +280,24 @@ def test_times_are_looked_up_in_the_order_of_the_log(log: Log) -> None:
 
 
 def test_a_full_disk_refuses_writes_serves_reads_and_heals(log: Log, files: MemoryFiles, store: LogStore) -> None:
-    log.append(a_batch(b"a", producer_id=1, sequence=0), leader_epoch=EPOCH)
+    log.append(encode_values(b"a", producer_id=1, sequence=0), leader_epoch=EPOCH)
     files.capacity_bytes = files.capacity_bytes or sum(len(files.content(path)) for path in files.walk()) + 30
     with pytest.raises(StorageFailure, match=r"orders-0: writing \d+ bytes failed: no space left.*free space"):
-        log.append(a_batch(b"b", producer_id=1, sequence=1), leader_epoch=EPOCH)
+        log.append(encode_values(b"b", producer_id=1, sequence=1), leader_epoch=EPOCH)
 
     assert log.end_offset == 1
     assert len(files.content(log.segments[0].path)) == log.segments[0].size
     assert log.read(0, max_bytes=100, up_to=1)
     assert list(store.failures) == [log.partition]
     files.capacity_bytes = None
-    assert log.append(a_batch(b"b", producer_id=1, sequence=1), leader_epoch=EPOCH)[:2] == (1, 2)
+    assert log.append(encode_values(b"b", producer_id=1, sequence=1), leader_epoch=EPOCH)[:2] == (1, 2)
     assert not store.failures
 
 
 def test_on_a_full_disk_retention_makes_room(store: LogStore, files: MemoryFiles, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(segment_bytes=5000, retention_ms=7_200_000, index_interval_bytes=100))
     for _ in range(30):
-        log.append(a_batch(b"x" * 900, timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+        log.append(encode_values(b"x" * 900, timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
         clock.advance_ms(600_000)
     store.sync_soon(log)
     store.commit_once()
@@ -314,21 +305,21 @@ def test_on_a_full_disk_retention_makes_room(store: LogStore, files: MemoryFiles
     store.checkpoint_once()
     files.capacity_bytes = sum(len(files.content(path)) for path in files.walk())
     with pytest.raises(StorageFailure):
-        log.append(a_batch(b"x" * 900), leader_epoch=EPOCH)
+        log.append(encode_values(b"x" * 900), leader_epoch=EPOCH)
     assert store.delete_expired() > 0
     while store.checkpoint_once():
         pass
 
     assert files.free_bytes("/data") > 0
-    log.append(a_batch(b"x" * 900), leader_epoch=EPOCH)
+    log.append(encode_values(b"x" * 900), leader_epoch=EPOCH)
 
 
 def test_a_failed_write_leaves_nothing_behind(log: Log, files: MemoryFiles) -> None:
-    log.append(a_batch(b"a"), leader_epoch=EPOCH)
+    log.append(encode_values(b"a"), leader_epoch=EPOCH)
     files.fail_next_writes(".log")
     with pytest.raises(StorageFailure):
-        log.append(a_batch(b"b"), leader_epoch=EPOCH)
-    log.append(a_batch(b"c"), leader_epoch=EPOCH)
+        log.append(encode_values(b"b"), leader_epoch=EPOCH)
+    log.append(encode_values(b"c"), leader_epoch=EPOCH)
 
     assert [record.value for record in decode_records(log.read(0, max_bytes=1000, up_to=2))] == [b"a", b"c"]
 
@@ -339,7 +330,7 @@ def test_a_failed_write_leaves_nothing_behind(log: Log, files: MemoryFiles) -> N
 def test_old_segments_go_and_so_does_an_old_active_one(store: LogStore, clock: ManualClock, files: MemoryFiles) -> None:
     log = open_log(store, TopicSettings(retention_ms=7_200_000))
     for _ in range(3):
-        log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+        log.append(encode_values(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
         clock.advance_ms(3_600_000)
     store.sync_soon(log)
     store.commit_once()
@@ -352,7 +343,7 @@ def test_old_segments_go_and_so_does_an_old_active_one(store: LogStore, clock: M
     while store.checkpoint_once():
         pass
     assert [path.rpartition("/")[2] for path in files.walk() if path.endswith(".log")] == [f"{3:020d}.log"]
-    assert log.append(a_batch(b"y"), leader_epoch=EPOCH).base_offset == 3
+    assert log.append(encode_values(b"y"), leader_epoch=EPOCH).base_offset == 3
 
 
 def test_old_records_wait_for_subscriptions_but_not_for_ever(store: LogStore, clock: ManualClock) -> None:
@@ -360,7 +351,7 @@ def test_old_records_wait_for_subscriptions_but_not_for_ever(store: LogStore, cl
     settings = TopicSettings(retention_ms=1000, retention_until_delivered=True, retention_until_max_ms=100_000)
     log = open_log(store, settings)
     for _ in range(4):
-        log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+        log.append(encode_values(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
         log.roll()
     store.sync_soon(log)
     store.commit_once()
@@ -381,7 +372,7 @@ def test_old_records_wait_for_subscriptions_but_not_for_ever(store: LogStore, cl
 def test_old_records_wait_until_they_are_landed(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(retention_ms=1000, retention_until_landed=True, retention_until_max_ms=100_000))
     for _ in range(3):
-        log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+        log.append(encode_values(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
         log.roll()
     store.sync_soon(log)
     store.commit_once()
@@ -400,7 +391,7 @@ def test_old_records_wait_until_they_are_landed(store: LogStore, clock: ManualCl
 def test_without_subscriptions_only_the_age_counts(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(retention_ms=1000, retention_until_delivered=True))
     store.floors.delivery = lambda _partition: None
-    log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+    log.append(encode_values(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
     store.sync_soon(log)
     store.commit_once()
     clock.advance_ms(10_000)
@@ -410,7 +401,7 @@ def test_without_subscriptions_only_the_age_counts(store: LogStore, clock: Manua
 
 def test_what_is_not_synced_is_not_deleted(store: LogStore, clock: ManualClock) -> None:
     log = open_log(store, TopicSettings(retention_ms=1000))
-    log.append(a_batch(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
+    log.append(encode_values(b"x", timestamp_ms=clock.now_ms()), leader_epoch=EPOCH)
     clock.advance_ms(10_000)
 
     assert store.delete_expired() == 0
@@ -422,7 +413,7 @@ def test_what_is_not_synced_is_not_deleted(store: LogStore, clock: ManualClock) 
 def test_segments_beyond_the_size_limit_go(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=500, retention_bytes=1000, retention_ms=-1))
     for _ in range(12):
-        log.append(a_batch(b"x" * 100), leader_epoch=EPOCH)
+        log.append(encode_values(b"x" * 100), leader_epoch=EPOCH)
     store.sync_soon(log)
     store.commit_once()
     before = log.size_bytes
@@ -443,7 +434,7 @@ def test_a_compacted_topic_is_not_cut_by_age(store: LogStore, clock: ManualClock
 def test_the_start_can_be_moved_into_a_batch(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=300))
     for _ in range(4):
-        log.append(a_batch(b"x" * 50, b"y" * 50), leader_epoch=EPOCH)
+        log.append(encode_values(b"x" * 50, b"y" * 50), leader_epoch=EPOCH)
     log.delete_before(5)
 
     assert log.start_offset == 5
@@ -458,7 +449,7 @@ def test_the_start_can_be_moved_into_a_batch(store: LogStore) -> None:
 def test_the_end_can_be_cut_off(store: LogStore) -> None:
     log = open_log(store, TopicSettings(segment_bytes=300))
     for sequence in range(4):
-        log.append(a_batch(b"x" * 150, producer_id=1, sequence=sequence), leader_epoch=Epoch(sequence))
+        log.append(encode_values(b"x" * 150, producer_id=1, sequence=sequence), leader_epoch=Epoch(sequence))
     log.truncate_to(2)
 
     assert log.end_offset == 2
@@ -466,5 +457,5 @@ def test_the_end_can_be_cut_off(store: LogStore) -> None:
     assert log.read(0, max_bytes=10_000, up_to=9)
     with pytest.raises(OffsetOutOfRange):
         log.read(3, max_bytes=1, up_to=9)
-    again = log.append(a_batch(b"z", producer_id=1, sequence=2), leader_epoch=Epoch(7))
+    again = log.append(encode_values(b"z", producer_id=1, sequence=2), leader_epoch=Epoch(7))
     assert (again.base_offset, again.duplicate) == (2, False)

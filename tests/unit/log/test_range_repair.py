@@ -18,6 +18,7 @@ from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
 from millstream.protocol.records.raw_record import empty_batch
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
@@ -25,10 +26,6 @@ PARTITION = TopicPartition("orders", PartitionIndex(0))
 SETTINGS = TopicSettings(segment_bytes=2000, index_interval_bytes=400)
 COUNT = 40
 PAYLOAD_AT = 120
-
-
-def a_batch(number: int) -> bytearray:
-    return encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)])
 
 
 def open_log(files: MemoryFiles) -> tuple[LogStore, Log]:
@@ -40,7 +37,7 @@ def open_log(files: MemoryFiles) -> tuple[LogStore, Log]:
 
 def fill(store: LogStore, log: Log) -> None:
     for number in range(COUNT):
-        log.append(a_batch(number), leader_epoch=Epoch(number // 7))
+        log.append(encode_values(b"%0100d" % number), leader_epoch=Epoch(number // 7))
     store.sync_soon(log)
     store.commit_once()
     store.checkpoint_now(log)
@@ -127,7 +124,7 @@ def test_other_bytes_are_swapped_in_and_other_damage_of_the_segment_stays(
     assert log.damaged_ranges == ((15, 16),)
     whole = [number for number in range(COUNT) if number not in (offset, 15)]
     assert values(log) == whole
-    log.append(a_batch(COUNT), leader_epoch=Epoch(9))
+    log.append(encode_values(b"%0100d" % COUNT), leader_epoch=Epoch(9))
     assert values(log) == [*whole, COUNT]
     store.close_now()
     again = open_log(files)[1]
@@ -217,7 +214,7 @@ def test_what_was_written_after_a_cut_is_not_written_over(
     job = RangeRepair(log, lost, given[offset], offset + 1)
     log.truncate_to(offset)
     for number in range(offset, COUNT):
-        log.append(a_batch(number + 100), leader_epoch=Epoch(9))
+        log.append(encode_values(b"%0100d" % (number + 100)), leader_epoch=Epoch(9))
     job.execute()
     job.finish()
     assert isinstance(job.error, LogUnavailable)

@@ -20,6 +20,7 @@ from millstream.core.topic import FLUSH_OS, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import iterate_headers
 from millstream.protocol.records.raw_record import empty_batch
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
@@ -35,12 +36,6 @@ def open_store(files: MemoryFiles, clock: ManualClock) -> LogStore:
 def open_log(store: LogStore, *, segment_bytes: int = 700) -> Log:
     chosen = TopicSettings(segment_bytes=segment_bytes, index_interval_bytes=150, flush=FLUSH_OS, retention_ms=-1)
     return store.open_log(TOPIC_ID, WHERE, chosen)
-
-
-def a_batch(*values: bytes, producer_id: int = -1, sequence: int = -1) -> bytearray:
-    records = [NewRecord(None, value, (), 1000) for value in values or (b"v",)]
-    epoch = -1 if producer_id < 0 else 0
-    return encode_batch(records, producer_id=producer_id, producer_epoch=epoch, base_sequence=sequence)
 
 
 def content(log: Log, *, start: int | None = None, up_to: int | None = None) -> bytes:
@@ -70,12 +65,12 @@ def copy(leader: Log, follower: Log, *, max_bytes: int = 10_000) -> None:
 class TestTakingOver:
     def test_offsets_epochs_and_producers_come_along(self, pair: tuple[Log, Log]) -> None:
         leader, follower = pair
-        leader.append(a_batch(b"a", b"b", producer_id=5, sequence=0), leader_epoch=Epoch(1))
-        leader.append(a_batch(b"c", producer_id=5, sequence=2), leader_epoch=Epoch(4))
+        leader.append(encode_values(b"a", b"b", producer_id=5, sequence=0), leader_epoch=Epoch(1))
+        leader.append(encode_values(b"c", producer_id=5, sequence=2), leader_epoch=Epoch(4))
         copy(leader, follower)
         assert content(follower) == content(leader)
         assert follower.epochs.entries() == [(1, 0), (4, 2)]
-        again = follower.append(a_batch(b"c", producer_id=5, sequence=2), leader_epoch=Epoch(6))
+        again = follower.append(encode_values(b"c", producer_id=5, sequence=2), leader_epoch=Epoch(6))
         assert again.duplicate
         assert again.base_offset == 2
 
@@ -83,17 +78,17 @@ class TestTakingOver:
         stamped = TopicSettings(message_timestamp_type="LogAppendTime")
         leader = open_store(MemoryFiles(), clock).open_log(TOPIC_ID, WHERE, stamped)
         follower = open_store(MemoryFiles(), clock).open_log(TOPIC_ID, WHERE, stamped)
-        first = leader.append(a_batch(b"a", producer_id=5, sequence=0), leader_epoch=Epoch(1))
+        first = leader.append(encode_values(b"a", producer_id=5, sequence=0), leader_epoch=Epoch(1))
         clock.advance_ms(60_000)
         copy(leader, follower)
         assert content(follower) == content(leader)
-        again = follower.append(a_batch(b"a", producer_id=5, sequence=0), leader_epoch=Epoch(2))
+        again = follower.append(encode_values(b"a", producer_id=5, sequence=0), leader_epoch=Epoch(2))
         assert again.append_time_ms == first.append_time_ms
 
     def test_a_flipped_bit_on_the_way_is_found_and_nothing_is_taken(self, pair: tuple[Log, Log]) -> None:
         leader, follower = pair
-        leader.append(a_batch(b"a" * 100), leader_epoch=Epoch(1))
-        leader.append(a_batch(b"b" * 100), leader_epoch=Epoch(1))
+        leader.append(encode_values(b"a" * 100), leader_epoch=Epoch(1))
+        leader.append(encode_values(b"b" * 100), leader_epoch=Epoch(1))
         data = bytearray(leader.read(0, max_bytes=10_000, up_to=leader.end_offset))
         data[-20] ^= 4
         with pytest.raises(CorruptBatch):
@@ -102,7 +97,7 @@ class TestTakingOver:
 
     def test_epochs_neither_go_back_nor_beyond_the_leaders(self, pair: tuple[Log, Log]) -> None:
         leader, follower = pair
-        leader.append(a_batch(b"a"), leader_epoch=Epoch(3))
+        leader.append(encode_values(b"a"), leader_epoch=Epoch(3))
         data = bytes(leader.read(0, max_bytes=10_000, up_to=1))
         with pytest.raises(CorruptBatch):
             follower.append_replica(data, leader_epoch=Epoch(2))
@@ -113,7 +108,7 @@ class TestTakingOver:
 
     def test_a_batch_across_the_end_is_refused_unless_it_is_empty(self, pair: tuple[Log, Log]) -> None:
         leader, follower = pair
-        leader.append(a_batch(b"a", b"b", b"c"), leader_epoch=Epoch(1))
+        leader.append(encode_values(b"a", b"b", b"c"), leader_epoch=Epoch(1))
         follower.append_replica(empty_batch(0, 2, 1), leader_epoch=Epoch(1))
         with pytest.raises(CorruptBatch):
             follower.append_replica(bytes(leader.read(0, max_bytes=999, up_to=3)), leader_epoch=Epoch(1))
@@ -141,7 +136,7 @@ def test_a_log_that_starts_anew_holds_nothing_of_before_also_after_a_crash(clock
     store = open_store(files, clock)
     log = open_log(store)
     for number in range(30):
-        log.append(a_batch(b"x" * 100, producer_id=3, sequence=number), leader_epoch=Epoch(number // 10))
+        log.append(encode_values(b"x" * 100, producer_id=3, sequence=number), leader_epoch=Epoch(number // 10))
     store.sync_soon(log)
     store.commit_once()
     log.restart_at(1000)
@@ -177,7 +172,7 @@ class ReplicaMachine(RuleBasedStateMachine):
     @rule(sizes=st.lists(st.integers(0, 150), min_size=1, max_size=3), producer_id=st.sampled_from([-1, 1, 2]))
     def append(self, sizes: list[int], producer_id: int) -> None:
         sequence = self.sequences.get(producer_id, -1)
-        batch = a_batch(*(b"m" * size for size in sizes), producer_id=producer_id, sequence=sequence)
+        batch = encode_values(*(b"m" * size for size in sizes), producer_id=producer_id, sequence=sequence)
         assert not self.leader.append(batch, leader_epoch=Epoch(self.epoch)).duplicate
         if producer_id >= 0:
             self.sequences[producer_id] += len(sizes)
@@ -276,17 +271,17 @@ def test_nothing_is_written_over_what_a_cut_could_not_cut_off(clock: ManualClock
     store = open_store(files, clock)
     log = open_log(store, segment_bytes=10_000)
     for number in range(8):
-        log.append(a_batch(b"%d" % number * 300), leader_epoch=Epoch(1))
+        log.append(encode_values(b"%d" % number * 300), leader_epoch=Epoch(1))
     files.fail_next_syncs(ending)
     with pytest.raises(StorageFailure):
         log.truncate_to(3)
     assert log.end_offset == 3
     with pytest.raises(StorageFailure, match="until the disk works again"):
-        log.append(a_batch(b"new"), leader_epoch=Epoch(2))
+        log.append(encode_values(b"new"), leader_epoch=Epoch(2))
     clock.advance_ms(2000)
     while store.commit_once():
         pass
-    log.append(a_batch(b"new"), leader_epoch=Epoch(2))
+    log.append(encode_values(b"new"), leader_epoch=Epoch(2))
     expected = content(log)
     files.kill()
     again = open_log(open_store(files, clock), segment_bytes=10_000)
@@ -300,7 +295,7 @@ def test_a_late_checkpoint_of_a_cut_that_failed_removes_no_file_that_the_log_has
     store = open_store(files, clock)
     log = open_log(store)
     for number in range(8):
-        log.append(a_batch(b"%d" % number * 300), leader_epoch=Epoch(1))
+        log.append(encode_values(b"%d" % number * 300), leader_epoch=Epoch(1))
     names = [segment.path for segment in log.segments]
     assert len(names) > 2
     files.fail_next_syncs("checkpoints")
@@ -309,7 +304,7 @@ def test_a_late_checkpoint_of_a_cut_that_failed_removes_no_file_that_the_log_has
     late = store.checkpoint_job(log)
     clock.advance_ms(2000)
     for number in range(1, 8):
-        log.append(a_batch(b"%d" % number * 300), leader_epoch=Epoch(2))
+        log.append(encode_values(b"%d" % number * 300), leader_epoch=Epoch(2))
     late.execute()
     late.finish()
     assert [segment.path for segment in log.segments] == names

@@ -14,7 +14,8 @@ from millstream.broker.log.store import LogStore
 from millstream.core.errors import DamagedRange, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
-from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream.protocol.records.record import decode_records
+from millstream_testing.batches import encode_values
 from millstream_testing.files import MemoryFiles
 
 TOPIC_ID = UUID(int=5)
@@ -22,16 +23,12 @@ EPOCH = Epoch(0)
 SETTINGS = TopicSettings(segment_bytes=2000, retention_bytes=1)
 
 
-def a_batch(value: bytes) -> bytearray:
-    return encode_batch([NewRecord(None, value, (), 1000)])
-
-
 @pytest.fixture
 def log(store: LogStore) -> Log:
     """Ten segments of ten batches each, or about that."""
     log = store.open_log(TOPIC_ID, TopicPartition("orders", PartitionIndex(0)), SETTINGS)
     for number in range(100):
-        log.append(a_batch(b"%0100d" % number), leader_epoch=EPOCH)
+        log.append(encode_values(b"%0100d" % number), leader_epoch=EPOCH)
     log.synced_offset = log.end_offset
     assert len(log.segments) > 5
     return log
@@ -104,13 +101,13 @@ def test_the_file_is_kept_until_the_last_one_lets_go(log: Log, files: MemoryFile
 
 
 def test_what_was_cut_off_is_not_read_even_if_other_records_have_its_place(log: Log) -> None:
-    log.append(a_batch(b"%0100d" % 100), leader_epoch=EPOCH)
+    log.append(encode_values(b"%0100d" % 100), leader_epoch=EPOCH)
     kept, cut = unread(log, 0), unread(log, log.end_offset - 1)
     expected = kept.read(0, kept.size)
     for stretch in (kept, cut):
         stretch.hold()
     log.truncate_to(log.end_offset - 1)
-    log.append(a_batch(b"%0100d" % 200), leader_epoch=EPOCH)
+    log.append(encode_values(b"%0100d" % 200), leader_epoch=EPOCH)
 
     assert kept.read(0, kept.size) == expected
     with pytest.raises(StorageFailure, match="deleted or cut off"):
@@ -121,7 +118,7 @@ def test_a_log_that_starts_anew_gives_nothing_of_before(log: Log) -> None:
     stretch = unread(log, 0)
     stretch.hold()
     log.restart_at(0)
-    log.append(a_batch(b"%0100d" % 7), leader_epoch=EPOCH)
+    log.append(encode_values(b"%0100d" % 7), leader_epoch=EPOCH)
     with pytest.raises(StorageFailure, match="deleted or cut off"):
         stretch.read(0, stretch.size)
 

@@ -12,15 +12,11 @@ from millstream.broker.replication.partition import Partition
 from millstream.core.errors import OutOfOrderSequence, StorageFailure
 from millstream.core.ids import PartitionIndex
 from millstream.core.topic import Topic, TopicPartition, TopicSettings
-from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
 
 TOPIC = Topic(name="orders", topic_id=UUID(int=7), partitions=1, replication=1, overrides={}, created_ms=0)
-
-
-def a_batch(sequence: int) -> bytearray:
-    return encode_batch([NewRecord(None, b"v", (), 1000)], producer_id=1, producer_epoch=0, base_sequence=sequence)
 
 
 async def test_a_batch_behind_one_that_the_disk_refused_is_refused_for_the_same_reason() -> None:
@@ -28,15 +24,15 @@ async def test_a_batch_behind_one_that_the_disk_refused_is_refused_for_the_same_
     store = LogStore.open(Path("/data"), files=files, clock=clock, journal_bytes=100_000, producer_expiry_ms=3_600_000)
     log = store.open_log(TOPIC.topic_id, TopicPartition("orders", PartitionIndex(0)), TopicSettings(flush="os"))
     partition = Partition(TOPIC, PartitionIndex(0), log, store)
-    partition.write(a_batch(0), acks=-1)
+    partition.write(encode_values(producer_id=1, sequence=0), acks=-1)
     files.capacity_bytes = sum(len(files.content(path)) for path in files.walk()) + 30
     with pytest.raises(StorageFailure):
-        partition.write(a_batch(1), acks=-1)
+        partition.write(encode_values(producer_id=1, sequence=1), acks=-1)
     with pytest.raises(StorageFailure, match="the disk refused what comes before"):
-        partition.write(a_batch(2), acks=-1)
+        partition.write(encode_values(producer_id=1, sequence=2), acks=-1)
 
     files.capacity_bytes = None
-    assert partition.write(a_batch(1), acks=-1).base_offset == 1
+    assert partition.write(encode_values(producer_id=1, sequence=1), acks=-1).base_offset == 1
     with pytest.raises(OutOfOrderSequence):
-        partition.write(a_batch(3), acks=-1)
+        partition.write(encode_values(producer_id=1, sequence=3), acks=-1)
     await store.close()

@@ -1,0 +1,38 @@
+"""Wait for what another process, thread or task does, patiently enough for a busy machine."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+# Longer than most tests may take: their time limit ends them sooner, and shows the line that waits.
+PATIENCE_S: Final = 900.0
+LOOK_S: Final = 0.01
+# What tasks do without waiting for anything is done in so many turns of the loop.
+TURNS: Final = 100
+
+Found = TypeVar("Found")
+
+
+def wait_until(look: Callable[[], Found], *, patience_s: float = PATIENCE_S) -> Found:
+    """Return the first true answer of `look`; fail with its last one when patience runs out."""
+    deadline = time.monotonic() + patience_s
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not so within {patience_s:g} s: {found!r}")
+        time.sleep(LOOK_S)
+    return found
+
+
+async def until(look: Callable[[], Found], *, patience_s: float = PATIENCE_S) -> Found:
+    """Let other tasks run until `look` has a true answer, and return it; fail when patience runs out."""
+    deadline = time.monotonic() + patience_s
+    turns = 0
+    while not (found := look()):
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not so within {patience_s:g} s: {found!r}")
+        turns += 1
+        await asyncio.sleep(0 if turns < TURNS else LOOK_S)
+    return found
