@@ -16,7 +16,7 @@ TURNS: Final = 100
 Found = TypeVar("Found")
 
 
-def wait_until(look: Callable[[], Found], *, patience_s: float = PATIENCE_S) -> Found:
+def wait_until(look: Callable[[], Found | None], *, patience_s: float = PATIENCE_S) -> Found:
     """Return the first true answer of `look`; fail with its last one when patience runs out."""
     deadline = time.monotonic() + patience_s
     while not (found := look()):
@@ -26,7 +26,7 @@ def wait_until(look: Callable[[], Found], *, patience_s: float = PATIENCE_S) -> 
     return found
 
 
-async def until(look: Callable[[], Found], *, patience_s: float = PATIENCE_S) -> Found:
+async def until(look: Callable[[], Found | None], *, patience_s: float = PATIENCE_S) -> Found:
     """Let other tasks run until `look` has a true answer, and return it; fail when patience runs out."""
     deadline = time.monotonic() + patience_s
     turns = 0
