@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from millstream.core.errors import InvalidSetting
-from millstream.core.text_place import wrong_setting
+from millstream.core.text_location import setting_error_at
 
 if TYPE_CHECKING:
     import sqlglot
@@ -92,7 +92,9 @@ def read_select(text: str) -> SelectStatement:
         raise InvalidSetting(f"{ABOUT} is empty: give a SELECT statement")
     first = tokens[0]
     if not (first.says(*_BEGINS) or first.marks("(")):
-        raise wrong_setting(ABOUT, text, first.start, first.end, "a transform's statement is a SELECT and nothing else")
+        raise setting_error_at(
+            ABOUT, text, first.start, first.end, "a transform's statement is a SELECT and nothing else"
+        )
     _check_brackets(tokens, text)
     _check_hyphens(tokens, text)
     tree = _parse(raw[: len(tokens)], text)
@@ -109,7 +111,7 @@ def _tokenize(about: str, text: str) -> list[sqlglot.Token]:
     except Exception:
         # sqlglot says neither where a quote is opened nor that this is the reason.
         start, noun = _find_unclosed(text)
-        raise wrong_setting(about, text, start, start + 1, f"this {noun} is not closed") from None
+        raise setting_error_at(about, text, start, start + 1, f"this {noun} is not closed") from None
 
 
 def _find_unclosed(text: str) -> tuple[int, str]:
@@ -150,7 +152,7 @@ def _check_single(tokens: Sequence[Token], text: str) -> int:
         if token.marks(";"):
             ends_at = min(ends_at, token.start)
         elif ends_at < len(text):
-            raise wrong_setting(ABOUT, text, token.start, token.end, "a second statement begins here; give one only")
+            raise setting_error_at(ABOUT, text, token.start, token.end, "a second statement begins here; give one only")
     return ends_at
 
 
@@ -160,10 +162,10 @@ def _check_brackets(tokens: Sequence[Token], text: str) -> None:
         if token.marks(*_OPENING):
             opened.append(token)
         elif token.marks(*_OPENING.values()) and (not opened or _OPENING[opened.pop().text] != token.text):
-            raise wrong_setting(ABOUT, text, token.start, token.end, f"nothing is closed by this {token.text!r}")
+            raise setting_error_at(ABOUT, text, token.start, token.end, f"nothing is closed by this {token.text!r}")
     if opened:
         token = opened[-1]
-        raise wrong_setting(ABOUT, text, token.start, token.end, f"this {token.text!r} is not closed")
+        raise setting_error_at(ABOUT, text, token.start, token.end, f"this {token.text!r} is not closed")
 
 
 def _check_hyphens(tokens: Sequence[Token], text: str) -> None:
@@ -176,7 +178,7 @@ def _check_hyphens(tokens: Sequence[Token], text: str) -> None:
 
 def _needs_backquotes(text: str, start: int, end: int) -> InvalidSetting:
     reason = f"write `{text[start:end]}` in backquotes if that is the name of a topic or a table"
-    return wrong_setting(ABOUT, text, start, end, reason)
+    return setting_error_at(ABOUT, text, start, end, reason)
 
 
 def _parse(raw: Sequence[sqlglot.Token], text: str) -> exp.Query | None:
@@ -229,7 +231,7 @@ def _relations(tree: exp.Query, text: str) -> Iterator[str]:
                 raise _needs_backquotes(text, *found[-1][:2])
     for start, end, name in sorted(found, key=lambda one: one[:2]):
         if text[start] in "'\"":
-            raise wrong_setting(ABOUT, text, start, end, "names stand in backquotes, not in quotes")
+            raise setting_error_at(ABOUT, text, start, end, "names stand in backquotes, not in quotes")
         if text[start] != "`" and not name.name.isascii():
             raise _needs_backquotes(text, start, end)
         if name.name.lower() not in own:
