@@ -183,7 +183,7 @@ def test_the_last_failure_leads_to_the_dead_letters(how: str) -> None:
             now_ms += LEASE_MS
             queue.tick(now_ms)
     (rejected,) = queue.rejecting(10)
-    reasons = {"released": "no", "expired": "all attempts have failed", "gone": "the worker left"}
+    reasons = {"released": "no", "expired": "all attempts have failed", "gone": "the worker is gone"}
     assert (rejected.offset, rejected.attempts, rejected.reason) == (0, 2, reasons[how])
     assert (rejected.first_ms, rejected.time_ms) == (NOW_MS, now_ms)
     assert offsets(queue.acquire("b", now_ms=now_ms, max_records=9)) == [1, 2]

@@ -413,7 +413,7 @@ class QueueHistory(RuleBasedStateMachine):
         for offset, message in self.model.messages.items():
             if message.state == LEASED and message.worker == worker:
                 due_ms = self.now_ms + self.settings.backoff_ms(message.attempts, self.now_ms)
-                self.model.fail(offset, due_ms, self.now_ms, "the worker left")
+                self.model.fail(offset, due_ms, self.now_ms, "the worker is gone")
 
     @rule(data=st.data(), what=st.sampled_from([None] * 8 + ["cut", "seek"]))
     def lose(self, data: st.DataObject, what: str | None) -> None:

@@ -58,6 +58,6 @@ def test_what_a_worker_does_not_hold_is_named_plainly() -> None:
     one, several = (Settlement(Offset(0), Offset(last), Verb.ACCEPT) for last in (0, 3))
     told = [str(refused) for refused in queue.settle("one", [one, several], now_ms=NOW_MS)]
     assert told == [
-        "one does not hold message 0, or not any more",
-        "one does not hold messages 0 to 3, or not any more",
+        "one does not hold message 0 any more, or never did",
+        "one does not hold messages 0 to 3 any more, or never did",
     ]

@@ -1,7 +1,7 @@
-"""What the log has at offsets that a queue looks at for the first time: batches opened for it, and the deltas.
+"""Find the messages of a batch that a queue sees for the first time, and the deltas that record them.
 
-A batch is opened on the loop only if that takes well below a millisecond; `scan_batch` raises `TooHeavy` for others,
-which the process that evaluates filters opens.
+A batch is scanned on the loop only if that takes well under a millisecond. `scan_batch` raises `TooHeavy` for any
+other, which the filter process then scans.
 """
 
 from __future__ import annotations
@@ -29,40 +29,41 @@ DELIVER_AT: Final = "deliver-at"
 
 LIGHT_BYTES_MAX: Final = 1024 * 1024
 LIGHT_RECORDS_MAX: Final = 2_000
-"""A batch that decompresses to more, or of which more records have to be looked at, is not opened on the loop."""
+"""A batch that decompresses to more, or holds more records to examine, is not scanned on the loop."""
 COMPILED_RECORDS_MIN: Final = 20_000
-"""So many records pay for compiled code, which takes seconds to load."""
+"""From this many records on, compiled code is worth the seconds that it takes to load."""
 
 _DELIVER_AT_BYTES: Final = DELIVER_AT.encode()
 _TIME_DIGITS_MAX: Final = 15
 
 Ranges = list[tuple[int, int]]
-"""Offsets, each range with its first and its last."""
+"""Ranges of offsets, each as its first and its last."""
 
 
 class TooHeavy(Exception):
-    """Opening the batch would hold up the loop."""
+    """Scanning the batch would stall the loop."""
 
 
 class BatchScan(NamedTuple):
-    """What a queue has to know of one batch, from an offset on."""
+    """What a queue needs to know about one batch, from an offset on."""
 
     absent: Ranges
     delayed: Ranges
-    """Delayed messages: offset and time."""
+    """Delayed messages, as pairs of offset and time."""
     keys: npt.NDArray[np.int64] | None
-    """A number for the key of every offset, the same on every node; 0 where there is none.
+    """A hash of the key for every offset, the same on every node; 0 where there is no key.
 
-    Two keys with the same number wait for each other, which keeps the order of both.
+    Keys with the same hash wait for each other, which preserves the order of both.
     """
     scanned_bytes: int
-    """How much was looked through."""
+    """How many bytes were examined."""
 
 
 def scan_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: bool, light: bool = True) -> BatchScan:
-    """Find out which offsets of a batch hold messages, which of these are delayed, and their keys.
+    """Find the offsets of a batch that hold messages, the delayed ones among them, and their keys.
 
-    Raises `BatchRejected` for what cannot be read, and `TooHeavy`, if only what is light is opened.
+    Raises `BatchRejected` if the batch cannot be read, and `TooHeavy` if `light` is set and it is too large for the
+    loop.
     """
     is_dense = header.record_count == header.last_offset_delta + 1
     is_compressed = header.compression != COMPRESSION_NONE
@@ -122,7 +123,7 @@ def _open_compiled(records: Buffer, header: BatchHeader, first: int, *, with_key
 
 
 def _find_delayed(offsets: npt.NDArray[np.int64], headers: HeaderColumn) -> Ranges:
-    """The delayed messages among some."""
+    """Find the delayed messages of some records."""
     names, values = headers.keys.data.tobytes(), headers.values.data.tobytes()
     name_ends, value_ends = headers.keys.offsets.tolist(), headers.values.offsets.tolist()
     delayed: Ranges = []
@@ -137,14 +138,14 @@ def _find_delayed(offsets: npt.NDArray[np.int64], headers: HeaderColumn) -> Rang
 
 
 def _find_gaps(offsets: npt.NDArray[np.int64], first: int, last: int) -> Ranges:
-    """The ranges from `first` to `last` of which no offset is there."""
+    """Find the ranges from `first` to `last` that no offset falls into."""
     bounds = np.concatenate(([first - 1], offsets, [last + 1]))
     before = np.flatnonzero(np.diff(bounds) > 1)
     return [(int(bounds[position]) + 1, int(bounds[position + 1]) - 1) for position in before]
 
 
 def deliver_at_ms(record: Record) -> int | None:
-    """When a message wants to be delivered, if it says so in a way that can be read."""
+    """Read the time until which a message is delayed; None without a valid header."""
     for name, value in record.headers:
         if name == DELIVER_AT and value is not None and (time_ms := _time_ms(value)) is not None:
             return time_ms
@@ -157,21 +158,21 @@ def _time_ms(value: bytes) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanResult:
-    """What was read of the offsets [first, next_offset)."""
+    """The messages found in the offsets [first, next_offset)."""
 
     first: int
     next_offset: int
     absent: Sequence[tuple[int, int]] = ()
     """Offsets without a message, as ranges with both ends."""
     matches: npt.NDArray[np.bool_] | None = None
-    """For each offset whether the filter lets it through; None if it lets all through."""
+    """Whether each offset matches the filter; None if there is no filter."""
     keys: npt.NDArray[np.int64] | None = None
-    """For each offset the hash of its key, 0 without one."""
+    """The hash of the key of each offset; 0 without a key."""
     delayed: Sequence[tuple[int, int]] = ()
-    """Messages that are delayed: offset and time."""
+    """Delayed messages, as pairs of offset and time."""
 
     def starting_at(self, offset: int) -> ScanResult:
-        """The part from an offset on; what lies between the offset and the first that was read is absent."""
+        """Return the part from an offset on; a gap before the first scanned offset is absent."""
         skipped = offset - self.first
         if skipped == 0:
             return self
@@ -195,13 +196,13 @@ class ScanResult:
         )
 
     def key_bytes(self) -> bytes:
-        """The hashes of all keys, 8 bytes each."""
+        """Return the hashes of all keys, 8 bytes each."""
         if self.keys is None:
             return bytes(8 * (self.next_offset - self.first))
         return np.ascontiguousarray(self.keys, np.int64).tobytes()
 
     def deltas(self, now_ms: int) -> list[Delta]:
-        """What happens by it."""
+        """Return the deltas that record these messages."""
         if self.next_offset <= self.first:
             return []
         first, last = self.first, self.next_offset - 1
@@ -224,7 +225,7 @@ class ScanResult:
         if not len(places):
             return []
         begin, end = int(places[0]), int(places[-1])
-        # A range says it all if it has no holes; otherwise there is a bit for each offset.
+        # A range is enough if it has no gaps; otherwise each offset gets a bit.
         bits = b"" if end - begin + 1 == len(places) else np.packbits(out[begin : end + 1], bitorder="little").tobytes()
         first, last = self.first + begin, self.first + end
         return [Delta(DeltaKind.FILTERED, first, last, 0, 0, "", now_ms, "", bits)]

@@ -1,8 +1,8 @@
-"""The state of messages in columns: 22 bytes a message, and no object for any of them.
+"""The states of a queue's messages in columns: 22 bytes per message, and no object for any of them.
 
-The columns are plain byte arrays and arrays of numbers, since what is done most is small: setting a few entries,
-and looking for the next byte of a kind, which the standard library does in compiled code without numpy's overhead
-for each call. What looks at many entries at once borrows them as numpy arrays.
+Most operations are small (set a few entries, find the next byte of a kind), so the columns are plain byte arrays and
+arrays of numbers, which the standard library searches in compiled code without numpy's overhead per call. Operations on
+many entries borrow the columns as numpy arrays.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from millstream.core.errors import CorruptState
 
 AVAILABLE: Final = 0
 
-"""Waits for a worker."""
+"""Waiting for a worker."""
 
 LEASED: Final = 1
 
-"""With a worker, until its lease ends."""
+"""Held by a worker until its lease ends."""
 
 PARKED: Final = 2
 
-"""Waits for a time: it is delayed, or it failed and will be tried again."""
+"""Waiting for a time: the message is delayed, or it failed and will be retried."""
 
 BLOCKED: Final = 3
 
-"""Waits for an earlier message of its key. Only the leader of a queue knows this state; stored, it is available."""
+"""Waiting for an earlier message with the same key. Only the leader knows this state; it is stored as available."""
 
 REJECTING: Final = 4
 
@@ -39,7 +39,7 @@ REJECTING: Final = 4
 
 DONE: Final = 5
 
-"""Nothing more happens to it: accepted, dead-lettered, dropped, filtered out, or no message at all."""
+"""Finished: accepted, dead-lettered, dropped, filtered out, or not a message at all."""
 
 
 STATES: Final = 6
@@ -51,7 +51,7 @@ _LEASED_BYTE: Final = bytes([LEASED])
 
 
 def run_end(column: bytearray, start: int, end: int) -> int:
-    """Where the run of equal bytes that begins at `start` ends, `end` at the latest."""
+    """Return where the run of equal bytes that starts at `start` ends, at most `end`."""
     if start + 1 >= end or column[start + 1] != column[start]:
         return start + 1
     value = column[start : start + 1]
@@ -67,25 +67,25 @@ def run_end(column: bytearray, start: int, end: int) -> int:
 
 
 class Columns:
-    """The columns, by index; what offset an index stands for is up to `Window` and `Aside`."""
+    """Columns by index; `Window` and `Stragglers` map indexes to offsets."""
 
     __slots__ = ("attempts", "dues", "first_delivered", "holders", "states")
 
     def __init__(self) -> None:
         self.states = bytearray()
         self.attempts = bytearray()
-        # When the lease ends, the wait is over, or the message was rejected.
+        # The end of the lease or of the wait, or the time of rejection.
         self.dues = array("q")
-        # The number of the worker that has the lease, or of the reason for which the message was rejected.
+        # The number of the worker that holds the lease, or of the reason for the rejection.
         self.holders = array("I")
-        # When the message was delivered for the first time.
+        # The time of the first delivery.
         self.first_delivered = array("q")
 
     def __len__(self) -> int:
         return len(self.states)
 
     def grow(self, count: int) -> None:
-        """Add messages at the end, all of them available."""
+        """Append messages, all of them available."""
         if count == 1:
             self.states.append(0)
             self.attempts.append(0)
@@ -100,7 +100,7 @@ class Columns:
         self.first_delivered.frombytes(bytes(count * 8))
 
     def copy_from(self, other: Columns, start: int, end: int) -> None:
-        """Add messages of other columns at the end."""
+        """Append messages of other columns."""
         self.states += other.states[start:end]
         self.attempts += other.attempts[start:end]
         self.dues += other.dues[start:end]
@@ -108,7 +108,7 @@ class Columns:
         self.first_delivered += other.first_delivered[start:end]
 
     def drop_first(self, count: int) -> None:
-        """Forget the first messages."""
+        """Remove the first messages."""
         del self.states[:count]
         del self.attempts[:count]
         del self.dues[:count]
@@ -116,7 +116,7 @@ class Columns:
         del self.first_delivered[:count]
 
     def keep(self, kept: npt.NDArray[np.bool_]) -> None:
-        """Forget every message that is not marked."""
+        """Remove every message that is not marked."""
         self.states = bytearray(np.frombuffer(self.states, np.uint8)[kept].tobytes())
         self.attempts = bytearray(np.frombuffer(self.attempts, np.uint8)[kept].tobytes())
         self.dues = array("q", np.frombuffer(self.dues, np.int64)[kept].tobytes())
@@ -124,7 +124,7 @@ class Columns:
         self.first_delivered = array("q", np.frombuffer(self.first_delivered, np.int64)[kept].tobytes())
 
     def insert(self, index: int) -> None:
-        """Make room for a message that is available, and was never delivered."""
+        """Insert an available message that was never delivered."""
         self.states.insert(index, AVAILABLE)
         self.attempts.insert(index, 0)
         self.dues.insert(index, 0)
@@ -141,20 +141,20 @@ class Columns:
             self.states[start:end] = bytes((state,)) * (end - start)
 
     def clear(self, index: int) -> None:
-        """Have a message available as if it had never been delivered."""
+        """Make a message available as if it had never been delivered."""
         self.states[index] = AVAILABLE
         self.attempts[index] = 0
         self.dues[index] = self.holders[index] = self.first_delivered[index] = 0
 
     def set_due(self, start: int, end: int, due_ms: int) -> None:
-        """Set the time of messages."""
+        """Set the due time of messages."""
         if end - start == 1:
             self.dues[start] = due_ms
         else:
             self.dues[start:end] = array("q", (due_ms,)) * (end - start)
 
     def set_holder(self, start: int, end: int, holder: int) -> None:
-        """Set the worker or the reason of messages."""
+        """Set the worker or the rejection reason of messages."""
         if end - start == 1:
             self.holders[start] = holder
         else:
@@ -181,14 +181,14 @@ class Columns:
     # -- looking at them -------------------------------------------------------------------------------------
 
     def first_unfinished(self, start: int) -> int:
-        """The first index from `start` on that is not done."""
+        """Return the first index from `start` on that is not done."""
         states = self.states
         if start < len(states) and states[start] == DONE:
             return run_end(states, start, len(states))
         return start
 
     def is_leased_to(self, start: int, end: int, worker: int) -> bool:
-        """Whether one worker holds all of these."""
+        """Whether one worker holds all of these messages."""
         if end - start == 1:
             return self.states[start] == LEASED and self.holders[start] == worker
         count = end - start
@@ -197,7 +197,7 @@ class Columns:
         )
 
     def find_run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
-        """The first messages in a state that stand side by side in the same attempt."""
+        """Find the first adjacent messages that are in a state and in the same attempt."""
         start = self.states.find(state, start, end)
         if start < 0:
             return None
@@ -207,13 +207,13 @@ class Columns:
         return start, run_end(self.attempts, start, end)
 
     def attempt_runs(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Cut a range into runs of the same attempt."""
+        """Split a range into runs of the same attempt."""
         if end - start == 1 or self.attempts.count(self.attempts[start], start, end) == end - start:
             return [(start, end)]
         return _split(start, _changes(np.frombuffer(self.attempts, np.uint8)[start:end]), end)
 
     def uniform_runs(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Cut a range into runs that are the same in everything that counts for an event."""
+        """Split a range into runs that are equal in state, attempt, due time and holder."""
         if end - start == 1:
             return [(start, end)]
         changes = _changes(np.frombuffer(self.states, np.uint8)[start:end])
@@ -236,32 +236,32 @@ _TRIM_MIN: Final = 4096
 
 
 class Window(Columns):
-    """Dense columns over the offsets [start, end). Everything before is done, or set aside."""
+    """Dense columns over the offsets [start, end). Every earlier message is done or a straggler."""
 
     __slots__ = ("base", "start")
 
     def __init__(self, start: int = 0) -> None:
         super().__init__()
-        # The offset of index 0. It lags behind the start, so that the columns are not moved with every message.
+        # The offset of index 0. It trails the start, so that the columns are not moved for every message.
         self.base = start
         self.start = start
 
     @property
     def end(self) -> int:
-        """The offset that is looked at next."""
+        """The offset to scan next."""
         return self.base + len(self.states)
 
     @property
     def span(self) -> int:
-        """How many offsets it covers."""
+        """The number of offsets covered."""
         return self.base + len(self.states) - self.start
 
     def offset_at(self, index: int) -> int:
-        """The offset of an entry."""
+        """Return the offset of an entry."""
         return self.base + index
 
     def note_finished(self, _count: int) -> None:
-        """Messages have been marked as done: let the start move over them if it is theirs."""
+        """Advance the start past messages that have become done."""
         index = self.first_unfinished(self.start - self.base)
         self.start = self.base + index
         if index > _TRIM_MIN and index > len(self.states) >> 1:
@@ -273,41 +273,45 @@ _COMPACT_MIN: Final = 1024
 
 
 class Stragglers(Columns):
-    """Sparse columns in the order of offsets."""
+    """Unfinished messages that the window has moved past, in the order of their offsets.
+
+    A message that waits for a long time would otherwise hold the start of the window back.
+    """
 
     __slots__ = ("finished_count", "front", "keys", "offsets")
 
     def __init__(self) -> None:
         super().__init__()
         self.offsets = array("q")
-        # The key's hash, 0 without one: the window's keys can be read again from the log, these would be far behind.
+        # The hash of the key, 0 without a key. The window's keys can be read from the log again; these lie far behind
+        # it.
         self.keys = array("q")
         self.front = 0
         self.finished_count = 0
 
     @property
     def unfinished(self) -> int:
-        """How many messages wait here."""
+        """The number of unfinished stragglers."""
         return len(self.states) - self.finished_count
 
     @property
     def oldest(self) -> int | None:
-        """The first offset that waits here."""
+        """The first unfinished offset."""
         return self.offsets[self.front] if self.front < len(self.offsets) else None
 
     def offset_at(self, index: int) -> int:
-        """The offset of an entry."""
+        """Return the offset of an entry."""
         return self.offsets[index]
 
     def take_from(self, window: Window, first: int, last: int, keys: bytes) -> None:
-        """Take over a range of the window; `keys` has their hashes, or is empty."""
+        """Take a range over from the window; `keys` holds the hashes of their keys, or is empty."""
         start = first - window.base
         self.copy_from(window, start, start + last - first + 1)
         self.offsets.extend(range(first, last + 1))
         self.keys.frombytes(keys or bytes(8 * (last - first + 1)))
 
     def revive(self, offset: int, key: int) -> None:
-        """Have a message that is done, and may be forgotten, available here."""
+        """Make a finished message, which may have been forgotten, available again."""
         index = bisect_left(self.offsets, offset)
         if index < len(self.offsets) and self.offsets[index] == offset:
             if self.states[index] != DONE:
@@ -322,16 +326,16 @@ class Stragglers(Columns):
         self.front = min(self.front, index)
 
     def indices(self, first: int, last: int) -> tuple[int, int]:
-        """The entries, done or not, of a range of offsets."""
+        """Return the range of entries, done or not, for a range of offsets."""
         start = bisect_left(self.offsets, first, self.front)
         return start, bisect_left(self.offsets, last + 1, start)
 
     def key_of(self, offset: int) -> int:
-        """The hash of a message's key."""
+        """Return the hash of a message's key."""
         return self.keys[bisect_left(self.offsets, offset, self.front)]
 
     def note_finished(self, count: int) -> None:
-        """So many more messages have been marked as done."""
+        """Count messages that have become done, and compact the columns when most entries are."""
         self.finished_count += count
         self.front = self.first_unfinished(self.front)
         if self.finished_count > _COMPACT_MIN and self.finished_count > len(self.states) >> 1:
@@ -345,12 +349,12 @@ class Stragglers(Columns):
         self.front = self.finished_count = 0
 
     def find_run(self, start: int, end: int, state: int, count_max: int) -> tuple[int, int] | None:
-        """The first messages in a state that stand side by side in the same attempt, without a gap in their offsets."""
+        """Find the first consecutive messages that are in a state and in the same attempt."""
         found = super().find_run(start, end, state, count_max)
         return None if found is None else (found[0], self._contiguous_end(*found))
 
     def uniform_runs(self, start: int, end: int) -> list[tuple[int, int]]:
-        """Cut a range into runs that are the same in everything that counts for an event, without a gap."""
+        """Split a range into runs of consecutive offsets that are equal in state, attempt, due time and holder."""
         runs = []
         for first, last in super().uniform_runs(start, end):
             begin = first
@@ -361,7 +365,7 @@ class Stragglers(Columns):
         return runs
 
     def _contiguous_end(self, start: int, end: int) -> int:
-        """Where the offsets that follow each other from `start` on end."""
+        """Return where the consecutive offsets that begin at `start` end."""
         if self.offsets[end - 1] - self.offsets[start] == end - 1 - start:
             return end
         offset = self.offsets[start]

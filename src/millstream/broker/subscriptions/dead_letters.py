@@ -1,12 +1,12 @@
-"""The way of a message to the dead letter topic, in three durable steps: rejecting, planned, dead-lettered.
+"""Move rejected messages to the dead letter topic, in three durable steps: rejecting, planned, dead-lettered.
 
-The plan names the producer id and sequence number under which the letter is written. It is durable before the letter
-is, so whoever takes the queue over after a crash writes the same letter under the same number, and the topic takes it
-once. Not more letters are under way than a log remembers of a producer, and no further ones are planned before these
-are written; so a letter whose number the log does not take is not in it, and gets another number.
+The plan fixes the producer id and sequence number of the letter and is durable before the letter is written. After a
+crash, the next leader of the queue writes the same letter under the same number, and the topic stores it once. No more
+letters are in flight than a log remembers of a producer, and none is planned before these are written. A letter whose
+number the log rejects is therefore certainly not stored, and gets a new number.
 
-A letter that the topic refuses for what it is (it is too large, or cannot be opened) is tried again and again, with
-growing pauses, and the others go past it.
+A letter that the topic refuses for its content (too large, or unreadable) is retried with growing pauses, and does not
+hold up the others.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from millstream.protocol.wire.client import Client
 _KEPT_MS_MAX: Final = 365 * 24 * 3600 * 1000
 
 _TOPIC_SETTINGS: Final = {
-    # A dead letter is larger than its message: it carries why it died.
+    # A dead letter is larger than its message, since it carries the reason.
     "max.message.bytes": str(32 * 1024 * 1024),
-    # Open letters are kept, however old they are.
+    # Open letters are kept regardless of their age.
     "retention.until.delivered": "true",
     "retention.until.max.ms": str(_KEPT_MS_MAX),
 }
@@ -56,7 +56,7 @@ _TIMEOUT_S: Final = 30.0
 
 
 class DeadLetterAppender:
-    """Appends to topics of the cluster."""
+    """Append letters to dead letter topics, wherever their partitions are led."""
 
     def __init__(self, topics: Topics, addresses: Callable[[], str]) -> None:
         self._topics = topics
@@ -64,29 +64,29 @@ class DeadLetterAppender:
         self._client: Client | None = None
 
     async def close(self) -> None:
-        """Let go of connections to other nodes."""
+        """Close the connections to other nodes."""
         if self._client is not None:
             await self._client.close()
 
     async def partitions(self, topic: str) -> int:
-        """How many partitions a topic has; it is made if it does not exist."""
+        """Return the number of partitions of a topic, which is created if it does not exist."""
         found = self._topics.get(topic)
         if found is None:
             with suppress(TopicExists):
                 await self._topics.create(topic, overrides=_TOPIC_SETTINGS)
             found = self._topics.get(topic)
         if found is None:
-            raise UnknownTopic(f"the dead letter topic {topic!r} is being made")
+            raise UnknownTopic(f"the dead letter topic {topic!r} is being created; try again")
         return found.partitions
 
     async def append(self, topic: str, index: int, batch: bytearray) -> Offset:
-        """Append a batch of an idempotent producer; the offset that it has, also if it was there already."""
+        """Append a batch of an idempotent producer; return its offset, also if it was stored before."""
         try:
             partition = self._topics.partition(topic, index)
             if partition.is_leader:
                 return (await partition.append(batch)).base_offset
         except (NotLeader, UnknownTopic):
-            # Another node leads it, or will soon; the client finds out.
+            # Another node leads the partition, or will soon; the client finds out.
             pass
         if self._client is None:
             self._client = Client.connect(self._addresses(), client_id=_CLIENT_ID, timeout_s=_TIMEOUT_S)
@@ -98,7 +98,7 @@ _logger = logging.getLogger(__name__)
 
 IN_FLIGHT_MAX: Final = 5
 
-"""So many of the last batches of a producer are remembered by a log."""
+"""The number of batches per producer that a log remembers."""
 
 MESSAGE_ID: Final = "message-id"
 
@@ -110,7 +110,7 @@ FIRST_PUBLISHED: Final = "dlq-timestamp"
 
 READ_BYTES: Final = 1
 
-LOST_REASON: Final = "the log has the message no more"
+LOST_REASON: Final = "the log no longer has the message"
 
 _PLAN: Final = struct.Struct(">qii")
 
@@ -118,25 +118,25 @@ _POSITION: Final = struct.Struct(">iq")
 
 
 class Plan(NamedTuple):
-    """Under which number a letter is written, and where."""
+    """The number under which a letter is written, and its partition."""
 
     producer_id: ProducerId
     sequence: int
     partition: int
 
     def write(self) -> bytes:
-        """As the queue keeps it."""
+        """Encode the plan as the queue stores it."""
         return _PLAN.pack(*self)
 
     @classmethod
     def read(cls, content: bytes) -> Plan:
-        """Read it back."""
+        """Decode a stored plan."""
         producer_id, sequence, partition = _PLAN.unpack(content)
         return cls(ProducerId(producer_id), sequence, partition)
 
 
 class DeadLetters:
-    """Writes the dead letters of one queue, when there are some."""
+    """Write the dead letters of one queue."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class DeadLetters:
         self._backoff = Backoff(random, max_s=30.0)
         self._producer_id: ProducerId | None = None
         self._sequences: dict[int, int] = {}
-        # Letters that were refused for what they are, until the next pause is over.
+        # Letters that were refused for their content, until the next pause ends.
         self._refused: set[Offset] = set()
         self._pause_task: asyncio.Task[None] | None = None
         self._wakeup = asyncio.Event()
@@ -164,14 +164,14 @@ class DeadLetters:
         delivery.on_rejecting = self.wake
 
     def wake(self) -> None:
-        """There are messages to be written away."""
+        """Start writing letters, or notice new ones."""
         self._wakeup.set()
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dead letters {self._subscription}")
             self._task.add_done_callback(self._finished)
 
     async def close(self) -> None:
-        """Stop; what is not written away will be by whoever leads the queue next."""
+        """Stop; the next leader of the queue writes what is left."""
         tasks = [task for task in (self._task, self._pause_task) if task is not None]
         for task in tasks:
             task.cancel()
@@ -180,7 +180,7 @@ class DeadLetters:
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._task = None
-        # Some may have come after the last look at them.
+        # More may have been rejected after the last check.
         if not task.cancelled() and not self._delivery.is_closed and self._delivery.queue.counts.rejecting:
             self.wake()
 
@@ -192,17 +192,17 @@ class DeadLetters:
                     await self._write_letters(letters)
                     self._backoff.succeeded()
                 else:
-                    # Only such are left as were refused.
+                    # Only refused letters are left.
                     await self._pause_or_wakeup()
             except MillstreamError as error:
-                self._log_retry("dead letters could not be written; trying again", error)
+                self._log_retry("dead letters could not be written; retrying", error)
                 await self._backoff.pause()
             except Exception as error:
                 _logger.exception("dead letters failed", extra={"subscription": self._subscription}, exc_info=error)
                 await self._backoff.pause()
 
     async def _pause_or_wakeup(self) -> None:
-        """Wait until those that were refused are to be tried again, or until others have come."""
+        """Wait until refused letters are due again, or new ones arrive."""
         loop = asyncio.get_running_loop()
         if self._pause_task is None:
             self._pause_task = loop.create_task(self._backoff.pause())
@@ -217,7 +217,7 @@ class DeadLetters:
             self._refused.clear()
 
     def _next_rejected(self) -> list[Rejected]:
-        """Those that are planned, and when there are none, those that come next."""
+        """Return the planned letters, or the next ones to plan if there are none."""
         queue = self._delivery.queue
         planned = queue.planned()
         if planned:
@@ -229,7 +229,7 @@ class DeadLetters:
         queue, settings = self._delivery.queue, self._delivery.settings
         topic = settings.dead_letter_topic
         if not settings.has_dead_letters:
-            # The declaration lost its topic meanwhile: nothing can take them any more.
+            # The subscription has lost its dead letter topic: nothing can take the letters any more.
             for rejected in letters:
                 queue.drop(rejected.offset, rejected.reason, now_ms=self._clock.now_ms())
             self._delivery.queue_changed()
@@ -239,10 +239,10 @@ class DeadLetters:
             (rejected, plan) for rejected in letters if (plan := await self._plan_for(rejected, partitions)) is not None
         ]
         await self._delivery.durable()
-        # In the order of their numbers, which is the only one that the log takes.
+        # The log only accepts them in the order of their numbers.
         for rejected, plan in sorted(planned, key=lambda pair: pair[1]):
             if plan.partition >= partitions:
-                # The topic was made anew, with fewer partitions.
+                # The topic was recreated with fewer partitions.
                 self._discard_plan(rejected)
             else:
                 await self._write_letter(topic, rejected, plan)
@@ -262,22 +262,22 @@ class DeadLetters:
                     },
                 )
                 queue.drop(rejected.offset, LOST_REASON, now_ms=self._clock.now_ms())
-                # Its number is not used, so no later one of the same producer will be taken.
+                # The number stays unused, so the log would reject every later one of this producer.
                 self._producer_id = None
                 return
             offset = await self._appender.append(topic, plan.partition, self._letter(rejected, plan, record))
         except BatchRejected as error:
-            self._log_retry("a dead letter is refused; trying again later", error, offset=rejected.offset)
+            self._log_retry("a dead letter was refused; retrying later", error, offset=rejected.offset)
             self._refused.add(rejected.offset)
             self._discard_plan(rejected)
         except ProducerRejected as error:
-            self._log_retry("a dead letter gets another number", error, offset=rejected.offset)
+            self._log_retry("a dead letter gets a new sequence number", error, offset=rejected.offset)
             self._discard_plan(rejected)
         else:
             queue.dead_lettered(rejected.offset, _POSITION.pack(plan.partition, offset), now_ms=self._clock.now_ms())
 
     def _discard_plan(self, rejected: Rejected) -> None:
-        """The letter is surely not in the topic, and will be written under another number."""
+        """Discard the plan of a letter that is certainly not stored, so that it gets a new number."""
         self._delivery.queue.plan(rejected.offset, b"", now_ms=self._clock.now_ms())
         self._producer_id = None
 
@@ -285,7 +285,7 @@ class DeadLetters:
         _logger.warning(message, extra={"subscription": self._subscription, "error": str(error), **context})
 
     async def _plan_for(self, rejected: Rejected, partitions: int) -> Plan | None:
-        """The plan of a letter, made now if there is none; None if the message is not rejected any more."""
+        """Return the plan of a letter, made now if there is none; None if the message is no longer rejected."""
         if rejected.plan:
             return Plan.read(rejected.plan)
         if self._producer_id is None:
@@ -300,7 +300,7 @@ class DeadLetters:
         return plan
 
     async def _read_message(self, offset: Offset) -> Record | None:
-        """The message itself; None when the log has it no more."""
+        """Read the message; None if the log no longer has it."""
         try:
             records = self._delivery.partition.read(offset, max_bytes=READ_BYTES)
         except (OffsetOutOfRange, DamagedRange):
@@ -311,7 +311,7 @@ class DeadLetters:
         check_crc(records, header)
         if header.compression == COMPRESSION_NONE and header.record_count <= LIGHT_RECORDS_MAX:
             return next(decode_batch(records, header, first=offset, last=offset), None)
-        # Beside the loop: it may have to decompress a lot for one message, or to step over many.
+        # In a thread: a large batch may have to be decompressed or skipped through for one message.
         return await asyncio.to_thread(lambda: next(decode_batch(records, header, first=offset, last=offset), None))
 
     def _letter(self, rejected: Rejected, plan: Plan, record: Record) -> bytearray:
@@ -342,7 +342,7 @@ class DeadLetters:
 
 
 def _redrive_headers(record: Record) -> Headers:
-    """When the message was published first, and how often it was redriven since, if it was."""
+    """Build the headers that tell when the message was first published and how often it was redriven."""
     details = dict(record.headers)
     published = str(record.timestamp_ms).encode()
     if REDRIVEN not in details:

@@ -1,11 +1,10 @@
-"""One queue at work: it reads the log ahead, gives messages to workers, makes what happens durable, and wakes whoever
-waits when the log grows, a message comes back, or a time is reached.
+"""Run one queue: scan its log ahead, deliver messages to workers, and make every change durable.
 
-Everything that decides runs without an `await` on the loop; what is answered waits for the store where the promise of
-the subscription says so:
+Waiting workers are woken when the log grows, a message returns, or a time is reached. Decisions are made on the loop
+without an `await`. When an answer waits for the store depends on the delivery mode of the subscription:
 
-    at-most-once    a message is done before it is handed out, durably
-    at-least-once   a lease is written with what follows, or soon; an acceptance is durable before it is answered
+    at-most-once    a message is done, durably, before it is delivered
+    at-least-once   a lease is written with the next write, or soon; an acceptance is durable before it is answered
     exactly-once    both are durable before they are answered
 """
 
@@ -64,16 +63,16 @@ class Waiter(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """Whether it has got something, or given up."""
+        """Whether it has received something or given up."""
 
     def current_demand(self) -> Demand | None:
-        """What it has room for; None while it has none, and then the queue hears of it when that changes."""
+        """Return what it has room for; None while it has none, in which case it wakes the queue when that changes."""
 
     def deliver(self, delivery: Delivery, received: Received) -> None:
-        """Here is something."""
+        """Hand over messages."""
 
     def reject(self, reason: MillstreamError) -> None:
-        """The queue has gone."""
+        """End the wait because the queue was closed."""
 
 
 _logger = logging.getLogger(__name__)
@@ -85,13 +84,13 @@ SCAN_OFFSETS: Final = 50_000
 
 SCAN_OFFSETS_ORDERED: Final = 2_000
 
-"""Of an ordered queue, each message is opened for its key: a few milliseconds of the loop."""
+"""In an ordered queue every message is decoded for its key, which costs the loop a few milliseconds."""
 
 READ_BYTES_MIN: Final = 64 * 1024
 
 SCANS_PER_TURN: Final = 8
 
-"""How many stretches are looked at in one turn of the loop when none of them holds a message to deliver."""
+"""The number of ranges that are scanned in one turn of the loop while none of them holds a message to deliver."""
 
 WAITING_MAX: Final = 10_000
 
@@ -101,24 +100,25 @@ STORE_FULL_RETRY_S: Final = 0.5
 
 TRIM_OFFSETS, TRIM_S = 100_000, 0.5
 
-"""When so many more messages wait in memory, what is not needed of it is given back, after a moment."""
+"""When the backlog in memory has grown by this many messages, unused memory is returned to the system shortly after."""
 
 LEASE_WRITE_DELAY_S: Final = 0.02
 
-"""How long a lease that may be forgotten after a crash waits for something else to be written with. Many messages are
-accepted by then; else each would cost two writes."""
+"""How long a lease that may be lost in a crash waits to be written together with something else. Many messages are
+accepted by then, which saves one of two writes.
+"""
 
 DROP_WARNING_S: Final = 60.0
 
-"""How often it is logged that messages are dropped."""
+"""The minimum interval between log lines about dropped messages."""
 
 ALARM_S_MAX: Final = 3600.0
 
-"""No alarm is set for later: the time of day may be corrected meanwhile."""
+"""Alarms are set no further ahead, since the wall clock may be corrected in between."""
 
 
 _RESTARTS: Final = (
-    "it goes on from what is stored: nothing that was confirmed is lost, and what workers hold may be delivered again"
+    "it restarts from its stored state: nothing confirmed is lost, and messages held by workers may be delivered again"
 )
 
 _DAMAGE_WORKER: Final = "millstream/damage"
@@ -127,7 +127,7 @@ _INT64_MAX: Final = 2**63 - 1
 
 
 class Received(NamedTuple):
-    """What a worker is given: leases, and the batches in which their messages are."""
+    """Leases granted to a worker, and the batches that hold their messages."""
 
     leases: list[Lease]
     batches: list[memoryview]
@@ -137,19 +137,19 @@ NOTHING: Final = Received([], [])
 
 
 class Demand(NamedTuple):
-    """What a worker asks for."""
+    """How much a worker asks for."""
 
     worker: str
     max_records: int
     max_bytes: int
     whole_batches: bool = False
-    """Whether a batch of which some is given is given as a whole, beyond `max_records`."""
+    """Whether a batch that is delivered in part is delivered as a whole, beyond `max_records`."""
     at_least_one: bool = True
-    """Whether the first batch is given even if it exceeds `max_bytes`, so that a worker always makes progress."""
+    """Whether the first batch is delivered even if it exceeds `max_bytes`, so that a worker always makes progress."""
 
 
 def age_ms(partition: Partition, offset: Offset, now_ms: int) -> int:
-    """How old the first message from an offset on is, by the timestamp of its batch; 0 when there is none."""
+    """Return the age of the first message from an offset on, by its batch's timestamp; 0 without a message."""
     oldest = max(offset, partition.log_start)
     if oldest >= partition.last_stable_offset:
         return 0
@@ -179,16 +179,16 @@ class Delivery:
     ) -> None:
         self.key = key
         self.name = name
-        """The name of the subscription, for the log."""
+        """The name of the subscription, for log lines."""
         self.queue = queue
         self.partition = partition
         self.leader_epoch = Epoch(partition.leader_epoch)
         self.last_used_ms = 0
-        """When a worker was last heard of; 0 since it was opened never."""
+        """When a worker last used the queue; 0 if none has since it was opened."""
         self.latency = Histogram(LATENCY_BOUNDS_S)
-        """How long messages took from their batch's timestamp to their first delivery."""
+        """The time from a batch's timestamp to the first delivery of its messages."""
         self.damaged = 0
-        """Offsets that were passed over since it was opened, as the disk has lost them or they cannot be read."""
+        """Offsets skipped since the queue was opened because they are damaged or unreadable."""
         self.on_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
         self.on_closed: Callable[[Delivery], None] = lambda _delivery: None
@@ -198,7 +198,7 @@ class Delivery:
         self._filter = queue_filter
         self._opener = opener
         self._scanning: asyncio.Task[None] | None = None
-        # In the order in which they came.
+        # In the order of arrival.
         self._waiting: dict[Waiter, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
         self._leases_timer: asyncio.TimerHandle | None = None
@@ -207,10 +207,10 @@ class Delivery:
         self._drops_timer: asyncio.TimerHandle | None = None
         self._is_wake_scheduled = False
         self._is_serving = False
-        # Whether there is more to look at than one turn of the loop should take, and whether the store had no room.
+        # Whether more is left to scan than one turn of the loop allows, and whether the store was full.
         self._has_more_to_scan = False
         self._is_store_full = False
-        # How large a message is, by what was read last.
+        # The size of a message, estimated from the last read.
         self._message_bytes = 1024
         self._scanned_offsets = 0
         self._last_write: asyncio.Future[None] | None = None
@@ -221,22 +221,22 @@ class Delivery:
 
     @property
     def settings(self) -> SubscriptionSettings:
-        """What the subscription declares now."""
+        """The current settings of the subscription."""
         return self.queue.settings
 
     @property
     def is_closed(self) -> bool:
-        """Whether the queue is led elsewhere, or gone."""
+        """Whether the queue is led elsewhere or was deleted."""
         return self._closed is not None
 
     @property
     def waiting(self) -> int:
-        """How many workers wait for a message."""
+        """The number of waiting workers."""
         return len(self._waiting)
 
     @property
     def backlog(self) -> int:
-        """How many offsets are not done, about."""
+        """The approximate number of unfinished messages."""
         return self.queue.backlog(readable_end(self.partition, self.settings.isolation))
 
     @property
@@ -246,17 +246,17 @@ class Delivery:
 
     @property
     def index(self) -> str:
-        """The number of the partition, as metrics name it."""
+        """The partition number, as a metric label."""
         return str(self.partition.index)
 
     def oldest_age_ms(self, now_ms: int) -> int:
-        """How old the oldest message is that is not done, by the timestamp of its batch; 0 when there is none."""
+        """Return the age of the oldest unfinished message, by its batch's timestamp; 0 without one."""
         return 0 if self._closed is not None else age_ms(self.partition, self.queue.oldest, now_ms)
 
     # Workers
 
     def try_receive(self, demand: Demand) -> Received:
-        """Lease what is there now. The leases are written, and `leases_durable` tells when they may be answered."""
+        """Lease what is available now; `leases_durable` tells when the worker may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         if not self._may_deliver:
@@ -266,7 +266,7 @@ class Delivery:
         return found
 
     def park(self, waiter: Waiter) -> None:
-        """Have somebody wait for a message; there may be more of them than messages, but not without end."""
+        """Let a worker wait for messages, unless too many wait already."""
         self._check()
         if len(self._waiting) < WAITING_MAX:
             self._waiting[waiter] = None
@@ -275,26 +275,26 @@ class Delivery:
             self._set_alarm()
 
     def forget(self, waiter: Waiter) -> None:
-        """Somebody waits no more."""
+        """Stop a worker's wait."""
         self._waiting.pop(waiter, None)
 
     def wake_waiting(self) -> None:
-        """Somebody who waits has room again."""
+        """Serve waiting workers again, since one of them has room again."""
         self._wake()
 
     async def leases_durable(self) -> None:
-        """Wait until leases that were just given may be told to their worker."""
+        """Wait until leases that were just granted may be delivered."""
         if self.settings.delivery != AT_LEAST_ONCE:
             await self.durable()
 
     async def settle(self, worker: str, verbs: Sequence[Settlement]) -> list[MillstreamError | None]:
-        """Carry out what a worker says of its leases; answered once it is durable."""
+        """Settle leases of a worker; return when that is durable."""
         results = self.settle_now(worker, verbs)
         await self.durable()
         return results
 
     def settle_now(self, worker: str, verbs: Sequence[Settlement]) -> list[MillstreamError | None]:
-        """The same, without the wait: `durable` tells when it may be answered."""
+        """Settle leases without waiting; `durable` tells when the worker may be answered."""
         self._check()
         self.last_used_ms = self._clock.now_ms()
         results: list[MillstreamError | None] = [*self.queue.settle(worker, verbs, now_ms=self._clock.now_ms())]
@@ -322,29 +322,29 @@ class Delivery:
             raise refused
 
     def release_worker(self, worker: str) -> None:
-        """Give what a worker holds to others."""
+        """Release the leases of a worker that is gone."""
         if self._closed is None:
             self.queue.release_worker(worker, now_ms=self._clock.now_ms())
             self._after_change()
 
     async def durable(self, *, is_all: bool = False) -> None:
-        """Wait until what has happened so far is durable; without `is_all`, what would be found out again may not."""
+        """Wait until all changes so far are durable; without `is_all`, except those that a scan would find again."""
         written = self._write(is_all=is_all)
         if written is not None:
-            # Others wait for the same write, whoever gives up.
+            # Several callers wait for the same write; one that is cancelled must not cancel it.
             await asyncio.shield(written)
 
     def seek(self, offset: Offset) -> None:
-        """Go on at another offset; leases that are out are void."""
+        """Continue at another offset; outstanding leases become void."""
         self._check()
         self.queue.seek(offset, now_ms=self._clock.now_ms())
         self._after_change()
         self._wake()
 
     async def revive(self, letters: Mapping[Offset, bytes], closed: Mapping[Offset, bytes]) -> list[Offset]:
-        """Deliver messages again that are dead letters, by their letters; says which of them the log no longer has.
+        """Make dead letters available again; return the messages that the log no longer has.
 
-        `closed` are letters by which messages were revived before, and which nobody will revive by again.
+        `closed` holds letters by which messages were revived before, and which will not be used again.
         """
         keys: dict[int, int] = {}
         next_offset = 0
@@ -355,7 +355,7 @@ class Delivery:
         self._check()
         now_ms, log_start = self._clock.now_ms(), self.partition.log_start
         self.queue.drop_before(log_start, now_ms=now_ms)
-        # A batch may begin before the log does.
+        # A batch may begin before the start of the log.
         present = [
             Revival(one, keys[one], letter) for one, letter in letters.items() if one in keys and one >= log_start
         ]
@@ -366,7 +366,7 @@ class Delivery:
         return sorted(letters.keys() - {one.offset for one in present})
 
     def change(self, settings: SubscriptionSettings, queue_filter: QueueFilter | None) -> None:
-        """Take over what the subscription declares now; what was looked at already stays as it was decided."""
+        """Apply changed settings; messages that were scanned already keep their state."""
         self.queue.settings = settings
         if self._filter is not None:
             self._filter.close()
@@ -374,21 +374,21 @@ class Delivery:
         self._record_filter_version()
         self._wake()
 
-    # Being told
+    # Notifications
 
     def advanced(self, partition: Partition) -> None:
-        """The log has grown, or it is led by another node now."""
+        """React to an advance of the log or a change of leadership."""
         try:
             if not partition.is_leader or partition.leader_epoch != self.leader_epoch:
-                self.close(NotLeader(f"{partition.log.partition} is led by another node now"))
+                self.close(NotLeader(f"{partition.log.partition} is led by another node"))
             elif self._waiting:
                 self._wake()
         except Exception:
-            # Whoever appends to the partition has nothing to do with it.
+            # The caller appends to the partition and must not be affected.
             _logger.exception("a queue could not follow its partition", extra={"queue": str(self.key)})
 
     def close(self, reason: MillstreamError) -> None:
-        """Send whoever waits away: the queue is led elsewhere, or gone."""
+        """Close the queue, which is led elsewhere or was deleted, and end all waits."""
         if self._closed is not None:
             return
         self._write_leases()
@@ -409,10 +409,10 @@ class Delivery:
         self.on_closed(self)
 
     def queue_changed(self) -> None:
-        """Something was changed in the queue from outside: write it, and look who can go on."""
+        """Write changes made to the queue from outside, and wake who can continue."""
         self._after_change()
 
-    # Below: how
+    # Internals
 
     @property
     def _has_available(self) -> bool:
@@ -426,20 +426,20 @@ class Delivery:
         return not self._is_store_full
 
     def _record_filter_version(self) -> None:
-        """Have the ledger know which filter decides from now on."""
+        """Record which filter decides from now on."""
         self.queue.filter_version = 0 if self._filter is None else int(self._filter.filter.version, 16) & _INT64_MAX
 
     def _check(self) -> None:
         if self._closed is not None:
             raise self._closed
         if not self.partition.is_leader or self.partition.leader_epoch != self.leader_epoch:
-            self.close(NotLeader(f"{self.partition.log.partition} is led by another node now"))
+            self.close(NotLeader(f"{self.partition.log.partition} is led by another node"))
             self._check()
 
     def _lease(self, demand: Demand) -> Received:
         queue = self.queue
         self._prepare(demand.max_records)
-        # Looking may have taken a while. What has become due meanwhile may lie before everything that is read below.
+        # The scan may have taken a while. A message that became due in between may precede everything read below.
         queue.tick(now_ms := self._clock.now_ms())
         found = self._read_oldest(demand)
         if found is None:
@@ -462,7 +462,7 @@ class Delivery:
         return Received(leases, batches)
 
     def _read_oldest(self, demand: Demand) -> tuple[Offset, Buffer] | None:
-        """Read the log from the oldest message that is available; what the disk has lost of it holds up nothing."""
+        """Read the log from the oldest available message, skipping what the disk has lost."""
         while (oldest := self.queue.next_available) is not None:
             try:
                 records, _ = read_batches(
@@ -473,10 +473,10 @@ class Delivery:
                     at_least_one=demand.at_least_one,
                 )
             except OffsetOutOfRange:
-                # The log is shorter than it was; what comes in its place is looked at when the queue is opened again.
+                # The log was truncated; what replaces it is scanned when the queue is opened again.
                 return None
             except RepairPending:
-                # Those who wait are woken when it is back, or when nobody has it.
+                # Waiting workers are woken when the range is repaired, or when no replica has it.
                 return None
             except DamagedRange as damage:
                 if not self._reject_damaged(oldest, damage):
@@ -486,18 +486,18 @@ class Delivery:
         return None
 
     def _read_limit(self, demand: Demand) -> int:
-        """How many bytes are read for what is asked for: clients allow far more than their messages take."""
+        """Return how many bytes to read for a demand: clients allow far more than their messages take."""
         return min(demand.max_bytes, max(READ_BYTES_MIN, 2 * demand.max_records * self._message_bytes))
 
     def _prepare(self, demand: int) -> None:
-        """Bring the queue up to date with the log and the clock, and look ahead for so many messages."""
+        """Bring the queue up to date with the log and the clock, and scan ahead for some messages."""
         now_ms = self._clock.now_ms()
         self.queue.drop_before(self.partition.log_start, now_ms=now_ms)
         self.queue.tick(now_ms)
         self._scan_ahead(demand)
 
     def _reject_damaged(self, oldest: Offset, damage: DamagedRange) -> bool:
-        """Take messages that the disk has lost out of the queue; whether there were any to take."""
+        """Remove messages that the disk has lost from the queue; return whether there were any."""
         now_ms = self._clock.now_ms()
         count = damage.next_offset - oldest
         leases = self.queue.acquire(_DAMAGE_WORKER, now_ms=now_ms, max_records=count, until=damage.next_offset)
@@ -507,21 +507,21 @@ class Delivery:
         return bool(leases)
 
     def _report_damage(self, count: int, damage: DamagedRange) -> None:
-        """Count messages that are not delivered, as the disk has lost them, and say so."""
+        """Count and log messages that are not delivered because the disk has lost them."""
         if count:
             self.damaged += count
             place = {"topic": self.topic, "partition": self.partition.index, "offsets": count}
             place["subscription_id"] = self.key.subscription_id
-            _logger.error("messages are passed over: %s", damage, extra=place)
+            _logger.error("messages are skipped: %s", damage, extra=place)
 
     def _observe_latency(self, batches: list[memoryview], now_ms: int) -> None:
-        """Note how long the batches of a first delivery have waited."""
+        """Record how long the batches of a first delivery have waited."""
         for batch in batches:
             for header in iterate_whole_headers(batch):
                 self.latency.observe(max(0, now_ms - header.max_timestamp_ms) / 1000)
 
     def _scan_ahead(self, demand: int) -> None:
-        """Look further until enough is known to be there, or nothing more is."""
+        """Scan on until enough messages are available, or the log ends."""
         self._has_more_to_scan = False
         if self._filter is not None or self._scanning is not None:
             self._scan_in_background(demand)
@@ -541,7 +541,7 @@ class Delivery:
         self._has_more_to_scan = True
 
     def _scan_in_background(self, demand: int) -> None:
-        """Have the filter, or whoever opens heavy batches, look further; whoever waits is woken when it has."""
+        """Scan with the filter, or through a heavy batch, in a task; waiting workers are woken afterwards."""
         if self._scanning is None and self._needs_more(demand):
             self._scanning = asyncio.get_running_loop().create_task(
                 self._scan_in_turns(demand), name=f"filter {self.key}"
@@ -549,7 +549,7 @@ class Delivery:
             self._scanning.add_done_callback(self._scan_finished)
 
     async def scan_settled(self, *, patience_s: float) -> None:
-        """Wait until the filter has looked at what it is asked for now, but not for long."""
+        """Wait, for a bounded time, until the current scan is done."""
         if self._scanning is not None:
             await asyncio.wait([self._scanning], timeout=patience_s)
 
@@ -577,7 +577,7 @@ class Delivery:
         if self._closed is not None:
             return
         if error is not None:
-            _logger.warning("a filter could not be asked", extra={"queue": str(self.key), "error": str(error)})
+            _logger.warning("a filter failed; retrying", extra={"queue": str(self.key), "error": str(error)})
             asyncio.get_running_loop().call_later(FILTER_RETRY_S, self._wake)
             return
         try:
@@ -587,7 +587,7 @@ class Delivery:
 
     def _needs_more(self, demand: int) -> bool:
         queue = self.queue
-        # Of what counts as available, some may turn out to wait behind its key; and there may be keys to be learned.
+        # Some available messages may turn out to wait behind their key, and some keys may not be known yet.
         if (queue.next_available is not None and queue.counts.available >= demand) or queue.room <= 0:
             return False
         return max(queue.next_scan_offset, self.partition.log_start) < readable_end(
@@ -595,7 +595,7 @@ class Delivery:
         )
 
     def _scan_next(self, demand: int) -> ScannedRange | None:
-        """Look at the next stretch of the log; None when no more is wanted, or there."""
+        """Scan the next range of the log; None if no more is needed or present."""
         partition, settings = self.partition, self.settings
         if not self._needs_more(demand):
             return None
@@ -612,7 +612,7 @@ class Delivery:
     def _apply_scan(self, scanned: ScannedRange, matches: npt.NDArray[np.bool_] | None) -> None:
         for first, last, reason in scanned.unreadable:
             place = {"queue": f"{self.topic}-{self.index}", "first": first, "last": last, "reason": reason}
-            _logger.warning("messages that cannot be read are passed over", extra=place)
+            _logger.warning("unreadable messages are skipped", extra=place)
             self.damaged += last - first + 1
         self.queue.add_scanned(
             scanned.first,
@@ -631,7 +631,7 @@ class Delivery:
             trim_after(TRIM_S)
 
     def _after_change(self) -> None:
-        """What follows from every change."""
+        """Do what follows every change: write it, set timers, wake workers."""
         self._write()
         if self.queue.has_leases and self._leases_timer is None:
             self._leases_timer = asyncio.get_running_loop().call_later(LEASE_WRITE_DELAY_S, self._write_leases)
@@ -645,20 +645,20 @@ class Delivery:
         self._set_alarm()
 
     def _warn_dropped(self) -> None:
-        """Log what was dropped since the last time, at once and then once a minute while there is more."""
+        """Log what was dropped since the last line, at once and then once a minute while there is more."""
         dropped = self.queue.counter(DeltaKind.DROPPED)
         count, self._dropped = dropped - self._dropped, dropped
         self._drops_timer = None
         if count and self._closed is None:
             _logger.warning(
-                "%d messages were dropped: they failed for good, and the subscription keeps no dead letters",
+                "%d messages were dropped: they exhausted their attempts, and the subscription keeps no dead letters",
                 count,
                 extra={"subscription": self.name, "queue": f"{self.topic}-{self.index}", "dropped_total": dropped},
             )
             self._drops_timer = asyncio.get_running_loop().call_later(DROP_WARNING_S, self._warn_dropped)
 
     def _write(self, *, is_all: bool = False) -> asyncio.Future[None] | None:
-        """Write what has happened since the last time and has to be kept; None when everything is durable."""
+        """Write pending changes that have to be stored; return None when everything is durable."""
         if self._closed is not None:
             raise self._closed
         frame = self.queue.drain() if is_all or self.queue.is_urgent else None
@@ -672,7 +672,7 @@ class Delivery:
         return None if last is None or (last.done() and last.exception() is None) else last
 
     def _write_leases(self) -> None:
-        """Write leases that nothing else was written with."""
+        """Write leases that were not written together with anything else."""
         if self._leases_timer is not None:
             self._leases_timer.cancel()
             self._leases_timer = None
@@ -682,7 +682,7 @@ class Delivery:
     def _written(self, written: asyncio.Future[None]) -> None:
         error = None if written.cancelled() else written.exception()
         if error is not None:
-            # What is in memory is not what the store has: the queue is read back when it is next needed.
+            # Memory no longer matches the store: the queue is read back when it is next needed.
             if self._closed is None and not isinstance(error, (FencedLeaderEpoch, NotCoordinator)):
                 self._log_restart(logging.WARNING, "the last changes of a queue could not be stored", str(error))
             self.close(NotLeader(f"the state of the queue could not be written: {error}"))
@@ -695,7 +695,7 @@ class Delivery:
             asyncio.get_running_loop().call_soon(self._serve_waiting)
 
     def _serve_waiting(self) -> None:
-        """Give what is there to those who wait, in turn and in equal parts."""
+        """Deliver available messages to the waiting workers, in turn and in equal parts."""
         self._is_wake_scheduled = False
         if self._closed is not None:
             return
@@ -715,10 +715,10 @@ class Delivery:
     def _serve_all(self) -> None:
         self._check()
         if not self._may_deliver:
-            # Whatever changes that wakes those who wait, and they look again.
+            # Whatever changes this also wakes the waiting workers.
             self._has_more_to_scan = False
             if self._is_store_full and (self._last_write is None or self._last_write.done()):
-                # Others fill the store, and do not tell this queue when they have made room.
+                # Other queues fill the store, and do not notify this one when they have made room.
                 asyncio.get_running_loop().call_later(STORE_FULL_RETRY_S, self._wake)
             return
         self._prepare(self._total_demand())
@@ -737,7 +737,7 @@ class Delivery:
         return demand
 
     def _serve(self, waiter: Waiter) -> bool:
-        """Serve one; whether it is worth to go on with the next."""
+        """Serve one worker; return whether to continue with the next."""
         if waiter.is_done:
             self._waiting.pop(waiter, None)
             return True
@@ -750,12 +750,12 @@ class Delivery:
             self._waiting.pop(waiter, None)
             waiter.deliver(self, found)
             return True
-        # This one may hold as many as it can; others may not.
+        # This worker may be at its limit while others are not.
         return self._has_available
 
     def _restart_after_defect(self, error: Exception) -> None:
-        """Something went wrong that nobody has thought of: begin anew from what is stored."""
-        self._log_restart(logging.ERROR, "a defect has stopped a queue", str(error), error)
+        """Close the queue after an unexpected error; it is restored from its stored state."""
+        self._log_restart(logging.ERROR, "a queue stopped because of a defect", str(error), error)
         self.close(CoordinatorUnavailable(f"the queue failed: {error}"))
 
     def _log_restart(self, level: int, what: str, why: str, defect: Exception | None = None) -> None:

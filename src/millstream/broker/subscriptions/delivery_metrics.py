@@ -1,4 +1,4 @@
-"""What subscriptions tell about themselves, each by its name, summed over the queues that this node leads."""
+"""Metrics of subscriptions by name, summed over the queues that this node leads."""
 
 from __future__ import annotations
 
@@ -16,32 +16,37 @@ from millstream.core.subscription import LETTERS_PREFIX
 Count = Callable[[Delivery], float]
 
 _COUNTED: Final[tuple[tuple[str, Kind, str, Count], ...]] = (
-    ("backlog", "gauge", "Messages that are not done, about.", lambda one: one.backlog),
-    ("available", "gauge", "Messages that wait for a worker.", lambda one: one.queue.counts.available),
-    ("leased", "gauge", "Messages that workers hold.", lambda one: one.queue.counts.leased),
+    ("backlog", "gauge", "Unfinished messages (approximate).", lambda one: one.backlog),
+    ("available", "gauge", "Messages waiting for a worker.", lambda one: one.queue.counts.available),
+    ("leased", "gauge", "Messages held by workers.", lambda one: one.queue.counts.leased),
     (
         "parked",
         "gauge",
-        "Messages that wait for a time, or behind their key.",
+        "Messages waiting for a time, or behind an earlier message of their key.",
         lambda one: one.queue.counts.parked + one.queue.counts.blocked,
     ),
     ("rejecting", "gauge", "Messages on their way to the dead letter topic.", lambda one: one.queue.counts.rejecting),
-    ("workers_waiting", "gauge", "Workers that wait for a message.", lambda one: one.waiting),
+    ("workers_waiting", "gauge", "Workers waiting for a message.", lambda one: one.waiting),
     ("accepted_total", "counter", "Messages accepted.", lambda one: one.queue.counter(DeltaKind.ACCEPTED)),
     ("retried_total", "counter", "Deliveries after the first.", lambda one: one.queue.redelivered),
-    ("expired_total", "counter", "Leases that ran out.", lambda one: one.queue.counter(DeltaKind.EXPIRED)),
+    ("expired_total", "counter", "Leases that expired.", lambda one: one.queue.counter(DeltaKind.EXPIRED)),
     (
         "dead_lettered_total",
         "counter",
-        "Messages in the dead letter topic.",
+        "Messages moved to the dead letter topic.",
         lambda one: one.queue.counter(DeltaKind.DEAD_LETTERED),
     ),
-    ("dropped_total", "counter", "Messages given up.", lambda one: one.queue.counter(DeltaKind.DROPPED)),
-    ("damaged_total", "counter", "Messages passed over, as they are lost or cannot be read.", lambda one: one.damaged),
+    (
+        "dropped_total",
+        "counter",
+        "Messages dropped.",
+        lambda one: one.queue.counter(DeltaKind.DROPPED),
+    ),
+    ("damaged_total", "counter", "Messages skipped because they are lost or unreadable.", lambda one: one.damaged),
     (
         "filtered_total",
         "counter",
-        "Messages left out by the filter.",
+        "Messages excluded by the filter.",
         lambda one: one.queue.counter(DeltaKind.FILTERED),
     ),
 )
@@ -50,11 +55,11 @@ NameOf = Callable[[UUID], str | None]
 
 
 def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clock) -> Iterator[Metric]:
-    """Every metric of every subscription with open queues."""
+    """Yield every metric of every subscription with open queues."""
     by_name: dict[str, list[Delivery]] = {}
     for delivery in deliveries:
         name = name_of(delivery.key.subscription_id)
-        # Letters wait for people, not for workers, and have metrics of their own.
+        # Dead letters wait for people rather than workers, and have metrics of their own.
         if name is not None and not name.startswith(LETTERS_PREFIX):
             by_name.setdefault(name, []).append(delivery)
     for suffix, kind, help_text, count in _COUNTED:
@@ -65,9 +70,7 @@ def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clo
         Sample(max((one.oldest_age_ms(now_ms) for one in group), default=0) / 1000, (("subscription", name),))
         for name, group in by_name.items()
     ]
-    yield Metric(
-        "millstream_subscription_oldest_age_seconds", "gauge", "Age of the oldest message that is not done.", ages
-    )
+    yield Metric("millstream_subscription_oldest_age_seconds", "gauge", "Age of the oldest unfinished message.", ages)
     latencies = [
         Sample(one.latency.distribution(), (("subscription", name), ("topic", one.topic), ("partition", one.index)))
         for name, group in by_name.items()
@@ -76,13 +79,13 @@ def delivery_metrics(deliveries: Iterable[Delivery], name_of: NameOf, clock: Clo
     yield Metric(
         "millstream_subscription_delivery_seconds",
         "histogram",
-        "From a batch's timestamp to the first delivery of its messages.",
+        "Time from a batch's timestamp to the first delivery of its messages.",
         latencies,
     )
 
 
 def letter_metrics(partitions: Iterable[tuple[Partition, Delivery | None]], clock: Clock) -> Iterator[Metric]:
-    """The open letters of dead letter topics, by topic; where nobody has looked at any, all of them are open."""
+    """Yield the open letters of dead letter topics; all letters are open until their topic has a queue."""
     now_ms = clock.now_ms()
     opened: dict[str, int] = {}
     ages: dict[str, int] = {}
@@ -95,12 +98,12 @@ def letter_metrics(partitions: Iterable[tuple[Partition, Delivery | None]], cloc
     yield Metric(
         "millstream_dead_letters_open",
         "gauge",
-        "Letters in a dead letter topic that were neither redriven nor purged.",
+        "Dead letters that were neither redriven nor purged.",
         [Sample(count, (("topic", topic),)) for topic, count in opened.items()],
     )
     yield Metric(
         "millstream_dead_letters_oldest_age_seconds",
         "gauge",
-        "Age of the oldest open letter of a dead letter topic.",
+        "Age of the oldest open dead letter.",
         [Sample(age / 1000, (("topic", topic),)) for topic, age in ages.items()],
     )

@@ -1,4 +1,4 @@
-"""What happens to the messages of a queue, as events. A queue is the fold of its deltas, and so is the ledger."""
+"""The events of a queue. The state of a queue is the fold of its deltas, on its leader and in the store alike."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ class DeltaKind(IntEnum):
     """What happened to a range of messages."""
 
     START = 1
-    """The queue begins at `first`."""
+    """The queue starts at `first`."""
     SCANNED = 2
-    """These were read from the log, and are available unless the deltas that follow say otherwise."""
+    """The range was scanned, and is available unless a following delta says otherwise."""
     FILTERED = 3
-    """The filter leaves these out; with `extra`, those whose bit is set."""
+    """The filter excludes the range; with `extra`, the offsets whose bit is set."""
     ABSENT = 4
-    """No messages stand at these offsets: markers, aborted transactions, what compaction took."""
+    """The range holds no messages: markers, aborted transactions, compacted records."""
     PARKED = 5
-    """Delayed until `due_ms` from the beginning."""
+    """Delayed until `due_ms` when published."""
     DUE = 6
-    """What was parked is available again."""
+    """No longer parked; available again."""
     ACQUIRED = 7
     """Leased to `worker` until `due_ms`."""
     ACCEPTED = 8
     RELEASED = 9
-    """Given back by the worker, or because it has gone; parked until `due_ms` if that is later than `time_ms`."""
+    """Released by the worker, or because it is gone; parked until `due_ms` if that is later than `time_ms`."""
     EXPIRED = 10
-    """The lease ran out; the message is parked until `due_ms`, or available again."""
+    """The lease expired; parked until `due_ms`, or available again."""
     EXTENDED = 11
-    """The lease lasts until `due_ms` now."""
+    """The lease was extended until `due_ms`."""
     REJECTING = 12
-    """Goes to the dead letter topic, for `reason`."""
+    """On its way to the dead letter topic, for `reason`."""
     PLANNED = 13
-    """How the dead letter will be produced, in `extra`; durable before it is."""
+    """The planned dead letter is in `extra`; durable before the letter is written."""
     DEAD_LETTERED = 14
-    """It stands in the dead letter topic, at the place that `extra` names."""
+    """Written to the dead letter topic at the position in `extra`."""
     DROPPED = 15
-    """It failed for good, for `reason`, and there is no dead letter topic."""
+    """Dropped for `reason` after the last attempt, without a dead letter topic."""
     SOUGHT = 16
-    """Everything is forgotten, and the queue goes on at `first`; `last` is where it had looked to."""
+    """The queue forgot everything and continues at `first`; `last` is where its scan had reached."""
     RETENTION_CUT = 17
-    """The log no longer has these; what was not done of them never will be."""
+    """The log no longer holds the range; unfinished messages in it end."""
     LEFT_BEHIND = 18
-    """An unfinished message leaves the window, so that the window's start can move on; `extra` is its key."""
+    """An unfinished message leaves the window, so that the start can advance; `extra` is its key."""
     REVIVED = 19
-    """Dead letters are available again, as if they had never been delivered; `extra` has key and letter of each."""
+    """Dead letters are available again as if never delivered; `extra` holds the key and letter of each."""
     LETTER_CLOSED = 20
-    """The letters by which messages were revived are closed, so nobody will revive them by these again."""
+    """The letters by which messages were revived are closed and will not be used again."""
 
 
 class Delta(NamedTuple):
@@ -57,10 +57,10 @@ class Delta(NamedTuple):
     first: int
     last: int
     attempt: int
-    """The delivery that it is about; 0 before the first."""
+    """The delivery that it concerns; 0 before the first."""
     due_ms: int
     worker: str
-    """`door/member`, empty where nobody is involved."""
+    """`protocol/member`; empty if no worker is involved."""
     time_ms: int
     reason: str = ""
     extra: bytes = b""

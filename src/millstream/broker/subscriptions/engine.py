@@ -1,5 +1,7 @@
-"""Every queue that this node leads: opened when a subscription is declared or first used, closed when the partition
-moves to another node or the subscription goes.
+"""The queues that this node leads.
+
+A queue is opened when its subscription is declared or first used, and closed when the partition moves to another node
+or the subscription is deleted.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from millstream.protocol.filter.filter import compile_filter
 _logger = logging.getLogger(__name__)
 
 OPEN_WAIT_S: Final = 1.0
-"""How long a worker waits for queues that are being opened while others are there to ask."""
+"""How long a worker waits for queues that are being opened while others are ready."""
 SETTLE_WAIT_S: Final = 30.0
 RETRY_S_MAX: Final = 30.0
 REOPEN_S: Final = 1.0
@@ -47,7 +49,7 @@ REOPEN_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
-    """What the engine stands on."""
+    """The parts of a node that the engine uses."""
 
     topics: Topics
     subscriptions: Subscriptions
@@ -58,7 +60,7 @@ class Dependencies:
     next_producer_id: Callable[[], Awaitable[ProducerId]]
     filter_cache: FilterCache
     forget: Callable[[Callable[[QueueKey], bool]], Awaitable[object]]
-    """Has the states of queues go that are gone."""
+    """Deletes the stored states of deleted queues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +77,7 @@ class Engine:
         self._open: dict[QueueKey, _OpenQueue] = {}
         self._opening: dict[QueueKey, asyncio.Task[Delivery]] = {}
         self._followed: set[str] = set()
-        # Queues for which a task tries until they are open.
+        # Queues whose opening is being retried.
         self._retrying: set[tuple[QueueKey, Partition]] = set()
         self._opening_waiters: dict[UUID, asyncio.Future[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -83,13 +85,13 @@ class Engine:
         self._closed = False
 
     def start(self) -> None:
-        """Begin the queues of everything that is declared, and follow what will be."""
+        """Open the queues of all subscriptions, and follow later declarations."""
         self._dependencies.subscriptions.when_changed(self._declarations_changed)
         self._dependencies.topics.when_deleted(self._topic_deleted)
         self._declarations_changed()
 
     async def close(self) -> None:
-        """Send whoever waits away. Dead letters that are not written are the next leader's."""
+        """Close all queues and end all waits; the next leaders write the remaining dead letters."""
         self._closed = True
         for task in [*self._opening.values(), *self._tasks]:
             task.cancel()
@@ -104,32 +106,32 @@ class Engine:
 
     @property
     def open_count(self) -> int:
-        """How many queues are open."""
+        """The number of open queues."""
         return len(self._open)
 
     @property
     def tasks(self) -> int:
-        """How many tasks are at work, beside those of the queues."""
+        """The number of running tasks, without those of the queues."""
         return len(self._tasks)
 
     @property
     def deliveries(self) -> Iterable[Delivery]:
-        """Every queue that is open."""
+        """Every open queue."""
         return [opened.delivery for opened in self._open.values()]
 
     def opened(self, key: QueueKey) -> Delivery | None:
-        """A queue, if it is open."""
+        """Return a queue if it is open."""
         found = self._open.get(key)
         return None if found is None else found.delivery
 
     async def delivery(self, subscription: Subscription, partition: Partition) -> Delivery:
-        """The queue of a subscription on a partition that this node leads, read back first if it has to be."""
+        """Return the queue of a subscription on a partition that this node leads, restoring it if necessary."""
         key = QueueKey(subscription.subscription_id, partition.topic.topic_id, partition.index)
         found = self._open.get(key)
         if found is not None:
             if found.delivery.leader_epoch == partition.leader_epoch and partition.is_leader:
                 return found.delivery
-            found.delivery.close(NotLeader(f"{partition.log.partition} is led anew"))
+            found.delivery.close(NotLeader(f"{partition.log.partition} has a new leader epoch"))
         opening = self._opening.get(key)
         if opening is None:
             opening = asyncio.get_running_loop().create_task(self._open_queue(subscription, partition, key))
@@ -138,7 +140,7 @@ class Engine:
         return await asyncio.shield(opening)
 
     async def deliveries_of(self, subscription: Subscription, partitions: Iterable[Partition]) -> list[Delivery]:
-        """The queues on some partitions. One that cannot be opened now does not keep others from being asked."""
+        """Open the queues on some partitions; those that fail are left out unless all fail."""
         loop = asyncio.get_running_loop()
         tasks = [loop.create_task(self.delivery(subscription, partition)) for partition in partitions]
         if not tasks:
@@ -148,7 +150,7 @@ class Engine:
             if not any(task.done() and task.exception() is None for task in tasks):
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # The opening goes on by itself.
+            # The opening itself continues.
             for task in tasks:
                 task.cancel()
             done = [task for task in tasks if task.done() and not task.cancelled()]
@@ -156,9 +158,9 @@ class Engine:
         return opened or [task.result() for task in done]
 
     def next_opening(self, subscription: Subscription) -> asyncio.Future[None]:
-        """Done when a further queue of a subscription is opened here, or there will be none."""
+        """Return a future that is done when another queue of a subscription opens here, or none will."""
         if self._closed:
-            # Nobody would tell whoever waited for it, and the end of the node would wait for them.
+            # Nothing would complete the future, and stopping the node would wait for it.
             raise PartitionClosed("the broker is stopping")
         found = self._opening_waiters.get(subscription.subscription_id)
         if found is None:
@@ -166,7 +168,7 @@ class Engine:
         return found
 
     def release_worker(self, subscription: Subscription, worker: str) -> None:
-        """Give what a worker of a subscription holds to others."""
+        """Release the leases of a worker of one subscription."""
         for opened in list(self._open.values()):
             if opened.delivery.key.subscription_id == subscription.subscription_id:
                 opened.delivery.release_worker(worker)
@@ -174,20 +176,20 @@ class Engine:
     def oldest_needed(
         self, topic_id: UUID, partition: PartitionIndex, subscribed: Iterable[Subscription]
     ) -> list[Offset]:
-        """The oldest message that each queue on a partition is not done with; all, where a queue is not open."""
+        """Return the oldest unfinished offset of each queue on a partition; 0 for a queue that is not open."""
         keys = {QueueKey(one.subscription_id, topic_id, partition) for one in subscribed}
         keys.update(key for key in self._open if key.topic_id == topic_id and key.partition == partition)
         opened = [self._open.get(key) for key in keys]
         return [Offset(0) if one is None else one.delivery.queue.oldest for one in opened]
 
     def close_queues(self, subscription_id: UUID, topic_id: UUID) -> None:
-        """Close the queues of a subscription on a topic; they are read back when they are next used."""
+        """Close the queues of a subscription on a topic; they are restored when next used."""
         self._close_all(
             lambda key: key.subscription_id == subscription_id and key.topic_id == topic_id,
-            NotLeader("the queue begins anew"),
+            NotLeader("the queue is being reset"),
         )
 
-    # Below: how
+    # Internals
 
     async def _open_queue(self, subscription: Subscription, partition: Partition, key: QueueKey) -> Delivery:
         dependencies = self._dependencies
@@ -196,12 +198,12 @@ class Engine:
         epoch = Epoch(partition.leader_epoch)
         stored = await dependencies.store.load(key, epoch)
         if stored.snapshot is None and not subscription.topics:
-            # It may begin at the end of the partition, which a new leader does not know at once.
+            # It may start at the end of the partition, which a new leader does not know immediately.
             await _wait_settled(partition)
         queue = await self._restore_queue(subscription, key, epoch, stored.snapshot)
         declared = self._still_declared(subscription)
         if self._closed or not partition.is_leader or partition.leader_epoch != epoch:
-            raise NotLeader(f"{partition.log.partition} is not led by this node any more")
+            raise NotLeader(f"{partition.log.partition} is no longer led by this node")
         settings = queue.settings
         if not queue.is_started:
             now_ms = dependencies.clock.now_ms()
@@ -239,12 +241,12 @@ class Engine:
     async def _restore_queue(
         self, subscription: Subscription, key: QueueKey, epoch: Epoch, snapshot: bytes | None
     ) -> Queue:
-        """The queue as it was stored, with what is declared now."""
+        """Restore the stored queue with the current settings."""
         while True:
             settings = self._dependencies.subscriptions.settings_of(self._still_declared(subscription))
             if snapshot is None:
                 return Queue(key, settings, leader_epoch=epoch)
-            # A large window takes a while.
+            # Restoring a large window takes a while.
             queue = await asyncio.to_thread(Queue, key, settings, leader_epoch=epoch, snapshot=snapshot)
             if self._dependencies.subscriptions.settings_of(self._still_declared(subscription)) == settings:
                 return queue
@@ -258,7 +260,7 @@ class Engine:
     def _opening_finished(self, key: QueueKey, opening: asyncio.Task[Delivery]) -> None:
         self._opening.pop(key, None)
         if not opening.cancelled():
-            # Whoever asked for it may have gone, and nobody else wants to know.
+            # The caller may have gone, and the exception must be retrieved.
             opening.exception()
 
     def _notify_opened(self, subscription_id: UUID) -> None:
@@ -274,7 +276,7 @@ class Engine:
             self._spawn(self._reopen(delivery))
 
     def _declarations_changed(self) -> None:
-        """Something about the subscriptions has changed."""
+        """Apply changed declarations of subscriptions."""
         dependencies = self._dependencies
         for subscription_id in [one for one in self._opening_waiters if dependencies.subscriptions.by_id(one) is None]:
             self._notify_opened(subscription_id)
@@ -284,7 +286,7 @@ class Engine:
                 opened.delivery.close(UnknownSubscription("the subscription was deleted"))
                 continue
             if declared.topics and opened.delivery.topic not in declared.topics:
-                opened.delivery.close(UnknownSubscription("the subscription has this topic no more"))
+                opened.delivery.close(UnknownSubscription("the subscription no longer has this topic"))
                 continue
             settings = dependencies.subscriptions.settings_of(declared)
             if settings != opened.delivery.settings:
@@ -297,13 +299,13 @@ class Engine:
 
     def _change(self, delivery: Delivery, settings: SubscriptionSettings) -> None:
         if settings.ordered != delivery.settings.ordered:
-            # It knows other things of its messages then, and begins anew from what is stored.
-            delivery.close(NotLeader("the queue begins anew, since its order was changed"))
+            # An ordered queue keeps other state about its messages, so it is restored.
+            delivery.close(NotLeader("the queue restarts because its ordering was changed"))
             return
         try:
             delivery.change(settings, self._filter_for(settings, delivery.partition))
         except MillstreamError as error:
-            # A newer node may have declared a filter that cannot be read here.
+            # A newer node may have declared a filter that this version cannot read.
             delivery.close(error)
 
     def _filter_for(self, settings: SubscriptionSettings, partition: Partition) -> QueueFilter | None:
@@ -324,7 +326,7 @@ class Engine:
             )
 
     def _partition_led(self, topic: str, led: Partition | None) -> None:
-        """Begin the queues of a partition that this node leads from now on."""
+        """Open the queues of a partition that this node leads from now on."""
         if led is None or self._closed:
             return
         for subscription in self._dependencies.subscriptions.all():
@@ -337,7 +339,7 @@ class Engine:
                 self._open_topic(subscription, topic)
 
     def _open_topic(self, subscription: Subscription, name: str) -> None:
-        """Begin the queues of a topic, so that what is published from now on is in them."""
+        """Open the queues of a topic, so that they hold what is published from now on."""
         topic = self._dependencies.topics.get(name)
         if topic is None or self._closed:
             return
@@ -351,14 +353,16 @@ class Engine:
             self._spawn(self._open_with_retry(subscription, partition, key))
 
     async def _reopen(self, delivery: Delivery) -> None:
-        """A queue was closed, but may still be led here, and have dead letters to write, or leases to take back."""
+        """Reopen a queue that was closed but may still be led here, since it may have letters to write or leases to
+        end.
+        """
         await asyncio.sleep(REOPEN_S)
         declared = self._dependencies.subscriptions.by_id(delivery.key.subscription_id)
         if declared is not None and delivery.topic in declared.topics:
             self._open_topic(declared, delivery.topic)
 
     async def _open_with_retry(self, subscription: Subscription, partition: Partition, key: QueueKey) -> None:
-        """Open a queue, again until it works."""
+        """Open a queue, retrying until it succeeds."""
         backoff = Backoff(self._dependencies.random, max_s=RETRY_S_MAX)
         try:
             while partition.is_leader and self._dependencies.subscriptions.by_id(key.subscription_id) is not None:
@@ -366,7 +370,7 @@ class Engine:
                     await self.delivery(subscription, partition)
                 except MillstreamError as error:
                     details = {"queue": subscription.name, "error": str(error)}
-                    _logger.debug("a queue could not be opened", extra=details)
+                    _logger.debug("a queue could not be opened; retrying", extra=details)
                     await backoff.pause()
                 else:
                     return
@@ -377,7 +381,7 @@ class Engine:
         try:
             await self._dependencies.forget(is_gone)
         except MillstreamError as error:
-            _logger.debug("states of queues that are gone stay for now", extra={"error": str(error)})
+            _logger.debug("the states of deleted queues could not be removed yet", extra={"error": str(error)})
 
     def _close_all(self, is_gone: Callable[[QueueKey], bool], reason: MillstreamError) -> None:
         for key, opened in list(self._open.items()):
@@ -395,7 +399,7 @@ class Engine:
     def _task_finished(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _logger.error("a task of the subscriptions failed", exc_info=error)
+            _logger.error("a background task of the subscriptions failed", exc_info=error)
 
 
 async def _wait_settled(partition: Partition) -> None:
@@ -407,10 +411,10 @@ async def _wait_settled(partition: Partition) -> None:
 
 
 def _rewind(queue: Queue, partition: Partition, now_ms: int) -> None:
-    """The log has lost messages that the queue has seen, and others come in their place: they are to be delivered."""
+    """Move a queue back because its log lost messages that it had seen, so that their replacements are delivered."""
     place = min(queue.oldest, partition.log.end_offset)
     _logger.warning(
-        "a queue goes back, since its partition has lost messages",
+        "a queue moves back because its partition lost messages",
         extra={"partition": str(partition.log.partition), "from": queue.fold.window.end, "to": place},
     )
     queue.seek(place, now_ms=now_ms)
@@ -419,16 +423,16 @@ def _rewind(queue: Queue, partition: Partition, now_ms: int) -> None:
 def _initial_offset(
     subscription: Subscription, settings: SubscriptionSettings, partition: Partition, now_ms: int
 ) -> Offset:
-    """Where a queue begins that nobody has looked at yet."""
+    """Return where a queue that was never opened starts."""
     if subscription.topics:
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)
-        # What was published to a partition that came after the subscription was published for it too.
+        # A partition that was added after the subscription is delivered from its beginning.
         return partition.log_start if start is None else Offset(max(start, partition.log_start))
     return start_offset(settings, partition, now_ms)
 
 
 def start_offset(settings: SubscriptionSettings, partition: Partition, now_ms: int) -> Offset:
-    """The place that the declared start names now."""
+    """Resolve the declared start to an offset."""
     end = readable_end(partition, settings.isolation)
     time_ms = settings.start_time_ms(now_ms)
     if time_ms is None:

@@ -1,7 +1,7 @@
-"""Subscriptions that nobody uses any more go, where they say so.
+"""Delete subscriptions that declare an expiry and are unused.
 
-Any node may have workers of a subscription. A node on which one was used notes that in the catalog, once in a while, so
-that no node, and no restart, takes a subscription for unused that is not.
+Any node may serve workers of a subscription. A node on which it was used records that in the catalog from time to time,
+so that neither another node nor a restart mistakes it for unused.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from millstream.core.subscription import Subscription
 _logger = logging.getLogger(__name__)
 
 NOTES_PER_LIFETIME: Final = 8
-"""How often a subscription that is used is noted as such in the time after which it would expire."""
+"""How often the use of a subscription is recorded within its expiry time."""
 CHECK_S_MIN: Final = 0.05
 CHECK_S_MAX: Final = 600.0
 
 LastUsed = Callable[[UUID], int]
-"""When a subscription was last used on this node, in milliseconds since 1970; 0 if it was not."""
+"""Returns when a subscription was last used on this node, in milliseconds since 1970; 0 if never."""
 
 
 class Expiry:
-    """Looks after the subscriptions that expire."""
+    """Check and delete expired subscriptions."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Expiry:
         subscriptions.when_changed(self._changed.set)
 
     async def run(self) -> None:
-        """Look, as often as the shortest life asks for; for ever, without cost while nothing expires."""
+        """Check as often as the shortest expiry requires, forever; idle while nothing expires."""
         while True:
             self._changed.clear()
             expiring = [
@@ -71,18 +71,18 @@ class Expiry:
             if now_ms - used_ms > lifetime_ms:
                 await self._subscriptions.load()
                 now = self._subscriptions.existing(subscription.name)
-                # Another node may have noted a use.
+                # Another node may have recorded a use.
                 if max(now.used_ms, now.created_ms) < now_ms - lifetime_ms:
                     await self._delete(subscription.name)
                     _logger.info("an unused subscription expired", extra={"subscription": subscription.name})
             elif used_here_ms - max(subscription.used_ms, subscription.created_ms) > lifetime_ms / NOTES_PER_LIFETIME:
                 await self._subscriptions.note_use(subscription.name, used_here_ms)
         except UnknownSubscription:
-            # Somebody was faster.
+            # Another node was faster.
             return
         except MillstreamError as error:
             _logger.warning(
-                "a subscription could not be looked after; trying again",
+                "a subscription could not be checked for expiry; retrying",
                 extra={"subscription": subscription.name, "error": str(error)},
             )
 

@@ -1,8 +1,8 @@
-"""Filters at work: a stretch of the log is decoded once, however many subscriptions have a filter on it.
+"""Evaluate filters once per batch, however many subscriptions of a partition have one.
 
-Queues of one partition look at the same messages, some earlier and some later, and by stretches of other lengths. The
-first has all filters of the partition evaluated for whole batches, while the others wait, and what came out is kept for
-them, as long as there is room for it.
+The queues of a partition scan the same messages at different times and in different ranges. The first one has all
+filters of the partition evaluated for whole batches while the others wait; the results are cached for them within a
+memory limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Bits = npt.NDArray[np.bool_]
 
 
 class _Run(NamedTuple):
-    """What was found for consecutive offsets: a row of bits for each filter."""
+    """The matches of every filter for consecutive offsets."""
 
     start: int
     end: int
@@ -47,49 +47,49 @@ class _Run(NamedTuple):
 
 @dataclass(slots=True)
 class _Partition:
-    """The filters of one partition, and what is kept of what they found, ascending and not overlapping."""
+    """The filters of one partition and their cached results, ascending and without overlap."""
 
     filters: Counter[Filter] = field(default_factory=Counter)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Queues that ask for the same wait for whoever has it evaluated."""
+    """Queues that need the same results wait for the one that has them evaluated."""
     runs: list[_Run] = field(default_factory=list)
 
     def run_at(self, offset: int) -> _Run | None:
-        """The run that an offset lies in."""
+        """Return the run that contains an offset."""
         at = bisect_right(self.runs, offset, key=_start) - 1
         return self.runs[at] if at >= 0 and offset < self.runs[at].end else None
 
 
 class FilterCache:
-    """The filters of a node, by the partitions that they look at."""
+    """The filters of a node by partition, with their cached results."""
 
     def __init__(self, worker: FilterWorker) -> None:
         self._worker = worker
         self._partitions: dict[TopicPartition, _Partition] = {}
         self._cached: OrderedDict[tuple[TopicPartition, int], _Run] = OrderedDict()
-        """Every run, that which was used last at the end."""
+        """Every run, the most recently used last."""
         self._cached_bytes = 0
 
     @property
     def cached_bytes(self) -> int:
-        """How much of what was found is kept."""
+        """The size of the cached results."""
         return self._cached_bytes
 
     async def open_batch(self, scanned: ScannedRange) -> ScannedRange:
-        """Open the heavy batch of a stretch, beside the loop."""
+        """Scan the heavy batch of a range in the filter process."""
         opened = await self._worker.scan_batch(scanned.records, scanned.batch_first, with_keys=scanned.keys is not None)
         return scanned.with_batch_scan(opened)
 
     async def stop(self) -> None:
-        """End the process that evaluates filters."""
+        """Stop the process that evaluates filters."""
         await self._worker.stop()
 
     def add_filter(self, partition: TopicPartition, wanted: Filter) -> None:
-        """A queue with a filter begins."""
+        """Register a queue's filter on a partition."""
         self._partitions.setdefault(partition, _Partition()).filters[wanted] += 1
 
     def remove_filter(self, partition: TopicPartition, wanted: Filter) -> None:
-        """A queue with a filter ends, or has another one now."""
+        """Unregister a queue's filter on a partition."""
         known = self._partitions.get(partition)
         if known is None:
             return
@@ -97,7 +97,7 @@ class FilterCache:
         if known.filters[wanted] <= 0:
             del known.filters[wanted]
         if not known.filters:
-            # The next queue may find other messages there: a topic that was made anew, another leader's log.
+            # The next queue may find other messages: the topic may be recreated, or the log may be another leader's.
             for run in list(known.runs):
                 self._evict(partition, run)
             del self._partitions[partition]
@@ -105,7 +105,7 @@ class FilterCache:
     async def matches(
         self, partition: TopicPartition, wanted: Filter, records: Buffer, first: Offset, next_offset: Offset
     ) -> Bits:
-        """For every offset of a stretch, whether its message matches; what cannot be opened does."""
+        """Return whether each offset of a range matches; messages that cannot be decoded match."""
         known = self._partitions.get(partition) or _Partition()
         async with known.turn:
             runs = self._cached_runs(partition, known, wanted, first, next_offset)
@@ -120,7 +120,7 @@ class FilterCache:
     def _cached_runs(
         self, partition: TopicPartition, known: _Partition, wanted: Filter, first: int, next_offset: int
     ) -> list[_Run] | None:
-        """The runs that together tell all of a stretch, if there are."""
+        """Return the runs that cover a range; None if some are missing."""
         runs: list[_Run] = []
         at = first
         while at < next_offset:
@@ -141,7 +141,7 @@ class FilterCache:
         first: Offset,
         next_offset: Offset,
     ) -> list[_Run]:
-        """Have every filter evaluated for the whole batches of a stretch that are not kept yet."""
+        """Evaluate every filter for the batches of a range that are not cached."""
         runs: list[_Run] = []
         start, position, end_position = int(first), -1, -1
         for header in iterate_whole_headers(records):
@@ -158,7 +158,7 @@ class FilterCache:
                 start = max(start, run.end)
                 continue
             if position < 0:
-                # What lies between a run and the next batch holds no messages.
+                # There are no messages between a run and the next batch.
                 position, start = header.position, min(start, header.base_offset)
             end_position = header.end_position
             last = header.next_offset
@@ -209,7 +209,9 @@ class FilterCache:
         next_offset: Offset,
         by_filter: dict[Filter, Bits],
     ) -> None:
-        """Some batch cannot be opened. Workers see it as it is, and can reject it; the others are filtered."""
+        """Evaluate batch by batch, since one cannot be decoded; it is delivered as it is, so that workers can reject
+        it.
+        """
         view = memoryview(records)
         for header in iterate_whole_headers(records):
             begin, end = max(first, header.base_offset), min(next_offset, header.next_offset)
@@ -253,9 +255,9 @@ class QueueFilter:
         cache.add_filter(partition, wanted)
 
     def close(self) -> None:
-        """The queue has gone, or has another filter."""
+        """Unregister the filter."""
         self._filters.remove_filter(self._partition, self.filter)
 
     async def matches(self, records: Buffer, first: Offset, next_offset: Offset) -> Bits:
-        """For every offset of a stretch, whether its message matches."""
+        """Return whether each offset of a range matches."""
         return await self._filters.matches(self._partition, self.filter, records, first, next_offset)

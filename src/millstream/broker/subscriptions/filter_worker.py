@@ -1,11 +1,9 @@
-"""Where filters are evaluated: a handful of messages here, more in a child process, so that the loop is not held up.
+"""Evaluate filters and scan heavy batches: a few messages in this process, more in a child process.
 
-Batches that are too heavy for the loop are opened there as well.
-
-The child starts with the first batch that is worth it, ends when it has had nothing to do for a while, and is started
-again when it dies. It has one request at a time; others wait in the order of their coming, each with no more than the
-bytes that its caller holds anyway. A request that it has died over twice, while it answers others, is taken for one
-that cannot be read, so that no queue stays behind it for ever.
+The child starts with the first batch that is worth it, stops after an idle period, and is restarted when it dies. It
+handles one request at a time; the others wait in order, holding no more than the bytes that their callers hold anyway.
+A request that kills the child twice, while the child answers others, counts as unreadable, so that it cannot block a
+queue forever.
 """
 
 from __future__ import annotations
@@ -43,26 +41,26 @@ MODULE = "millstream.broker.subscriptions.filter_worker_child"
 INLINE_BYTES_MAX = 32 * 1024
 INLINE_MESSAGES_MAX = 64
 INLINE_CHECKS_MAX = 1024
-"""Messages times filters that are evaluated in the process of the loop, which takes below a millisecond."""
+"""The number of messages times filters up to which evaluation stays on the loop, for less than a millisecond."""
 
 ATTEMPTS = 2
 ANSWER_S_MAX = 60.0
-"""A child that takes longer, its start included, is taken for dead."""
+"""A child that takes longer, including its start, counts as dead."""
 
 FATAL_REQUESTS_MAX = 1024
-"""So many requests that the child died over are remembered, and not tried again for other queues."""
+"""The number of fatal requests that are remembered and not tried again for other queues."""
 
 IDLE_S = 300.0
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.1, 10.0
 
 _DEATHS = (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError)
 _FAILURES = (OSError, TimeoutError, asyncio.IncompleteReadError, msgspec.MsgspecError)
-_FATAL_ANSWER = Unreadable(f"the process that reads it died over it {ATTEMPTS} times")
+_FATAL_ANSWER = Unreadable(f"the process that reads it died {ATTEMPTS} times")
 _PROBE = frame_message(FilterRequest("", 0, b"", 0, 0, [], []))
 
 
 class FilterWorker:
-    """Evaluates filters; one for a node."""
+    """Evaluates filters; one per node."""
 
     def __init__(
         self, *, answer_s_max: float = ANSWER_S_MAX, idle_s: float = IDLE_S, backoff_min_s: float = BACKOFF_MIN_S
@@ -77,7 +75,7 @@ class FilterWorker:
         self._stopping = asyncio.Event()
         self._failures = 0
         self._fatal_requests: dict[int, None] = {}
-        """Hashes of the requests that the child died over, the oldest first."""
+        """Hashes of the requests that killed the child, the oldest first."""
         self.evaluated_inline = 0
         self.evaluated_in_child = 0
         self.scanned_in_child = 0
@@ -85,31 +83,32 @@ class FilterWorker:
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child, if one runs."""
+        """The process id of the child, if one is running."""
         child = self._child
         return child.pid if child is not None and child.returncode is None and not self._input_closed else None
 
     async def evaluate(self, messages: Messages, filters: Sequence[Filter]) -> Evaluation:
-        """Tell which messages match which filter.
+        """Find which messages match which filter.
 
-        Raises `CorruptBatch` for what cannot be read or kills the child, and `FilterUnavailable` without an answer.
+        Raises `CorruptBatch` if the messages are unreadable or kill the child, and `FilterUnavailable` without an
+        answer.
         """
         if is_light(messages, len(filters)):
             with suppress(CorruptBatch):
                 found = evaluate_few(messages, filters, decompressed_bytes_max=INLINE_BYTES_MAX)
                 self.evaluated_inline += 1
                 return found
-            # What does not decompress to little is for the child, which also tells it from what is corrupt.
+            # Batches that decompress to too much go to the child, which also recognizes corrupt ones.
         request = _request(messages, filters)
         async with self._lock:
             answer = await self._ask(request)
         if not isinstance(answer, FilterMatches):
-            raise CorruptBatch(answer.reason if isinstance(answer, Unreadable) else "it was taken for another")
+            raise CorruptBatch(answer.reason if isinstance(answer, Unreadable) else "the answer is of another kind")
         self.evaluated_in_child += 1
         return answer.evaluation()
 
     async def scan_batch(self, batch: Buffer, first: int, *, with_keys: bool) -> BatchScan | str:
-        """Open a batch that is too heavy for the loop; the reason if it cannot be read or kills the child.
+        """Scan a batch that is too heavy for the loop; return the reason if it is unreadable or kills the child.
 
         Raises `FilterUnavailable` without an answer.
         """
@@ -117,10 +116,10 @@ class FilterWorker:
         async with self._lock:
             answer = await self._ask(request)
         self.scanned_in_child += 1
-        return answer.scan() if isinstance(answer, ScannedBatch) else getattr(answer, "reason", "it was not opened")
+        return answer.scan() if isinstance(answer, ScannedBatch) else getattr(answer, "reason", "it was not scanned")
 
     async def stop(self) -> None:
-        """End the child; whoever waits for it is told that filters are unavailable."""
+        """Stop the child; pending requests raise `FilterUnavailable`."""
         self._stopping.set()
         await self._kill()
 
@@ -142,7 +141,7 @@ class FilterWorker:
             else:
                 self._failures = 0
                 return answer
-        # Not if it took too long, or answers nothing at all: then the messages are not to blame.
+        # A timeout, or a child that answers nothing at all, does not prove that the messages are to blame.
         if deaths == ATTEMPTS and await self._child_answers():
             self._fatal_requests[hash(request)] = None
             if len(self._fatal_requests) > FATAL_REQUESTS_MAX:
@@ -151,7 +150,7 @@ class FilterWorker:
         raise FilterUnavailable(f"filters could not be evaluated: {reason}")
 
     async def _child_answers(self) -> bool:
-        """Whether the child runs, and answers a request that holds nothing."""
+        """Whether the child runs and answers an empty request."""
         await self._pause()
         if self._stopping.is_set():
             return False
@@ -164,7 +163,7 @@ class FilterWorker:
         return True
 
     async def _pause(self) -> None:
-        """Wait before a child that died is started again, longer each time."""
+        """Wait before restarting a child that died, longer each time."""
         if self._failures == 0:
             return
         pause_s = min(self._backoff_min_s * 2 ** min(self._failures - 1, 16), BACKOFF_MAX_S)
@@ -176,7 +175,7 @@ class FilterWorker:
             async with asyncio.timeout(self._answer_s_max):
                 answer = await self._exchange(request)
         except BaseException:
-            # Whatever went wrong, an answer that is still on its way must not be taken for that of the next request.
+            # A late answer must not be taken for the answer to the next request.
             await self._kill()
             raise
         self._schedule_idle_stop()
@@ -190,7 +189,7 @@ class FilterWorker:
         await child.stdin.drain()
         size = int.from_bytes(await child.stdout.readexactly(LENGTH_BYTES), "big")
         if size > MESSAGE_BYTES_MAX:
-            raise OSError(f"an answer of {size} bytes")
+            raise OSError(f"an answer of {size} bytes is too large")
         answer: Answer = msgspec.msgpack.decode(await child.stdout.readexactly(size), type=Answer)
         return answer
 
@@ -204,14 +203,14 @@ class FilterWorker:
         if self._failures:
             self.restarts += 1
         self._input_closed = False
-        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+        # In a session of its own, so that Ctrl-C reaches only the broker, which shuts down in order.
         self._child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", MODULE, stdin=PIPE, stdout=PIPE, start_new_session=True
         )
         return self._child
 
     def _schedule_idle_stop(self) -> None:
-        """Let the child end when nothing is asked for a while."""
+        """Stop the child after an idle period."""
         self._idle = asyncio.get_running_loop().call_later(self._idle_s, self._close_input)
 
     def _close_input(self) -> None:
@@ -233,7 +232,7 @@ class FilterWorker:
 
 
 def is_light(messages: Messages, filter_count: int) -> bool:
-    """Whether the loop can evaluate filters on these messages without being held up."""
+    """Whether the loop can evaluate filters on these messages without stalling."""
     if len(messages.batches) > INLINE_BYTES_MAX:
         return False
     count = sum(header.record_count for header in iterate_whole_headers(messages.batches))

@@ -1,6 +1,6 @@
-"""The child process that evaluates filters: asked over its standard input, answering on its standard output.
+"""The child process that evaluates filters: requests on standard input, answers on standard output.
 
-It ends when its input closes, so it never outlives the broker.
+It exits when its input closes, so it never outlives the broker.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _compiled = lru_cache(maxsize=FILTERS_KEPT)(compile_filter)
 
 
 def answer(request: FilterRequest | BatchRequest) -> Answer:
-    """Evaluate the filters of one request, or open its batch."""
+    """Evaluate the filters of one request, or scan its batch."""
     try:
         if isinstance(request, BatchRequest):
             header = read_header(request.batch)
@@ -48,7 +48,7 @@ def answer(request: FilterRequest | BatchRequest) -> Answer:
 
 
 def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     decode = msgspec.msgpack.Decoder(FilterRequest | BatchRequest).decode
     while True:
         head = asking.read(LENGTH_BYTES)
@@ -63,8 +63,8 @@ def serve(asking: IO[bytes], answering: IO[bytes]) -> None:
 
 
 def main() -> None:
-    """Serve the broker."""
-    # A Ctrl-C in the terminal reaches the whole group; it is the broker that decides when to stop.
+    """Serve the broker until it closes the input."""
+    # Ctrl-C reaches the whole process group; the broker decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     freeze_heap()
     try:

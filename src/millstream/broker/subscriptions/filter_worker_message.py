@@ -1,6 +1,6 @@
-"""What the broker and the process that evaluates filters say to each other.
+"""Messages between the broker and the process that evaluates filters.
 
-A message is its length in four bytes and MessagePack. Each request is answered before the next is read.
+Each is its length in four bytes followed by MessagePack. A request is answered before the next one is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MESSAGE_BYTES_MAX = 1 << 30
 
 
 class FilterRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Messages, and the texts of the filters to evaluate."""
+    """Messages, and the filters to evaluate on them."""
 
     topic: str
     partition: int
@@ -26,7 +26,7 @@ class FilterRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     filters: list[str]
 
     def messages(self) -> Messages:
-        """The messages to look at."""
+        """Return the messages to evaluate."""
         return Messages(
             topic=self.topic,
             partition=self.partition,
@@ -38,7 +38,7 @@ class FilterRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class BatchRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """One batch to open for a queue, from an offset on."""
+    """A batch to scan for a queue, from an offset on."""
 
     batch: bytes
     first: int
@@ -46,7 +46,7 @@ class BatchRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ScannedBatch(msgspec.Struct, frozen=True, tag=True):
-    """The answer: see `broker/subscriptions/batch_scan.py`; keys as numbers of 64 bits."""
+    """The result of a scan; keys are encoded as 64-bit integers. See `broker/subscriptions/batch_scan.py`."""
 
     absent: list[tuple[int, int]]
     delayed: list[tuple[int, int]]
@@ -55,12 +55,12 @@ class ScannedBatch(msgspec.Struct, frozen=True, tag=True):
 
     @staticmethod
     def of(scan: BatchScan) -> ScannedBatch:
-        """Pack what was found."""
+        """Encode a scan."""
         keys = None if scan.keys is None else scan.keys.astype("<i8").tobytes()
         return ScannedBatch(scan.absent, scan.delayed, keys, scan.scanned_bytes)
 
     def scan(self) -> BatchScan:
-        """Unpack it again."""
+        """Decode the scan."""
         import numpy as np
 
         keys = None if self.keys is None else np.frombuffer(self.keys, "<i8").astype(np.int64)
@@ -68,21 +68,21 @@ class ScannedBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class FilterMatches(msgspec.Struct, frozen=True, tag=True):
-    """The answer: offsets as numbers of 64 bits, and a bit a message for every filter."""
+    """The result of an evaluation: offsets as 64-bit integers, and one bit per message and filter."""
 
     offsets: bytes
     matches: list[bytes]
 
     @staticmethod
     def of(evaluation: Evaluation) -> FilterMatches:
-        """Pack an evaluation."""
+        """Encode an evaluation."""
         import numpy as np
 
         matches = [np.packbits(column, bitorder="little").tobytes() for column in evaluation.matches]
         return FilterMatches(evaluation.offsets.astype("<i8").tobytes(), matches)
 
     def evaluation(self) -> Evaluation:
-        """Unpack it again."""
+        """Decode the evaluation."""
         import numpy as np
 
         offsets = np.frombuffer(self.offsets, "<i8").astype(np.int64)
@@ -101,6 +101,6 @@ Answer = FilterMatches | ScannedBatch | Unreadable
 
 
 def frame_message(message: object) -> bytes:
-    """A message as it goes over the pipe."""
+    """Encode a message as it is sent over the pipe."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(LENGTH_BYTES, "big") + body

@@ -1,7 +1,7 @@
-"""The durable state of a queue: what its deltas add up to. Whoever has the same deltas has the same state.
+"""The durable state of a queue: the fold of its deltas.
 
-The leader of a queue decides, and changes its state by nothing but deltas too; so what it has and what is read back
-after a crash cannot differ. What only the leader needs (who waits for what, what is due when) is in `queue`.
+The leader changes its state only by deltas, too, so what it holds and what is restored after a crash cannot differ.
+State that only the leader needs (waiting workers, due times) is in `queue`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from millstream.core.subscription import QueueKey
 
 
 class InternTable:
-    """A number for each text, for as long as somebody refers to it."""
+    """Assigns a number to each text while it is referenced."""
 
     __slots__ = ("_free", "_numbers", "_references", "texts")
 
@@ -47,16 +47,16 @@ class InternTable:
         return len(self._numbers)
 
     def number(self, text: str) -> int | None:
-        """The number of a text that is referred to."""
+        """Return the number of a referenced text."""
         return self._numbers.get(text)
 
     def references(self, text: str) -> int:
-        """How many messages refer to a text."""
+        """Return how many messages reference a text."""
         number = self._numbers.get(text)
         return 0 if number is None else self._references[number]
 
     def add_references(self, text: str, count: int) -> int:
-        """The number of a text that so many more messages refer to."""
+        """Return the number of a text, adding references to it."""
         number = self._numbers.get(text)
         if number is None:
             number = self._add(text)
@@ -64,7 +64,7 @@ class InternTable:
         return number
 
     def remove_references(self, number: int, count: int) -> None:
-        """So many messages no longer refer to it."""
+        """Remove references, and free the number when none is left."""
         left = self._references[number] - count
         self._references[number] = left
         if left == 0:
@@ -73,7 +73,7 @@ class InternTable:
             self._free.append(number)
 
     def texts_in_use(self) -> list[str]:
-        """Every text that is referred to, in the order of the alphabet."""
+        """Return every referenced text in alphabetical order."""
         return sorted(self._numbers)
 
     def _add(self, text: str) -> int:
@@ -90,7 +90,7 @@ class InternTable:
 
 REVIVED_MAX: Final = 100_000
 
-"""So many revived messages are remembered whose letters are not known to be closed."""
+"""The number of revived messages that are remembered until their letters are closed."""
 
 
 _REVIVED: Final = struct.Struct(f">q{LETTER_BYTES}s")
@@ -98,7 +98,7 @@ _REVIVED: Final = struct.Struct(f">q{LETTER_BYTES}s")
 
 Part = tuple[Window | Stragglers, int, int]
 
-"""Columns, and a range of indices in them."""
+"""Columns, and a range of indexes in them."""
 
 
 class WaitingRun(NamedTuple):
@@ -113,7 +113,7 @@ class WaitingRun(NamedTuple):
 
 
 class Fold:
-    """Window, messages set aside, and counts of one queue."""
+    """The window, the stragglers and the counters of one queue."""
 
     __slots__ = (
         "counters",
@@ -138,46 +138,46 @@ class Fold:
         self.workers = InternTable()
         self.reasons = InternTable()
         self.plans: dict[int, bytes] = {}
-        # The letter by which each message was revived last, until that letter is closed.
+        # The letter by which each message was last revived, until that letter is closed.
         self.revived: dict[int, bytes] = {}
-        # Unfinished messages by state; what is done is not counted.
+        # Unfinished messages by state; finished ones are not counted.
         self.counts = [0] * STATES
-        # Messages by what has happened to them since the queue began.
+        # The number of messages per kind of event since the queue started.
         self.counters = [0] * (max(DeltaKind) + 1)
         self.redelivered = 0
         self.sequence = 0
 
     @property
     def oldest(self) -> Offset:
-        """The first message that is not done; where the queue will look next if there is none."""
+        """The first unfinished message, or the next offset to scan if there is none."""
         stragglers = self.stragglers.oldest
         return Offset(self.window.start if stragglers is None else stragglers)
 
     @property
     def unfinished(self) -> int:
-        """How many messages have been looked at and are not done."""
+        """The number of scanned messages that are not done."""
         return sum(self.counts) - self.counts[DONE]
 
     def replay(self, frame: bytes) -> FrameHeader:
-        """Take a stored frame in. One that is known already is passed over, so a write can be repeated."""
+        """Apply a stored frame, ignoring one that was applied before, so that a write can be repeated."""
         header, deltas = read_frame(frame)
         if header.key != self.key:
             raise CorruptState(f"a frame of queue {header.key} does not belong to {self.key}")
         if header.sequence <= self.sequence:
             return header
         if header.sequence != self.sequence + 1:
-            raise CorruptState(f"frame {self.sequence + 1} of queue {self.key} is missing, {header.sequence} is there")
+            raise CorruptState(f"frame {self.sequence + 1} of queue {self.key} is missing; found {header.sequence}")
         for delta in deltas:
             self.apply(delta)
         self.sequence = header.sequence
         return header
 
     def apply(self, delta: Delta) -> None:
-        """Let one event happen."""
+        """Apply one event."""
         _APPLY_BY_NUMBER[delta.kind](self, delta)
 
     def parts(self, first: int, last: int) -> list[Part]:
-        """Where the messages of a range are, the oldest first; offsets that are done may be missing."""
+        """Locate the messages of a range, the oldest first; finished offsets may be missing."""
         window = self.window
         start = window.start
         if first >= start:
@@ -191,19 +191,19 @@ class Fold:
         return found
 
     def place(self, offset: int) -> tuple[Window | Stragglers, int] | None:
-        """Where one message is, or None if it is done and forgotten, or not looked at."""
+        """Locate one message; None if it is forgotten or not scanned yet."""
         if offset >= self.window.start:
             return (self.window, offset - self.window.base) if offset < self.window.end else None
         start, end = self.stragglers.indices(offset, offset)
         return (self.stragglers, start) if start < end else None
 
     def state_of(self, offset: int) -> int:
-        """The state of one message that has been looked at."""
+        """Return the state of a scanned message."""
         place = self.place(offset)
         return DONE if place is None else place[0].states[place[1]]
 
     def waiting_runs(self, first: int, last: int) -> list[WaitingRun]:
-        """The messages of a range that wait for a time: leased or parked."""
+        """Return the leased and parked messages of a range."""
         found = []
         for columns, start, end in self.parts(first, last):
             for state in (LEASED, PARKED):
@@ -215,7 +215,7 @@ class Fold:
         return found
 
     def leased_to(self, worker: str) -> list[WaitingRun]:
-        """Every message that a worker holds."""
+        """Return every message that a worker holds."""
         number = self.workers.number(worker)
         found: list[WaitingRun] = []
         if number is None:
@@ -233,7 +233,7 @@ class Fold:
     # -- one event each --------------------------------------------------------------------------------------
 
     def _require_parts(self, delta: Delta) -> list[Part]:
-        """Where all messages of a delta are."""
+        """Locate all messages of a delta, which must exist."""
         window = self.window
         first, last = delta.first, delta.last
         base = window.base
@@ -253,7 +253,7 @@ class Fold:
     def _apply_scanned(self, delta: Delta) -> None:
         window = self.window
         if delta.first != window.base + len(window.states) or delta.last < delta.first:
-            raise CorruptState(f"queue {self.key} was looked at from {delta.first} on, not from {window.end}")
+            raise CorruptState(f"queue {self.key} was scanned from {delta.first} on, not from {window.end}")
         count = delta.last - delta.first + 1
         window.grow(count)
         self.counts[AVAILABLE] += count
@@ -295,12 +295,12 @@ class Fold:
             self.redelivered += count
 
     def _apply_returned(self, delta: Delta) -> None:
-        """The messages wait again, for a worker or for a time."""
+        """Make messages available again, or park them until a time."""
         parked = delta.due_ms > delta.time_ms
         for columns, start, end in self._require_parts(delta):
             self._move(columns, start, end, PARKED if parked else AVAILABLE)
             if delta.kind == DeltaKind.RELEASED and delta.attempt < columns.attempts[start]:
-                # It was returned: a delivery that nobody has looked at does not count.
+                # The message was returned unseen, so the delivery does not count.
                 columns.attempts[start:end] = bytes((delta.attempt,)) * (end - start)
             if parked:
                 columns.set_due(start, end, delta.due_ms)
@@ -323,13 +323,13 @@ class Fold:
         self.plans[delta.first] = delta.extra
 
     def _finish(self, delta: Delta) -> None:
-        """Nothing more will happen to the messages."""
+        """Mark messages as done."""
         for columns, start, end in self._require_parts(delta):
             self._end(columns, start, end)
         self.counters[delta.kind] += delta.last - delta.first + 1
 
     def _apply_failed(self, delta: Delta) -> None:
-        """The messages have ended as dead letters, or without a trace."""
+        """Mark messages as dead-lettered or dropped, and discard their plans."""
         self._finish(delta)
         if self.plans:
             self._drop_plans(delta.first, delta.last)
@@ -362,7 +362,7 @@ class Fold:
         window = self.window
         start = delta.first - window.base
         if delta.first < window.start or delta.last >= window.end:
-            raise CorruptState(f"queue {self.key} has no messages {delta.first} to {delta.last} to set aside")
+            raise CorruptState(f"queue {self.key} has no messages {delta.first} to {delta.last} to leave behind")
         self.stragglers.take_from(window, delta.first, delta.last, delta.extra)
         window.set_state(start, start + delta.last - delta.first + 1, DONE)
         window.note_finished(delta.last - delta.first + 1)
@@ -376,7 +376,7 @@ class Fold:
             if offset >= self.window.start:
                 columns, index = self.window, offset - self.window.base
                 if offset >= self.window.end or columns.states[index] != DONE:
-                    raise CorruptState(f"{delta.kind.name} {offset}: queue {self.key} is not done with it")
+                    raise CorruptState(f"{delta.kind.name} {offset}: the message is not done in queue {self.key}")
                 columns.clear(index)
             else:
                 self.stragglers.revive(offset, key)
@@ -395,7 +395,7 @@ class Fold:
     # -- their steps -----------------------------------------------------------------------------------------
 
     def _move(self, columns: Window | Stragglers, start: int, end: int, state: int) -> None:
-        """Let messages that are in the same state and with the same holder go to another state."""
+        """Move messages with equal state and holder to another state."""
         self._leave_state(columns, start, end - start)
         columns.set_state(start, end, state)
         self.counts[state] += end - start
@@ -431,7 +431,7 @@ class Fold:
 
 
 def encode_revivals(revivals: Iterable[Revival]) -> bytes:
-    """Keys and letters of messages, as a delta has them."""
+    """Encode the keys and letters of revived messages for a delta."""
     return b"".join(_REVIVED.pack(one.key, one.letter) for one in revivals)
 
 
@@ -442,7 +442,7 @@ def _waiting(columns: Window | Stragglers, state: int, start: int, end: int) -> 
 
 
 def _consecutive_ranges(places: npt.NDArray[np.intp]) -> list[tuple[int, int]]:
-    """Cut ascending places into ranges."""
+    """Group ascending indexes into ranges."""
     cuts = np.flatnonzero(np.diff(places) != 1)
     starts = places[np.concatenate(([0], cuts + 1))]
     ends = places[np.concatenate((cuts, [len(places) - 1]))] + 1
@@ -474,4 +474,4 @@ _APPLY: Final[dict[DeltaKind, Callable[[Fold, Delta], None]]] = {
 
 _APPLY_BY_NUMBER: Final = tuple(_APPLY[DeltaKind(max(kind, 1))] for kind in range(max(DeltaKind) + 1))
 
-"""The same by number, as this is asked for with every event."""
+"""The same indexed by number, since every event looks it up."""

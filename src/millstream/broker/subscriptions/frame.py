@@ -1,13 +1,12 @@
-"""Deltas as bytes. A frame holds all deltas of one moment of a queue; it is stored whole or not at all.
+"""Encode the deltas of a queue. A frame holds the deltas of one moment, and is stored as a whole or not at all.
 
     header   format, flags, subscription id, topic id, partition, leader epoch, sequence, filter version,
              number of rows, of texts, of extras
     lengths  of each text and each extra, 4 bytes each
     rows     48 bytes each: kind, attempt, worker, reason, extra (numbers of texts and extras), first, last, due, time
-    texts    in UTF-8, one behind the other; then the extras
+    texts    in UTF-8, concatenated; then the extras
 
-Rows have a fixed width, so that numpy reads many of them at once. What follows the header is compressed when that
-is worth it.
+Rows have a fixed width, so that numpy can read many at once. Everything after the header is compressed if it is large.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from millstream.protocol.records.compression import compress, decompress
 
 FORMAT: Final = 1
 FRAME_BYTES_MAX: Final = 1 << 28
-"""No frame takes more, decompressed."""
+"""The maximum size of a frame after decompression."""
 
 ROWS: Final = np.dtype(
     [
@@ -44,7 +43,7 @@ ROWS: Final = np.dtype(
         ("time_ms", "<i8"),
     ]
 )
-"""The rows of a frame. A number of 0 means none for worker, reason and extra."""
+"""The layout of rows; 0 means no worker, reason or extra."""
 
 _HEADER: Final = struct.Struct("<BB16s16siiqqIII")
 _ROW: Final = struct.Struct("<BBHIIIqqqq")
@@ -53,7 +52,7 @@ _COMPRESS_MIN: Final = 1024
 
 
 class FrameHeader(NamedTuple):
-    """What all deltas of a frame have in common."""
+    """Fields shared by all deltas of a frame."""
 
     key: QueueKey
     leader_epoch: int
@@ -62,14 +61,14 @@ class FrameHeader(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame that was read."""
+    """A decoded frame."""
 
     header: FrameHeader
     deltas: list[Delta]
 
 
 def write_frame(header: FrameHeader, deltas: Sequence[Delta]) -> bytes:
-    """The bytes of deltas."""
+    """Encode deltas as a frame."""
     texts: dict[str, int] = {"": 0}
     extras: list[bytes] = []
     pack = _ROW.pack
@@ -112,12 +111,12 @@ def write_frame(header: FrameHeader, deltas: Sequence[Delta]) -> bytes:
 
 
 def read_header(data: bytes) -> FrameHeader:
-    """Read the header of a frame alone."""
+    """Decode only the header of a frame."""
     return _read_header(data)[0]
 
 
 def read_frame(data: bytes) -> Frame:
-    """Read a frame; raise `CorruptState` for what is none."""
+    """Decode a frame, or raise `CorruptState`."""
     header, flags, row_count, text_count, extra_count = _read_header(data)
     body = memoryview(data)[_HEADER.size :]
     if flags & _COMPRESSED:
@@ -128,10 +127,10 @@ def read_frame(data: bytes) -> Frame:
     lengths_bytes = 4 * (text_count + extra_count)
     rows_end = lengths_bytes + _ROW.size * row_count
     if rows_end > len(body):
-        raise CorruptState("a frame of deltas is cut off")
+        raise CorruptState("a frame of deltas is truncated")
     lengths = np.frombuffer(body[:lengths_bytes], "<u4").tolist()
     if rows_end + sum(lengths) != len(body):
-        raise CorruptState("the texts of a frame of deltas do not fill it")
+        raise CorruptState("the texts of a frame of deltas do not match its length")
     blobs = list(_blobs(body, rows_end, lengths))
     texts = ["", *(blob.decode("utf-8", "replace") for blob in blobs[:text_count])]
     return Frame(header, _read_rows(body[lengths_bytes:rows_end], texts, [b"", *blobs[text_count:]]))
@@ -144,7 +143,7 @@ def _read_header(data: bytes) -> tuple[FrameHeader, int, int, int, int]:
         _HEADER.unpack_from(data)
     )
     if form != FORMAT:
-        raise CorruptState(f"a frame of deltas has the unknown format {form}")
+        raise CorruptState(f"a frame of deltas has unknown format {form}")
     key = QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))
     return FrameHeader(key, epoch, sequence, filter_version), flags, rows, texts, extras
 
@@ -173,5 +172,5 @@ def _read_rows(rows: memoryview, texts: list[str], extras: list[bytes]) -> list[
                 )
             )
     except (ValueError, IndexError) as error:
-        raise CorruptState(f"a row of a frame of deltas cannot be: {error}") from error
+        raise CorruptState(f"a frame of deltas has an invalid row: {error}") from error
     return deltas

@@ -1,4 +1,4 @@
-"""What workers are given and what they say: leases, and what settles them."""
+"""Values that a queue exchanges with its callers: leases, settlements, rejected and revived messages."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ class Lease(NamedTuple):
     first: Offset
     last: Offset
     attempt: int
-    """The how manieth delivery this is, from 1."""
+    """The number of this delivery, from 1."""
     deadline_ms: int
 
 
 class Settlement(NamedTuple):
-    """One verb about consecutive messages; it is carried out for all of them or for none."""
+    """A verb for consecutive messages, which applies to all of them or to none."""
 
     first: Offset
     last: Offset
     verb: Verb
     delay_ms: int | None = None
-    """Release: how long until the next attempt, None for the declared backoff. Return: the same, None for at once.
-    Extend: for how long from now on, None for the declared lease."""
+    """Release: the time until the next attempt, None for the declared backoff. Return: the same, None for immediately.
+    Extend: the length of the lease from now on, None for the declared one.
+    """
     reason: str = ""
-    """Release, reject: why; the dead letter carries it."""
+    """Why a message is released or rejected; the dead letter carries it."""
     attempt: int | None = None
-    """The delivery that the worker speaks of, so that an old lease of it does not settle a newer one; None for any."""
+    """The delivery to settle, so that an old lease does not settle a newer one; None for any."""
 
     def not_held_by(self, worker: str) -> InvalidRecordState:
-        """Why it is refused when the worker has no lease, or one of another delivery."""
+        """Build the error for a worker without a lease, or with one of another delivery."""
         what = f"message {self.first}" if self.first == self.last else f"messages {self.first} to {self.last}"
-        return InvalidRecordState(f"{worker} does not hold {what}, or not any more")
+        return InvalidRecordState(f"{worker} does not hold {what} any more, or never did")
 
 
 LETTER_BYTES: Final = 28
@@ -50,18 +51,18 @@ class Rejected(NamedTuple):
     attempts: int
     reason: str
     first_ms: int
-    """When it was delivered for the first time."""
+    """The time of the first delivery."""
     time_ms: int
-    """When it was rejected."""
+    """The time of the rejection."""
     plan: bytes
-    """How it will be produced, as it was planned; empty until then."""
+    """The plan of the letter; empty until there is one."""
 
 
 class Revival(NamedTuple):
-    """A message that is to be delivered again, and the dead letter by which it is."""
+    """A message to deliver again, and its dead letter."""
 
     offset: Offset
     key: int
-    """The hash of its key, 0 without one."""
+    """The hash of the key; 0 without a key."""
     letter: bytes
-    """Where the letter is, `LETTER_BYTES` long."""
+    """The position of the letter, `LETTER_BYTES` long."""

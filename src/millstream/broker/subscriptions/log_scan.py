@@ -1,5 +1,6 @@
-"""What a queue has to know of a stretch of the log before it can hand it out: which offsets hold messages, which of
-them are delayed, and their keys. Batches that raise none of these questions are not opened.
+"""Scan a range of the log for a queue: which offsets hold messages, which are delayed, and their keys.
+
+Batches for which none of this matters are not decoded.
 """
 
 from __future__ import annotations
@@ -21,35 +22,35 @@ from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import Buffer, iterate_whole_headers, read_header
 
 SCANNED_BYTES_MAX: Final = 2 * 1024 * 1024
-"""So much is looked through on the loop at once: a few milliseconds."""
+"""How much is scanned on the loop at once: a few milliseconds' worth."""
 
 
 class ScannedRange(NamedTuple):
-    """A part of the log as a queue looks at it."""
+    """A range of the log as a queue sees it."""
 
     records: Buffer
     first: Offset
     next_offset: Offset
     absent: Ranges
     delayed: Ranges
-    """Delayed messages: offset and time."""
+    """Delayed messages, as pairs of offset and time."""
     keys: npt.NDArray[np.int64] | None
     scanned_bytes: int = 0
-    """How much was looked through."""
+    """How many bytes were examined."""
     is_heavy: bool = False
-    """Whether it ends with a batch that is still to be opened, elsewhere."""
+    """Whether the range ends with a batch that still has to be scanned elsewhere."""
     unreadable: tuple[tuple[int, int, str], ...] = ()
-    """Batches that cannot be read, each as its first and last offset and the reason; they are absent."""
+    """Unreadable batches, each as its first and last offset and the reason; their offsets are absent."""
     damage: DamagedRange | None = None
-    """Why all of it is absent, if the disk lost it."""
+    """The damage because of which the whole range is absent."""
 
     @property
     def batch_first(self) -> int:
-        """The first offset of the heavy batch that is looked at."""
+        """The first offset to scan in the heavy batch."""
         return max(int(self.first), read_header(self.records).base_offset)
 
     def with_batch_scan(self, scan: BatchScan | str) -> ScannedRange:
-        """The same with its heavy batch opened, or with the reason why it cannot be."""
+        """Return the range with its heavy batch scanned, or with the reason why it is unreadable."""
         first = self.batch_first
         if isinstance(scan, str):
             lost = (first, self.next_offset - 1)
@@ -61,14 +62,14 @@ class ScannedRange(NamedTuple):
 
 
 def readable_end(partition: Partition, isolation: str) -> Offset:
-    """Up to where a queue may look."""
+    """Return the offset up to which a queue may read."""
     return partition.last_stable_offset if isolation == READ_COMMITTED else partition.high_watermark
 
 
 def read_batches(
     partition: Partition, offset: Offset, isolation: str, *, max_bytes: int, at_least_one: bool = True
 ) -> tuple[Buffer, Ranges]:
-    """Whole batches from an offset on, and the aborted transactions among them."""
+    """Read whole batches from an offset on, with the aborted transactions among them."""
     if isolation == READ_COMMITTED:
         committed = partition.read_committed(offset, max_bytes=max_bytes, at_least_one=at_least_one)
         return committed.records, committed.aborted
@@ -84,14 +85,14 @@ def scan_log(
     offsets_max: int,
     with_keys: bool = False,
 ) -> ScannedRange | None:
-    """Look at the log from an offset on; None when there is nothing to see yet."""
+    """Scan the log from an offset on; None if there is nothing to read yet."""
     try:
         records, aborted = read_batches(partition, offset, isolation, max_bytes=max_bytes)
     except DamagedRange as damage:
         next_offset = Offset(min(damage.next_offset, readable_end(partition, isolation)))
         return _damaged_range(offset, next_offset, damage, with_keys=with_keys)
     except RepairPending:
-        # Whoever waits is woken when it is back, or when nobody has it.
+        # Waiting workers are woken when the range is repaired, or when no replica has it.
         return None
     absent: Ranges = []
     delayed: Ranges = []
@@ -107,7 +108,7 @@ def scan_log(
             break
         first = max(position, header.base_offset)
         gap = [(int(position), header.base_offset - 1)] if header.base_offset > position else []
-        # Asked of markers too, which end what is aborted.
+        # Markers are passed too, since they end aborted transactions.
         is_aborted = aborted_batches.holds(header.last_offset, header.attributes, header.producer_id)
         if header.is_control or is_aborted:
             absent += [*gap, (first, header.last_offset)]
@@ -140,7 +141,7 @@ def scan_log(
 
 
 def scan_heavy_batch(scanned: ScannedRange) -> ScannedRange:
-    """Open the heavy batch of a stretch in this process."""
+    """Scan the heavy batch of a range in this process."""
     header, with_keys = read_header(scanned.records), scanned.keys is not None
     try:
         return scanned.with_batch_scan(
@@ -153,7 +154,7 @@ def scan_heavy_batch(scanned: ScannedRange) -> ScannedRange:
 def _damaged_range(
     offset: Offset, next_offset: Offset, damage: DamagedRange, *, with_keys: bool
 ) -> ScannedRange | None:
-    """A stretch that the disk has lost: nothing is there, and what follows goes on."""
+    """Return a range without messages, which the disk has lost; the scan continues after it."""
     if next_offset <= offset:
         return None
     keys = np.zeros(next_offset - offset, np.int64) if with_keys else None
@@ -161,9 +162,9 @@ def _damaged_range(
 
 
 async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int, int], Offset]:
-    """Find every message of the batch that holds an offset, with the number of its key, and the offset after the batch.
+    """Return the keys of the messages in the batch that contains an offset, and the offset after the batch.
 
-    What cannot be read any more, or cannot be opened, has none; what is being repaired raises `RepairPending`.
+    A batch that is unreadable or no longer stored has no keys. Raises `RepairPending` while it is being repaired.
     """
     found: dict[int, int] = {}
     try:
@@ -185,7 +186,7 @@ async def keys_in_batch(partition: Partition, offset: Offset) -> tuple[dict[int,
 
 
 def batches_covering(records: Buffer, leased: list[tuple[int, int]]) -> Iterator[memoryview]:
-    """The batches of a stretch that hold something of the given ranges, which are in order; neighbours together."""
+    """Yield the batches that overlap the given ascending ranges, adjacent ones together."""
     view = memoryview(records)
     begin = end = 0
     ranges = iter(leased)
@@ -207,6 +208,6 @@ def batches_covering(records: Buffer, leased: list[tuple[int, int]]) -> Iterator
 
 
 def batch_ends(records: Buffer) -> tuple[list[int], Offset]:
-    """The last offset of every batch, and the offset after all of them."""
+    """Return the last offset of every batch, and the offset after all of them."""
     ends = [int(header.last_offset) for header in iterate_whole_headers(records)]
     return ends, Offset(ends[-1] + 1 if ends else -1)

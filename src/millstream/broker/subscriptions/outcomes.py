@@ -1,4 +1,15 @@
-"""How much the queues of a node keep of how their messages have ended, all of them together."""
+"""How messages of a queue ended, as their publishers can ask.
+
+Before the end a message is `waiting` for a worker (also if it is not scanned yet), `blocked` behind an earlier message
+of its key, `delayed` until a time (as published, or for a retry), `leased` to a worker until a time, or `rejected` and
+on its way to the dead letter topic.
+
+At the end it is `accepted`, `dead-lettered`, `dropped` (out of attempts, without a dead letter topic), `filtered`,
+`skipped` (the subscription started after it, was moved, or retention deleted it), `absent` (the offset holds no message
+that the subscription could deliver), or `done` if the outcome is no longer known.
+
+Outcomes are found in the last frames of each queue, within a memory limit for all queues of the node.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +28,27 @@ if TYPE_CHECKING:
     from millstream.broker.subscriptions.fold import Fold
 
 NODE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""There may be very many queues, so each of them keeping a little would be too much."""
+"""The limit for all queues together, of which there may be very many."""
 
 
 class OutcomeHolder(Protocol):
-    """A queue's share."""
+    """A queue's outcomes."""
 
     def clear(self) -> int:
-        """Keep nothing any more; how many bytes that were."""
+        """Discard everything; return how many bytes that freed."""
 
 
 class OutcomeBudget:
-    """Counts what is kept; beyond the limit, queues that have written nothing for longest forget."""
+    """Limits the memory of outcomes; beyond it, the least recently written queues lose theirs."""
 
     def __init__(self, bytes_max: int = NODE_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
-        # The one that has written last comes last.
+        # The most recently written comes last.
         self._holders: dict[OutcomeHolder, None] = {}
         self.bytes = 0
 
     def resize(self, holder: OutcomeHolder, size: int) -> None:
-        """A queue keeps so much more than before, or less."""
+        """Record that a queue's outcomes grew or shrank."""
         self._holders.pop(holder, None)
         self._holders[holder] = None
         self.bytes += size
@@ -45,7 +56,7 @@ class OutcomeBudget:
             self.release(next(iter(self._holders)))
 
     def release(self, holder: OutcomeHolder) -> None:
-        """A queue keeps nothing any more."""
+        """Discard a queue's outcomes."""
         if holder in self._holders:
             del self._holders[holder]
             self.bytes -= holder.clear()
@@ -53,11 +64,11 @@ class OutcomeBudget:
 
 FRAMES_BYTES_MAX: Final = 32 * 1024
 
-"""How much is remembered of one queue."""
+"""How much is kept per queue."""
 
 WATCHERS_MAX: Final = 256
 
-"""How many may wait to be told of messages of one queue."""
+"""The maximum number of callers that wait for messages of one queue."""
 
 
 _FINAL_KINDS: Final = frozenset(
@@ -74,7 +85,7 @@ _FINAL_KINDS: Final = frozenset(
 
 
 class OutcomeHistory:
-    """The last frames of one queue."""
+    """The last frames of one queue, and the callers that wait for a message to end."""
 
     __slots__ = ("_budget", "_bytes", "_frames", "_watchers")
 
@@ -82,22 +93,22 @@ class OutcomeHistory:
         self._frames: deque[bytes] = deque()
         self._bytes = 0
         self._budget: OutcomeBudget | None = None
-        # Who waits, and for which message.
+        # By future, the message that a caller waits for.
         self._watchers: dict[asyncio.Future[Delta | None], int] = {}
 
     def share(self, budget: OutcomeBudget) -> None:
-        """Let what is kept count together with that of other queues."""
+        """Count the frames towards a budget shared with other queues."""
         self._budget = budget
         budget.resize(self, self._bytes)
 
     def clear(self) -> int:
-        """Keep no frame any more."""
+        """Discard all frames."""
         self._frames.clear()
         freed, self._bytes = self._bytes, 0
         return freed
 
     def add_frame(self, frame: bytes) -> None:
-        """Keep a frame; the oldest ones go. Whoever waits for one of its messages is told how that has ended."""
+        """Add a frame, dropping the oldest ones, and notify callers whose message it ends."""
         before = self._bytes
         self._frames.append(frame)
         self._bytes += len(frame)
@@ -113,13 +124,13 @@ class OutcomeHistory:
                     watcher.set_result(ended)
 
     def check_finished(self, fold: Fold) -> None:
-        """Something has happened: have those look again whose message has ended, although that is not written yet."""
+        """Wake callers whose message is done although the frame is not written yet."""
         for watcher, offset in self._watchers.items():
             if offset < fold.window.end and fold.state_of(offset) == DONE and not watcher.done():
                 watcher.set_result(None)
 
     def close(self) -> None:
-        """The queue has gone: tell everybody who waits."""
+        """Wake all callers: the queue was closed."""
         if self._budget is not None:
             self._budget.release(self)
         for watcher in self._watchers:
@@ -127,16 +138,16 @@ class OutcomeHistory:
                 watcher.set_result(None)
 
     def wait_for(self, offset: int) -> asyncio.Future[Delta | None]:
-        """Done when a message has ended, with how, if that is written already; or when the queue has gone."""
+        """Return a future for the delta that ends a message; None if it is not written yet or the queue is closed."""
         self._watchers = {watcher: one for watcher, one in self._watchers.items() if not watcher.done()}
         if len(self._watchers) >= WATCHERS_MAX:
-            raise PolicyViolation(f"{WATCHERS_MAX} wait to be told of messages of this queue already; ask without wait")
+            raise PolicyViolation(f"{WATCHERS_MAX} callers already wait for messages of this queue; ask without a wait")
         watcher: asyncio.Future[Delta | None] = asyncio.get_running_loop().create_future()
         self._watchers[watcher] = offset
         return watcher
 
     def find(self, offset: int) -> Delta | None:
-        """How a message has ended, if that is remembered."""
+        """Find the delta that ended a message, if it is still known."""
         for frame in reversed(self._frames):
             ended = _final_delta(offset, read_frame(frame).deltas)
             if ended is not None:
@@ -145,7 +156,7 @@ class OutcomeHistory:
 
 
 def _final_delta(offset: int, deltas: Sequence[Delta]) -> Delta | None:
-    """The last of some events that ends a message."""
+    """Find the last delta that ends a message."""
     for delta in reversed(deltas):
         if delta.kind in _FINAL_KINDS and _concerns(delta, offset):
             return delta
@@ -154,7 +165,7 @@ def _final_delta(offset: int, deltas: Sequence[Delta]) -> Delta | None:
 
 def _concerns(delta: Delta, offset: int) -> bool:
     if delta.kind == DeltaKind.SOUGHT:
-        # The queue went on elsewhere: nothing before says anything of what it does with the message now.
+        # The queue was moved: earlier deltas say nothing about what it does with the message now.
         return True
     if not delta.first <= offset <= delta.last:
         return False
@@ -184,7 +195,7 @@ _OTHER_FINAL_KINDS: Final = [kind for kind in _FINAL_STATES if kind != DeltaKind
 
 
 class MessageState(NamedTuple):
-    """Where a message is: the state, the number of its last delivery, and the time that it waits for, or 0."""
+    """The state of a message, its last delivery, and the time it waits for or 0."""
 
     state: str
     attempt: int = 0
@@ -193,15 +204,15 @@ class MessageState(NamedTuple):
 
 
 async def message_state(delivery: Delivery, offset: int, *, start: int | None, wait_s: float) -> MessageState:
-    """Where a message is; with a wait, answered when that is final, or the wait is over.
+    """Return the state of a message; with a wait, once it is final or the wait is over.
 
-    What is told is durable. `start` is where the subscription began on the partition, if that is known.
+    The result is durable. `start` is where the subscription started on the partition, if known.
     """
     deadline = asyncio.get_running_loop().time() + wait_s
     while True:
         found = _current_state(delivery, offset, start)
         if found is None:
-            # What was decided of it may not be written yet, and only what is written says how it ended.
+            # The outcome may not be written yet, and only the written frame tells it.
             await delivery.durable(is_all=True)
             return _recalled_state(delivery, offset)
         left_s = deadline - asyncio.get_running_loop().time()
@@ -213,17 +224,17 @@ async def message_state(delivery: Delivery, offset: int, *, start: int | None, w
             await asyncio.wait([waiter], timeout=left_s)
             final = waiter.result() if waiter.done() else None
         finally:
-            # Whoever gives up makes room for others.
+            # Make room for other callers.
             waiter.cancel()
         if final is not None or delivery.is_closed:
-            # If it is closed, this raises why.
+            # If the queue is closed, this raises the reason.
             await delivery.durable()
         if final is not None:
             return _final_state(final)
 
 
 def _current_state(delivery: Delivery, offset: int, start: int | None) -> MessageState | None:
-    """Where it is; None when it has ended."""
+    """Return the current state; None if the message has ended."""
     fold = delivery.queue.fold
     if start is not None and offset < start and not fold.counters[DeltaKind.SOUGHT]:
         return MessageState("skipped", is_final=True)
@@ -243,7 +254,7 @@ def _recalled_state(delivery: Delivery, offset: int) -> MessageState:
     if final is not None:
         return _final_state(final)
     counters = delivery.queue.fold.counters
-    # Where nothing has ever ended in another way, this has not either.
+    # If no message ever ended in another way, this one was accepted.
     is_certain = not any(counters[kind] for kind in _OTHER_FINAL_KINDS)
     return MessageState("accepted" if is_certain else "done", is_final=True)
 

@@ -1,11 +1,11 @@
-"""One subscription on one partition: which message is with whom, and what comes next. Pure: no clock, no I/O.
+"""Decide which worker holds which message of one subscription on one partition. Pure: no clock, no I/O.
 
-Every change is a delta that is applied to the `Fold` and kept until `drain`, so that the stored deltas give the same
-state again. Beside it the queue keeps what may be lost with the process and is made anew from the fold: what is
-available next (`Supply`), what is due when (`DueIndex`), and whose turn it is (`KeyOrder`).
+Every change is a delta that is applied to the `Fold` and kept until `drain`, so that the stored deltas reproduce the
+state. State that may be lost with the process is rebuilt from the fold: what is available next (`Supply`), what is due
+when (`DueIndex`), and whose turn it is per key (`KeyOrder`).
 
-`now_ms` is the time of day. Whatever is due by then happens first, so a lease that has ended is never settled. When
-the time of day is put back, leases and waits for a retry last no longer for that.
+`now_ms` is the wall clock. Whatever is due by then happens first, so an expired lease is never settled. When the wall
+clock is set back, leases and retry delays are shortened accordingly.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from millstream.core.verb import Verb
 
 CLOCK_STEP_MS: Final = 1000
 
-"""Clocks that are put back by less are left alone: everything ends late by no more than this."""
+"""Smaller steps back of the clock are ignored: everything ends late by at most this."""
 
 
 def shift_deadlines(fold: Fold, by_ms: int, now_ms: int) -> Iterator[Delta]:
-    """Have leases and waits for a retry end as much earlier; a message that has a time of its own waits for it."""
+    """Yield deltas that end leases and retry delays earlier; messages published with a delay keep their time."""
     for run in fold.waiting_runs(0, fold.window.end):
         due_ms = run.due_ms - by_ms
         if run.state == LEASED:
@@ -63,7 +63,7 @@ PARKED_MAX: Final = 1_000_000
 
 DENSE_MAX: Final = 65_536
 
-"""A window of more offsets sets aside what holds its start back."""
+"""A larger window leaves behind messages that hold its start back."""
 
 
 ATTEMPTS_COUNTED_MAX: Final = 255
@@ -72,7 +72,7 @@ REASON_LENGTH_MAX: Final = 500
 
 REASONS_MAX: Final = 1024
 
-"""So many different reasons are kept of messages on their way to the dead letter topic; further ones have none."""
+"""The number of different rejection reasons kept at a time; further ones are dropped."""
 
 
 _PENDING_MAX: Final = 1000
@@ -102,17 +102,17 @@ _DEFERRABLE: Final = (
     DeltaKind.LETTER_CLOSED,
 )
 
-"""What would be found out again after a crash, or does not matter then, and so may ride along with the next write."""
+"""Deltas that a scan would find again after a crash, or that do not matter then; they wait for the next write."""
 
 _IS_MERGEABLE: Final = tuple(kind in _MERGEABLE for kind in range(max(DeltaKind) + 1))
 
 _IS_DEFERRABLE: Final = tuple(kind in _DEFERRABLE for kind in range(max(DeltaKind) + 1))
 
-"""Both by number: they are asked for with every event."""
+"""Both indexed by number, since every event looks them up."""
 
 
 class Counts(NamedTuple):
-    """How many unfinished messages are in which state, of those that have been looked at."""
+    """The number of scanned, unfinished messages by state."""
 
     available: int
     leased: int
@@ -124,7 +124,7 @@ class Counts(NamedTuple):
 
 
 class Queue:
-    """The machine that the leader of a partition runs for a subscription."""
+    """The state machine that the leader of a partition runs for one subscription."""
 
     def __init__(
         self,
@@ -137,11 +137,11 @@ class Queue:
         parked_max: int = PARKED_MAX,
         dense_max: int = DENSE_MAX,
     ) -> None:
-        """With a snapshot it goes on from there; without one `begin` says where it starts."""
+        """Restore from a snapshot; without one, `begin` sets the start."""
         self.settings = settings
-        """May be replaced, except that `ordered` stays: a queue that changes it is made anew from a snapshot."""
+        """May be replaced, except for `ordered`: a queue that changes it is restored from a snapshot."""
         self.filter_version = 0
-        """Stands in every frame, so that the ledger knows which filter decided."""
+        """Written into every frame, to record which filter decided."""
         self._leader_epoch = leader_epoch
         self._window_max = window_max
         self._parked_max = parked_max
@@ -152,12 +152,12 @@ class Queue:
         self._pending: list[Delta] = []
         self._is_urgent = False
         self.has_leases = False
-        """Whether there are leases to store that may be forgotten after a crash: they can wait for what is urgent."""
+        """Whether leases wait to be stored that may be lost in a crash, and so can wait for something urgent."""
         self._order = KeyOrder(0) if settings.ordered else None
         self._rebuild()
 
     def _rebuild(self) -> None:
-        """Make anew what is not stored; also when the window is empty and stands elsewhere."""
+        """Rebuild what is not stored; also called when an empty window moves elsewhere."""
         fold, start = self._fold, self._fold.window.start
         self._stragglers_checked_at = 0
         self._ticked_ms = 0
@@ -177,23 +177,23 @@ class Queue:
 
     @property
     def fold(self) -> Fold:
-        """Its durable state, for looking only."""
+        """The durable state, read-only."""
         return self._fold
 
     @property
     def is_started(self) -> bool:
-        """Whether it has a place in the log."""
+        """Whether the queue has a position in the log."""
         return self._fold.is_started
 
     @property
     def next_scan_offset(self) -> Offset:
-        """Where the driver reads on."""
+        """The offset to scan next."""
         window = self._fold.window
         return Offset(window.end if self._order is None else max(self._order.next_scan_offset, window.start))
 
     @property
     def room(self) -> int:
-        """How many offsets the driver may look further; 0 while too many messages wait."""
+        """The number of offsets that may be scanned; 0 while too many messages wait."""
         if self._order is not None and self._order.has_unread_holders:
             return self._order.scan_offsets_max
         window = self._fold.window
@@ -201,7 +201,7 @@ class Queue:
 
     @property
     def is_ready(self) -> bool:
-        """Whether messages can be given; after a restart an ordered queue learns first, by `scan`, who holds a key."""
+        """Whether messages can be leased; after a restart an ordered queue first learns which messages hold a key."""
         return self._order is None or self._order.is_ready
 
     @property
@@ -211,12 +211,12 @@ class Queue:
 
     @property
     def oldest(self) -> Offset:
-        """The first message that is not done, or where the queue looks next."""
+        """The first unfinished message, or the next offset to scan."""
         return self._fold.oldest
 
     @property
     def counts(self) -> Counts:
-        """How many messages are in which state."""
+        """The number of messages by state."""
         counts = self._fold.counts
         return Counts(
             available=counts[AVAILABLE],
@@ -228,20 +228,20 @@ class Queue:
         )
 
     def counter(self, kind: DeltaKind) -> int:
-        """To how many messages this has happened since the queue began; a message counts each time."""
+        """Return how often an event has happened to messages since the queue started."""
         return self._fold.counters[kind]
 
     @property
     def redelivered(self) -> int:
-        """How many deliveries were not the first of their message."""
+        """The number of deliveries after the first of a message."""
         return self._fold.redelivered
 
     def in_flight(self, worker: str) -> int:
-        """How many messages a worker holds."""
+        """Return how many messages a worker holds."""
         return self._fold.workers.references(worker)
 
     def backlog(self, end_offset: int) -> int:
-        """How many messages are not done, about: those not looked at yet may be filtered out."""
+        """Return the approximate number of unfinished messages; unscanned ones may be filtered out."""
         return self._fold.unfinished + max(0, end_offset - self._fold.window.end)
 
     # -- looking ahead ---------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ class Queue:
             self._leave_behind(now_ms)
 
     def _leave_behind(self, now_ms: int) -> None:
-        """Let the start of the window move on, unless what is there is about to be taken or fills it anyway."""
+        """Advance the start of the window, unless its messages are about to be leased or fill the window anyway."""
         window, stragglers = self._fold.window, self._fold.stragglers
         self._stragglers_checked_at = window.end
         while window.span > self._dense_max and self.is_ready:
@@ -328,7 +328,7 @@ class Queue:
 
     @property
     def next_available(self) -> Offset | None:
-        """The oldest message that `acquire` would give, unless limits of the worker keep it from it."""
+        """The oldest message that `acquire` would lease, apart from the worker's limits."""
         if not self.is_ready or not self._fold.counts[AVAILABLE]:
             return None
         found = self._supply.peek(_NO_LIMIT)
@@ -343,10 +343,10 @@ class Queue:
         until: int | None = None,
         batch_ends: Sequence[int] | None = None,
     ) -> list[Lease]:
-        """Lease the oldest available messages to a worker, none at `until` or beyond.
+        """Lease the oldest available messages before `until` to a worker.
 
-        With the last offsets of batches, the batch in which the limit falls is filled up: it is sent whole anyway. An
-        ordered queue does not do so, since what comes next of a key must not be given together with what came before.
+        With `batch_ends`, the batch in which the limit falls is leased to its end, since it is sent as a whole. An
+        ordered queue does not do so: a message must not be delivered together with an earlier one of its key.
         """
         if self._dues.next_ms <= now_ms:
             self.tick(now_ms)
@@ -391,7 +391,7 @@ class Queue:
     # -- taking them back ------------------------------------------------------------------------------------
 
     def settle(self, worker: str, verbs: Sequence[Settlement], *, now_ms: int) -> list[InvalidRecordState | None]:
-        """Carry out what a worker says of messages that it holds; for each verb None or why it was refused."""
+        """Settle messages of a worker; return None or the error for each settlement."""
         if self._dues.next_ms <= now_ms:
             self.tick(now_ms)
         return [self._settle(worker, verb, now_ms) for verb in verbs]
@@ -415,7 +415,7 @@ class Queue:
                 self._reject(first, last, attempt, worker, now_ms, settle.reason)
             elif verb == Verb.RETURN:
                 due_ms = now_ms + (settle.delay_ms or 0)
-                # What waits in its first attempt holds its key, also after a restart.
+                # A message that waits in its first attempt holds its key, also after a restart.
                 left = max(1, attempt - 1) if self._order is not None and due_ms > now_ms else attempt - 1
                 self._requeue(Delta(DeltaKind.RELEASED, first, last, left, due_ms, worker, now_ms, settle.reason))
             else:
@@ -431,7 +431,7 @@ class Queue:
         return bool(runs) and (settlement.attempt is None or all(run[2] == settlement.attempt for run in runs))
 
     def _held_runs(self, number: int, first: int, last: int) -> list[tuple[int, int, int]]:
-        """The messages as runs of the same attempt; empty unless the worker holds all of them."""
+        """Return runs of the same attempt; empty unless the worker holds all messages."""
         window = self._fold.window
         if last < first or last >= window.end:
             return []
@@ -459,7 +459,7 @@ class Queue:
         self._dues.add(first, last, due_ms)
 
     def release_worker(self, worker: str, *, now_ms: int) -> None:
-        """Release what a worker holds; the deliveries count."""
+        """Release the messages of a worker that is gone; the deliveries count."""
         self.tick(now_ms)
         for run in self._fold.leased_to(worker):
             due_ms = now_ms + self.settings.backoff_ms(run.attempt, now_ms)
@@ -472,12 +472,12 @@ class Queue:
                     due_ms,
                     worker,
                     now_ms,
-                    "the worker left",
+                    "the worker is gone",
                 )
             )
 
     def _fail(self, delta: Delta) -> None:
-        """A delivery has failed: another one follows, at once or later, unless it was the last."""
+        """Handle a failed delivery: retry now or later, or reject the message after the last attempt."""
         if 0 < self.settings.attempts <= delta.attempt:
             self._record(delta._replace(due_ms=delta.time_ms))
             reason = delta.reason or _ATTEMPTS_EXHAUSTED
@@ -486,7 +486,7 @@ class Queue:
         self._requeue(delta)
 
     def _requeue(self, delta: Delta) -> None:
-        """The messages are available again, at once or at a time."""
+        """Make messages available again, now or at a time."""
         self._record(delta)
         if delta.due_ms > delta.time_ms:
             self._dues.add(delta.first, delta.last, delta.due_ms)
@@ -504,7 +504,7 @@ class Queue:
         self._finish(Delta(kind, first, last, attempt, 0, worker, now_ms, reason))
 
     def _finish(self, delta: Delta) -> None:
-        """It is no longer the messages' turn, so their keys are free for the next."""
+        """Finish messages and pass their keys to the next in line."""
         order = self._order
         if order is None or not order.is_ready:
             self._record(delta)
@@ -531,7 +531,7 @@ class Queue:
     # -- time ------------------------------------------------------------------------------------------------
 
     def tick(self, now_ms: int) -> None:
-        """Let everything happen that is due: leases end, waits are over, and a window that is full makes room."""
+        """Apply everything that is due: expired leases, ended waits, and room in a full window."""
         if self._fold.window.span >= self._window_max:
             self._leave_behind(now_ms)
         if now_ms < self._ticked_ms - CLOCK_STEP_MS:
@@ -567,12 +567,12 @@ class Queue:
     # -- seeking, retention ----------------------------------------------------------------------------------
 
     def seek(self, offset: int, *, now_ms: int) -> None:
-        """Go on at another offset. Leases end, nothing is remembered of the messages: they may come again."""
+        """Continue at another offset; leases end, and messages may be delivered again."""
         self._record(Delta(DeltaKind.SOUGHT, offset, self._fold.window.end, 0, 0, "", now_ms))
         self._rebuild()
 
     def drop_before(self, log_start: int, *, now_ms: int) -> None:
-        """The log begins at an offset now; what was not done before it never will be, and leases on it end."""
+        """Drop messages that the log no longer holds; their leases end."""
         oldest = self._fold.oldest
         if log_start <= oldest:
             return
@@ -587,7 +587,7 @@ class Queue:
     # -- dead letters ----------------------------------------------------------------------------------------
 
     def rejecting(self, count_max: int) -> list[Rejected]:
-        """The oldest messages that are to be produced to the dead letter topic."""
+        """Return the oldest messages to be written to the dead letter topic."""
         found: list[Rejected] = []
         if not self._fold.counts[REJECTING]:
             return found
@@ -599,7 +599,7 @@ class Queue:
         return found
 
     def planned(self) -> list[Rejected]:
-        """Those of them for which a plan was made."""
+        """Return those for which a letter is planned."""
         places = [place for offset, plan in self._fold.plans.items() if plan and (place := self._fold.place(offset))]
         return [self._rejected(*place) for place in places if place[0].states[place[1]] == REJECTING]
 
@@ -610,29 +610,29 @@ class Queue:
         return Rejected(offset, columns.attempts[place], reason, *times, self._fold.plans.get(offset, b""))
 
     def plan(self, offset: int, plan: bytes, *, now_ms: int) -> bool:
-        """Keep how a message will be produced to the dead letter topic, or that it was not; False if it will not be."""
+        """Store the plan of a letter, or discard it; return False if the message is not rejected."""
         return self._update_rejecting(DeltaKind.PLANNED, offset, now_ms, "", plan)
 
     def dead_lettered(self, offset: int, where: bytes, *, now_ms: int) -> bool:
-        """The message stands in the dead letter topic; False if it was not on its way there."""
+        """Record that a letter was written; return False if the message is not rejected."""
         return self._update_rejecting(DeltaKind.DEAD_LETTERED, offset, now_ms, "", where)
 
     def drop(self, offset: int, reason: str, *, now_ms: int) -> bool:
-        """The message cannot be produced to the dead letter topic, and never will be."""
+        """Give up a message that cannot be written to the dead letter topic."""
         return self._update_rejecting(DeltaKind.DROPPED, offset, now_ms, reason, b"")
 
     def revive(self, revivals: Sequence[Revival], *, now_ms: int) -> int:
-        """Have dead letters delivered again as new messages; says how many are.
+        """Make dead letters available as new messages; return how many.
 
-        Messages that are still to be delivered are left as they are, and so are those that it has revived by the same
-        letter before: whoever does not know whether it was answered can ask again. A message whose letter is not yet
-        known to be written would be done with once it is, so none is revived before.
+        Unfinished messages are left alone, and so are messages revived by the same letter before, so that a caller that
+        received no answer can repeat the request. A message whose letter may not be written yet would be finished again
+        by that write, so it is refused.
         """
         fold = self._fold
         unwritten = [one.offset for one in revivals if self._is_unrevived(one, REJECTING)]
         if unwritten:
             raise CoordinatorUnavailable(
-                f"the queue is still writing message {min(unwritten)} to the dead letter topic; try again in a moment"
+                f"message {min(unwritten)} is still being written to the dead letter topic; try again in a moment"
             )
         wanted = sorted({one.offset: one for one in revivals if self._is_unrevived(one, DONE)}.values())
         left = self._parked_max - fold.stragglers.unfinished
@@ -652,13 +652,13 @@ class Queue:
         return len(wanted)
 
     def _is_unrevived(self, revival: Revival, state: int) -> bool:
-        """Whether a message is in a state, and was not revived by this letter before."""
+        """Whether a message is in a state and was not revived by this letter before."""
         fold = self._fold
         is_in_state = revival.offset < fold.window.end and fold.state_of(revival.offset) == state
         return is_in_state and fold.revived.get(revival.offset) != revival.letter
 
     def close_letters(self, revivals: Iterable[Revival], *, now_ms: int) -> None:
-        """Forget by which letters messages were revived, since these are closed."""
+        """Forget the letters by which messages were revived, since they are closed."""
         for one in revivals:
             if self._fold.revived.get(one.offset) == one.letter:
                 self._record(Delta(DeltaKind.LETTER_CLOSED, one.offset, one.offset, 0, 0, "", now_ms))
@@ -675,11 +675,11 @@ class Queue:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether any of it would not be found out again after a crash, or it has become much."""
+        """Whether pending deltas would be lost in a crash, or have become many."""
         return self._is_urgent or len(self._pending) > _PENDING_MAX
 
     def drain(self) -> bytes | None:
-        """The frame of everything that has happened since the last one; it is stored whole, and in order."""
+        """Return the frame of all deltas since the last one, to be stored whole and in order."""
         if not self._pending:
             return None
         deltas, self._pending = self._pending, []
@@ -689,7 +689,7 @@ class Queue:
         return write_frame(header, deltas)
 
     def _record(self, delta: Delta) -> None:
-        """Let an event happen, and keep it to be stored."""
+        """Apply a delta, and keep it to be stored."""
         self._fold.apply(delta)
         pending = self._pending
         kind = delta.kind
@@ -706,7 +706,7 @@ class Queue:
 
 
 def _consecutive(revivals: Sequence[Revival]) -> list[list[Revival]]:
-    """Cut revivals in the order of their offsets into runs without a gap."""
+    """Group revivals by consecutive offsets."""
     runs: list[list[Revival]] = []
     for one in revivals:
         if runs and runs[-1][-1].offset + 1 == one.offset:

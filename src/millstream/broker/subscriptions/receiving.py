@@ -1,4 +1,4 @@
-"""A worker that asks several queues at once: what is there now, or what comes first."""
+"""Receive messages from several queues at once: what is available now, or what comes first."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ from millstream.core.subscription import AT_MOST_ONCE
 from millstream.core.verb import Verb
 
 NO_QUEUE_WAIT_S: Final = 1.0
-"""How long an answer is held back at most when no queue of the subscription is here."""
+"""How long an answer is delayed at most if this node has no queue of the subscription."""
 FILTER_WAIT_S: Final = 5.0
-"""How long a worker that does not wait for messages waits for a filter."""
+"""How long a request without a wait still waits for a filter."""
 
 
 class Grant(NamedTuple):
-    """What one queue gives."""
+    """What one queue has leased to a worker."""
 
     delivery: Delivery
     received: Received
     granted_at: float
-    """By the monotonic clock, when the leases began, or a moment before."""
+    """When the leases started, or a moment before, by the monotonic clock."""
     lease_ms: int | None
-    """How long they last from then on, whatever the subscription declares since; None if nothing is leased."""
+    """How long they last from then on, as granted; None if nothing is leased."""
 
     @classmethod
     def now(cls, delivery: Delivery, received: Received, granted_at: float) -> Grant:
-        """With the length of leases that were granted just now."""
+        """Build a grant with the current lease length."""
         settings = delivery.settings
         return cls(delivery, received, granted_at, None if settings.delivery == AT_MOST_ONCE else settings.lease_ms)
 
 
 class _BudgetShare:
-    """What an answer takes of the memory for all clients, until it is with the connection, which counts on."""
+    """The memory that an answer takes from the budget of all clients until the connection accounts for it."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self._taken_bytes = 0
 
     def fit(self, demand: Demand) -> Demand | None:
-        """So much of what is wanted as there is room for now; None when there is none."""
+        """Limit a demand to the available memory; None if there is none."""
         share_bytes = self.budget.share_bytes
         return demand._replace(max_bytes=min(demand.max_bytes, share_bytes)) if share_bytes else None
 
     def take(self, received: Received) -> int:
-        """Count what is given."""
+        """Account for received messages; return their size."""
         size = sum(map(len, received.batches))
         self.budget.take(size)
         self._taken_bytes += size
         return size
 
     def return_leases(self) -> None:
-        """Everything is sent, or given up."""
+        """Release the memory of an answer that was sent or abandoned."""
         self.budget.give_back(self._taken_bytes)
 
 
 class _WaitingWorker:
-    """One worker's wait. The first queue that has something ends it."""
+    """The wait of one worker, which ends with the first queue that has messages."""
 
     def __init__(self, demand: Demand, deliveries: Sequence[Delivery], share: _BudgetShare) -> None:
         self.demand = demand
@@ -89,12 +89,12 @@ class _WaitingWorker:
         self.found.set_result(Grant.now(delivery, received, self._asked_at))
 
     def reject(self, reason: MillstreamError) -> None:
-        # Others may go on; whoever asks again is told.
+        # Other queues may still deliver; the next request gets the error.
         if not self.found.done():
             self.found.set_result(None)
 
     def stop(self) -> None:
-        """Nobody is told any more."""
+        """Stop waiting on all queues."""
         self._share.budget.stop_waiting(self)
         for delivery in self._deliveries:
             delivery.forget(self)
@@ -121,7 +121,7 @@ async def receive(
     memory of clients until the loop's next turn, so the caller encodes and sends them before that.
     """
     if not deliveries:
-        # Nothing is led here yet. Whoever asks again and again is not answered again and again.
+        # This node leads nothing yet; do not let the client poll in a tight loop.
         if interrupt is None:
             await asyncio.sleep(min(wait_s, NO_QUEUE_WAIT_S))
         else:
@@ -133,7 +133,7 @@ async def receive(
         if not grants and wait_s > 0:
             grants = await _wait(deliveries, _WaitingWorker(demand, deliveries, share), wait_s, interrupt)
         elif not grants:
-            # A filter may just be looking at what is there.
+            # A filter may be evaluating what is available.
             for delivery in deliveries:
                 await delivery.scan_settled(patience_s=FILTER_WAIT_S)
             grants = _receive_from_any(deliveries, demand, first, share)
@@ -174,10 +174,10 @@ async def _wait(
 ) -> list[Grant]:
     try:
         for delivery in deliveries:
-            # Some may be closed; if all were, it has been told.
+            # Some may be closed; if all were, the caller has been told.
             with suppress(MillstreamError):
                 delivery.park(waiting)
-        # Without room nothing was looked at yet, and it is heard of when there is some.
+        # Without memory nothing was read yet; ask to be notified when there is some.
         waiting.current_demand()
         ends: list[asyncio.Future[Any]] = [waiting.found] if interrupt is None else [waiting.found, interrupt]
         await asyncio.wait(ends, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
@@ -187,13 +187,13 @@ async def _wait(
         raise
     finally:
         waiting.stop()
-    # Also after the time is over: it may have come in the very moment.
+    # Also after a timeout: messages may have arrived at that very moment.
     found = waiting.found.result() if waiting.found.done() else None
     return [] if found is None else [found]
 
 
 async def _await_durable(grants: list[Grant], worker: str, also_after: asyncio.Future[Any] | None) -> list[Grant]:
-    """Wait until what is given may be told; of several queues, some may lose their partition meanwhile."""
+    """Wait until grants may be delivered; leave out queues that lost their partition in between."""
     durable: list[Grant] = []
     errors: list[MillstreamError] = []
     try:
@@ -215,7 +215,7 @@ async def _await_durable(grants: list[Grant], worker: str, also_after: asyncio.F
 
 
 def return_leases(grants: Sequence[Grant], worker: str) -> None:
-    """Return leases whose worker never learns of them; that does not count as a delivery."""
+    """Return leases that their worker will never learn of; that does not count as a delivery."""
     for grant in grants:
         verbs = [
             Settlement(lease.first, lease.last, Verb.RETURN, 0, "", lease.attempt) for lease in grant.received.leases

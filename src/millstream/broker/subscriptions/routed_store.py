@@ -1,4 +1,4 @@
-"""The state store as a queue sees it: wherever its state is kept, on this node or on another one."""
+"""Store the states of queues in `__subscriptions`, on whichever node leads the partition."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ TRANSIENT_ERRORS: Final = (
     RequestTimedOut,
 )
 
-"""What may be over at the next attempt, as an answer to a whole batch."""
+"""Errors of a whole batch that may be gone at the next attempt."""
 
 
 Send = Callable[[Sequence[QueueWrite]], Awaitable[list[WriteResult]]]
 
-"""Writes a batch: begins at once, so that batches keep their order, and is done when it is durable."""
+"""Writes a batch: starts immediately, so that batches keep their order, and returns when they are durable."""
 
 
 class _Entry(NamedTuple):
@@ -72,18 +72,18 @@ class _Entry(NamedTuple):
 
 
 class StateLane:
-    """Writes to one partition."""
+    """Pipelined writes to one state partition."""
 
     def __init__(self, send: Send, backoff: Backoff) -> None:
         self._send = send
         self._backoff = backoff
-        # By number and in order: everything that is not known to be durable, and of it what is not under way.
+        # By number and in order: all writes that may not be durable, and those of them that are not in flight.
         self._pending: dict[int, _Entry] = {}
         self._queued: deque[_Entry] = deque()
         self._last_number = 0
         self._bytes = 0
         self._in_flight: set[asyncio.Future[list[WriteResult]]] = set()
-        # Batches that were sent before a failure have nothing to say about those sent again.
+        # Batches sent before a failure do not decide about those sent again.
         self._generation = 0
         self._pause_task: asyncio.Task[None] | None = None
         self._is_flush_scheduled = False
@@ -91,11 +91,11 @@ class StateLane:
 
     @property
     def has_room(self) -> bool:
-        """Whether what is not durable yet is within bounds."""
+        """Whether the writes that are not durable yet are within bounds."""
         return self._bytes < UNWRITTEN_BYTES_MAX
 
     def write(self, write: QueueWrite) -> asyncio.Future[None]:
-        """Write behind everything before; the future tells when it is durable."""
+        """Write after all earlier writes; the future is done when it is durable."""
         loop = asyncio.get_running_loop()
         self._last_number += 1
         entry = _Entry(self._last_number, write, loop.create_future())
@@ -103,20 +103,20 @@ class StateLane:
         self._queued.append(entry)
         self._bytes += len(write.deltas)
         if self._closed:
-            self._settle(entry, NotCoordinator("the store of queues was closed"))
+            self._settle(entry, NotCoordinator("the state store was closed"))
         elif not self._is_flush_scheduled:
             self._is_flush_scheduled = True
             loop.call_soon(self._flush)
         return entry.future
 
     async def wait_settled(self, key: QueueKey) -> None:
-        """Wait until it is known of every write of a queue whether it is in."""
+        """Wait until the outcome of every write of a queue is known."""
         in_flight = [entry.future for entry in self._pending.values() if entry.write.key == key]
         if in_flight:
             await asyncio.wait(in_flight)
 
     async def close(self, *, patience_s: float) -> None:
-        """Wait for what is under way, for a bounded time; what is left then is told so."""
+        """Wait a bounded time for pending writes, then fail the rest."""
         if self._pending:
             await asyncio.wait([entry.future for entry in self._pending.values()], timeout=patience_s)
         self._closed = True
@@ -128,7 +128,7 @@ class StateLane:
         if tasks:
             await asyncio.wait(tasks)
         for entry in list(self._pending.values()):
-            self._settle(entry, NotCoordinator("the store of queues was closed"))
+            self._settle(entry, NotCoordinator("the state store was closed"))
 
     def _flush(self) -> None:
         self._is_flush_scheduled = False
@@ -164,7 +164,9 @@ class StateLane:
         self._flush()
 
     def _apply_results(self, batch: list[_Entry], results: list[WriteResult]) -> bool:
-        """Tell each write how it went; whether some have to be sent again, since some before them were not in."""
+        """Apply the results of a batch; return whether writes have to be sent again because earlier ones were not
+        stored.
+        """
         resend = False
         for entry, result in zip(batch, results, strict=True):
             if isinstance(result, OutOfOrderSequence) and self._has_earlier_pending(entry):
@@ -174,7 +176,7 @@ class StateLane:
         return resend
 
     def _has_earlier_pending(self, entry: _Entry) -> bool:
-        """Whether writes of the same queue before it are still on their way. If not, they are lost, and so is it."""
+        """Whether earlier writes of the same queue are still pending. If not, they are lost, and so is this one."""
         key = entry.write.key
         return any(other.number < entry.number and other.write.key == key for other in self._pending.values())
 
@@ -200,7 +202,7 @@ class StateLane:
             return
         known = error if isinstance(error, MillstreamError) else CoordinatorUnavailable(str(error))
         entry.future.set_exception(known)
-        # A queue that was closed meanwhile does not ask any more, and that is no reason for a warning.
+        # A queue that was closed no longer retrieves the exception; asyncio must not warn about it.
         entry.future.exception()
 
 
@@ -215,7 +217,7 @@ CLOSE_S: Final = 5.0
 
 
 class RoutedStateStore:
-    """Finds the node that keeps a queue's state, and speaks to it."""
+    """Finds the node that stores a queue's state, and sends it requests."""
 
     def __init__(self, local: StateCoordinator, peers: Peers, random: Random, *, me: NodeId) -> None:
         self._local = local
@@ -223,15 +225,15 @@ class RoutedStateStore:
         self._random = random
         self._me = me
         self._lanes: dict[PartitionIndex, StateLane] = {}
-        # A node may begin with thousands of queues. Those that wait for a node to come back are not counted.
+        # A node may start with thousands of queues. Those that wait for another node are not counted.
         self._load_slots = asyncio.Semaphore(CONCURRENT_LOADS_MAX)
 
     async def close(self) -> None:
-        """Let what was written become durable, for a bounded time."""
+        """Wait a bounded time until all writes are durable."""
         await asyncio.gather(*(lane.close(patience_s=CLOSE_S) for lane in self._lanes.values()))
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
-        """Read a queue back; tries again for a while when nobody answers."""
+        """Read a queue's state, retrying for a while."""
         backoff = Backoff(self._random)
         deadline = asyncio.get_running_loop().time() + LOAD_S
         while True:
@@ -266,12 +268,12 @@ class RoutedStateStore:
         return StoredQueue(answer.snapshot, answer.sequence)
 
     async def _wait_settled(self, key: QueueKey, deadline: float) -> None:
-        """What this node has written of a queue before has numbers too, so its state is read behind all of that."""
+        """Wait for earlier writes of this node: they are numbered, so the state is read after all of them."""
         try:
             async with asyncio.timeout_at(deadline):
                 await self._lane(key).wait_settled(key)
         except TimeoutError:
-            raise CoordinatorUnavailable("what was written of the queue before is still on its way") from None
+            raise CoordinatorUnavailable("earlier writes of the queue are still in flight") from None
 
     def _lane(self, key: QueueKey) -> StateLane:
         index = self._local.partition_of(key)
@@ -293,7 +295,7 @@ class RoutedStateStore:
         if answer.error:
             raise error_from_code(answer.error, answer.message, about="the states of queues")
         if len(answer.errors) != len(writes):
-            raise ProtocolViolation(f"{len(writes)} writes were answered by {len(answer.errors)}")
+            raise ProtocolViolation(f"{len(writes)} writes got {len(answer.errors)} answers")
         return [
             error_from_code(code, message, about="a write of a queue") if code else None
             for code, message in answer.errors
@@ -302,7 +304,7 @@ class RoutedStateStore:
     def _leader(self, index: PartitionIndex) -> NodeId:
         node = self._local.leader_of(index)
         if node is None:
-            raise CoordinatorUnavailable(f"nobody leads partition {index} of the subscriptions' state now")
+            raise CoordinatorUnavailable(f"partition {index} of the subscriptions' state has no leader")
         return node
 
 
@@ -310,4 +312,4 @@ def _decode(body: memoryview, kind: type[T]) -> T:
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except msgspec.MsgspecError as error:
-        raise ProtocolViolation(f"the answer about a queue cannot be read: {error}") from error
+        raise ProtocolViolation(f"the answer about a queue's state cannot be decoded: {error}") from error

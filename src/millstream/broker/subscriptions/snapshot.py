@@ -1,4 +1,4 @@
-"""The durable state of a queue as bytes. Equal states give equal bytes, whatever way led to them."""
+"""Encode the durable state of a queue. Equal states have equal bytes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from millstream.protocol.records.batch import COMPRESSION_ZSTD
 from millstream.protocol.records.compression import compress, decompress
 
 FORMAT: Final = 0x81
-"""The first byte; that of a frame of deltas is another."""
+"""The first byte, which differs from that of a frame of deltas."""
 SNAPSHOT_BYTES_MAX: Final = 1 << 28
-"""No snapshot takes more, decompressed: both limits of a queue together need a third of it."""
+"""The maximum size after decompression: a queue at both limits needs a third of it."""
 
 
 class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Columns; the numbers stand only for messages that have any."""
+    """Stored columns; times and holders only for messages that have any."""
 
     states: bytes
     attempts: bytes
@@ -49,7 +49,7 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredQueue(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that is kept of a queue."""
+    """The stored state of a queue."""
 
     subscription_id: bytes
     topic_id: bytes
@@ -75,7 +75,7 @@ _DECODER: Final = msgspec.msgpack.Decoder(StoredQueue)
 
 
 def write_snapshot(fold: Fold) -> bytes:
-    """The bytes of a state."""
+    """Encode a state."""
     window, stragglers = fold.window, fold.stragglers
     waiting = np.frombuffer(stragglers.states, np.uint8) != DONE
     workers, reasons = fold.workers.texts_in_use(), fold.reasons.texts_in_use()
@@ -102,12 +102,12 @@ def write_snapshot(fold: Fold) -> bytes:
 
 
 def is_snapshot(data: bytes) -> bool:
-    """Whether these are the bytes of a snapshot, or of something else."""
+    """Whether the bytes are a snapshot rather than a frame."""
     return data[:1] == _FORMAT_BYTE
 
 
 def read_snapshot(data: bytes) -> Fold:
-    """The state of a snapshot; raise `CorruptState` for what is none."""
+    """Decode a snapshot, or raise `CorruptState`."""
     if not is_snapshot(data):
         raise CorruptState("the snapshot of a queue has an unknown format")
     try:
@@ -118,11 +118,11 @@ def read_snapshot(data: bytes) -> Fold:
     try:
         return _restore_fold(stored)
     except (ValueError, IndexError) as error:
-        raise CorruptState(f"the columns of a snapshot do not fit together: {error}") from error
+        raise CorruptState(f"the columns of a snapshot are inconsistent: {error}") from error
 
 
 def _renumbered(interned: InternTable, texts_in_use: list[str]) -> npt.NDArray[np.uint32]:
-    """The number in the snapshot for each number in use."""
+    """Map the numbers in use to consecutive numbers for the snapshot."""
     numbers = np.zeros(len(interned.texts) + 1, np.uint32)
     for place, text in enumerate(texts_in_use):
         number = interned.number(text)
@@ -178,7 +178,7 @@ def _restore_fold(stored: StoredQueue) -> Fold:
     fold.stragglers.offsets.frombytes(stored.straggler_offsets)
     fold.stragglers.keys.frombytes(stored.straggler_keys)
     if not len(fold.stragglers.offsets) == len(fold.stragglers.keys) == len(fold.stragglers):
-        raise ValueError("messages set aside have no offset")
+        raise ValueError("the stragglers of a snapshot have no offsets or keys")
     _count_references(fold.workers, stored.workers, fold, LEASED)
     _count_references(fold.reasons, stored.reasons, fold, REJECTING)
     return fold
@@ -203,24 +203,24 @@ def _scatter(rows: npt.NDArray[np.uint32], values: npt.NDArray[Any], count: int)
 
 
 def _count_references(interned: InternTable, texts: list[str], fold: Fold, state: int) -> None:
-    """Count who refers to each text. In a snapshot all are in use, so they get the numbers that the columns have."""
+    """Count the references to each text. All texts of a snapshot are in use, so they keep their numbers."""
     total = np.zeros(len(texts), np.int64)
     for columns in (fold.window, fold.stragglers):
         texts_in_use = np.frombuffer(columns.holders, np.uint32)[np.frombuffer(columns.states, np.uint8) == state]
         counts = np.bincount(texts_in_use, minlength=len(texts))
         if len(counts) > len(texts):
-            raise ValueError("a message refers to a text that is not there")
+            raise ValueError("a message refers to an unknown text")
         total += counts
     for text, references in zip(texts, total.tolist(), strict=True):
         interned.add_references(text, references)
 
 
 LARGE: Final = 2000
-"""A snapshot of so many messages takes up to half a millisecond."""
+"""Encoding a snapshot of this many messages takes up to half a millisecond."""
 
 
 class FoldImage:
-    """The fold of what was written of a queue."""
+    """A queue as the state store holds it."""
 
     __slots__ = ("fold",)
 
@@ -228,7 +228,7 @@ class FoldImage:
         self.fold = Fold(key)
 
     def replay(self, data: bytes) -> None:
-        """Take in a frame of deltas, or a snapshot, which stands for everything before it."""
+        """Apply a frame of deltas, or a snapshot, which replaces everything before it."""
         if is_snapshot(data):
             self.fold = read_snapshot(data)
         else:
@@ -236,14 +236,14 @@ class FoldImage:
 
     @property
     def is_large(self) -> bool:
-        """Whether its snapshot takes longer to make than the loop should wait."""
+        """Whether encoding the snapshot would stall the loop."""
         return len(self.fold.window) + len(self.fold.stragglers) > LARGE
 
     def capture(self) -> Callable[[], bytes]:
-        """What makes the snapshot of it as it is now, on any thread."""
-        # Copying the columns of a million messages takes a few milliseconds, all the rest may take a hundred.
+        """Return a function that encodes the current state on any thread."""
+        # Copying the columns of a million messages takes a few milliseconds; the rest may take a hundred.
         return partial(write_snapshot, deepcopy(self.fold))
 
     def snapshot(self) -> bytes:
-        """All of it."""
+        """Encode the current state."""
         return write_snapshot(self.fold)

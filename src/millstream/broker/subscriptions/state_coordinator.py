@@ -1,4 +1,4 @@
-"""The queues' states that this node keeps: the partitions of `__subscriptions` that it leads."""
+"""The states of queues in the partitions of `__subscriptions` that this node leads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millstream.core.subscription import QueueKey
 from millstream.core.topic import SUBSCRIPTIONS
 
 _TOPIC_SETTINGS = {
-    # Deltas of a queue build on each other, so none may go before a snapshot has taken its place.
+    # Deltas build on each other, so none may be deleted before a snapshot replaces it.
     "cleanup.policy": "delete",
     "retention.ms": "-1",
     "segment.bytes": str(64 * 1024 * 1024),
@@ -26,11 +26,11 @@ _TOPIC_SETTINGS = {
 }
 
 PARTITION_CACHE_MAX: Final = 100_000
-"""For so many queues it is remembered which partition keeps them: it is asked with every write."""
+"""The number of queues whose state partition is cached, since every write looks it up."""
 
 
 class StateCoordinator:
-    """Keeps the states of queues in the log."""
+    """Stores the states of queues in the log."""
 
     def __init__(
         self,
@@ -49,23 +49,23 @@ class StateCoordinator:
         self._partition_cache: dict[QueueKey, PartitionIndex] = {}
 
     async def start(self) -> None:
-        """Begin to load what the log has."""
+        """Start loading states from the log."""
         await self._runtime.start()
 
     async def close(self) -> None:
-        """Let what was appended be acknowledged."""
+        """Wait until all appends are acknowledged, and stop."""
         await self._runtime.close()
 
     async def wait_loaded(self) -> None:
-        """Wait until no shard is loading any more."""
+        """Wait until all shards are loaded."""
         await self._runtime.wait_loaded()
 
     async def ensure(self) -> None:
-        """Make the topic if this is its first use."""
+        """Create the topic on its first use."""
         await self._runtime.ensure()
 
     def partition_of(self, key: QueueKey) -> PartitionIndex:
-        """The partition of the topic that keeps a queue."""
+        """Return the partition of the topic that stores a queue."""
         found = self._partition_cache.get(key)
         if found is None:
             found = self._runtime.partition_of(f"{key.subscription_id}/{key.topic_id}/{key.partition}")
@@ -75,11 +75,11 @@ class StateCoordinator:
         return found
 
     def leader_of(self, index: PartitionIndex) -> NodeId | None:
-        """The node that keeps one partition of the topic; None while nobody does."""
+        """Return the node that leads a partition of the topic; None without a leader."""
         return self._runtime.leader_at(index)
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
-        """Read a queue back for its leader."""
+        """Read a queue's state for its leader."""
         shard = self._runtime.shard_at(self.partition_of(key))
         loaded = await shard.run(lambda state: state.load(key, leader_epoch), pure=True)
         if loaded.snapshot is None:
@@ -88,13 +88,13 @@ class StateCoordinator:
         return StoredQueue(snapshot, loaded.sequence)
 
     def write(self, index: PartitionIndex, writes: Sequence[QueueWrite]) -> asyncio.Future[list[WriteResult]]:
-        """Take in writes of one partition now; the future tells when they are durable."""
+        """Write to one partition; the future is done when the writes are durable."""
         if any(self.partition_of(write.key) != index for write in writes):
-            raise CoordinatorUnavailable(f"a write was sent to partition {index}, which does not keep its queue")
+            raise CoordinatorUnavailable(f"a write was sent to partition {index}, which does not store its queue")
         return self._runtime.shard_at(index).submit(lambda state: state.write(writes), pure=True)
 
     async def forget(self, is_gone: Callable[[QueueKey], bool]) -> int:
-        """Drop the queues that are gone, as far as this node keeps them."""
+        """Delete the states of deleted queues that this node stores; return how many."""
         gone = 0
         for shard in self._runtime.shards:
             if shard.state is not None:
@@ -102,10 +102,10 @@ class StateCoordinator:
         return gone
 
     def written(self) -> list[QueueKey]:
-        """The queues that have begun, as far as this node keeps them."""
+        """Return the queues with a state on this node."""
         return [key for shard in self._runtime.shards if shard.state is not None for key in shard.state.written()]
 
     @property
     def queues(self) -> int:
-        """How many queues this node keeps the state of."""
+        """The number of queues stored on this node."""
         return sum(len(shard.state) for shard in self._runtime.shards if shard.state is not None)

@@ -1,4 +1,4 @@
-"""What nodes ask each other about the states of queues: bodies in MessagePack, since deltas are bytes."""
+"""Requests between nodes for the states of queues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WRITE_KEY: Final = 32021
 
 
 class LoadQueue(msgspec.Struct, frozen=True, array_like=True):
-    """Asks for a queue on behalf of its leader."""
+    """Asks for a queue's state on behalf of its leader."""
 
     subscription_id: bytes
     topic_id: bytes
@@ -32,7 +32,7 @@ class LoadQueue(msgspec.Struct, frozen=True, array_like=True):
 
 
 class QueueLoaded(msgspec.Struct, frozen=True, array_like=True):
-    """The answer; `error` is Kafka's code, 0 when all is well."""
+    """The state; `error` is Kafka's code, 0 for success."""
 
     error: int
     message: str | None
@@ -51,20 +51,20 @@ class QueueWriteMessage(msgspec.Struct, frozen=True, array_like=True):
     deltas: bytes
 
     def read(self) -> QueueWrite:
-        """As the store takes it."""
+        """Convert to the store's type."""
         key = _key(self.subscription_id, self.topic_id, self.partition)
         return QueueWrite(key, Epoch(self.leader_epoch), self.sequence, self.deltas)
 
 
 class WriteQueues(msgspec.Struct, frozen=True, array_like=True):
-    """Writes of one partition of the state topic, in order."""
+    """Writes to one partition of the state topic, in order."""
 
     state_partition: int
     writes: list[QueueWriteMessage]
 
 
 class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
-    """The answer, once the writes are durable: an error for all, or one for each write."""
+    """The results once the writes are durable: one error for all, or one per write."""
 
     error: int
     message: str | None
@@ -72,12 +72,12 @@ class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_load(key: QueueKey, leader_epoch: Epoch) -> bytes:
-    """The body that asks for a queue."""
+    """Encode a request for a queue's state."""
     return msgspec.msgpack.encode(LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch))
 
 
 def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
-    """The body of writes."""
+    """Encode writes."""
     content = [
         QueueWriteMessage(
             write.key.subscription_id.bytes,
@@ -94,5 +94,5 @@ def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
 
 def _key(subscription_id: bytes, topic_id: bytes, partition: int) -> QueueKey:
     if len(subscription_id) != 16 or len(topic_id) != 16:
-        raise InvalidRequest("the id of a subscription or topic has 16 bytes")
+        raise InvalidRequest("the id of a subscription or topic must have 16 bytes")
     return QueueKey(UUID(bytes=subscription_id), UUID(bytes=topic_id), PartitionIndex(partition))

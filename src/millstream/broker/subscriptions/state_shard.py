@@ -1,4 +1,4 @@
-"""The state machine of one partition of `__subscriptions`: the images of its queues, each with who may write it."""
+"""The state machine of one partition of `__subscriptions`: the states of its queues, and who may write them."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _HEAD: Final = struct.Struct(">iq")
 
 
 class QueueRecord(NamedTuple):
-    """A snapshot or some deltas of a queue, with the write that they came by."""
+    """A snapshot or deltas of a queue, and the write they came with."""
 
     kind: int
     key: QueueKey
     leader_epoch: Epoch
     sequence: int
     content: bytes | None
-    """None when the queue is gone."""
+    """None if the queue was deleted."""
 
 
 def write_record(record: QueueRecord) -> StateRecord:
-    """Lay a record out."""
+    """Encode a record."""
     subscription_id, topic_id, partition = record.key
     key = _KEY.pack(record.kind, subscription_id.bytes, topic_id.bytes, partition)
     if record.content is None:
@@ -46,17 +46,17 @@ def write_record(record: QueueRecord) -> StateRecord:
 
 
 def read_record(record: StateRecord) -> QueueRecord:
-    """Read a record; raise `CorruptState` for what is none."""
+    """Decode a record, or raise `CorruptState`."""
     try:
         kind, subscription, topic, partition = _KEY.unpack(record.key)
         key = QueueKey(UUID(bytes=subscription), UUID(bytes=topic), PartitionIndex(partition))
         if kind not in (SNAPSHOT, DELTAS):
-            raise CorruptState(f"a record of kind {kind} is not known; a newer Millstream may have written it")
+            raise CorruptState(f"unknown record kind {kind}; a newer version may have written it")
         if record.value is None:
             return QueueRecord(kind, key, Epoch(-1), -1, None)
         epoch, sequence = _HEAD.unpack_from(record.value)
     except struct.error as error:
-        raise CorruptState(f"a record of a queue cannot be read: {error}") from error
+        raise CorruptState(f"the record of a queue cannot be decoded: {error}") from error
     return QueueRecord(kind, key, Epoch(epoch), sequence, record.value[_HEAD.size :])
 
 
@@ -73,20 +73,20 @@ class _QueueState:
     image: QueueImage
     has_state: bool = False
     changes: list[StateRecord] | None = None
-    """What was taken in since a snapshot was begun."""
+    """Records applied since a snapshot was started."""
 
 
 class Loaded(NamedTuple):
-    """A queue as its leader finds it."""
+    """A queue's state for its leader."""
 
     snapshot: Callable[[], bytes] | None
-    """What makes the snapshot; None for a queue that was never written."""
+    """Encodes the snapshot; None for a queue that was never written."""
     sequence: int
     is_large: bool
 
 
 class _LateSnapshot:
-    """The snapshot of a large queue, made beside the loop while the queue goes on."""
+    """The snapshot of a large queue, encoded in a thread while writes continue."""
 
     def __init__(self, all_kept: Mapping[QueueKey, _QueueState], key: QueueKey) -> None:
         self._queues = all_kept
@@ -110,7 +110,7 @@ class _LateSnapshot:
     def records(self) -> list[StateRecord]:
         queue = self._queues.get(self._key)
         if queue is None or queue.changes is not self._changes or self._snapshot is None:
-            # It has gone, and whatever has come in its place is in the log.
+            # The queue was deleted; whatever replaced it is in the log.
             return []
         queue.changes = None
         return [self._snapshot, *self._changes]
@@ -130,11 +130,11 @@ class StateShard:
         return iter(self._queues)
 
     def written(self) -> list[QueueKey]:
-        """The queues that have begun."""
+        """Return the queues that have a state."""
         return [key for key, queue in self._queues.items() if queue.has_state]
 
     def load(self, key: QueueKey, leader_epoch: Epoch) -> Outcome[Loaded]:
-        """Read a queue for its leader; leaders before it can write no more once this is answered."""
+        """Read a queue for its leader; earlier leaders can no longer write once this is answered."""
         queue = self._queues.get(key)
         if queue is not None and queue.leader_epoch > leader_epoch:
             raise _fenced(key, queue, leader_epoch)
@@ -148,7 +148,7 @@ class StateShard:
         return records, Loaded(snapshot, queue.sequence, queue.image.is_large)
 
     def write(self, writes: Iterable[QueueWrite]) -> Outcome[list[WriteResult]]:
-        """Take in the writes of several queues; each is told whether it was."""
+        """Apply writes of several queues; return the result of each."""
         records: list[StateRecord] = []
         results: list[WriteResult] = []
         ends: dict[QueueKey, int] = {}
@@ -167,21 +167,21 @@ class StateShard:
         return records, results
 
     def forget(self, is_gone: Callable[[QueueKey], bool]) -> Outcome[int]:
-        """Drop the queues that are gone; say how many."""
+        """Delete queues; return how many."""
         deleted = [key for key in self._queues if is_gone(key)]
         return [write_record(QueueRecord(SNAPSHOT, key, Epoch(-1), NO_SEQUENCE, None)) for key in deleted], len(deleted)
 
     # The state machine
 
     def replay(self, record: StateRecord) -> None:
-        """Take one record in."""
+        """Apply one record."""
         read = read_record(record)
         if read.content is None:
             self._queues.pop(read.key, None)
             return
         queue = self._queues.get(read.key)
         if read.kind == SNAPSHOT:
-            # A snapshot stands for everything before it.
+            # A snapshot replaces everything before it.
             image = self._make_image(read.key, read.content or None)
             self._queues[read.key] = _QueueState(read.leader_epoch, read.sequence, image, bool(read.content))
             return
@@ -196,17 +196,17 @@ class StateShard:
         queue.leader_epoch, queue.sequence = read.leader_epoch, read.sequence
 
     def loaded(self) -> None:
-        """Nothing is due by itself."""
+        """Nothing to schedule."""
 
     def unload(self) -> None:
-        """Nobody is parked."""
+        """No requests are parked."""
 
     def durable_keys(self) -> list[Hashable]:
-        """Every queue."""
+        """Return every queue."""
         return list(self._queues)
 
     def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
-        """The snapshot of a queue."""
+        """Return the snapshot of a queue."""
         if not isinstance(key, QueueKey) or (queue := self._queues.get(key)) is None:
             return None
         if queue.image.is_large:
@@ -215,7 +215,7 @@ class StateShard:
         return write_record(QueueRecord(SNAPSHOT, key, queue.leader_epoch, queue.sequence, content))
 
     def _check_write(self, write: QueueWrite, ends: dict[QueueKey, int]) -> bool:
-        """Whether a write is new; raise when it may not be."""
+        """Whether a write is new; raise if it is not allowed."""
         queue = self._queues.get(write.key)
         if queue is None or queue.leader_epoch != write.leader_epoch:
             raise _fenced(write.key, queue, write.leader_epoch)

@@ -1,9 +1,8 @@
-"""Where the queues keep their state: what a queue needs of it, and what it gets back.
+"""The interface between a queue and the store of its state.
 
-The state of a queue is a fold over its deltas. A queue lives on the node that leads its data partition; its state is
-kept in `__subscriptions`, whose partition another node may lead. Every write names the leader epoch under which the
-queue runs and is numbered, so a leader that was replaced cannot write any more, and a write that is repeated counts
-once.
+The state of a queue is a fold over its deltas. A queue runs on the node that leads its data partition; its state is
+stored in `__subscriptions`, whose partition another node may lead. Every write carries the queue's leader epoch and a
+number, so that a replaced leader cannot write any more, and a repeated write counts once.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from millstream.core.subscription import QueueKey
 
 
 class QueueImage(Protocol):
-    """The state of a queue as the store keeps it."""
+    """The state of a queue as the store holds it."""
 
     def replay(self, deltas: bytes) -> None:
-        """Take in what happened, in the order in which it did."""
+        """Apply deltas in order."""
 
     @property
     def is_large(self) -> bool:
-        """Whether its snapshot takes longer to make than the loop should wait."""
+        """Whether encoding the snapshot would stall the loop."""
 
     def capture(self) -> Callable[[], bytes]:
-        """What makes the snapshot of it as it is now, on any thread: an image made of just that is the same."""
+        """Return a function that encodes the current state on any thread; an image made of it is equal."""
 
 
 MakeImage = Callable[[QueueKey, bytes | None], QueueImage]
@@ -35,12 +34,12 @@ MakeImage = Callable[[QueueKey, bytes | None], QueueImage]
 
 
 class StoredQueue(NamedTuple):
-    """What the store knows of a queue."""
+    """The stored state of a queue."""
 
     snapshot: bytes | None
     """None for a queue that was never written."""
     sequence: int
-    """The number of its last write; the next one has the next number."""
+    """The number of the last write; the next write has the next number."""
 
 
 class QueueWrite(NamedTuple):
@@ -53,13 +52,15 @@ class QueueWrite(NamedTuple):
 
 
 class StateStore(Protocol):
-    """Keeps the state of queues."""
+    """Stores the states of queues."""
 
     async def load(self, key: QueueKey, leader_epoch: Epoch) -> StoredQueue:
-        """Read a queue back, and fence everybody who writes it under an older leader epoch, durably."""
+        """Read a queue's state, and durably fence every writer with an older leader epoch."""
 
     def write(self, write: QueueWrite) -> asyncio.Future[None]:
-        """Write in the order of the calls; the future tells when it is durable, or that the queue is not led here."""
+        """Write in the order of the calls; the future is done when it is durable, or fails if the queue is led
+        elsewhere.
+        """
 
     def has_room(self, key: QueueKey) -> bool:
-        """Whether more may be written; if not, a queue waits until what it wrote is durable."""
+        """Whether more may be written; if not, the queue waits until its writes are durable."""

@@ -1,9 +1,9 @@
-"""Which messages a worker can be given next, the oldest first.
+"""Find the messages to deliver next, oldest first.
 
-Messages come up in two ways. Those that nobody has had are found by going forward through the window; the place
-reached is `fresh`, and it never goes back. Those that came back (a failure, an expired lease, the end of a wait)
-lie before it, and are found by hints. So an acquisition never searches what it has searched before, however long the
-window is. Hints are ranges in which something may be available; who takes looks at the messages.
+Messages become available in two ways. New ones are found by advancing through the window; the position reached is
+`fresh`, which never goes back. Returned ones (failed, expired, no longer delayed) lie before it and are found through
+hints. An acquisition therefore never searches the same offsets twice, however long the window is. Hints are ranges in
+which messages may be available; `take` checks the messages themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from millstream.broker.subscriptions.key_order import NO_KEY, KeyOrder
 
 DueRuns = Callable[[int, int], Iterable[tuple[int, int, int]]]
 
-"""The messages of a range of offsets that wait for a time, as runs: first, last, due."""
+"""Yields the messages of a range that wait for a time, as runs: first, last, due."""
 
 
 NEVER_MS: Final = 2**63 - 1
@@ -29,7 +29,7 @@ NEVER_MS: Final = 2**63 - 1
 
 _SHIFTS: Final = (0, 11, 17)
 
-"""Compartments of 1 ms, of 2 seconds, and of 2 minutes."""
+"""Buckets of 1 ms, 2 seconds and 2 minutes."""
 
 _NEAR_MS: Final = 1 << _SHIFTS[1]
 
@@ -37,7 +37,7 @@ _FAR_MS: Final = 1 << _SHIFTS[2]
 
 
 class DueIndex:
-    """Hints by time, in three levels of compartments."""
+    """Hints by time, in three levels of buckets."""
 
     __slots__ = ("_heaps", "_hints", "_now_ms", "_runs", "next_ms")
 
@@ -47,10 +47,10 @@ class DueIndex:
         self._heaps: list[list[int]] = [[] for _ in _SHIFTS]
         self._now_ms = 0
         self.next_ms = NEVER_MS
-        """When to ask again: never too late, and too early only if something far away is to be sorted."""
+        """When to ask again: never too late, and too early only to split a coarse bucket."""
 
     def add(self, first: int, last: int, due_ms: int) -> None:
-        """Messages are due at a time."""
+        """Add messages that are due at a time."""
         away_ms = due_ms - self._now_ms
         level = 0 if away_ms < _NEAR_MS else 1 if away_ms < _FAR_MS else 2
         bucket = due_ms >> _SHIFTS[level]
@@ -61,7 +61,7 @@ class DueIndex:
             self._put(level, first, last, bucket)
 
     def pop(self, now_ms: int) -> list[tuple[int, int]]:
-        """Ranges of offsets in which something may be due by now."""
+        """Remove and return the ranges in which messages may be due by now."""
         self._now_ms = max(self._now_ms, now_ms)
         due: list[tuple[int, int]] = []
         for level in (2, 1):
@@ -80,7 +80,7 @@ class DueIndex:
         hints = self._hints[level].pop(bucket)
         for first, last in zip(hints[::2], hints[1::2], strict=True):
             for run_first, run_last, due_ms in self._runs(first, last):
-                # Anything else has been given another time meanwhile, and a hint of its own.
+                # All others have been given another time since, and a hint of their own.
                 if due_ms >> _SHIFTS[level] == bucket:
                     finer = level - 1 if due_ms >> _SHIFTS[level - 1] > self._now_ms >> _SHIFTS[level - 1] else 0
                     self._put(finer, run_first, run_last, due_ms >> _SHIFTS[finer])
@@ -107,7 +107,7 @@ class Run(NamedTuple):
 
 
 class Supply:
-    """What is available, in the order in which it is handed out."""
+    """The available messages in the order of delivery."""
 
     __slots__ = ("_fold", "_fresh", "_hints", "order")
 
@@ -119,17 +119,17 @@ class Supply:
 
     @property
     def fresh(self) -> int:
-        """The first offset that has not come up yet."""
+        """The first offset that was not considered yet."""
         return max(self._fresh, self._fold.window.start)
 
     def add_returned(self, first: int, last: int) -> None:
-        """Messages are available that may have come up before. In an ordered queue it is their turn."""
+        """Add messages that are available again; in an ordered queue it is their turn."""
         last = min(last, self.fresh - 1)
         if first <= last:
             heappush(self._hints, (first, last))
 
     def peek(self, until: int) -> int | None:
-        """The oldest message before an offset that would be given."""
+        """Return the oldest deliverable message before an offset."""
         hints = self._hints
         while hints and hints[0][0] < until:
             first, last = hints[0]
@@ -146,7 +146,7 @@ class Supply:
             self._fresh = found.first + 1
 
     def take(self, count: int, until: int) -> list[Run]:
-        """So many messages before an offset, or fewer; the caller leases them at once."""
+        """Return up to `count` messages before an offset; the caller leases them at once."""
         runs: list[Run] = []
         if self._hints:
             count -= self._take_hinted(count, until, runs)
@@ -165,7 +165,7 @@ class Supply:
     def _take_hinted(self, count: int, until: int, runs: list[Run]) -> int:
         taken = 0
         hints = self._hints
-        # Hints may overlap. What this call has taken is not leased yet, so it is told by its offset.
+        # Hints may overlap. Messages taken by this call are not leased yet, so they are recognized by their offset.
         floor = 0
         while hints and taken < count and hints[0][0] < until:
             first, last = heappop(hints)
@@ -196,7 +196,7 @@ class Supply:
         if until < end:
             end = until
         if self.order is not None and self.order.next_offset < end:
-            # The keys of what follows are not known yet.
+            # The keys of later messages are not known yet.
             end = self.order.next_offset
         if fresh >= end:
             return None
@@ -211,7 +211,7 @@ class Supply:
     # -- ordered by key --------------------------------------------------------------------------------------
 
     def _try_enter(self, offset: int) -> bool:
-        """Whether it is the turn of a message that comes up; if so it is the head of its key from now on."""
+        """Whether it is the turn of a new message; if so, it becomes the head of its key."""
         order = self.order
         if order is None:
             return True
@@ -229,7 +229,7 @@ class Supply:
             self._fold.counts[BLOCKED] += 1
 
     def admit_key_holders(self, order: KeyOrder) -> None:
-        """Find out whose turn it is, once the keys are known of who is leased or tried again; then who is aside."""
+        """Determine whose turn it is once the keys of leased and retried messages are known; then admit stragglers."""
         fold = self._fold
         for run in fold.waiting_runs(0, fold.window.end):
             if run.attempt:
@@ -241,16 +241,16 @@ class Supply:
             self.admit(order, stragglers.offsets[index], stragglers.keys[index])
 
     def admit(self, order: KeyOrder, offset: int, key: int) -> None:
-        """A message that lies before `fresh` is available for the first time."""
+        """Admit a message before `fresh` that is available for the first time."""
         if order.try_enter(key, offset):
             self.add_returned(offset, offset)
         else:
             self.block(offset)
 
     def revive(self, order: KeyOrder, offset: int, key: int) -> None:
-        """A message that was done is available again: it comes before all later ones of its key that nobody has."""
+        """Admit a revived message, ahead of all later undelivered ones of its key."""
         if offset >= self.fresh:
-            # It comes up with the others.
+            # It is found with the new messages.
             return
         head = order.head_of(key)
         place = None if head is None else self._fold.place(head)
@@ -267,7 +267,7 @@ class Supply:
         self.add_returned(offset, offset)
 
     def key_of(self, order: KeyOrder, offset: int) -> int:
-        """The hash of the key of an unfinished message."""
+        """Return the hash of the key of an unfinished message."""
         return order.key_of(offset) if offset >= self._fold.window.start else self._fold.stragglers.key_of(offset)
 
     def _take_in_order(self, order: KeyOrder, found: Run, runs: list[Run]) -> int:

@@ -17,7 +17,7 @@ from millstream.broker.groups.consumer.assignment import NOTHING, Assignment, no
 from millstream.broker.groups.consumer.group import Choice
 from millstream.broker.groups.consumer.member import ConsumerMember
 from millstream.broker.groups.consumer.records import Resolved
-from millstream.broker.groups.consumer.topic_view import TopicView, existing, partitions_of
+from millstream.broker.groups.consumer.topic_view import Partitions, TopicView, existing, partitions_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,6 @@ class MemberSubscription:
     instance_id: str | None = None
     topics: frozenset[UUID]
     previous: Assignment = field(default_factory=nothing)
-
-
-Partitions = Mapping[UUID, int]
-
-"""How many partitions each topic has; at least the topics that are wished for are in it."""
 
 
 Assignor = Callable[[Sequence[MemberSubscription], Partitions], dict[str, Assignment]]

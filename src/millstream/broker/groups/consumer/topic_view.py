@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 from uuid import UUID
 
-from millstream.broker.groups.consumer.assignor import Partitions
 from millstream.core.topic import Topic
+
+Partitions = Mapping[UUID, int]
+"""The number of partitions of each topic."""
 
 
 class TopicView(Protocol):
