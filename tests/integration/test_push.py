@@ -96,8 +96,10 @@ async def desk(server: Server, name: str, settings: Mapping[str, str] | None = N
         await client.metadata([name], create=True)
         made = Desk(client, hook, name)
         await made.subscriptions.create(name, [name], {URL: hook.url, **(settings or {})})
-        yield made
-        await made.subscriptions.delete(name, force=True)
+        try:
+            yield made
+        finally:
+            await made.subscriptions.delete(name, force=True)
 
 
 async def test_a_message_is_pushed_signed_and_accepted(server: Server) -> None:
@@ -155,8 +157,7 @@ async def test_failures_are_tried_again_and_then_dead_lettered(server: Server) -
         answer_ = await work.client.fetch("failing-dead", 0, 0)
         (letter,) = decode_records(answer_.records)
         assert "422: no such order" in dict(letter.headers)["dlq-reason"].decode()  # type: ignore[union-attr]
-        told = await work.pushed(refused=3, failed=1)
-        assert told["state"] == "up"
+        await work.pushed(refused=3, failed=1, state="up")
 
 
 async def test_a_message_too_large_to_be_pushed_is_given_up_and_others_go_on(server: Server) -> None:
