@@ -37,6 +37,8 @@ class Outcome:
     @property
     def document(self) -> Any:
         """What it printed under `--json`."""
+        if not self.out:
+            raise AssertionError(f"the command printed nothing; exit code {self.code}: {self.err}")
         return json.loads(self.out)
 
     @property

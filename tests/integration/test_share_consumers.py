@@ -7,12 +7,13 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from confluent_kafka import (
     AcknowledgeType,
@@ -41,10 +42,12 @@ from millstream.core.subscription import ATTEMPTS, DELIVERY, EXACTLY_ONCE, LEASE
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.wire.client import Client
 from millstream_testing.child_process import child_process
+from millstream_testing.command import CommandLine
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server import Server
 from millstream_testing.server_group import ServerGroup
+from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
 ACCEPT = 1
@@ -129,18 +132,6 @@ def committed(consumer: ShareConsumer) -> None:
         assert error is None, f"{place}: {error}"
 
 
-def until(what: str, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline, what
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("share") / "data") as running:
-        yield running
-
-
 def test_messages_of_a_poll_are_accepted_by_the_next(server: Server) -> None:
     work = Work(server.kafka)
     work.publish(*numbers(0, 10))
@@ -172,7 +163,7 @@ def test_accept_release_and_reject_of_single_messages(server: Server) -> None:
         for message in again:
             consumer.acknowledge(message)
         consumer.commit_async()
-        until("the callback", lambda: bool(poll(consumer, 0.05) or sum(map(acknowledged, told)) >= 8))
+        wait_until(lambda: bool(poll(consumer, 0.05) or sum(map(acknowledged, told)) >= 8))
         assert [error for _, error in told if error is not None] == []
     with closing(work.consumer()) as other:
         assert poll(other, QUIET_S) == []
@@ -327,6 +318,30 @@ def accept_until(consumer: ShareConsumer, accepted: Counter[str], number: int) -
             accepted.update(texts(messages))
 
 
+def test_the_commands_and_pages_about_groups_know_share_groups(server: Server) -> None:
+    millstream = CommandLine(server.kafka)
+    work = Work(server.kafka)
+    work.publish(*numbers(0, 5))
+    with closing(work.consumer(explicit=True)) as consumer:
+        first, *_ = take(consumer, 5)
+        consumer.acknowledge(first)
+        committed(consumer)
+        until_at(server.kafka, work.name, 1)
+        told = millstream("group", "list", "--json")
+        assert told.code == 0, told.err
+        (listed,) = [one for one in told.document["groups"] if one["group"] == work.name]
+        assert (listed["type"], listed["state"], listed["members"], listed["lag"]) == ("share", "Stable", 1, 4)
+        described = millstream("group", "describe", work.name, "--json").document
+        assert (described["type"], [one["committed"] for one in described["offsets"]]) == ("share", [1])
+        pages = httpx.get(f"http://{server.http}/v1/groups", timeout=WAIT_S).json()["groups"]
+        assert listed in pages
+    refused = millstream("group", "reset", work.name, "--to", "start")
+    assert (refused.code, "millstream subscription seek" in refused.err) == (2, True)
+    deleted = millstream("group", "delete", work.name, "--yes")
+    assert deleted.code == 0, deleted.err
+    assert millstream("group", "describe", work.name).code == 3
+
+
 async def start_of(address: str, name: str) -> int:
     """Where a share group is on the only partition of its topic, as one node tells."""
     topic = DescribeShareGroupOffsetsRequestTopic(topic_name=TopicName(name), partitions=(i32(0),))
@@ -338,7 +353,7 @@ async def start_of(address: str, name: str) -> int:
 
 
 def until_at(address: str, name: str, offset: int) -> None:
-    until(f"{name} at {offset}", lambda: asyncio.run(start_of(address, name)) == offset)
+    wait_until(lambda: asyncio.run(start_of(address, name)) == offset)
 
 
 def test_another_node_goes_on_with_the_queue(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -41,9 +40,9 @@ def list_(
     """List all consumer groups with their lag."""
 
     async def question(client: Client) -> list[dict[str, Any]]:
-        from millstream.client.admin.groups import group_summary, list_groups
+        from millstream.client.admin.groups import group_summaries
 
-        return list(await asyncio.gather(*(group_summary(client, *listed) for listed in await list_groups(client))))
+        return await group_summaries(client)
 
     groups = ask(brokers, timeout, question)
     if as_json:

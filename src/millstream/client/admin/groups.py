@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,13 +31,21 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
 
-async def group_summary(client: Client, name: str, state: str, kind: str) -> dict[str, Any]:
-    """A group in one line."""
-    from millstream.client.admin.groups import describe_group, progress_of
+async def group_summaries(client: Client) -> list[dict[str, Any]]:
+    """Every group in one line, less those that end meanwhile."""
+    turn = asyncio.Semaphore(_GROUPS_AT_ONCE_MAX)
 
-    group = await describe_group(client, name)
-    lag = total_lag(await progress_of(client, group))
-    return {"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag}
+    async def summarize(name: str, state: str, kind: str) -> dict[str, Any] | None:
+        async with turn:
+            try:
+                group = await describe_group(client, name)
+            except UnknownGroup:
+                return None
+            lag = total_lag(await progress_of(client, group))
+        return {"group": name, "state": state, "type": kind, "members": len(group.members), "lag": lag}
+
+    found = await gather_or_cancel(summarize(*listed) for listed in await list_groups(client))
+    return [summary for summary in found if summary is not None]
 
 
 def total_lag(progress: list[Progress]) -> int | None:
@@ -86,6 +95,10 @@ CONSUMER = "consumer"
 
 """A group of the newer protocol, in which the broker shares out."""
 
+SHARE = "share"
+
+"""A group whose members share the messages of a partition (KIP-932)."""
+
 _NO_GENERATION = -1
 
 _GROUP_ID_NOT_FOUND = 69
@@ -95,6 +108,8 @@ _UNKNOWN_MEMBER_ID = 25
 _GROUPS_ASKED_MAX = 100
 
 """So many groups are asked for with one request."""
+
+_GROUPS_AT_ONCE_MAX = 16
 
 
 Committed = dict[TopicPartition, int]
@@ -159,8 +174,9 @@ async def list_groups(client: Client) -> list[tuple[str, str, str]]:
 
 
 async def describe_group(client: Client, name: str) -> Group:
-    """One group of either type, or `UnknownGroup`."""
+    """One group of any type, or `UnknownGroup`."""
     found = await _describe_classic(client, name) or await _describe_consumers(client, name)
+    found = found or await _describe_shares(client, name)
     if found is None:
         raise UnknownGroup(f"group {name!r} does not exist; millstream group list shows those that do")
     return found
@@ -171,6 +187,19 @@ async def _describe_consumers(client: Client, name: str) -> Group | None:
 
     messages: Any = request
     asked = messages.ConsumerGroupDescribeRequest(group_ids=(name,), include_authorized_operations=False)
+    return await _describe_newer(client, name, asked, CONSUMER)
+
+
+async def _describe_shares(client: Client, name: str) -> Group | None:
+    from kio.schema.share_group_describe.v1 import request
+
+    messages: Any = request
+    asked = messages.ShareGroupDescribeRequest(group_ids=(name,), include_authorized_operations=False)
+    return await _describe_newer(client, name, asked, SHARE)
+
+
+async def _describe_newer(client: Client, name: str, asked: Any, kind: str) -> Group | None:
+    """A group whose broker assigns the partitions."""
     try:
         described = (await client.send(await client.coordinator(name), asked)).groups[0]
     except InvalidRequest:
@@ -184,7 +213,7 @@ async def _describe_consumers(client: Client, name: str) -> Group | None:
         Member(one.member_id, one.client_id, one.client_host, _named_partitions(one.assignment.topic_partitions))
         for one in described.members
     )
-    return Group(name, described.group_state, described.assignor_name, members, CONSUMER, CONSUMER)
+    return Group(name, described.group_state, described.assignor_name, members, kind, kind)
 
 
 def _named_partitions(topics: Any) -> tuple[TopicPartition, ...]:
@@ -227,6 +256,24 @@ def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
 async def committed_offsets(client: Client, name: str) -> Committed:
     """Every offset that a group has committed."""
     return _committed(await _ask_offsets(client, await client.coordinator(name), [name]), name)
+
+
+async def share_offsets(client: Client, name: str) -> Committed:
+    """The oldest message that a share group is not done with, in every partition that it has begun."""
+    from kio.schema.describe_share_group_offsets.v1 import request
+
+    messages: Any = request
+    group = messages.DescribeShareGroupOffsetsRequestGroup(group_id=name, topics=None)
+    asked = messages.DescribeShareGroupOffsetsRequest(groups=(group,))
+    answer = (await client.send(await client.coordinator(name), asked)).groups[0]
+    if answer.error_code:
+        raise error_from_code(answer.error_code, answer.error_message, about=f"offsets of group {name!r}")
+    return {
+        TopicPartition(topic.topic_name, PartitionIndex(one.partition_index)): one.start_offset
+        for topic in answer.topics
+        for one in topic.partitions
+        if one.start_offset >= 0
+    }
 
 
 async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
@@ -306,7 +353,8 @@ def _committed(answers: Mapping[str, Any], name: str) -> Committed:
 
 async def progress_of(client: Client, group: Group) -> list[Progress]:
     """How far a group is in every partition that it reads or has committed."""
-    committed = await committed_offsets(client, group.name)
+    ask_offsets = share_offsets if group.kind == SHARE else committed_offsets
+    committed = await ask_offsets(client, group.name)
     read = {where for member in group.members for where in member.partitions}
     by_topic: dict[str, list[int]] = {}
     for where in {*committed, *read}:
@@ -362,13 +410,15 @@ async def commit_offsets(client: Client, name: str, offsets: Mapping[TopicPartit
 
 
 async def refuse_members(client: Client, name: str, *, may_be_new: bool) -> None:
-    """Raise `GroupNotEmpty` when the group is in use, and `UnknownGroup` when it has to exist and does not."""
+    """Raise `GroupNotEmpty` when the group is in use, `UnknownGroup` when it has to exist and does not."""
     try:
         group = await describe_group(client, name)
     except UnknownGroup:
         if may_be_new:
             return
         raise
+    if group.kind == SHARE:
+        raise InvalidRequest(f"group {name!r} is a share group; move it with millstream subscription seek {name}")
     if group.members:
         raise GroupNotEmpty(busy_sentence(name))
 

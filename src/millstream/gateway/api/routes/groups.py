@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from http import HTTPStatus
 from typing import Annotated, Any, Final
 
@@ -14,17 +13,13 @@ from millstream.client.admin.groups import (
     delete_group,
     describe_group,
     group_document,
-    group_summary,
-    list_groups,
+    group_summaries,
     plan_reset,
     progress_of,
 )
 from millstream.client.admin.position import parse_position
 from millstream.gateway.api.route import NoFields, Request, Route
 from millstream.gateway.api.services import Services
-
-AT_ONCE_MAX: Final = 16
-"""Groups that are asked about at the same time."""
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
@@ -105,14 +100,7 @@ class MovedGroup(msgspec.Struct, frozen=True):
 
 async def list_all(services: Services, request: Request[NoFields, NoFields]) -> GroupList:
     """All groups with their lag."""
-    turn = asyncio.Semaphore(AT_ONCE_MAX)
-
-    async def summary(listed: tuple[str, str, str]) -> dict[str, Any]:
-        async with turn:
-            return await group_summary(services.client, *listed)
-
-    found = await asyncio.gather(*(summary(listed) for listed in await list_groups(services.client)))
-    return GroupList(msgspec.convert(list(found), list[GroupSummary]))
+    return GroupList(msgspec.convert(await group_summaries(services.client), list[GroupSummary]))
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> GroupDescription:
