@@ -14,6 +14,9 @@ SOAK_ARGS ?=
 CHAOS_ARGS ?=
 SIMULATE_ARGS ?=
 
+# Where Python may not keep what it compiled, every process of every target compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo test check bench bench-cluster bench-cold-reads bench-commits bench-filters bench-http bench-queues bench-sdk bench-spark bench-transactions serve kill-trial chaos chaos-http chaos-cluster chaos-overload chaos-push chaos-transactions conformance compare fuzz simulate spark docs lock clean
 .DEFAULT_GOAL := help
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 import uuid
@@ -12,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
@@ -24,8 +27,14 @@ StartServer = Callable[..., Server]
 
 # A group waits for more members before its first assignment; tests have all of theirs at once. Those that want a Spark
 # driver say so: it takes long to start, and whoever declares a pipeline to see it listed needs none.
-# Tests write records with old times, which only those about retention want to see deleted.
-QUICK = {"group-initial-delay-ms": 100, "pipelines-enabled": "false", "retention-check-ms": 3_600_000}
+# Tests write records with old times, which only those about retention want to see deleted. Members may have short
+# sessions, so that a dead one is missed soon.
+QUICK = {
+    "group-initial-delay-ms": 100,
+    "group-session-min-ms": 1000,
+    "pipelines-enabled": "false",
+    "retention-check-ms": 3_600_000,
+}
 
 # Started in the background, processes ignore Ctrl-C, and so would those that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -36,9 +45,39 @@ hypothesis.settings.register_profile("patient", deadline=None, suppress_health_c
 hypothesis.settings.load_profile("patient")
 
 
-@pytest.fixture(scope="module")
+# Tests that use the Spark session, which takes long to start and longer to get quick.
+SPARK = re.compile(r"/test_(landing|spark_beyond_retention|spark_on_kafka|spark_source|topic_pipelines)\.py|_in_spark$")
+
+
+class SparkInOneProcess(LoadFileScheduling):  # type: ignore[misc]
+    """Give all tests with Spark to one process, and each other file to any."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "spark" if SPARK.search(nodeid) else str(super()._split_scope(nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    if config.getoption("dist") != "loadfile":
+        return None
+    config.option.loadscopereorder = False  # The order of the collection is the order of the files.
+    return SparkInOneProcess(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests that start processes and wait for them come first, so that no worker is left with a long one."""
+    items.sort(key=lambda item: (SPARK.search(item.nodeid) is None, "integration" not in item.path.parts))
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector from walking through all modules again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """One running server for all tests of a module; each test uses topics and groups of its own."""
+    """One running server for all tests of a process; each test uses topics and groups of its own."""
     with Server(tmp_path_factory.mktemp("server") / "data", settings=QUICK) as started:
         yield started
 

@@ -142,15 +142,15 @@ def test_a_line_that_is_too_large_is_named(millstream: CommandLine) -> None:
     assert refused.err.startswith("millstream: line 3 of the input: ")
 
 
-def test_a_delayed_message_is_delivered_later(millstream: CommandLine) -> None:
-    millstream("topic", "create", "delayed")
-    millstream("subscription", "create", "delayed", "--topic", "delayed")
-    assert millstream("publish", "delayed", "late", "--delay", 3600).code == 0
-    assert millstream("publish", "delayed", "at once", "--delay", 0).code == 0
-    late, at_once = millstream("tail", "delayed", "--json").documents
+def test_a_delayed_message_is_delivered_later(millstream: CommandLine, topic: str) -> None:
+    millstream("topic", "create", topic)
+    millstream("subscription", "create", topic, "--topic", topic)
+    assert millstream("publish", topic, "late", "--delay", 3600).code == 0
+    assert millstream("publish", topic, "at once", "--delay", 0).code == 0
+    late, at_once = millstream("tail", topic, "--json").documents
     due = {one["value"]: int(dict(one["headers"])["deliver-at"]) - one["timestamp_ms"] for one in (late, at_once)}
     assert 3_590_000 < due["late"] <= 3_610_000
-    pulled = millstream("subscription", "pull", "delayed", "--wait", 30, "--json").documents
+    pulled = millstream("subscription", "pull", topic, "--wait", 30, "--json").documents
     assert [one["value"] for one in pulled] == ["at once"]
 
 

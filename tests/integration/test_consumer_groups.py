@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,14 +21,6 @@ from millstream_testing.server import Server
 PARTITIONS = 4
 WAIT_S = 60.0
 ALL = set(range(PARTITIONS))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that lets members have short sessions, so that a dead one is missed soon."""
-    settings = {"group-initial-delay-ms": 100, "group-session-min-ms": 1000}
-    with Server(tmp_path_factory.mktemp("groups") / "data", settings=settings) as started:
-        yield started
 
 
 class Member:

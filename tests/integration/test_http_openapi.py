@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import (
@@ -24,6 +26,13 @@ schema = schemathesis.openapi.from_dict(openapi_document(ROUTES))
 schema.config.phases.update(phases=["fuzzing"])
 # A stream ends when its reader goes, which no request of this test does.
 answered = schema.exclude(path_regex="/events$")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of their own: any name may be created, changed and deleted by these requests."""
+    with Server(tmp_path_factory.mktemp("openapi") / "data", settings={"pipelines-enabled": "false"}) as started:
+        yield started
 
 
 @answered.parametrize()

@@ -7,7 +7,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +44,6 @@ STEPS_MAX = 100
 pytestmark = pytest.mark.timeout(900)
 
 Row = tuple[int, int, bytes | None, bytes | None]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("landing-server") / "data") as started:
-        yield started
 
 
 class Shore:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
 import httpx
+import pytest
 from aiokafka import AIOKafkaConsumer
 from confluent_kafka import Consumer, Producer, TopicPartition
 from kafka import KafkaProducer
@@ -23,6 +25,13 @@ MESSAGES = 40
 MESSAGE_BYTES = 10_000
 # Half of all messages may go at once (ten seconds' worth); the other half is in debt for as long as that takes.
 RATE = MESSAGES * MESSAGE_BYTES / 20
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server of their own: some of the quotas hold for all clients of the gateway, and its refusals are counted."""
+    with Server(tmp_path_factory.mktemp("quotas") / "data", settings={"group-initial-delay-ms": 100}) as started:
+        yield started
 
 
 def set_quota(server: Server, client_id: str, **limits: float | None) -> None:

@@ -34,13 +34,6 @@ WAIT_S = 60.0
 pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    settings = {"retention-check-ms": 3_600_000}
-    with Server(tmp_path_factory.mktemp("spark-server") / "data", settings=settings) as started:
-        yield started
-
-
 class Bench:
     """One topic on the broker, read and written by Spark and by a plain client."""
 

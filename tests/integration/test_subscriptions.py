@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -92,12 +92,6 @@ class Desk:
 
 def values(messages: list[LeasedMessage]) -> list[str]:
     return [(message.record.value or b"").decode() for message in messages]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("subscriptions") / "data") as running:
-        yield running
 
 
 @asynccontextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
@@ -17,12 +16,6 @@ from confluent_kafka.cimpl import NewTopic
 from millstream_testing.server import Server
 
 WAIT_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with Server(tmp_path_factory.mktemp("transactions"), settings={"group-initial-delay-ms": 0}) as running:
-        yield running
 
 
 @pytest.fixture
