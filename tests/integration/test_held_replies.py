@@ -9,30 +9,31 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
 import pytest
 
 import millstream
+from millstream.cli.held_port import HeldPort
 from millstream.protocol.messages.codec import request_head
 from millstream.protocol.private.subscription_messages import RECEIVE_KEY, Receive
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
 
-HANG_S = 60
+HANG_S = 200
 SHORT_S, LONG_S = 1.0, 3600.0
 GATEWAY = "millstream-gateway"
-StartServer = Callable[..., Server]
+Hidden = tuple[Server, HeldPort]
 
 
 class Proxy:
     """Passes everything on, except answers to one client's requests for messages while they are held."""
 
-    def __init__(self) -> None:
-        self.upstream = ""
-        self.address = ""
+    def __init__(self, address: str, host: str, port: int) -> None:
+        self.address = address
+        self._upstream = (host, port)
         self.is_held = asyncio.Event()
         """An answer has come, and is kept."""
         self._asked: dict[str, asyncio.Event] = {}
@@ -52,9 +53,8 @@ class Proxy:
         self._released.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        host, _, port = self.upstream.rpartition(":")
         self._open += 1
-        there = await asyncio.open_connection(host, int(port))
+        there = await asyncio.open_connection(*self._upstream)
         whose: list[str] = []
         pumps = [
             asyncio.create_task(self._to_broker(reader, there[1], whose)),
@@ -99,14 +99,21 @@ class Proxy:
             await asyncio.sleep(0)
 
 
+@pytest.fixture(scope="module")
+def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hidden]:
+    """A server that sends its clients to the port at which each test has a proxy."""
+    port = HeldPort()
+    settings = {"advertise": port.address, "pipelines-enabled": "false"}
+    with Server(tmp_path_factory.mktemp("hidden") / "data", settings=settings) as server:
+        yield server, port
+
+
 @asynccontextmanager
-async def proxied(start_server: StartServer) -> AsyncIterator[tuple[Proxy, Server]]:
-    proxy = Proxy()
-    listening = await asyncio.start_server(proxy.serve, "127.0.0.1", 0)
-    host, port = listening.sockets[0].getsockname()
-    proxy.address = f"{host}:{port}"
-    server = await asyncio.to_thread(start_server, advertise=proxy.address)
-    proxy.upstream = server.kafka
+async def proxied(hidden: Hidden) -> AsyncIterator[tuple[Proxy, Server]]:
+    server, port = hidden
+    host, _, upstream = server.kafka.rpartition(":")
+    proxy = Proxy(port.address, host, int(upstream))
+    listening = await asyncio.start_server(proxy.serve, host, port.number)
     try:
         async with asyncio.timeout(HANG_S):
             yield proxy, server
@@ -152,7 +159,7 @@ class Http:
             await self._writer.wait_closed()
 
 
-def pull(server: Server, name: str, wait_ms: int = HANG_S * 1000) -> Awaitable[Http]:
+def pull(server: Server, name: str, wait_ms: int = 60_000) -> Awaitable[Http]:
     return Http.send(server, "POST", f"subscriptions/{name}/messages:pull", {"wait_ms": wait_ms})
 
 
@@ -182,7 +189,7 @@ async def overtake(proxy: Proxy, server: Server, topic: str, client_id: str, **w
     "wanted", [{"delivery": "exactly-once"}, {"delivery": "at-least-once", "ordered": True}], ids=["exactly", "ordered"]
 )
 async def test_a_handler_gets_no_message_that_another_worker_has_accepted(
-    start_server: StartServer, topic: str, wanted: dict[str, object]
+    hidden: Hidden, topic: str, wanted: dict[str, object]
 ) -> None:
     handled: list[str] = []
     last = asyncio.Event()
@@ -192,7 +199,7 @@ async def test_a_handler_gets_no_message_that_another_worker_has_accepted(
         if message.text == "last":
             last.set()
 
-    async with proxied(start_server) as (proxy, server), millstream.connect(proxy.address, client_id="late") as ms:
+    async with proxied(hidden) as (proxy, server), millstream.connect(proxy.address, client_id="late") as ms:
         await ms.publish(topic, "before")
         await ms.subscribe(topic, handle, name=topic, lease=SHORT_S, **wanted)  # type: ignore[arg-type]
         await overtake(proxy, server, topic, "late", **wanted)
@@ -200,7 +207,7 @@ async def test_a_handler_gets_no_message_that_another_worker_has_accepted(
         assert handled == ["last"]
 
 
-async def test_an_iteration_without_a_loop_gets_none_either(start_server: StartServer, topic: str) -> None:
+async def test_an_iteration_without_a_loop_gets_none_either(hidden: Hidden, topic: str) -> None:
     def first(address: str) -> str:
         with millstream.connect_sync(address, client_id="late") as ms:
             for message in ms.subscription(topic, name=topic, lease=SHORT_S, start="earliest"):
@@ -209,7 +216,7 @@ async def test_an_iteration_without_a_loop_gets_none_either(start_server: StartS
                     return message.text
         raise AssertionError
 
-    async with proxied(start_server) as (proxy, server):
+    async with proxied(hidden) as (proxy, server):
         async with millstream.connect(server.kafka) as ms:
             receipt = await ms.publish(topic, "before")
             taking = asyncio.create_task(asyncio.to_thread(first, proxy.address))
@@ -227,8 +234,8 @@ async def state(ms: millstream.Connection, receipt: millstream.Receipt, name: st
         return None
 
 
-async def test_a_pull_gets_none_either(start_server: StartServer, topic: str) -> None:
-    async with proxied(start_server) as (proxy, server):
+async def test_a_pull_gets_none_either(hidden: Hidden, topic: str) -> None:
+    async with proxied(hidden) as (proxy, server):
         await declare(server, topic, SHORT_S)
         pulling = await pull(server, topic)
         await overtake(proxy, server, topic, GATEWAY)
@@ -236,8 +243,8 @@ async def test_a_pull_gets_none_either(start_server: StartServer, topic: str) ->
         await pulling.hang_up()
 
 
-async def test_an_event_stream_gets_none_either(start_server: StartServer, topic: str) -> None:
-    async with proxied(start_server) as (proxy, server):
+async def test_an_event_stream_gets_none_either(hidden: Hidden, topic: str) -> None:
+    async with proxied(hidden) as (proxy, server):
         await declare(server, topic, SHORT_S)
         stream = await Http.send(server, "GET", f"subscriptions/{topic}/events")
         await overtake(proxy, server, topic, GATEWAY)
@@ -268,10 +275,8 @@ async def taken(server: Server, topic: str, count: int = 1) -> list[int]:
 
 
 @pytest.mark.parametrize("path", ["pull", "events"])
-async def test_what_is_leased_for_a_client_that_hung_up_goes_back(
-    start_server: StartServer, topic: str, path: str
-) -> None:
-    async with proxied(start_server) as (proxy, server):
+async def test_what_is_leased_for_a_client_that_hung_up_goes_back(hidden: Hidden, topic: str, path: str) -> None:
+    async with proxied(hidden) as (proxy, server):
         await declare(server, topic, LONG_S)
         asked = await (
             pull(server, topic) if path == "pull" else Http.send(server, "GET", f"subscriptions/{topic}/events")
@@ -286,8 +291,8 @@ async def test_what_is_leased_for_a_client_that_hung_up_goes_back(
         assert await taken(server, topic) == [1]
 
 
-async def test_what_is_leased_while_a_worker_leaves_goes_back(start_server: StartServer, topic: str) -> None:
-    async with proxied(start_server) as (proxy, server):
+async def test_what_is_leased_while_a_worker_leaves_goes_back(hidden: Hidden, topic: str) -> None:
+    async with proxied(hidden) as (proxy, server):
         await declare(server, topic, LONG_S)
         async with millstream.connect(proxy.address, client_id="late") as ms:
             stream = ms.subscription(topic, name=topic)
@@ -304,10 +309,7 @@ async def test_what_is_leased_while_a_worker_leaves_goes_back(start_server: Star
         assert await taken(server, topic) == [1]
 
 
-async def test_what_a_broker_has_leased_for_a_client_that_reads_no_answer_goes_back(
-    start_server: StartServer, topic: str
-) -> None:
-    server = await asyncio.to_thread(start_server)
+async def test_what_a_broker_has_leased_for_a_client_that_reads_no_answer_goes_back(server: Server, topic: str) -> None:
     create = CommandLine(server.kafka)
     await asyncio.to_thread(create, "topic", "create", topic, "--set", "max.message.bytes=33554432")
     await declare(server, topic, LONG_S)
