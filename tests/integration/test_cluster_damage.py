@@ -23,6 +23,7 @@ from millstream_testing.waiting import wait_until
 WAIT_S = 90.0
 TOPIC = "harmed"
 COUNT = 400
+REPAIRED = "millstream_replicas_repaired_ranges_total"
 SETTINGS = {"lease-ms": 2000, "scrub-interval-ms": 500, "scrub-bytes-per-s": 100_000_000}
 
 
@@ -30,9 +31,12 @@ def value_of(number: int) -> bytes:
     return b"%d:" % number + b"%020d" % number * 500
 
 
-@pytest.fixture
-def cluster(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> Iterator[ServerGroup]:
-    with ServerGroup(tmp_path, etcd.url, postgres.new_database(), settings=SETTINGS) as started:
+@pytest.fixture(scope="module")
+def filled(
+    tmp_path_factory: pytest.TempPathFactory, etcd: EtcdServer, postgres: PostgresServer
+) -> Iterator[ServerGroup]:
+    folder = tmp_path_factory.mktemp("damaged")
+    with ServerGroup(folder, etcd.url, postgres.new_database(), settings=SETTINGS) as started:
         admin = AdminClient({"bootstrap.servers": started.kafka, "log_level": 0})
         wait_until(lambda: len(admin.list_topics(timeout=WAIT_S).brokers) == 3)
         topic = NewTopic(TOPIC, 1, 3, config={"segment.bytes": "1048576"})
@@ -43,6 +47,14 @@ def cluster(tmp_path: Path, etcd: EtcdServer, postgres: PostgresServer) -> Itera
         assert producer.flush(WAIT_S) == 0
         assert consume(started) == {number: value_of(number) for number in range(COUNT)}
         yield started
+
+
+@pytest.fixture
+def cluster(filled: ServerGroup) -> ServerGroup:
+    """The cluster with all its nodes, and nothing amiss."""
+    filled.start()
+    wait_until(lambda: all(map(is_whole, filled)) and in_sync(filled))
+    return filled
 
 
 def consume(cluster: ServerGroup) -> dict[int, bytes]:
@@ -102,12 +114,13 @@ def in_sync(cluster: ServerGroup) -> bool:
 
 def test_damaged_replicas_heal_each_other_while_they_run(cluster: ServerGroup) -> None:
     whole = [b"".join(path.read_bytes() for path in segments(node)) for node in cluster]
+    repaired = [metric(node, REPAIRED) for node in cluster]
     # Payload, base offset and length, each on another node and at another place.
     for number, (node, at) in enumerate(zip(cluster, (5000, 7, 10), strict=True)):
         flip(segments(node)[number % 2], 3 + number, at)
     # Whoever leads, a consumer never sees any of it.
     assert consume(cluster) == {number: value_of(number) for number in range(COUNT)}
-    wait_until(lambda: all(metric(node, "millstream_replicas_repaired_ranges_total") >= 1 for node in cluster))
+    wait_until(lambda: all(metric(node, REPAIRED) > before for node, before in zip(cluster, repaired, strict=True)))
     wait_until(lambda: all(map(is_whole, cluster)) and in_sync(cluster))
     assert [b"".join(path.read_bytes() for path in segments(node)) for node in cluster] == whole
     checked = CommandLine(cluster.kafka)("doctor", "--json")

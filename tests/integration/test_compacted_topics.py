@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,7 +17,6 @@ from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 
 WAIT_S = 60.0
-TOPIC = "prices"
 QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}
 SETTINGS = {
     "cleanup.policy": "compact",
@@ -28,20 +27,22 @@ SETTINGS = {
 Content = list[tuple[int, bytes | None, bytes | None]]
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path / "data", settings={"retention-check-ms": 100}) as server:
-        yield server
+@pytest.fixture(scope="module")
+def eager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that looks for segments to compact all the time."""
+    settings = {"retention-check-ms": 100, "pipelines-enabled": "false"}
+    with Server(tmp_path_factory.mktemp("compacted") / "data", settings=settings) as started:
+        yield started
 
 
-def create(server: Server, **changes: str) -> None:
+def create(server: Server, topic: str, **changes: str) -> None:
     config = SETTINGS | {name.replace("_", "."): value for name, value in changes.items()}
     admin = AdminClient({"bootstrap.servers": server.kafka, **QUIET})
-    (created,) = admin.create_topics([NewTopic(TOPIC, 1, 1, config=config)]).values()
+    (created,) = admin.create_topics([NewTopic(topic, 1, 1, config=config)]).values()
     created.result(WAIT_S)
 
 
-def send(server: Server, pairs: list[tuple[bytes | None, bytes | None]]) -> list[KafkaError]:
+def send(server: Server, topic: str, pairs: list[tuple[bytes | None, bytes | None]]) -> list[KafkaError]:
     errors: list[KafkaError] = []
 
     def note(error: KafkaError | None, _message: Message) -> None:
@@ -50,20 +51,20 @@ def send(server: Server, pairs: list[tuple[bytes | None, bytes | None]]) -> list
 
     producer = Producer({"bootstrap.servers": server.kafka, "enable.idempotence": True, "linger.ms": 5, **QUIET})
     for key, value in pairs:
-        producer.produce(TOPIC, value, key, on_delivery=note)
+        producer.produce(topic, value, key, on_delivery=note)
         producer.poll(0)
     assert producer.flush(WAIT_S) == 0
     return errors
 
 
-def content(server: Server) -> Content:
+def content(server: Server, topic: str) -> Content:
     """Everything that a new consumer gets, up to the end of the log."""
     consumer = Consumer(
         {"bootstrap.servers": server.kafka, "group.id": "reader", "enable.partition.eof": True, **QUIET}
     )
     found: Content = []
     try:
-        consumer.assign([TopicPartition(TOPIC, 0, OFFSET_BEGINNING)])
+        consumer.assign([TopicPartition(topic, 0, OFFSET_BEGINNING)])
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             message = consumer.poll(1.0)
@@ -84,52 +85,51 @@ def metric(server: Server, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
 
 
-def test_the_last_value_of_each_key_stays_and_deletions_go(server: Server) -> None:
-    create(server)
+def test_the_last_value_of_each_key_stays_and_deletions_go(eager: Server, topic: str) -> None:
+    create(eager, topic)
     pairs: list[tuple[bytes | None, bytes | None]] = [(b"k%d" % (n % 50), b"v%d" % n) for n in range(5000)]
-    assert send(server, [*pairs, (b"k7", None)]) == []
-    wait_until(lambda: len(content(server)) == 50)
-    kept = content(server)
+    assert send(eager, topic, [*pairs, (b"k7", None)]) == []
+    wait_until(lambda: len(content(eager, topic)) == 50)
+    kept = content(eager, topic)
     assert kept[-1] == (5000, b"k7", None)
     assert {key: value for _, key, value in kept} == dict(pairs) | {b"k7": None}
-    assert send(server, [(b"k8", b"last")]) == []
-    wait_until(lambda: b"k7" not in {key for _, key, _ in content(server)})
+    assert send(eager, topic, [(b"k8", b"last")]) == []
+    wait_until(lambda: b"k7" not in {key for _, key, _ in content(eager, topic)})
     wanted = {key: value for key, value in [*pairs, (b"k8", b"last")] if key != b"k7"}
-    server.stop()
-    server.start()
-    wait_until(lambda: len(content(server)) == 49)
-    assert {key: value for _, key, value in content(server)} == wanted
-    assert [offset for offset, *_ in content(server)][-1] == 5001
+    eager.stop()
+    eager.start()
+    wait_until(lambda: len(content(eager, topic)) == 49)
+    assert {key: value for _, key, value in content(eager, topic)} == wanted
+    assert [offset for offset, *_ in content(eager, topic)][-1] == 5001
 
 
-def test_records_without_a_key_are_refused(server: Server) -> None:
-    create(server)
-    (error,) = send(server, [(None, b"v")])
+def test_records_without_a_key_are_refused(eager: Server, topic: str) -> None:
+    create(eager, topic)
+    (error,) = send(eager, topic, [(None, b"v")])
     assert error.code() == KafkaError.INVALID_RECORD
-    assert content(server) == []
+    assert content(eager, topic) == []
 
 
 @pytest.mark.parametrize(
     "settings", [{"segment_ms": "1000"}, {"segment_ms": "86400000", "max_compaction_lag_ms": "1000"}]
 )
-def test_compaction_comes_when_it_is_due(tmp_path: Path, settings: dict[str, str]) -> None:
+def test_compaction_comes_when_it_is_due(server: Server, topic: str, settings: dict[str, str]) -> None:
     """By the topic's own times, however seldom the node looks for old segments."""
-    with Server(tmp_path / "data", settings={"retention-check-ms": 86_400_000}) as server:
-        create(server, **settings)
-        for value in (b"old", b"older", b"last"):
-            assert send(server, [(b"k", value)]) == []
-        wait_until(lambda: [value for _, _, value in content(server)] == [b"last"])
+    create(server, topic, **settings)
+    for value in (b"old", b"older", b"last"):
+        assert send(server, topic, [(b"k", value)]) == []
+    wait_until(lambda: [value for _, _, value in content(server, topic)] == [b"last"])
 
 
-def test_only_the_records_without_a_key_are_to_blame(server: Server) -> None:
+def test_only_the_records_without_a_key_are_to_blame(eager: Server, topic: str) -> None:
     """librdkafka tells the records that the broker names from others of their batch."""
-    create(server)
+    create(eager, topic)
     outcomes: dict[bytes | None, KafkaError | None] = {}
-    producer = Producer({"bootstrap.servers": server.kafka, "linger.ms": 60_000, **QUIET})
+    producer = Producer({"bootstrap.servers": eager.kafka, "linger.ms": 60_000, **QUIET})
     for at in range(10):
         key, value = None if at in (3, 7) else b"k", b"%d" % at
         producer.produce(
-            TOPIC, value, key, on_delivery=lambda error, message: outcomes.update({message.value(): error})
+            topic, value, key, on_delivery=lambda error, message: outcomes.update({message.value(): error})
         )
     assert producer.flush(WAIT_S) == 0
     codes = {value: error.code() if error is not None else None for value, error in outcomes.items()}
@@ -137,33 +137,34 @@ def test_only_the_records_without_a_key_are_to_blame(server: Server) -> None:
     assert codes == {b"%d" % at: wrong if at in (3, 7) else other for at in range(10)}
 
 
-async def test_the_sdk_publishes_the_others_of_a_refused_batch(server: Server) -> None:
-    create(server)
+async def test_the_sdk_publishes_the_others_of_a_refused_batch(eager: Server, topic: str) -> None:
+    create(eager, topic)
     messages = [millstream.NewMessage(f"{at}", key=None if at in (3, 7) else f"k{at}") for at in range(10)]
-    async with millstream.connect(server.kafka) as ms:
+    async with millstream.connect(eager.kafka) as ms:
         with pytest.raises(millstream.PublishFailed) as failed:
-            await ms.publish_many(TOPIC, messages)
+            await ms.publish_many(topic, messages)
     refused = [at for at, outcome in enumerate(failed.value.outcomes) if isinstance(outcome, Exception)]
     assert refused == [3, 7]
-    assert [value for _, _, value in content(server)] == [b"%d" % at for at in range(10) if at not in (3, 7)]
+    assert [value for _, _, value in content(eager, topic)] == [b"%d" % at for at in range(10) if at not in (3, 7)]
 
 
-def test_killed_while_it_compacts_nothing_is_lost(server: Server) -> None:
-    create(server)
+def test_killed_while_it_compacts_nothing_is_lost(start_server: Callable[..., Server], topic: str) -> None:
+    server = start_server(retention_check_ms=100)
+    create(server, topic)
     wanted: dict[bytes, bytes] = {}
     for round_ in range(2):
         pairs: list[tuple[bytes | None, bytes | None]] = [
             (b"key-%d" % (n % 200), b"%d-%d" % (round_, n) + bytes(500)) for n in range(3000)
         ]
-        assert send(server, pairs) == []
+        assert send(server, topic, pairs) == []
         wanted |= {key: value for key, value in pairs if key is not None and value is not None}
         folder = server.data / "partitions"
         wait_until(lambda folder=folder: bool(list(folder.rglob("*.cleaned"))) or _compacted(folder))  # type: ignore[misc]
         server.kill()
         server.start()
-        assert {key: value for _, key, value in content(server)} == wanted
-    wait_until(lambda: len(content(server)) == 200)
-    assert {key: value for _, key, value in content(server)} == wanted
+        assert {key: value for _, key, value in content(server, topic)} == wanted
+    wait_until(lambda: len(content(server, topic)) == 200)
+    assert {key: value for _, key, value in content(server, topic)} == wanted
     # Its passes may all have been before the last kill, which their counters do not survive.
     assert metric(server, "millstream_log_failed_partitions") == 0
 

@@ -102,6 +102,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield started
 
 
+@pytest.mark.trial
 def test_a_topic_made_to_be_landed_is_a_table_soon_and_a_second_run_is_refused(server: Server, topic: str) -> None:
     land = Land(server.kafka, topic, server.data / "lake")
     assert land.millstream("topic", "create", topic, "--land").code == 0

@@ -240,6 +240,7 @@ def test_offsets_beyond_the_end_are_refused_even_if_other_partitions_have_rows(b
         query.awaitTermination(int(WAIT_S))
 
 
+@pytest.mark.trial
 def test_a_session_keeps_what_spark_submit_was_given(tmp_path: Path) -> None:
     import pyspark
 

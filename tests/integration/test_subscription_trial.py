@@ -32,6 +32,7 @@ async def run(folder: Path, cluster: TrialCluster, plan: Plan) -> Outcome:
     return outcome
 
 
+@pytest.mark.trial
 async def test_one_node_and_workers_are_killed_while_it_delivers(tmp_path: Path) -> None:
     outcome = await run(tmp_path, TrialSolo(tmp_path, settings=SETTINGS), short(11))
     assert outcome.ok

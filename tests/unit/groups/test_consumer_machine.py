@@ -588,5 +588,5 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
 
 TestConsumerGroupHistory = ConsumerGroupHistory.TestCase
 TestConsumerGroupHistory.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -419,6 +419,6 @@ class GroupHistory(RuleBasedStateMachine):
 
 
 GroupHistory.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=40, stateful_step_count=60, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 TestGroupHistory = GroupHistory.TestCase

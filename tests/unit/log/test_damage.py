@@ -104,7 +104,7 @@ def read_all(log: Log) -> tuple[dict[int, bytes], set[int]]:
     clean=st.booleans(),
     index_too=st.booleans(),
 )
-@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_flipped_bits_are_reported_and_cost_no_neighbour(
     seed: int,
     sizes: list[int],

@@ -432,7 +432,7 @@ class StoreMachine(RuleBasedStateMachine):
 
 TestStore = StoreMachine.TestCase
 TestStore.settings = settings(
-    max_examples=int(os.environ.get("LOG_EXAMPLES", "150")),
+    max_examples=int(os.environ.get("LOG_EXAMPLES", "60")),
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

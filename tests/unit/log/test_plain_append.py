@@ -80,7 +80,7 @@ def described(log: Log) -> Any:
 
 
 @given(data=st.data(), topic=st.sampled_from(SETTINGS))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 def test_both_ways_give_the_same_log(data: st.DataObject, topic: TopicSettings) -> None:
     clock = ManualClock()
     disks = (MemoryFiles(), MemoryFiles())

@@ -155,7 +155,7 @@ def matched(filter_: Filter, rows: list[Row]) -> list[bool]:
     return [bool(match) for match in filter_.matches(batch)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(CONDITIONS, st.lists(ROWS, min_size=1, max_size=6))
 def test_a_filter_delivers_what_is_true_by_the_model(condition: Term, rows: list[Row]) -> None:
     rows = [row for row in rows if "LIKE" not in condition.text or not has_fraction_in_text(row)]

@@ -586,5 +586,5 @@ class QueueHistory(RuleBasedStateMachine):
 
 TestQueueHistory = QueueHistory.TestCase
 TestQueueHistory.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -32,6 +32,6 @@ def test_a_seed_of_transactions_goes_the_same_way_in_every_process() -> None:
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     command = [sys.executable, "-c", code]
     transaction = subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=60
+        command, env=environment, capture_output=True, text=True, check=True, timeout=250
     ).stdout
     assert int(transaction) == simulate_transactions(seed).digest

@@ -153,7 +153,7 @@ def attempt_of_part(member: Member) -> int:
     return int(member.transactional_id.rsplit("/", 2)[1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_every_part_of_every_batch_is_committed_exactly_once(seed: int) -> None:
     run = Run(seed)

@@ -201,7 +201,7 @@ def step(history: Producers, random: Random) -> None:
         happens(random.choice(NAMES))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_no_transaction_is_torn_or_hangs(seed: int) -> None:
     random = Random(seed)
