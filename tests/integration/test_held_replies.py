@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 import millstream
-from millstream.cli.held_port import HeldPort
+from millstream.cli.reserved_port import ReservedPort
 from millstream.protocol.messages.codec import request_head
 from millstream.protocol.private.subscription_messages import RECEIVE_KEY, Receive
 from millstream_testing.command import CommandLine
@@ -25,7 +25,7 @@ from millstream_testing.server import Server
 HANG_S = 200
 SHORT_S, LONG_S = 1.0, 3600.0
 GATEWAY = "millstream-gateway"
-Hidden = tuple[Server, HeldPort]
+Hidden = tuple[Server, ReservedPort]
 
 
 class Proxy:
@@ -102,7 +102,7 @@ class Proxy:
 @pytest.fixture(scope="module")
 def hidden(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hidden]:
     """A server that sends its clients to the port at which each test has a proxy."""
-    port = HeldPort()
+    port = ReservedPort()
     settings = {"advertise": port.address, "pipelines-enabled": "false"}
     with Server(tmp_path_factory.mktemp("hidden") / "data", settings=settings) as server:
         yield server, port
