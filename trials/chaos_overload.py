@@ -1,12 +1,14 @@
 """`make chaos-overload`: clients that take all they can, and batches that decompress to far more than they are.
 
-python -m trials.chaos_overload [--quick] [--only TEXT]
+python -m trials.chaos_overload [--quick] [--only TEXT] [--peer]
 
-While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and somebody asks for
-the node's health. On a quiet machine 99 of 100 of the bystander's messages take less than 250 ms and none a second;
-health stays 200, and the broker's memory inside its budget. The floods are sent by a process of their own
-(`overload_flood`). Batches of every codec, just under and far over the limit, go to a plain, a compacted, an ordered
-and a filtered topic, and are then read through every door.
+While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and the node's health
+is asked for. On a quiet machine 99 of 100 of the bystander's messages take less than 250 ms and none a second; health
+stays 200, and the memory of the broker and of its gateway inside their budgets. A minute later all is as before. The
+floods are sent by a process of their own (`overload_flood`); with `--peer`, Apache Kafka is flooded alike, for
+comparison. Batches of every codec, just under and far over the limit, go to a plain, a compacted, an ordered and a
+filtered topic, and are then read through every door. Each criterion that does not hold is printed, and the exit code
+is 1.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import sys
 import tempfile
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -26,8 +28,10 @@ from typing import Final
 import aiokafka
 import httpx
 from benchmarks import overload_flood
+from benchmarks.peers import kafka
+from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.percentiles import percentile
-from benchmarks.processes import resident_of
+from benchmarks.processes import resident_of, tree_of
 
 import millstream
 from millstream.core.errors import MillstreamError, RequestTimedOut
@@ -41,8 +45,14 @@ WORST_MS_MAX: Final = 1000.0
 GROWTH_BYTES_MAX: Final = 768 * 1024 * 1024
 """The budget of bytes in flight (256 MiB), and what one commit, one look at each queue and the allocator take."""
 
+CHILDREN_GROWTH_BYTES_MAX: Final = 640 * 1024 * 1024
+"""The gateway's budgets (192, 192 and 64 MiB), the filter process with one batch in it, and the allocators."""
+LEFT_BYTES_MAX: Final = 256 * 1024 * 1024
+"""What broker and children may hold more than before, a minute after everything."""
+
 RATE_PER_S: Final = 20
 SETTLE_S: Final = 3.0
+AFTER_S: Final = 60.0
 CODECS: Final = {
     "gzip": COMPRESSION_GZIP,
     "snappy": COMPRESSION_SNAPPY,
@@ -50,31 +60,38 @@ CODECS: Final = {
     "zstd": COMPRESSION_ZSTD,
 }
 UNDER_BYTES, OVER_BYTES = 7 * 1024 * 1024, 120 * 1024 * 1024
+FLOODED: Final = "flooded"
 TOPICS: Final = ("plain", "compacted", "ordered", "filtered")
-FLOOD_KINDS: Final = tuple(overload_flood.REQUESTS)
+PEER_KINDS: Final = frozenset(overload_flood.KINDS) - {overload_flood.HTTP, overload_flood.SHARE_FETCH}
+"""What Apache Kafka is flooded with: it has no HTTP, and shares nothing with those who are in no share group."""
 
 
 @dataclass
 class Seen:
-    """What the bystander and whoever asks for health went through."""
+    """What the bystander and the questions for health met with."""
 
     times_ms: list[float] = field(default_factory=list)
     health: list[int | str] = field(default_factory=list)
     peak_bytes: int = 0
+    children_peak_bytes: int = 0
 
 
 class Watch:
     """The bystander, and the questions for health, while something goes on."""
 
-    def __init__(self, server: Server, settle_s: float) -> None:
+    def __init__(self, server: Server, settle_s: float, *, has_health: bool = True) -> None:
         self._server = server
         self._settle_s = settle_s
+        self._has_health = has_health
         self._ended = asyncio.Event()
         self.seen = Seen()
 
     async def during(self, trouble: Awaitable[object]) -> Seen:
         """Watch until the trouble is over, and a moment longer."""
-        tasks = [asyncio.create_task(each) for each in (self._stand_by(), self._ask_health(), self._look_at_memory())]
+        watching = [self._stand_by(), self._look_at_memory()]
+        if self._has_health:
+            watching.append(self._ask_health())
+        tasks = [asyncio.create_task(each) for each in watching]
         try:
             await trouble
             await asyncio.sleep(self._settle_s)
@@ -106,20 +123,28 @@ class Watch:
 
     async def _look_at_memory(self) -> None:
         while not self._ended.is_set():
-            self.seen.peak_bytes = max(self.seen.peak_bytes, resident_of(self._server.pid))
+            broker_bytes, children_bytes = memory_of(self._server)
+            self.seen.peak_bytes = max(self.seen.peak_bytes, broker_bytes)
+            self.seen.children_peak_bytes = max(self.seen.children_peak_bytes, children_bytes)
             await asyncio.sleep(0.1)
 
 
+def memory_of(server: Server) -> tuple[int, int]:
+    """The memory of a broker, and that of the processes that it has started."""
+    pid, *children = tree_of(server.pid)
+    return resident_of(pid), sum(map(resident_of, children))
+
+
 async def flood(server: Server, kind: str, connections: int, seconds: float) -> dict[str, int]:
-    """Flood the server from another process; what came of it."""
+    """Flood the server from another process; what it sent, and what was answered."""
     address = server.http if kind == overload_flood.HTTP else server.kafka
-    arguments = [kind, str(connections), str(seconds), address, "flooded"]
+    arguments = [kind, str(connections), str(seconds), address, FLOODED]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "benchmarks.overload_flood", *arguments, stdout=PIPE
     )
     out, _ = await process.communicate()
-    report: dict[str, int] = json.loads(out)
-    return report
+    counted: dict[str, int] = json.loads(out or b"{}")
+    return counted
 
 
 # -- batches that hold more than they are ----------------------------------------------------------------------------
@@ -241,14 +266,24 @@ class Doors:
             raise RequestTimedOut(f"tail ended with {process.returncode} and {out[-200:]!r}")
 
 
-def verdict(name: str, seen: Seen, before_bytes: int) -> tuple[str, list[str]]:
+def describe(name: str, seen: Seen) -> str:
+    """Lay out one line of what the bystander went through."""
+    times = seen.times_ms or [float("inf")]
+    return (
+        f"{name:34} {len(times):5} messages, p50 {percentile(times, 50):5.0f} ms, p99 {percentile(times, 99):5.0f} ms, "
+        f"worst {max(times):5.0f} ms"
+    )
+
+
+def verdict(name: str, seen: Seen, before: tuple[int, int]) -> tuple[str, list[str]]:
     """One line of what happened, and what was wrong with it."""
     times = seen.times_ms or [float("inf")]
     p99, worst = percentile(times, 99), max(times)
-    growth = seen.peak_bytes - before_bytes
+    growth = seen.peak_bytes - before[0]
+    children_growth = seen.children_peak_bytes - before[1]
     line = (
-        f"{name:32} bystander {len(times):4} messages, p50 {percentile(times, 50):5.0f} ms, p99 {p99:5.0f} ms, worst "
-        f"{worst:5.0f} ms; health {dict.fromkeys(seen.health)!s}; memory +{growth // 2**20} MiB"
+        f"{describe(name, seen)}; health {dict.fromkeys(seen.health)!s}; memory +{growth // 2**20} MiB, children "
+        f"+{children_growth // 2**20} MiB"
     )
     wrong = []
     if p99 > P99_MS_MAX or worst > WORST_MS_MAX:
@@ -257,6 +292,8 @@ def verdict(name: str, seen: Seen, before_bytes: int) -> tuple[str, list[str]]:
         wrong.append(f"{name}: health was {seen.health}")
     if growth > GROWTH_BYTES_MAX:
         wrong.append(f"{name}: the broker grew by {growth // 2**20} MiB")
+    if children_growth > CHILDREN_GROWTH_BYTES_MAX:
+        wrong.append(f"{name}: gateway and filter process grew by {children_growth // 2**20} MiB")
     return line, wrong
 
 
@@ -267,24 +304,45 @@ class Chaos:
         self._server = server
         self._http = http
         self._settle_s = settle_s
+        self._at_first = (0, 0)
         self.wrong: list[str] = []
 
     async def prepare(self) -> None:
         """Have something to fetch, and let the broker load what it loads when it is first used."""
-        async with Client.connect(self._server.kafka) as client:
-            await client.leader_of("flooded", 0, create=True)
-            records = [NewRecord(None, bytes(1000), (), int(time.time() * 1000)) for _ in range(100)]
-            await client.produce("flooded", 0, encode_batch(records))
+        await fill(self._server)
+        subscription = {"name": FLOODED, "topics": [FLOODED], "start": "start"}
+        (await self._http.post(f"http://{self._server.http}/v1/subscriptions", json=subscription)).raise_for_status()
         await Watch(self._server, self._settle_s).during(asyncio.sleep(1))
+        self._at_first = memory_of(self._server)
 
     async def watch(self, name: str, trouble: Awaitable[object]) -> Seen:
         """Watch one trial, and say what came of it."""
-        before = resident_of(self._server.pid)
+        before = memory_of(self._server)
         seen = await Watch(self._server, self._settle_s).during(trouble)
         line, wrong = verdict(name, seen, before)
         sys.stderr.write(line + "\n")
         self.wrong += wrong
         return seen
+
+    async def flood(self, kind: str, connections: int, seconds: float) -> Seen:
+        """Watch one flood, which has to be answered, not refused."""
+        name = f"{connections} connections: {kind}"
+        flooding = asyncio.ensure_future(flood(self._server, kind, connections, seconds))
+        seen = await self.watch(name, flooding)
+        counted = flooding.result()
+        if kind != overload_flood.SLOW_READER and not counted.get("received_bytes"):
+            self.wrong.append(f"{name}: nothing was answered ({counted})")
+        if counted.get("refused"):
+            self.wrong.append(f"{name}: {counted['refused']} connections were answered with an error")
+        return seen
+
+    async def look_back(self, after_s: float) -> None:
+        """See that all is as before, a while after everything."""
+        await asyncio.sleep(after_s)
+        await self.watch(f"{after_s:.0f} s later", asyncio.sleep(self._settle_s))
+        for name, before, now in zip(("broker", "children"), self._at_first, memory_of(self._server), strict=True):
+            if now - before > LEFT_BYTES_MAX:
+                self.wrong.append(f"{after_s:.0f} s later: {name} still hold {(now - before) // 2**20} MiB more")
 
     async def bomb(self, rounds: int) -> None:
         """Send the bombs and read them through every door."""
@@ -310,22 +368,50 @@ class Chaos:
         self.wrong += json.loads(out or b'["the readers failed"]')
 
 
+async def fill(server: Server) -> None:
+    """Have something to fetch."""
+    async with Client.connect(server.kafka) as client:
+        await client.leader_of(FLOODED, 0, create=True)
+        records = [NewRecord(None, bytes(1000), (), int(time.time() * 1000)) for _ in range(100)]
+        await client.produce(FLOODED, 0, encode_batch(records))
+
+
 async def run(arguments: argparse.Namespace) -> list[str]:
     """Every trial; what went wrong."""
     seconds, counts, rounds = (3.0, (50,), 1) if arguments.quick else (10.0, (50, 150, 400), 5)
-    folder = tempfile.TemporaryDirectory(prefix="millstream-overload-")
-    with folder as path, Server(Path(path) / "data") as server:
-        async with httpx.AsyncClient(timeout=60) as http:
-            chaos = Chaos(server, http)
-            await chaos.prepare()
-            for kind in FLOOD_KINDS:
-                for count in counts:
-                    name = f"{count} connections: {kind}"
-                    if arguments.only in name:
-                        await chaos.watch(name, flood(server, kind, count, seconds))
-            if arguments.only in "bombs":
-                await chaos.bomb(rounds)
+    floods = [(kind, count) for kind in overload_flood.KINDS for count in counts]
+    floods = [one for one in floods if arguments.only in f"{one[1]} connections: {one[0]}"]
+    with tempfile.TemporaryDirectory(prefix="millstream-overload-") as path:
+        with Server(Path(path) / "data") as server:
+            async with httpx.AsyncClient(timeout=60) as http:
+                chaos = Chaos(server, http)
+                await chaos.prepare()
+                for kind, count in floods:
+                    await chaos.flood(kind, count, seconds)
+                if arguments.only in "bombs":
+                    await chaos.bomb(rounds)
+                await chaos.look_back(SETTLE_S if arguments.quick else AFTER_S)
+        if arguments.peer:
+            await flood_peer(Path(path) / "peer", floods, seconds)
     return chaos.wrong
+
+
+async def flood_peer(data: Path, floods: Sequence[tuple[str, int]], seconds: float) -> None:
+    """Flood Apache Kafka, which syncs before it answers as Millstream does, and print what its bystander sees."""
+    try:
+        peer = kafka.kafka(data, "always", partitions=1)
+    except PeerUnavailable as reason:
+        sys.stderr.write(f"Apache Kafka is left out: {reason}\n")
+        return
+    with peer:
+        await fill(peer)
+        sys.stderr.write(f"Apache Kafka {kafka.version_of(kafka.fetch())} under the same floods:\n")
+        await Watch(peer, SETTLE_S, has_health=False).during(asyncio.sleep(1))
+        for kind, count in floods:
+            if kind in PEER_KINDS:
+                flooding = flood(peer, kind, count, seconds)
+                seen = await Watch(peer, SETTLE_S, has_health=False).during(flooding)
+                sys.stderr.write(describe(f"{count} connections: {kind}", seen) + "\n")
 
 
 async def read_through_doors(kafka: str, gateway: str) -> list[str]:
@@ -339,6 +425,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer connections, and shorter")
     parser.add_argument("--only", default="", help="only trials whose name has this text in it; bombs is one")
+    parser.add_argument("--peer", action="store_true", help="flood Apache Kafka as well, for comparison")
     parser.add_argument("--doors", nargs=2, metavar="HOST:PORT", help="only read, from this broker and this gateway")
     arguments = parser.parse_args()
     if arguments.doors:
@@ -347,6 +434,7 @@ def main() -> None:
     wrong = asyncio.run(run(arguments))
     for each in wrong:
         sys.stderr.write(f"WRONG: {each}\n")
+    sys.stderr.write(f"{len(wrong)} criteria do not hold\n" if wrong else "all criteria hold\n")
     sys.exit(1 if wrong else 0)
 
 

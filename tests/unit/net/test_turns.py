@@ -20,7 +20,7 @@ from millstream.broker.net.turns import (
     PROMISE_COST_BYTES,
     QUANTUM_ALONE_S,
     QUANTUM_S,
-    TURNS_MAX,
+    ROUND_SPENT_MAX_S,
     UNDER_WAY_BYTES_MAX,
     UNDER_WAY_BYTES_MIN,
     Flow,
@@ -226,6 +226,32 @@ async def test_who_waits_for_each_answer_comes_before_a_flood_that_stays_in_the_
             each.transport.abort()
         await listener.drain(0)
     assert budget.used_bytes == 0
+
+
+async def test_a_round_of_the_loop_ends_however_many_have_more_than_a_turn_allows() -> None:
+    clock, floods = Clock(), 200
+    service = Costly(clock)
+    turns = Turns(clock)
+    listener = Listener(service, limits=LIMITS, budget=Budget(1 << 30), connections_max=400, idle_s=600, turns=turns)
+    socket = bind("127.0.0.1", 0, flag="kafka")
+    port = socket.getsockname()[1]
+    await listener.start(socket)
+    flooding = [await asyncio.open_connection("127.0.0.1", port) for _ in range(floods)]
+    try:
+        # All of it is there before the broker reads anything.
+        for _, flood in flooding:
+            flood.write((struct.pack(">i", 20) + bytes(20)) * 1000)
+        longest = 0.0
+        while len(service.served) < floods * 20:
+            began = clock.now
+            await asyncio.sleep(0)
+            longest = max(longest, clock.now - began)
+        # Turns are given, and what has arrived is read; one that began in time may use up its quantum.
+        assert longest <= 3 * ROUND_SPENT_MAX_S
+    finally:
+        for _, each in flooding:
+            each.transport.abort()
+        await listener.drain(0)
 
 
 class Promises:
