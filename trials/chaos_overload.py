@@ -2,9 +2,9 @@
 
 python -m trials.chaos_overload [--quick] [--only TEXT] [--peer]
 
-While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and the node's health
-is asked for. On a quiet machine 99 of 100 of the bystander's messages take less than 250 ms and none a second; health
-stays 200, and the memory of the broker and of its gateway inside their budgets. A minute later all is as before. The
+While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and twice a second a
+client connects anew and the node's health is asked for. On a quiet machine 99 of 100 of the bystander's messages take
+less than 250 ms, and none a second, nor does a client that connects; health stays 200, and the memory of the broker and of its gateway inside their budgets. A minute later all is as before. The
 floods are sent by a process of their own (`overload_flood`); with `--peer`, Apache Kafka is flooded alike, for
 comparison. Batches of every codec, just under and far over the limit, go to a plain, a compacted, an ordered and a
 filtered topic, and are then read through every door. Each criterion that does not hold is printed, and the exit code
@@ -71,6 +71,8 @@ class Seen:
     """What the bystander and the questions for health met with."""
 
     times_ms: list[float] = field(default_factory=list)
+    connects_ms: list[float] = field(default_factory=list)
+    """What it took to connect anew and be answered."""
     health: list[int | str] = field(default_factory=list)
     peak_bytes: int = 0
     children_peak_bytes: int = 0
@@ -88,7 +90,7 @@ class Watch:
 
     async def during(self, trouble: Awaitable[object]) -> Seen:
         """Watch until the trouble is over, and a moment longer."""
-        watching = [self._stand_by(), self._look_at_memory()]
+        watching = [self._stand_by(), self._connect(), self._look_at_memory()]
         if self._has_health:
             watching.append(self._ask_health())
         tasks = [asyncio.create_task(each) for each in watching]
@@ -111,6 +113,14 @@ class Watch:
                 took_s = time.monotonic() - began
                 self.seen.times_ms.append(took_s * 1000)
                 await asyncio.sleep(max(0.0, 1 / RATE_PER_S - took_s))
+
+    async def _connect(self) -> None:
+        while not self._ended.is_set():
+            began = time.monotonic()
+            async with Client.connect(self._server.kafka) as client:
+                await client.metadata(["bystander"])
+            self.seen.connects_ms.append((time.monotonic() - began) * 1000)
+            await asyncio.sleep(0.5)
 
     async def _ask_health(self) -> None:
         async with httpx.AsyncClient(timeout=30) as http:
@@ -271,7 +281,7 @@ def describe(name: str, seen: Seen) -> str:
     times = seen.times_ms or [float("inf")]
     return (
         f"{name:34} {len(times):5} messages, p50 {percentile(times, 50):5.0f} ms, p99 {percentile(times, 99):5.0f} ms, "
-        f"worst {max(times):5.0f} ms"
+        f"worst {max(times):5.0f} ms, to connect {max(seen.connects_ms, default=float('inf')):5.0f} ms"
     )
 
 
@@ -288,6 +298,8 @@ def verdict(name: str, seen: Seen, before: tuple[int, int]) -> tuple[str, list[s
     wrong = []
     if p99 > P99_MS_MAX or worst > WORST_MS_MAX:
         wrong.append(f"{name}: the bystander waited, p99 {p99:.0f} ms, worst {worst:.0f} ms")
+    if max(seen.connects_ms, default=float("inf")) > WORST_MS_MAX:
+        wrong.append(f"{name}: a new connection waited {max(seen.connects_ms, default=float('inf')):.0f} ms")
     if set(seen.health) != {200}:
         wrong.append(f"{name}: health was {seen.health}")
     if growth > GROWTH_BYTES_MAX:
