@@ -4,11 +4,11 @@ python -m trials.chaos_overload [--quick] [--only TEXT] [--peer]
 
 While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and twice a second a
 client connects anew and the node's health is asked for. On a quiet machine 99 of 100 of the bystander's messages take
-less than 250 ms, and none a second, nor does a client that connects; health stays 200, and the memory of the broker and of its gateway inside their budgets. A minute later all is as before. The
-floods are sent by a process of their own (`overload_flood`); with `--peer`, Apache Kafka is flooded alike, for
-comparison. Batches of every codec, just under and far over the limit, go to a plain, a compacted, an ordered and a
-filtered topic, and are then read through every door. Each criterion that does not hold is printed, and the exit code
-is 1.
+less than 250 ms, and none a second, nor does a client that connects; health stays 200, and the memory of the broker and
+of its gateway inside their budgets. A minute later all is as before. The floods are sent by a process of their own
+(`overload_flood`); with `--peer`, Apache Kafka is flooded alike, for comparison. Batches of every codec, just under and
+far over the limit, go to a plain, a compacted, an ordered and a filtered topic, and are then read through every door.
+Each criterion that does not hold is printed, and the exit code is 1.
 """
 
 from __future__ import annotations
