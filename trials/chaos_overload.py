@@ -21,20 +21,32 @@ import tempfile
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import aiokafka
 import httpx
+import pyarrow as pa
 from benchmarks import overload_flood
 from benchmarks.peers import kafka
 from benchmarks.peers.unavailable import PeerUnavailable
 from benchmarks.percentiles import percentile
 from benchmarks.processes import resident_of, tree_of
+from confluent_kafka import ShareConsumer
 
 import millstream
-from millstream.core.errors import MillstreamError, RequestTimedOut
+from millstream.core.errors import MillstreamError, RequestTimedOut, UnreadableData
+from millstream.pipelines.jobs.land.manifest import from_rows
+from millstream.pipelines.jobs.land.plan import TopicRange
+from millstream.pipelines.jobs.land.task import LandTasks, Work
+from millstream.pipelines.lake.columns import RAW
+from millstream.pipelines.lake.opening import open_table
+from millstream.pipelines.source.link import link_to
+from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
+from millstream.pipelines.source.position import OFFSET_LATEST
+from millstream.pipelines.source.ranges import Range
+from millstream.pipelines.source.rows import read_columns
 from millstream.protocol.records.batch import COMPRESSION_GZIP, COMPRESSION_LZ4, COMPRESSION_SNAPPY, COMPRESSION_ZSTD
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
@@ -53,6 +65,8 @@ LEFT_BYTES_MAX: Final = 256 * 1024 * 1024
 RATE_PER_S: Final = 20
 SETTLE_S: Final = 3.0
 AFTER_S: Final = 60.0
+DOOR_S_MAX: Final = 120.0
+ONCE: Final = frozenset({"share", "spark", "landing"})
 CODECS: Final = {
     "gzip": COMPRESSION_GZIP,
     "snappy": COMPRESSION_SNAPPY,
@@ -61,7 +75,8 @@ CODECS: Final = {
 }
 UNDER_BYTES, OVER_BYTES = 7 * 1024 * 1024, 120 * 1024 * 1024
 FLOODED: Final = "flooded"
-TOPICS: Final = ("plain", "compacted", "ordered", "filtered")
+TOPICS: Final = ("plain", COMPACTED := "compacted", "ordered", "filtered")
+"""The second accepts no batch that it cannot read, as it needs the keys."""
 PEER_KINDS: Final = frozenset(overload_flood.KINDS) - {overload_flood.HTTP, overload_flood.SHARE_FETCH}
 """What Apache Kafka is flooded with: it has no HTTP, and shares nothing with those who are in no share group."""
 
@@ -187,14 +202,14 @@ class Doors:
     async def declare(self) -> None:
         """Make the topics, and two subscriptions on each."""
         for topic in TOPICS:
-            settings = {"cleanup.policy": "compact"} if topic == "compacted" else {}
+            settings = {"cleanup.policy": "compact"} if topic == COMPACTED else {}
             await self._post("/topics", {"topic": topic, "partitions": 1, "settings": settings})
             asked: dict[str, object] = {"topics": [topic], "start": "start"}
             if topic == "ordered":
                 asked["ordered"] = True
             if topic == "filtered":
                 asked["filter"] = "key = 'last'"
-            for door in ("http", "sdk"):
+            for door in ("http", "sdk", "share"):
                 await self._post("/subscriptions", {"name": f"{topic}-{door}", **asked})
 
     async def send(self, rounds: int) -> None:
@@ -213,19 +228,27 @@ class Doors:
                 last = NewRecord(b"last", b"last", (), int(time.time() * 1000))
                 await client.produce(topic, 0, encode_batch([last]))
 
-    async def read(self) -> list[str]:
-        """Read every topic through every door; which of them did not come to the last message."""
+    async def read(self, *, is_quick: bool) -> list[str]:
+        """Read every topic through every door; which of them did not come to the last message.
+
+        To be quick, the doors that do not depend on the kind of topic are tried with one.
+        """
         doors: dict[str, Callable[[str], Awaitable[None]]] = {
             "http": self._pull,
             "sdk": self._work,
             "kafka": self._consume,
             "tail": self._tail,
+            "share": lambda topic: asyncio.to_thread(share, self._kafka, topic),
+            "spark": lambda topic: asyncio.to_thread(read_as_spark, self._kafka, topic),
+            "landing": lambda topic: asyncio.to_thread(land, self._kafka, topic),
         }
         stuck = []
         for topic in TOPICS:
             for name, door in doors.items():
+                if is_quick and topic != TOPICS[0] and name in ONCE:
+                    continue
                 try:
-                    async with asyncio.timeout(120):
+                    async with asyncio.timeout(DOOR_S_MAX):
                         await door(topic)
                 except (TimeoutError, MillstreamError, httpx.HTTPError) as error:
                     stuck.append(f"{topic} by {name}: {type(error).__name__}: {error}")
@@ -274,6 +297,63 @@ class Doors:
         # It ends with 1 where it passed over a batch that cannot be read.
         if process.returncode not in (0, 1) or b'"last"' not in out[-1000:]:
             raise RequestTimedOut(f"tail ended with {process.returncode} and {out[-200:]!r}")
+
+
+def share(brokers: str, topic: str) -> None:
+    """Consume with Kafka's share consumer until the last message comes."""
+    settings = {"bootstrap.servers": brokers, "group.id": f"{topic}-share", "share.acknowledgement.mode": "implicit"}
+    consumer = ShareConsumer({**settings, "log_level": 0})
+    try:
+        consumer.subscribe([topic])
+        until = time.monotonic() + DOOR_S_MAX
+        while time.monotonic() < until:
+            if any(message.error() is None and message.key() == b"last" for message in consumer.poll(0.5)):
+                return
+    finally:
+        consumer.close()
+    raise RequestTimedOut("the last message did not come")
+
+
+def whole(brokers: str, topic: str) -> tuple[TopicRange, ReadOptions]:
+    """All of the partition of a topic, and how it is read."""
+    options = read_options({BROKERS: brokers, "subscribe": topic, "failOnUnreadable": "false"})
+    link = link_to(brokers, client_id=options.client_id, timeout_s=options.timeout_s)
+    end = link.call(link.client.list_offsets(topic, {0: OFFSET_LATEST}))[0].offset
+    return TopicRange(topic, 0, 0, int(end)), options
+
+
+def read_as_spark(brokers: str, topic: str) -> None:
+    """Read a topic as a task of Spark does, which has to name what it passes over if it is not told to."""
+    one, options = whole(brokers, topic)
+    last: bytes | None = None
+    for columns in read_columns(Range(topic, 0, one.start, one.end), options, frozenset({"key"})):
+        last = columns.keys.to_list()[-1] if columns.keys is not None else None
+    if last != b"last":
+        raise RequestTimedOut(f"the last key was {last!r}")
+    if topic == COMPACTED:
+        return
+    strict = replace(options, fail_on_unreadable=True)
+    try:
+        for _ in read_columns(Range(topic, 0, one.start, one.end), strict, frozenset({"key"})):
+            pass
+    except UnreadableData:
+        return
+    raise RequestTimedOut("nothing was passed over")
+
+
+def land(brokers: str, topic: str) -> None:
+    """Land a topic as a task of the pipeline does; what cannot be read is in the quarantine."""
+    one, _ = whole(brokers, topic)
+    with tempfile.TemporaryDirectory(prefix="millstream-overload-lake-") as lake:
+        table = open_table(f"{lake}/{topic}")
+        topic_id = "00000000-0000-0000-0000-000000000001"
+        work = Work(writer=table.writer(RAW, topic_id), quarantine=table.quarantine_writer(topic_id))
+        tasks = LandTasks(brokers, [[one]], {topic: work})
+        numbers = pa.RecordBatch.from_pydict({"number": [0]})
+        reported = [tuple(row.values()) for batch in tasks([numbers]) for row in batch.to_pylist()]
+        (report,) = from_rows(cast("list[tuple[str, int, int, str, str, bytes | None]]", reported))
+        if not report.files or bool(report.quarantined) == (topic == COMPACTED):
+            raise RequestTimedOut(f"the report is {report}")
 
 
 def describe(name: str, seen: Seen) -> str:
@@ -363,9 +443,9 @@ class Chaos:
         await self.watch("bombs are sent", doors.send(rounds))
         sys.stderr.write(f"{doors.accepted} batches were accepted, {doors.refused} refused\n")
 
-        await self.watch("bombs are read", self._read())
+        await self.watch("bombs are read", self._read(is_quick=rounds == 1))
 
-    async def _read(self) -> None:
+    async def _read(self, *, is_quick: bool) -> None:
         # In a process of its own: it is busy with decompressing, and the bystander is not to wait for that.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -374,6 +454,7 @@ class Chaos:
             "--doors",
             self._server.kafka,
             self._server.http,
+            *(["--quick"] if is_quick else []),
             stdout=PIPE,
         )
         out, _ = await process.communicate()
@@ -426,10 +507,10 @@ async def flood_peer(data: Path, floods: Sequence[tuple[str, int]], seconds: flo
                 sys.stderr.write(describe(f"{count} connections: {kind}", seen) + "\n")
 
 
-async def read_through_doors(kafka: str, gateway: str) -> list[str]:
+async def read_through_doors(kafka: str, gateway: str, *, is_quick: bool) -> list[str]:
     """Read what is there through every door; those that did not come to the end."""
     async with httpx.AsyncClient(timeout=60) as http:
-        return await Doors(kafka, gateway, http).read()
+        return await Doors(kafka, gateway, http).read(is_quick=is_quick)
 
 
 def main() -> None:
@@ -441,7 +522,8 @@ def main() -> None:
     parser.add_argument("--doors", nargs=2, metavar="HOST:PORT", help="only read, from this broker and this gateway")
     arguments = parser.parse_args()
     if arguments.doors:
-        sys.stdout.write(json.dumps(asyncio.run(read_through_doors(*arguments.doors))) + "\n")
+        stuck = asyncio.run(read_through_doors(*arguments.doors, is_quick=arguments.quick))
+        sys.stdout.write(json.dumps(stuck) + "\n")
         return
     wrong = asyncio.run(run(arguments))
     for each in wrong:
