@@ -3,7 +3,8 @@
 python -m benchmarks.overload_flood KIND CONNECTIONS SECONDS HOST:PORT TOPIC
 
 `chaos_overload` starts it as a process of its own, so that it competes with the broker and not with what measures. It
-prints one line of JSON with what was sent and what was answered.
+prints one line of JSON with what was sent and what was answered. Requests are such as clients send: heartbeats come
+from a member of a group, and a share fetch acquires messages in a session of its own, which the next request closes.
 """
 
 from __future__ import annotations
@@ -14,31 +15,42 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from typing import Final
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, Final
+from uuid import UUID, uuid4
 
 import uvloop
+from kio.schema.consumer_group_heartbeat.v0 import request as group_heartbeat
+from kio.schema.errors import ErrorCode
+from kio.schema.share_fetch.v1 import request as share_fetch
+from kio.schema.types import GroupId, TopicName
+from kio.static.primitive import i32, i32Timedelta
 
 from millstream.core.ids import Offset, PartitionIndex
 from millstream.core.topic import TopicPartition
-from millstream.protocol.messages.codec import request_head
+from millstream.protocol.messages.codec import request_head, write_request
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.fetch import FetchLimits, write_fetch
 from millstream.protocol.wire.produce import write_produce
 
-PRODUCE, FETCH, METADATA, HEARTBEAT, VERSIONS, SHARE_FETCH, HTTP, CONNECT, SLOW_READER = (
-    "produce",
-    "fetch",
-    "metadata",
-    "heartbeat",
-    "versions",
-    "share-fetch",
-    "http",
-    "connect",
-    "slow-reader",
+KINDS: Final = (
+    PRODUCE := "produce",
+    FETCH := "fetch",
+    METADATA := "metadata",
+    HEARTBEAT := "heartbeat",
+    VERSIONS := "versions",
+    SHARE_FETCH := "share-fetch",
+    HTTP := "http",
+    CONNECT := "connect",
+    SLOW_READER := "slow-reader",
 )
 RECORDS, RECORD_BYTES = 10, 1024
 SENT_AHEAD_BYTES: Final = 256 * 1024
 RECONNECT_S: Final = 0.05
+_ERROR_AT, _NO_ERROR = 13, b"\0\0"
+"""Where the error code stands in a frame: behind size, correlation id, tags and throttle time."""
 
 
 def _frame(key: int, version: int, *body: bytes | bytearray | memoryview) -> bytes:
@@ -57,25 +69,61 @@ def _fetch(topic: str) -> bytes:
     return _frame(1, 12, write_fetch(12, {place: Offset(0)}, FetchLimits(max_wait_ms=0, max_bytes=1 << 20)))
 
 
-def _text(value: str) -> bytes:
-    return struct.pack(">h", len(value)) + value.encode()
+def _share_fetch(group: str, topic_id: UUID | None) -> bytes:
+    """Open a session and acquire messages, then close it, which gives them back."""
+    partition = share_fetch.FetchPartition(partition_index=i32(0), acknowledgement_batches=())
+    topics = (share_fetch.FetchTopic(topic_id=topic_id, partitions=(partition,)),)
+    request = share_fetch.ShareFetchRequest(
+        group_id=GroupId(group),
+        member_id=str(uuid4()),
+        share_session_epoch=i32(0),
+        max_wait=i32Timedelta.parse(timedelta(0)),
+        min_bytes=i32(0),
+        max_bytes=i32(1 << 20),
+        max_records=i32(100),
+        batch_size=i32(100),
+        topics=topics,
+        forgotten_topics_data=(),
+    )
+    closing = replace(request, share_session_epoch=i32(-1), topics=())
+    return write_request(1, "flood", request) + write_request(2, "flood", closing)
 
 
-def _share_fetch(topic: str) -> bytes:
-    # A first request without a session that was agreed on: it is refused, and costs what refusing costs.
-    member = b"\x25" + b"0123456789abcdef0123456789abcdef0123"
-    head = b"\x06flood" + member + struct.pack(">iiiiiii", 0, 0, 1, 1 << 20, 500, 500, 0)[:28]
-    return _frame(78, 1, head + b"\x01\x01\x00")
+def _heartbeat(group: str, member_id: str, epoch: int, topics: tuple[TopicName, ...] | None = None) -> Any:
+    return group_heartbeat.ConsumerGroupHeartbeatRequest(
+        group_id=GroupId(group),
+        member_id=member_id,
+        member_epoch=i32(epoch),
+        rebalance_timeout=i32Timedelta.parse(timedelta(seconds=-0.001 if topics is None else 60)),
+        subscribed_topic_names=topics,
+        topic_partitions=None if topics is None else (),
+    )
 
 
-REQUESTS: dict[str, Callable[[str], bytes]] = {
+async def prepare(kind: str, address: str, topic: str) -> Callable[[], bytes]:
+    """Do what has to come before requests of a kind, and return what makes those of one connection."""
+    if kind in SAME_FOR_ALL:
+        request = SAME_FOR_ALL[kind](topic)
+        return lambda: request
+    async with Client.connect(address) as client:
+        if kind == SHARE_FETCH:
+            topic_id = (await client.metadata([topic])).topics[topic].topic_id
+            return lambda: _share_fetch(topic, topic_id)
+        member_id = str(uuid4())
+        joining = _heartbeat("flood", member_id, 0, (TopicName(topic),))
+        joined = await client.send(await client.coordinator("flood"), joining)
+        if joined.error_code is not ErrorCode.none:
+            raise SystemExit(f"a member could not join: {joined.error_code.name}: {joined.error_message}")
+        beat = write_request(1, "flood", _heartbeat("flood", member_id, joined.member_epoch))
+        return lambda: beat
+
+
+SAME_FOR_ALL: dict[str, Callable[[str], bytes]] = {
     PRODUCE: _produce,
     FETCH: _fetch,
     SLOW_READER: _fetch,
     METADATA: lambda _topic: _frame(3, 4, struct.pack(">i?", -1, False)),
-    HEARTBEAT: lambda _topic: _frame(12, 0, _text("flood"), struct.pack(">i", 1), _text("nobody")),
     VERSIONS: lambda _topic: _frame(18, 0),
-    SHARE_FETCH: _share_fetch,
     HTTP: lambda topic: f"GET /v1/topics/{topic} HTTP/1.1\r\nHost: flood\r\n\r\n".encode(),
     CONNECT: lambda _topic: _frame(18, 0),
 }
@@ -89,6 +137,8 @@ class Flooder(asyncio.Protocol):
         self._reads = reads
         self._transport: asyncio.Transport | None = None
         self.received_bytes = 0
+        self.first = b""
+        """How what was answered begins."""
         self.lost = asyncio.get_running_loop().create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -109,6 +159,8 @@ class Flooder(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Count answers by their bytes."""
         self.received_bytes += len(data)
+        if len(self.first) < _ERROR_AT + 2:
+            self.first = (self.first + data)[: _ERROR_AT + 2]
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The broker, or the end, has closed it."""
@@ -126,23 +178,26 @@ class Flood:
     """All connections of one kind."""
 
     def __init__(self, kind: str, address: str, topic: str) -> None:
+        self._address = address
         host, _, port = address.rpartition(":")
         self._host, self._port = host, int(port)
         self._kind = kind
-        self._request = REQUESTS[kind](topic)
+        self._topic = topic
         self.received_bytes = 0
         self.connects = 0
         self.failures = 0
+        self.refused = 0
 
     async def run(self, connections: int, seconds: float) -> None:
         """Send for some seconds."""
+        request_of_connection = await prepare(self._kind, self._address, self._topic)
         until = time.monotonic() + seconds
-        await asyncio.gather(*(self._one(until) for _ in range(connections)))
+        await asyncio.gather(*(self._one(request_of_connection(), until) for _ in range(connections)))
 
-    async def _one(self, until: float) -> None:
+    async def _one(self, request: bytes, until: float) -> None:
         loop = asyncio.get_running_loop()
         while (left_s := until - time.monotonic()) > 0:
-            flooder = Flooder(self._request, reads=self._kind != SLOW_READER)
+            flooder = Flooder(request, reads=self._kind != SLOW_READER)
             try:
                 await loop.create_connection(lambda: flooder, self._host, self._port)  # noqa: B023
             except OSError:
@@ -153,6 +208,7 @@ class Flood:
             await asyncio.wait([flooder.lost], timeout=RECONNECT_S if self._kind == CONNECT else left_s)
             flooder.close()
             self.received_bytes += flooder.received_bytes
+            self.refused += self._kind in (SHARE_FETCH, HEARTBEAT) and flooder.first[_ERROR_AT:] not in (b"", _NO_ERROR)
             if flooder.lost.done():
                 await asyncio.sleep(RECONNECT_S)
 
@@ -162,8 +218,8 @@ def main(arguments: list[str]) -> None:
     kind, connections, seconds, address, topic = arguments
     flood = Flood(kind, address, topic)
     uvloop.run(flood.run(int(connections), float(seconds)))
-    totals = {"received_bytes": flood.received_bytes, "connects": flood.connects, "failures": flood.failures}
-    sys.stdout.write(json.dumps(totals) + "\n")
+    counted = ("received_bytes", "connects", "failures", "refused")
+    sys.stdout.write(json.dumps({name: getattr(flood, name) for name in counted}) + "\n")
 
 
 if __name__ == "__main__":

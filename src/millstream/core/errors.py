@@ -550,6 +550,14 @@ class LostData(MillstreamError):
         self.lost = list(lost)
 
 
+class UnreadableData(MillstreamError):
+    """Messages of a range of offsets cannot be read by any reader; `end` is exclusive."""
+
+    def __init__(self, topic: str, partition: int, start: int, end: int, reason: str) -> None:
+        self.finding = f"{topic}-{partition}: offsets {start} to {end - 1} cannot be read: {reason}"
+        super().__init__(f"{self.finding}. To go on without them, set failOnUnreadable to false")
+
+
 class PublishFailed(MillstreamError):
     """Some messages that were published together are not stored; `outcomes` has a receipt or an error for each."""
 

@@ -288,7 +288,7 @@ class LandSettings(PipelineSettings):
         for name in names:
             if names.count(name) > 1:
                 raise InvalidSetting(f"`topics` names {name!r} twice")
-            if self.decode != NO_DECODING and name + QUARANTINE_SUFFIX in names:
+            if name + QUARANTINE_SUFFIX in names:
                 raise InvalidSetting(f"topic {name + QUARANTINE_SUFFIX!r} has the name of the quarantine of {name!r}")
 
     def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:

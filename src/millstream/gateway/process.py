@@ -27,6 +27,9 @@ from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.wire.node_status import BrokerStatus, BrokerStatusPipe
 
 DRAIN_S = 3
+ACCEPTS_PER_ROUND = 16
+"""uvloop accepts one connection per handle and round of the loop; a health check has to pass those who connect and hang
+up all the time."""
 OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX)
 """Clients' connections, and those to the brokers that requests wait on."""
 KEEP_ALIVE_S = 75
@@ -81,7 +84,7 @@ async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[st
     server.when_stopped = services.stop
     asyncio.get_running_loop().add_reader(line.fileno(), _handle_status, server, line, broker)
     try:
-        await server.serve(sockets=[listening])
+        await server.serve(sockets=[listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))])
     finally:
         await services.close()
         await status.close()

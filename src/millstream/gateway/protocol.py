@@ -3,6 +3,9 @@
 Clients that stall must not keep health checks out. Beyond `CONNECTIONS_MAX`, a new connection takes the place of one
 whose client has sent nothing for a while. If there is none, it becomes a surplus connection: it may send the head of a
 request, and only a health check is answered. Surplus connections that have not sent a head are closed for newer ones.
+
+A client may send requests ahead of their answers. Of those that follow the one in progress, about one is read; the rest
+stays as bytes, and nothing more is received before it is read.
 """
 
 from __future__ import annotations
@@ -87,6 +90,10 @@ HEALTH_PATHS: Final = frozenset({b"/healthz", b"/readyz"})
 
 HEAD_BYTES_MAX: Final = 64 * 1024
 
+HEAD_STEP_BYTES: Final = 1024
+BODY_STEP_BYTES: Final = 8 * 1024
+"""What is read in one step; whether requests were sent ahead is seen between two."""
+
 HEAD_S_MAX: Final = 30.0
 
 """A connection that has not brought the head of its first request by then, or of another one that it has begun, is
@@ -119,6 +126,8 @@ class Protocol(HttpToolsProtocol):
     """How much has come since the connection was refused; negative while it is not."""
     _stuck: asyncio.TimerHandle | None = None
     _joined: JoinedTransport
+    _ahead: bytes = b""
+    """What came behind requests that are not answered yet."""
     _last_data_at = 0.0
     """When the client last sent something, or was answered."""
     surplus: ClassVar[dict[Protocol, None]] = {}
@@ -165,6 +174,7 @@ class Protocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone."""
         super().connection_lost(exc)
+        self._ahead = b""
         self.surplus.pop(self, None)
         self._head_received()
         self._is_client_reading()
@@ -175,6 +185,30 @@ class Protocol(HttpToolsProtocol):
         if self._refused_bytes >= 0:
             self._discard(len(data))
             return
+        self._read(self._ahead + data if self._ahead else data)
+
+    def _read(self, data: bytes) -> None:
+        """Read requests until one is found that has to wait for the answers before it."""
+        position, size = 0, len(data)
+        while position < size:
+            if self.pipeline:
+                self._ahead = data[position:]
+                self.flow.pause_reading()
+                return
+            end = position + (HEAD_STEP_BYTES if self._is_in_head else BODY_STEP_BYTES)
+            self._read_step(data if size <= end and not position else data[position:end])
+            if self._refused_bytes >= 0 or self.transport.is_closing():
+                break
+            position = end
+        self._ahead = b""
+
+    def _read_ahead(self) -> None:
+        if self._ahead and not self.transport.is_closing():
+            self._read(self._ahead)
+            if not self.pipeline:
+                self.flow.resume_reading()
+
+    def _read_step(self, data: bytes) -> None:
         self._head_bytes += len(data)
         super().data_received(data)
         if not self._is_in_head or self._refused_bytes >= 0 or self.transport.is_closing():
@@ -235,6 +269,10 @@ class Protocol(HttpToolsProtocol):
             self._head_received()
             self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
         super().on_response_complete()
+        if self._ahead and not self.transport.is_closing():
+            # Uvicorn goes on receiving.
+            self.flow.pause_reading()
+            self.loop.call_soon(self._read_ahead)
 
     def pause_writing(self) -> None:
         """The client does not take its answer as fast as it comes."""

@@ -241,3 +241,32 @@ async def test_a_new_connection_takes_the_place_of_a_stalled_one(door: Door, mon
             assert await reader.read() == b""
     writer.close()
     stalled.close()
+
+
+async def test_requests_that_are_sent_ahead_wait_as_bytes_and_are_all_answered(
+    door: Door, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[int] = []
+    start = Protocol._start_asgi_task
+
+    def note(one: Protocol, *arguments: Any) -> None:
+        waiting.append(len(one.pipeline))
+        start(one, *arguments)
+
+    monkeypatch.setattr(Protocol, "_start_asgi_task", note)
+    get, size = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", 3 * bounds.BODY_STEP_BYTES
+    post = b"POST /body HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size + b"b" * size
+    rounds, gets = 20, 200
+    reader, writer = await asyncio.open_connection(*door.address)
+    writer.write((get * gets + post) * rounds)
+    for _ in range(rounds * (gets + 1)):
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.readuntil(b"\r\n\r\nxx")).startswith(b"HTTP/1.1 200")
+    assert len(waiting) == rounds * (gets + 1)
+    assert max(waiting) <= bounds.BODY_STEP_BYTES // len(get) + 1
+    # Nothing is left, and the connection goes on as any other.
+    assert door.made[0]._ahead == b""
+    writer.write(get)
+    async with asyncio.timeout(WAIT_S):
+        await reader.readuntil(b"\r\n\r\nxx")
+    writer.close()

@@ -15,9 +15,9 @@ from crc32c import crc32c
 
 from millstream.core.errors import BatchRejected, CorruptBatch, InvalidBatch, UnsupportedCompression
 from millstream.protocol.records import kernels
-from millstream.protocol.records.batch import HEADER_BYTES
+from millstream.protocol.records.batch import COMPRESSION_GZIP, COMPRESSION_LZ4, COMPRESSION_ZSTD, HEADER_BYTES
 from millstream.protocol.records.compression import compress
-from millstream.protocol.records.decoder import FIELDS, Batches, decode_columns, find_batches
+from millstream.protocol.records.decoder import FIELDS, Batches, UnreadableBatch, decode_columns, find_batches
 from millstream.protocol.records.record import HEADERS_MAX, NewRecord, decode_records, encode_batch
 
 Read = Callable[[bytes], object]
@@ -281,3 +281,25 @@ def test_kernels_stand_alone() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("millstream"):
                 assert {name.name for name in node.names} <= allowed.get(str(node.module), set()), path
+
+
+def at_offset(batch: bytes | bytearray, offset: int) -> bytes:
+    """The base offset is not part of what the checksum is of."""
+    return struct.pack(">q", offset) + bytes(batch[8:])
+
+
+@pytest.mark.parametrize("codec", [COMPRESSION_GZIP, COMPRESSION_LZ4, COMPRESSION_ZSTD])
+def test_batches_that_cannot_be_read_are_reported_and_passed_over(codec: int) -> None:
+    good = encode_batch([NewRecord(b"k", b"v", (), 7) for _ in range(3)], compression=codec)
+    bomb = encode_batch([NewRecord(None, bytes(2**21), (), 9)], compression=codec)
+    broken = bytearray(good)
+    broken[-1] ^= 1
+    answer = b"".join((at_offset(good, 0), at_offset(bomb, 3), at_offset(good, 4), at_offset(broken, 7)))
+    passed_over: list[UnreadableBatch] = []
+    found = list(decode_columns(answer, start_offset=1, decompressed_bytes_max=2**20, skip=passed_over.append))
+    assert [offset for columns in found for offset in columns.offsets.tolist()] == [1, 2, 4, 5, 6]
+    assert [(one.start, one.end, one.timestamp_ms) for one in passed_over] == [(3, 4, 9), (7, 10, 7)]
+    assert "decompress to more than" in passed_over[0].reason
+    assert "CRC" in passed_over[1].reason
+    with pytest.raises(BatchRejected):
+        list(decode_columns(answer))

@@ -19,6 +19,9 @@ _logger = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
 BACKLOG = 1024
+ACCEPTS_PER_ROUND = 16
+"""uvloop accepts one connection per handle and round of the loop, so the listening socket has several: with one, a busy
+node would keep new clients waiting behind those who connect and hang up all the time."""
 
 
 class _Refused(asyncio.Protocol):
@@ -47,7 +50,7 @@ class Listener:
         self._budget = budget
         self._connections_max = connections_max
         self._idle_s = idle_s
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.TimerHandle | None = None
         self._hangups = Hangups()
         self._turns = turns or Turns()
@@ -59,14 +62,14 @@ class Listener:
     async def start(self, listening: socket.socket) -> None:
         """Accept connections on a socket that is bound already."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, sock=listening, backlog=BACKLOG)
+        for handle in (listening, *(listening.dup() for _ in range(ACCEPTS_PER_ROUND - 1))):
+            self._servers.append(await loop.create_server(self._connection, sock=handle, backlog=BACKLOG))
         self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
 
     def stop_accepting(self) -> None:
         """Take no new connections; those that are open go on."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        while self._servers:
+            self._servers.pop().close()
 
     async def drain(self, timeout_s: float) -> None:
         """Let every connection finish what is under way, then close them all."""

@@ -172,10 +172,8 @@ class Turns:
 
     def spend(self, flow: Flow, cost_s: float, now: float, *, is_light: bool = False) -> bool:
         """Charge a connection; True if it has to wait for its turn now."""
-        if flow.is_waiting:
-            return True
         address = flow.address
-        if is_light and address.take_light(cost_s, now):
+        if is_light and not flow.is_waiting and address.take_light(cost_s, now):
             return False
         self._spent_s += cost_s
         quantum_s = self.quantum_s
@@ -184,6 +182,9 @@ class Turns:
         used_s = flow.used_s if flow.used_s > address.floor_s else address.floor_s
         flow.used_s = used_s + cost_s
         address.used_s += cost_s
+        if flow.is_waiting:
+            # It left some of what came unserved; the turn that it waits for is given by what it had used before.
+            return True
         if flow.used_s - address.floor_s <= quantum_s:
             return False
         self.wait(flow, is_light=is_light)

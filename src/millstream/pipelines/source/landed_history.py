@@ -201,14 +201,21 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
     try:
         opened = open_table(table.url, format=table.format)
         place = (table.topic_id, one.partition, one.start, one.end)
-        odd = tuple(name for name in columns if name in QUARANTINE.names)
-        sources = (opened.scan(*place, columns), opened.scan_quarantined(*place, odd))
+        odd = tuple(name for name in dict.fromkeys((*columns, "headers")) if name in QUARANTINE.names)
+        sources = (opened.scan(*place, columns), _messages(opened.scan_quarantined(*place, odd)))
         yield from _merged([_completed(source, columns) for source in sources])
     except OSError as error:
         raise MillstreamError(
             f"the table {table.url} cannot be read: {error}; if it is reached elsewhere from here, say where with the "
             "option lake"
         ) from None
+
+
+def _messages(quarantined: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a quarantine that are messages: one for a batch that could not be read has no headers."""
+    for batch in quarantined:
+        if len(messages := batch.filter(pc.is_valid(batch.column("headers")))):
+            yield messages
 
 
 def _completed(batches: Iterator[pa.RecordBatch], columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:

@@ -50,6 +50,7 @@ _READ: Final = (
     "endingTimestamp",
     "endingOffsetsByTimestamp",
     "failOnDataLoss",
+    "failOnUnreadable",
     "maxOffsetsPerTrigger",
     "minOffsetsPerTrigger",
     "maxTriggerDelay",
@@ -149,6 +150,8 @@ class ReadOptions:
     """None: the earliest for a batch, the latest for a stream, as in Spark."""
     ending: Position = LATEST
     fail_on_data_loss: bool = True
+    fail_on_unreadable: bool = True
+    """Whether batches that no reader can read end the query, or are passed over with a warning."""
     offsets_max: int | None = None
     offsets_min: int | None = None
     trigger_delay_ms: int = 15 * 60_000
@@ -211,7 +214,8 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         assign=topics.assign,
         starting=_position(found, "starting"),
         ending=_position(found, "ending") or LATEST,
-        fail_on_data_loss=found.flag("failOnDataLoss", True),
+        fail_on_data_loss=(fails := found.flag("failOnDataLoss", True)),
+        fail_on_unreadable=found.flag("failOnUnreadable", fails),
         offsets_max=found.maybe_number("maxOffsetsPerTrigger"),
         offsets_min=found.maybe_number("minOffsetsPerTrigger"),
         trigger_delay_ms=_duration_ms(found.text("maxTriggerDelay") or "15m"),

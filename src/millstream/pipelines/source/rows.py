@@ -11,12 +11,16 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.json as pj
 
-from millstream.core.errors import LostData, OffsetOutOfRange, RequestTimedOut
+from millstream.client.admin.node_status import find_damage
+from millstream.client.admin.topics import find_topic
+from millstream.core.errors import CorruptBatch, LostData, OffsetOutOfRange, RequestTimedOut, UnreadableData
+from millstream.core.ids import NO_TIMESTAMP_MS
 from millstream.pipelines.source.json_nesting import is_text_too_deep, is_too_deep
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import ReadOptions
@@ -28,7 +32,7 @@ from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.arrow import to_arrow
 from millstream.protocol.records.columns import Columns
-from millstream.protocol.records.decoder import FIELDS, Batches, decode_columns, find_batches
+from millstream.protocol.records.decoder import FIELDS, Batches, Skip, UnreadableBatch, decode_columns, find_batches
 from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer
 
 _EMPTY = b"{}"
@@ -107,12 +111,12 @@ _logger = logging.getLogger(__name__)
 _WAIT_MS = 500
 
 
-def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a range, in order."""
+def read_range(one: Range, options: ReadOptions, shape: Shape, *, skip: Skip | None = None) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a range, in order; see `read_columns`."""
     row_filter = RowFilter(options.filter, one) if options.filter else None
     names = shape.record_names
     fields = FIELDS.intersection(names) | (row_filter.fields if row_filter is not None else frozenset())
-    for columns in read_columns(one, options, fields):
+    for columns in read_columns(one, options, fields, skip=skip):
         batch = to_arrow(columns, topic=one.topic, partition=one.partition, names=names)
         if row_filter is not None:
             batch = batch.filter(row_filter.wanted(columns))
@@ -121,15 +125,34 @@ def read_range(one: Range, options: ReadOptions, shape: Shape) -> Iterator[pa.Re
     freeze_worker_heap()
 
 
-def read_columns(one: Range, options: ReadOptions, fields: frozenset[str]) -> Iterator[Columns]:
-    """Yield the records of a range, in order, with some fields decoded."""
+def read_columns(
+    one: Range, options: ReadOptions, fields: frozenset[str], *, skip: Skip | None = None
+) -> Iterator[Columns]:
+    """Yield the records of a range, in order, with some fields decoded.
+
+    Batches that cannot be read, or decompress to too much, and what the disk of the broker lost for good, are reported
+    to `skip` and passed over. Without it, the option `failOnUnreadable` decides.
+    """
     link = link_to(
         options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=options.timeout_s
     )
-    for batches, start, answer in _fetched(link, one, options):
+    skip = skip or partial(_skip_unreadable, one, options)
+    for batches, start, answer in _fetched(link, one, options, skip):
         yield from decode_columns(
-            batches, fields=fields, start_offset=start, end_offset=one.end, aborted=answer.aborted
+            batches,
+            fields=fields,
+            start_offset=start,
+            end_offset=one.end,
+            aborted=answer.aborted,
+            skip=skip,
         )
+
+
+def _skip_unreadable(one: Range, options: ReadOptions, batch: UnreadableBatch) -> None:
+    error = UnreadableData(one.topic, one.partition, batch.start, batch.end, batch.reason)
+    if options.fail_on_unreadable:
+        raise error
+    _logger.warning("%s, so they are passed over", error.finding)
 
 
 class RowFilter:
@@ -174,7 +197,7 @@ def _cast(array: pa.Array, column: Column) -> pa.Array:
         return pa.array(texts, column.kind)
 
 
-def _fetched(link: Link, one: Range, options: ReadOptions) -> Iterator[tuple[Batches, int, FetchAnswer]]:
+def _fetched(link: Link, one: Range, options: ReadOptions, skip: Skip) -> Iterator[tuple[Batches, int, FetchAnswer]]:
     """Yield the answers that hold the range, each with the offset from which on it is meant: batches begin before it.
 
     The next one is asked for before this one is given out.
@@ -185,8 +208,11 @@ def _fetched(link: Link, one: Range, options: ReadOptions) -> Iterator[tuple[Bat
     while True:
         try:
             answer = coming.result()
-        except OffsetOutOfRange:
-            position = _skip_lost(link, one, position, options)
+        except (OffsetOutOfRange, CorruptBatch) as error:
+            if isinstance(error, CorruptBatch):
+                position = _skip_damage(link, one, position, skip, error)
+            else:
+                position = _skip_lost(link, one, position, options)
             if position >= one.end:
                 return
             coming = _ask(link, one, position, options)
@@ -242,3 +268,14 @@ def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> i
         raise lost
     _logger.warning("%s; failOnDataLoss is false, so the query goes on", lost)
     return first
+
+
+def _skip_damage(link: Link, one: Range, position: int, skip: Skip, error: CorruptBatch) -> int:
+    """Where to go on behind what the disk of the broker lost; raise while another replica may bring it back."""
+    topic = link.call(find_topic(link.client, one.topic))
+    for lost in link.call(find_damage(link.client, topic, [one.partition])) or ():
+        if lost.first <= position < lost.next_offset and not lost.is_repaired:
+            end = min(lost.next_offset, one.end)
+            skip(UnreadableBatch(position, end, NO_TIMESTAMP_MS, "the disk of the broker lost them"))
+            return end
+    raise error

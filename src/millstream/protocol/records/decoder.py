@@ -7,7 +7,7 @@ never by what a header claims.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from crc32c import crc32c
 
-from millstream.core.errors import CorruptBatch, UnsupportedCompression
+from millstream.core.errors import BatchRejected, CorruptBatch, UnsupportedCompression
 from millstream.core.ids import Offset
 from millstream.protocol.records.aborted_batches import AbortedBatches
 from millstream.protocol.records.batch import (
@@ -60,6 +60,19 @@ class Batches:
         return Offset(int(last["base_offset"] + last["last_delta"]) + 1)
 
 
+@dataclass(frozen=True, slots=True)
+class UnreadableBatch:
+    """Offsets from `start` up to, not including, `end` whose batch cannot be read, or decompresses to too much."""
+
+    start: int
+    end: int
+    timestamp_ms: int
+    reason: str
+
+
+Skip = Callable[[UnreadableBatch], None]
+
+
 def find_batches(buffer: Buffer) -> Batches:
     """Find the batches of a fetch answer and check their framing; a last batch that is cut off is ignored."""
     if len(buffer) > _SOURCE_BYTES_MAX:
@@ -88,11 +101,13 @@ def decode_columns(
     verify_crc: bool = True,
     decompressed_bytes_max: int | None = None,
     rows_max: int = ROWS_MAX,
+    skip: Skip | None = None,
 ) -> Iterator[Columns]:
     """Yield the records from `start_offset` up to, not including, `end_offset`, at most `rows_max` at a time.
 
     Control batches are skipped unless asked for, and so is what the aborted transactions wrote that came with the
-    answer, each given as producer id and first offset. A bad batch raises `CorruptBatch` when it is reached.
+    answer, each given as producer id and first offset. A batch that cannot be read is reported to `skip` when it is
+    reached, and passed over; without `skip`, it raises `BatchRejected`.
     """
     batches = buffer if isinstance(buffer, Batches) else find_batches(buffer)
     table = batches.table
@@ -102,10 +117,43 @@ def decode_columns(
     if aborted:
         wanted &= ~_aborted(batches, aborted)
     table = table[wanted]
-    if verify_crc:
-        _check_crcs(batches.data, table)
-    for data, part in _sources(batches.data, table, decompressed_bytes_max):
-        yield from _decode_source(data, part, frozenset(fields), start_offset, end_offset, rows_max)
+
+    def decode(some: Table, start: int) -> Iterator[Columns]:
+        if verify_crc:
+            _check_crcs(batches.data, some)
+        for data, part in _sources(batches.data, some, decompressed_bytes_max):
+            yield from _decode_source(data, part, frozenset(fields), start, end_offset, rows_max)
+
+    if skip is None:
+        yield from decode(table, start_offset)
+        return
+    position = start_offset
+    try:
+        # A copy, since what is decompressed lies elsewhere.
+        for columns in decode(table.copy(), position):
+            yield columns
+            position = int(columns.offsets[-1]) + 1
+    except BatchRejected:
+        yield from _decode_apart(table, position, min(end_offset, OFFSET_MAX), decode, skip)
+
+
+def _decode_apart(
+    table: Table, position: int, end_offset: int, decode: Callable[[Table, int], Iterator[Columns]], skip: Skip
+) -> Iterator[Columns]:
+    """Decode batch by batch, so that those that can be read are."""
+    for row in range(table.size):
+        batch = table[row]
+        base_offset, end = int(batch["base_offset"]), int(batch["base_offset"] + batch["last_delta"]) + 1
+        if end <= position:
+            continue
+        try:
+            for columns in decode(table[row : row + 1].copy(), position):
+                yield columns
+                position = int(columns.offsets[-1]) + 1
+        except BatchRejected as error:
+            start = max(base_offset, position)
+            skip(UnreadableBatch(start, min(end, end_offset), int(batch["max_timestamp"]), str(error)))
+        position = end
 
 
 def _aborted(batches: Batches, aborted: Collection[tuple[int, int]]) -> npt.NDArray[np.bool_]:

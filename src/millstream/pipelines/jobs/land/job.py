@@ -243,7 +243,7 @@ class LandJob:
             _logger.warning("pipeline %s: there is no topic %s now", self._pipeline.name, ", ".join(missing))
         names = {source.topic for source in found}
         for name in names:
-            if name + QUARANTINE_SUFFIX in names and self._settings.decode != "none":
+            if name + QUARANTINE_SUFFIX in names:
                 raise InvalidSetting(f"topic {name + QUARANTINE_SUFFIX!r} has the name of the quarantine of {name!r}")
         return found
 

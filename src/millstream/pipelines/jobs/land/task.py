@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Final
 
@@ -19,6 +20,7 @@ from millstream.pipelines.jobs.land.layout import RECORD_NAMES, column_of
 from millstream.pipelines.jobs.land.manifest import Report, to_arrow
 from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.lake.column_path import Place
+from millstream.pipelines.lake.columns import QUARANTINE
 from millstream.pipelines.lake.task_writer import TaskWriter
 from millstream.pipelines.lake.written_file import Written
 from millstream.pipelines.source.link import link_to
@@ -27,6 +29,7 @@ from millstream.pipelines.source.position import OFFSET_EARLIEST
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
+from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
 _logger = logging.getLogger(__name__)
 
@@ -88,6 +91,7 @@ _RENAMED: Final = {"timestampType": "timestamp_type"}
 _TOPICS_AT_ONCE: Final = 4
 
 _QUARANTINED: Final = ("partition", "offset", "timestamp", "key", "value", "headers")
+_UNREADABLE: Final = pa.schema([QUARANTINE.field(name) for name in ("partition", "offset", "timestamp", "reason")])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +147,14 @@ class LandTasks:
         work = self._works[topic]
         landing = _Landing(topic, work)
         options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
-        reading = Reading(lambda one: _records(one, options), log_start(options))
+
+        def records(one: TopicRange) -> Iterator[pa.RecordBatch]:
+            return _records(one, options, partial(landing.quarantine, one.partition))
+
+        reading = Reading(records, log_start(options))
         try:
             for one in topic_ranges:
-                for batch in reading.batches(one) if work.skips_lost else _records(one, options):
+                for batch in reading.batches(one) if work.skips_lost else records(one):
                     landing.take(batch)
             return landing.report(reading.lost)
         except BaseException:
@@ -189,6 +197,18 @@ class _Landing:
         refused = batch.select(_QUARANTINED).append_column("reason", decoded.reasons)
         self._work.quarantine.write(refused.filter(pc.invert(fits)))
 
+    def quarantine(self, partition: int, unreadable: UnreadableBatch) -> None:
+        """Put a row for a batch that cannot be read into the quarantine, so that its offsets are accounted for."""
+        reason = f"offsets {unreadable.start} to {unreadable.end - 1} cannot be read: {unreadable.reason}"
+        _logger.warning("%s-%d: %s", self._topic, partition, reason)
+        row = {
+            "partition": partition,
+            "offset": unreadable.start,
+            "timestamp": unreadable.timestamp_ms * 1000 if unreadable.timestamp_ms >= 0 else None,
+            "reason": reason,
+        }
+        self._work.quarantine.write(pa.RecordBatch.from_pylist([row], schema=_UNREADABLE))
+
     def _without_repeated(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         left_out = self._work.left_out.get(batch.column("partition")[0].as_py())
         if left_out is None:
@@ -211,8 +231,8 @@ class _Landing:
         self._work.writer.discard(self._files)
 
 
-def _records(one: TopicRange, options: ReadOptions) -> Iterator[pa.RecordBatch]:
+def _records(one: TopicRange, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:
     """The messages of a stretch, under the names that tables have."""
     shape = shape_of(default_schema(options), options)
-    for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape):
+    for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape, skip=skip):
         yield batch.rename_columns([_RENAMED.get(name, name) for name in batch.schema.names])

@@ -60,7 +60,8 @@ def routed(ranges: Sequence[Range], ways: Mapping[str, tuple[Way, ...]], brokers
     """The messages of ranges with the topics that they go to."""
     for one in ranges:
         rules = rule_set(ways[one.topic])
-        options = read_options({BROKERS: brokers, "subscribe": one.topic, "kafka.client.id": CLIENT_ID})
+        asked = {BROKERS: brokers, "subscribe": one.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
+        options = read_options(asked)
         for columns in read_columns(one, options, FIELDS.intersection(NAMES)):
             rows = _sent(columns, one, rules)
             if rows is not None:

@@ -252,6 +252,7 @@ class StreamLoop:
             .option("maxOffsetsPerTrigger", str(self._settings.batch_max))
             .option("columns", ",".join(view.records))
             .option("failOnDataLoss", str(self._settings.on_lost != SKIP).lower())
+            .option("failOnUnreadable", "false")
             .load()
         )
         return stream.mapInArrow(Marked(decoding(view, self._prepared.accumulator)), view.schema)

@@ -144,7 +144,8 @@ def fetching(
     decode = decoding(view, accumulator)
 
     def records(batches: Iterable[pa.RecordBatch]) -> Rows:
-        options = read_options({BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID})
+        asked = {BROKERS: brokers, "subscribe": view.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
+        options = read_options(asked)
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 yield from read_range(ranges[number], options, shape)
