@@ -94,8 +94,7 @@ def _advance(
         if header.producer_id >= 0:
             log.producers.take(header, batches, offset, now_ms, append_time_ms)
         offset += header.last_offset_delta + 1
-    log.end_offset = Offset(offset)
-    log.after_append(segment.size - start)
+    log.advance_end(offset, segment.size - start)
 
 
 def _stamped(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:

@@ -15,15 +15,13 @@ from millstream.broker.log.index import ENTRY_BYTES
 from millstream.broker.log.ledger import Ledger
 from millstream.broker.log.log import Log
 from millstream.broker.log.segment import (
-    DELETED_SUFFIX,
     INDEX_SUFFIX,
-    SEGMENT_SUFFIXES,
     TIME_INDEX_SUFFIX,
     Segment,
+    complete_swaps,
     segment_path,
 )
 from millstream.broker.log.state import FORMAT, LogState, encode_state
-from millstream.broker.log.swap import complete_swaps, settle_swaps, swap_names
 from millstream.broker.log.sync import Capture, sync_folders, sync_segments
 
 _logger = logging.getLogger(__name__)
@@ -46,13 +44,12 @@ class Checkpoint:
         self.log = log
         self.error: OSError | None = None
         self.capture = Capture(log)
-        self.removed_segments = list(log.removed_segments)
-        self.swaps = list(log.swaps)
+        self.removed = list(log.segments.removed)
+        self.swaps = list(log.segments.swaps)
         self.state = encode_state(_state_of(log))
         self.index_writes = [_index_write(segment) for segment in log.segments if _unstored(segment)]
         self.version = version
-        log.changed = False
-        log.unchecked_bytes = 0
+        log.checkpoint_captured()
 
     def execute(self, files: Files) -> None:
         """Sync the segments and store the indexes; called in a thread."""
@@ -66,15 +63,11 @@ class Checkpoint:
     def remove_obsolete(self, files: Files) -> None:
         """Let compacted segments take their place and remove what is deleted, as the ledger says; in a thread."""
         try:
-            complete_swaps(files, self.log.directory, swap_names(self.swaps))
+            complete_swaps(files, self.log.directory, [swap.name for swap in self.swaps])
         except OSError as error:
             self.error = error
             return
-        for segment in self.removed_segments:
-            with self.log.names_lock:
-                if not segment.is_removed:
-                    remove_segment(files, segment)
-                    segment.is_removed = True
+        self.log.segments.remove_files(files, self.removed)
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""
@@ -85,18 +78,17 @@ class Checkpoint:
             return
         if self.error is not None:
             self.capture.mark_synced_files()
-            log.changed = True
+            log.mark_changed()
             _logger.warning(
                 "a checkpoint failed and will be tried again",
                 extra={"partition": str(log.partition), "error": str(self.error)},
             )
             return
         self.capture.mark_stored()
-        settle_swaps(log, self.swaps)
-        done = {id(segment) for segment in self.removed_segments}
-        log.removed_segments = [segment for segment in log.removed_segments if id(segment) not in done]
+        log.segments.settle_swaps(self.swaps)
+        log.segments.forget_removed(self.removed)
         if not self.capture.current:
-            log.changed = True
+            log.mark_changed()
             return
         for write in self.index_writes:
             write.segment.index_stored = write.entries
@@ -136,7 +128,7 @@ class Checkpoints:
             try:
                 self.checkpoints.append(Checkpoint(log, ledger.next_version()))
             except OSError as error:
-                log.changed = True
+                log.mark_changed()
                 self.unopened.append((log, error))
 
     @property
@@ -186,7 +178,7 @@ def _state_of(log: Log) -> LogState:
         journal_id=log.journal_mark[0],
         journal_sequence=log.journal_mark[1],
         cleaned_offset=log.cleaned_offset,
-        swaps=swap_names(log.swaps),
+        swaps=[swap.name for swap in log.segments.swaps],
         transactions=log.producers.pack_transactions(),
     )
 
@@ -201,21 +193,3 @@ def _index_write(segment: Segment) -> IndexWrite:
         return IndexWrite(segment, 0, 0, b"", b"")
     places, times = index.to_bytes(segment.index_stored)
     return IndexWrite(segment, segment.index_stored, len(index), places, times)
-
-
-def remove_segment(files: Files, segment: Segment) -> None:
-    """Remove the files of a segment that is no part of its log any more; called in a thread."""
-    try:
-        for suffix in SEGMENT_SUFFIXES:
-            path = segment_path(segment.directory, segment.base_offset, suffix)
-            if files.exists(path):
-                files.rename(path, path + DELETED_SUFFIX)
-                files.remove(path + DELETED_SUFFIX)
-    except FileNotFoundError:
-        # The whole log was deleted meanwhile.
-        return
-    except OSError as error:
-        _logger.warning(
-            "a deleted segment could not be removed; the next start tries again",
-            extra={"file": segment.path, "error": str(error)},
-        )

@@ -39,7 +39,7 @@ class TailRewrite:
         self._new.last_append_ms = segment.last_append_ms
         self._interval_bytes = log.settings.index_interval_bytes
         self._lost: list[Bad] = []
-        log.repairing = True
+        log.health.begin_repair()
 
     def execute(self, files: Files) -> None:
         """Copy the tail into a file of its own and sync that; called in a thread."""
@@ -92,8 +92,9 @@ class TailRewrite:
         """Go on with the new segment; called on the loop."""
         log, old, new = self.log, self._old, self._new
         log.open_files.unpin(old)
-        log.repairing = False
-        if self.error is not None or self._generation != log.generation:
+        is_repaired = self.error is None and self._generation == log.generation
+        log.health.end_repair(is_repaired=is_repaired)
+        if not is_repaired:
             return
         new.mark_synced(new.size, new.next_offset)
         new.sealed = old.sealed
@@ -102,13 +103,11 @@ class TailRewrite:
             self._cut(old)
             log.replace_segments([*log.segments[: at + 1], new, *log.segments[at + 1 :]])
         else:
+            # One that begins at the same offset has taken over the name of its file.
+            removed = [old] if new.base_offset != old.base_offset else []
             log.open_files.release(old)
-            log.replace_segments([*log.segments[:at], new, *log.segments[at + 1 :]])
-            if new.base_offset != old.base_offset:
-                log.removed_segments.append(old)
-        log.broken = False
-        log.failure = None
-        log.journal_mark = log.maintenance.journal_mark()
+            log.replace_segments([*log.segments[:at], new, *log.segments[at + 1 :]], removed)
+        log.void_journal()
         log.maintenance.checkpoint_soon(log)
         if self._lost:
             self._report_lost()
@@ -129,7 +128,7 @@ class TailRewrite:
             log.fail_sync(error, "noting lost records")
         else:
             log.fail_sync(OSError(5, "records were lost with it"), f"syncing {self._old.path}")
-            log.failure = None
+            log.health.succeed()
 
     def _cut(self, old: Segment) -> None:
         """What the old file holds beyond its last good sync is in the new one now."""
@@ -171,7 +170,7 @@ class Commit:
         self._reservation: Reservation | None = None
         for log in logs:
             # A log under repair comes back by itself when that is done.
-            if not log.closed and not log.repairing:
+            if not log.closed and not log.health.repairing:
                 self._prepare(log)
         if not direct and self._pays_to_journal():
             self._reservation = journal.reserve(self._captures)
@@ -182,7 +181,7 @@ class Commit:
 
     def _prepare(self, log: Log) -> None:
         try:
-            segments = log.unsynced_segments()
+            segments = log.segments.unsynced()
             broken = next((segment for segment in segments if segment.broken), None)
             if broken is None:
                 self._captures.append(Capture(log, segments))

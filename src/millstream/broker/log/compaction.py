@@ -29,7 +29,6 @@ from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.broker.log.key_map import KEYS_MAX
 from millstream.broker.log.retention import awaits_landing
 from millstream.broker.log.segment import Segment, cleaned_path
-from millstream.broker.log.swap import swap_in
 from millstream.core.errors import MillstreamError, StorageFailure
 from millstream.core.topic import INTERNAL_TOPICS
 
@@ -79,7 +78,7 @@ def is_compacted(log: Log) -> bool:
 
 def roll_idle(log: Log, now_ms: int) -> None:
     """Close an active segment that is old enough, so that a log that nobody writes to is compacted too."""
-    if log.closed or log.broken or not log.segments or not log.segments[-1].size:
+    if log.closed or log.health.broken or not log.segments or not log.segments[-1].size:
         return
     settings = log.settings
     age_ms = now_ms - log.segments[-1].first_append_ms
@@ -94,8 +93,8 @@ def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
     found = []
     # A record that is not acknowledged may still be cut off, and must not take away the one before it. One whose
     # transaction is open may be aborted.
-    acknowledged = log.stored_offset if log.acknowledged_offset is None else log.acknowledged_offset()
-    limit = log.producers.transactions.stable_offset(min(log.stored_offset, acknowledged))
+    limit = min(log.stored_offset, log.acknowledged_offset(default=log.stored_offset))
+    limit = log.producers.transactions.stable_offset(limit)
     for segment in log.segments[:-1]:
         durable = segment.sealed and not segment.broken and segment.synced_bytes == segment.size
         if not durable or segment.next_offset > limit or _is_fresh(log, segment, now_ms):
@@ -125,7 +124,7 @@ def dirty_ratio(log: Log, now_ms: int) -> float:
 
 def next_due_ms(log: Log, now_ms: int) -> int | None:
     """When time alone may make a pass due: a segment is closed, or has waited long enough; None if nothing waits."""
-    if log.closed or log.broken or not log.segments:
+    if log.closed or log.health.broken or not log.segments:
         return None
     settings, times = log.settings, []
     active = log.segments[-1]
@@ -140,7 +139,7 @@ def next_due_ms(log: Log, now_ms: int) -> int | None:
 
 def is_due(log: Log, ratio: float) -> bool:
     """Whether a log with this much that is new should be compacted."""
-    ready = not (log.closed or log.broken or log.repairing or log.swaps)
+    ready = not (log.closed or log.health.broken or log.health.repairing or log.segments.swaps)
     return ready and ratio > 0 and ratio >= log.settings.min_cleanable_dirty_ratio
 
 
@@ -227,9 +226,9 @@ class Compaction:
             yield cleaning
             if not self._swap_group(at, cleaning):
                 break
-            if self.log.swaps:
+            if self.log.segments.swaps:
                 yield checkpoint(self.log)
-                if self.log.swaps:
+                if self.log.segments.swaps:
                     self.failed = True
                     break
         if mapping.error is not None:
@@ -251,7 +250,7 @@ class Compaction:
             return True
         new = _new_segment(self.log.directory, old, cleaned)
         try:
-            swapped = swap_in(self.log, old, new, self._pass.token)
+            swapped = self.log.swap_in(old, new, self._pass.token)
         except OSError as error:
             self._handle_failure(error)
             swapped = False
@@ -296,9 +295,7 @@ class Compaction:
         log = self.log
         if log.closed or log.generation != self._generation:
             return
-        log.cleaned_offset = mapped.end_offset
-        log.changed = True
-        log.maintenance.checkpoint_soon(log)
+        log.advance_cleaned(mapped.end_offset)
         _logger.info(
             "a log was compacted",
             extra={

@@ -75,6 +75,10 @@ class Damage:
         """Forget what lies wholly before a new start of the log."""
         self._lost = [lost for lost in self._lost if lost.next_offset > start_offset]
 
+    def clear(self) -> None:
+        """Forget every range."""
+        self._lost = []
+
     def cut_after(self, end_offset: int, segment: int, size: int) -> None:
         """Forget what lies beyond a new end of the log, which is at a position in a segment."""
         self._lost = [

@@ -8,7 +8,6 @@ from crc32c import crc32c
 
 from millstream.broker.log.appended import AppendedRange
 from millstream.broker.log.index import RELATIVE_OFFSET_MAX
-from millstream.core.ids import Offset
 from millstream.protocol.records.batch import (
     BATCH_HEADER,
     COMPRESSION_MASK,
@@ -38,12 +37,12 @@ def append_fast(log: Log, batches: bytearray | memoryview, leader_epoch: int) ->
     to everything else, and its checks decide: each condition here is one of them, turned around.
     """
     size = len(batches)
-    if size < HEADER_BYTES or not log.segments:
+    segment = log.segments.active
+    if size < HEADER_BYTES or segment is None:
         return None
     fields = BATCH_HEADER.unpack_from(batches)
     base, length, _, magic, crc, attributes, delta, _, newest_ms, producer_id, _, _, count = fields
     settings = log.settings
-    segment = log.segments[-1]
     position = segment.size
     offset = log.end_offset
     next_offset = offset + delta + 1
@@ -82,8 +81,7 @@ def append_fast(log: Log, batches: bytearray | memoryview, leader_epoch: int) ->
     segment.last_append_ms = now_ms
     if header is not None:
         log.producers.record(header, offset, now_ms)
-    log.end_offset = Offset(next_offset)
-    log.after_append(size)
+    log.advance_end(next_offset, size)
     return AppendedRange(offset, log.end_offset, -1, log.start_offset, False)
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millstream.broker.log.files import Files
-from millstream.broker.log.truncation import Truncation, block_writes, check_can_truncate
+from millstream.broker.log.truncation import begin_restart
 from millstream.core.errors import CorruptBatch
-from millstream.core.ids import Offset
 from millstream.protocol.records.batch import (
     TIMESTAMP_TYPE_FLAG,
     BatchHeader,
@@ -27,7 +26,6 @@ from millstream.protocol.records.raw_record import empty_batch
 if TYPE_CHECKING:
     from millstream.broker.log.log import Log
 
-_EVERYTHING = 2**63 - 1
 _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 
@@ -57,9 +55,8 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -
         if header.producer_id >= 0:
             append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
             log.producers.take(header, batches, header.base_offset, now_ms, append_time_ms)
-    log.end_offset = headers[-1].next_offset
+    log.advance_end(headers[-1].next_offset, segment.size - start)
     log.settle_transactions()
-    log.after_append(segment.size - start)
     if log.start_offset < start_offset:
         log.delete_before(start_offset)
 
@@ -109,21 +106,3 @@ def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearr
             laid += memoryview(batches)[header.position : header.end_position]
         expected = int(header.next_offset)
     return laid
-
-
-def begin_restart(log: Log, offset: int, files: Files) -> Truncation:
-    """Drop everything and let the log begin and end at an offset; it is for good when the cut is done."""
-    check_can_truncate(log)
-    block_writes(log)
-    for segment in log.segments:
-        segment.cuts += 1
-        log.open_files.release(segment)
-    log.removed_segments += log.segments
-    log.replace_segments([])
-    log.start_offset = log.end_offset = log.synced_offset = log.stored_offset = Offset(offset)
-    log.cleaned_offset = offset
-    log.epochs.cut_after(0)
-    log.producers.clear()
-    log.damage.cut_before(_EVERYTHING)
-    # The state goes first here, too: after a crash in between, the old files are not taken for a part of the log.
-    return Truncation(log, files, "starting the log anew")

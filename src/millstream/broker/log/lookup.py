@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from millstream.broker.log.frame import Frame
 from millstream.broker.log.reader import Reader
@@ -25,7 +25,7 @@ class Lookup:
         self._reader = reader
 
     def first_at_or_after(
-        self, segments: Sequence[Segment], timestamp_ms: int, start_offset: int, up_to: int
+        self, segments: Iterable[Segment], timestamp_ms: int, start_offset: int, up_to: int
     ) -> Found | None:
         """The first record with at least this timestamp, in the order of the log."""
         for segment in segments:
@@ -67,7 +67,7 @@ class Lookup:
             return (first, frame.max_timestamp_ms, epoch) if first < up_to else None
         return None
 
-    def latest(self, segments: Sequence[Segment], start_offset: int, up_to: int) -> Found | None:
+    def latest(self, segments: Iterable[Segment], start_offset: int, up_to: int) -> Found | None:
         """The first of the records that have the largest timestamp."""
         largest = -1
         for segment in segments:

@@ -19,7 +19,6 @@ from millstream.broker.log.index import Index
 from millstream.broker.log.log import Log
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment, cleaned_path
-from millstream.broker.log.swap import swap_in
 from millstream.core.errors import LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
 from millstream.protocol.records.raw_record import empty_batch
@@ -83,7 +82,7 @@ class RangeRepair:
         self._next_offset = next_offset
         self._generation = log.generation
         self._files = log.open_files.files
-        self._old = next((one for one in log.segments if one.base_offset == lost.segment), None)
+        self._old = log.segments.find(lost.segment)
         self.is_in_place = self._fits_in_place()
         self._token = secrets.token_hex(4)
         self._epochs = EpochHistory(log.epochs.entries())
@@ -92,7 +91,7 @@ class RangeRepair:
         self._interval_bytes = log.settings.index_interval_bytes
         self._new: Segment | None = None
         self._bad: list[Bad] = []
-        if not self.is_in_place and self._old is log.segments[-1]:
+        if not self.is_in_place and self._old is log.segments.active:
             log.roll()
         if self._old is not None:
             log.open_files.descriptor(self._old, create=True)
@@ -199,7 +198,7 @@ class RangeRepair:
         new.last_append_ms = now_ms if old is None else old.last_append_ms
         new.mark_synced(new.size, new.next_offset)
         try:
-            if not swap_in(log, [] if old is None else [old], new, self._token):
+            if not log.swap_in([] if old is None else [old], new, self._token):
                 self.error = _log_changed(log, self._lost)
         except OSError as error:
             self.error = error

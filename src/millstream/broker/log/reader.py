@@ -81,7 +81,7 @@ class Reader:
             stop = end
             if position < cold_to:
                 self.verify(segment, position, min(position + WALK_BYTES, cold_to))
-                stop = segment.verified_to if segment.verified_to < cold_to else end
+                stop = segment.verification.end if segment.verification.end < cold_to else end
             chunk = self._files.read_at(descriptor, min(WALK_BYTES, end - position), position)
             at = 0
             while len(chunk) - at >= FRAME_BYTES and position + at < stop:
@@ -184,7 +184,7 @@ class Reader:
             run = valid_run(data, 1, expected, self._epochs)
         if run.end == 0:
             raise BrokenSegment(segment, position)
-        self._note_verified(segment, position + run.end, run.next_offset)
+        segment.verification.extend(position + run.end, run.next_offset)
         found = SegmentSlice(self._open_files, segment, position, run.end, run.next_offset, self.verify)
         if run.end <= eager_bytes or segment.suspect:
             found.data = memoryview(data)[: run.end]
@@ -193,14 +193,15 @@ class Reader:
 
     def _reach(self, segment: Segment, position: int) -> int:
         """Verify up to a batch from the last known one before it; return its offset."""
-        if segment.verified_from <= position < segment.verified_to:
+        verification = segment.verification
+        if verification.start <= position < verification.end:
             descriptor = self._open_files.descriptor(segment)
             return self._frame(segment, self._read_at(segment, descriptor, FRAME_BYTES, position), 0, position)[1]
         self.verify(segment, position, position)
-        self._skip_hole(segment)
-        if segment.verified_to != position:
+        verification.skip(segment.holes)
+        if verification.end != position:
             raise BrokenSegment(segment, position)
-        return segment.verified_offset
+        return verification.next_offset
 
     def _whole(self, segment: Segment, position: int, stop: int, data: bytes) -> tuple[int, int]:
         """Where the last whole batch between two positions ends, or the first beyond them, and the offset after it.
@@ -231,38 +232,28 @@ class Reader:
     def _is_verified(self, segment: Segment, start: int, stop: int) -> bool:
         """Whether the batches between two positions were verified; forget what was, if it does not hold any more."""
         stamp, now = self._files.stamp(self._open_files.descriptor(segment)), self._clock.monotonic()
-        if stamp < 0 or stamp != segment.verified_stamp or now - segment.verified_at > VERIFIED_S:
-            segment.forget_verified()
-            segment.verified_stamp, segment.verified_at = stamp, now
-        return segment.verified_from <= start and stop <= segment.verified_to
+        verification = segment.verification
+        if stamp < 0 or stamp != verification.stamp or now - verification.verified_at > VERIFIED_S:
+            verification.renew(segment.base_offset, stamp, now)
+        return verification.start <= start and stop <= verification.end
 
     def verify(self, segment: Segment, start: int, stop: int) -> None:
         """Check the batches that begin between two positions, unless that was done; `BrokenSegment` tells where."""
         if self._is_verified(segment, start, stop):
             return
-        if not segment.verified_from <= start <= segment.verified_to:
+        verification = segment.verification
+        if not verification.start <= start <= verification.end:
             relative, position = self.index_of(segment).start_before(start)
-            segment.verified_from = segment.verified_to = position
-            segment.verified_offset = segment.base_offset + relative
+            verification.begin(position, segment.base_offset + relative)
         descriptor = self._open_files.descriptor(segment)
-        while segment.verified_to < stop:
-            self._skip_hole(segment)
-            if segment.verified_to < stop:
+        while verification.end < stop:
+            verification.skip(segment.holes)
+            if verification.end < stop:
                 self._verify_chunk(segment, descriptor, stop)
-
-    def _note_verified(self, segment: Segment, end: int, next_offset: int) -> None:
-        if end > segment.verified_to:
-            segment.verified_to, segment.verified_offset = end, next_offset
-
-    def _skip_hole(self, segment: Segment) -> None:
-        """Go on behind a damaged stretch that is known."""
-        for start, (end, next_offset) in segment.holes.items():
-            if start <= segment.verified_to < end or start == segment.verified_to == end:
-                segment.verified_to, segment.verified_offset = end, next_offset
 
     def _verify_chunk(self, segment: Segment, descriptor: int, stop: int) -> None:
         """Check the batches of one stretch of the file, which ends at the next damaged one at the latest."""
-        position = segment.verified_to
+        position = segment.verification.end
         stop = min([stop, *(start for start in segment.holes if start > position)])
         data = self._files.read_at(
             descriptor, min(max(VERIFY_BYTES, stop - position), segment.size - position), position
@@ -274,7 +265,8 @@ class Reader:
             run = self._valid_run(segment, self._read_at(segment, descriptor, end - position, position), stop)
         if run.broken or run.end == 0:
             raise BrokenSegment(segment, position + run.end)
-        self._note_verified(segment, position + run.end, run.next_offset)
+        segment.verification.extend(position + run.end, run.next_offset)
 
     def _valid_run(self, segment: Segment, data: bytes, stop: int) -> Run:
-        return valid_run(data, stop - segment.verified_to, segment.verified_offset, self._epochs)
+        verification = segment.verification
+        return valid_run(data, stop - verification.end, verification.next_offset, self._epochs)

@@ -33,11 +33,11 @@ from millstream.broker.log.segment import (
     SEGMENT_SUFFIXES,
     Segment,
     base_offset_of,
+    complete_swaps,
     segment_name,
     segment_path,
 )
 from millstream.broker.log.state import LogState
-from millstream.broker.log.swap import complete_swaps
 from millstream.core.ids import PartitionIndex
 from millstream.protocol.records.batch import BatchHeader
 

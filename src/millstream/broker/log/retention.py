@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import OffsetOutOfRange, StorageFailure
-from millstream.core.ids import Offset
 from millstream.core.topic import TopicPartition
 
 if TYPE_CHECKING:
@@ -42,12 +41,12 @@ class RetentionFloors:
 
 def delete_expired(log: Log, now_ms: int) -> int:
     """Delete the segments that are too old or too many by the topic's settings; returns the bytes freed."""
-    if log.closed or log.broken or not log.settings.deletes or not log.segments:
+    if log.closed or log.health.broken or not log.settings.deletes or not log.segments:
         return 0
     _roll_expired(log, now_ms)
     excess = log.size_bytes - log.settings.retention_bytes if log.settings.retention_bytes >= 0 else 0
     # What is not acknowledged may still be cut off, and then a start beyond it would be beyond the end.
-    limit = log.synced_offset if log.acknowledged_offset is None else min(log.synced_offset, log.acknowledged_offset())
+    limit = min(log.synced_offset, log.acknowledged_offset(default=log.synced_offset))
     needed_from = _needed_from(log)
     freed = count = 0
     for segment in log.segments[:-1]:
@@ -69,7 +68,7 @@ def held_bytes(log: Log, now_ms: int) -> int:
     """How much is older than the topic wants, and stays since it is not delivered or not landed yet."""
     settings = log.settings
     waits = settings.retention_until_delivered or settings.retention_until_landed
-    if not waits or not settings.deletes or log.closed or log.broken:
+    if not waits or not settings.deletes or log.closed or log.health.broken:
         return 0
     needed_from = _needed_from(log)
     return sum(
@@ -113,8 +112,8 @@ def _age_ms(segment: Segment, now_ms: int) -> int:
 
 def _roll_expired(log: Log, now_ms: int) -> None:
     """Close the active segment when all of it is too old, so that it can go too."""
-    active = log.segments[-1]
-    if not active.size or not _expired(log, active, now_ms):
+    active = log.segments.active
+    if active is None or not active.size or not _expired(log, active, now_ms):
         return
     try:
         log.roll()
@@ -125,14 +124,9 @@ def _roll_expired(log: Log, now_ms: int) -> None:
 
 def _delete_segments(log: Log, count: int) -> None:
     dropped, kept = log.segments[:count], log.segments[count:]
-    for segment in dropped:
-        log.open_files.release(segment)
-    log.removed_segments += dropped
-    log.replace_segments(kept)
-    log.start_offset = max(log.start_offset, Offset(kept[0].base_offset))
+    log.replace_segments(kept, dropped)
     log.epochs.cut_before(kept[0].base_offset)
-    log.damage.cut_before(log.start_offset)
-    log.producers.transactions.cut_before(log.start_offset)
+    log.advance_start(kept[0].base_offset)
     log.maintenance.checkpoint_soon(log)
 
 
@@ -146,10 +140,7 @@ def delete_before(log: Log, offset: int) -> None:
         )
     if log.segments and offset == log.end_offset and log.segments[-1].size:
         log.roll()
-    log.start_offset = Offset(offset)
-    log.damage.cut_before(offset)
-    log.producers.transactions.cut_before(offset)
-    log.changed = True
+    log.advance_start(offset)
     count = 0
     while count + 1 < len(log.segments) and log.segments[count + 1].base_offset <= offset:
         count += 1

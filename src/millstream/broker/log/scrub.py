@@ -248,7 +248,7 @@ class Scrubber:
 
     def _check_file_exists(self, log: Log, segment: Segment) -> bool:
         """Whether the file still has its name: one that was removed is gone when it is next closed."""
-        if any(swap.segment is segment for swap in log.swaps) or self._files.exists(segment.path):
+        if any(swap.segment is segment for swap in log.segments.swaps) or self._files.exists(segment.path):
             return True
         log.record_missing_file(segment)
         return False

@@ -57,7 +57,7 @@ class SegmentSlice:
         self._cuts = segment.cuts
         self._position = position
         self._verify = verify
-        self._stamp = segment.verified_stamp
+        self._stamp = segment.verification.stamp
         self._is_held = False
         self.size = size
         self.next_offset = next_offset

@@ -221,7 +221,6 @@ class LogStore:
             clock=self._clock,
             maintenance=self,
         )
-        log.folder_synced = contents.known
         self._logs[key] = log
         self._unrecovered.discard(key)
         self._durable.discard(key)
@@ -414,7 +413,7 @@ class LogStore:
             some = list(islice(self._to_checkpoint, self._upkeep_max))
             for log in some:
                 del self._to_checkpoint[log]
-            due = [log for log in some if not log.closed and not log.broken]
+            due = [log for log in some if not log.closed and not log.health.broken]
             if due:
                 return Checkpoints(due, self._files, self._ledger)
         return None
@@ -435,7 +434,7 @@ class LogStore:
             for checkpoint in job.checkpoints:
                 self._plan_compaction(checkpoint.log)
             for log in job.failed:
-                if any(segment.broken for segment in log.unsynced_segments()):
+                if any(segment.broken for segment in log.segments.unsynced()):
                     self.sync_soon(log)
                 else:
                     self.note_dirty(log)
@@ -453,7 +452,7 @@ class LogStore:
         self._running = self._loop.create_future()
         # What was asked for before there was a loop has no timer yet.
         stale, self._stale = self._stale, {}
-        for log in {**stale, **{log: None for log in self._logs.values() if log.dirty}}:
+        for log in {**stale, **{log: None for log in self._logs.values() if log.is_dirty}}:
             self.note_dirty(log)
         self._retention_timer()
         try:
@@ -607,13 +606,13 @@ class LogStore:
             if commit is None:
                 break
             yield commit
-        behind = [log for log in self._logs.values() if log.changed and not log.broken]
+        behind = [log for log in self._logs.values() if log.needs_checkpoint and not log.health.broken]
         for at in range(0, len(behind), self._batch_max):
             yield Checkpoints(behind[at : at + self._batch_max], self._files, self._ledger)
 
     def _release(self) -> None:
         """Leave the folder, with the mark if everything in it is as it should be."""
-        clean = all(not log.changed and log.stored_offset == log.end_offset for log in self._logs.values())
+        clean = all(not log.needs_checkpoint and log.stored_offset == log.end_offset for log in self._logs.values())
         for log in list(self._logs.values()):
             self._forget(log)
         self._commit_thread.shutdown()
@@ -653,7 +652,7 @@ class LogStore:
         return {
             log.partition: log.failure
             for log in self._logs.values()
-            if log.failure is not None and (log.broken or log.failed_at > since)
+            if log.failure is not None and (log.health.broken or log.health.failed_at > since)
         }
 
     def damage(self) -> Iterator[tuple[TopicPartition, list[tuple[int, int, bool]]]]:

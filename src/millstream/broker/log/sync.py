@@ -29,15 +29,15 @@ class Capture:
         self.log = log
         self.end_offset = log.end_offset
         self.generation = log.generation
-        self.names_version = log.names_version
-        self.names_synced = log.names_synced == log.names_version
-        self.folder_synced = log.folder_synced
-        self.folders_above = () if log.folder_synced else folders_above(log.directory)
+        self.names_version = log.segments.names_version
+        self.names_synced = log.segments.names_synced == self.names_version
+        self.folder_synced = log.segments.folder_synced
+        self.folders_above = () if self.folder_synced else folders_above(log.directory)
         self.targets: list[Target] = []
         self.synced_files = 0
         """How many of the targets a thread has synced."""
         try:
-            for segment in log.unsynced_segments() if segments is None else segments:
+            for segment in log.segments.unsynced() if segments is None else segments:
                 descriptor = log.open_files.pin(segment)
                 self.targets.append(
                     Target(segment, descriptor, segment.journaled_bytes, segment.size, segment.next_offset)
@@ -45,11 +45,11 @@ class Capture:
         except OSError:
             self.release()
             raise
-        log.dirty = False
+        log.sync_captured()
         if self.targets:
             last = self.targets[-1]
             # The high watermark is about to stand here, and readers will ask where that is.
-            log.hint(last.next_offset, last.segment, last.size)
+            log.segments.hint(last.next_offset, last.segment, last.size)
 
     def release(self) -> None:
         """The thread is done with the files."""
@@ -64,14 +64,12 @@ class Capture:
     def mark_stored(self) -> None:
         """Account for a sync of the segments themselves."""
         log = self.log
-        log.names_synced = max(log.names_synced, self.names_version)
-        log.folder_synced = True
+        log.segments.mark_names_synced(self.names_version)
         if not self.current:
             return
         for target in self.targets:
             target.segment.mark_synced(target.size, target.next_offset)
-        log.stored_offset = max(log.stored_offset, self.end_offset)
-        log.advance_synced(self.end_offset)
+        log.advance_stored(self.end_offset)
 
     def mark_synced_files(self) -> None:
         """Account for the files that were synced before one failed."""
@@ -81,7 +79,7 @@ class Capture:
 
     def mark_journaled(self) -> None:
         """Account for a sync of the journal that holds everything captured."""
-        self.log.folder_synced = True
+        self.log.segments.mark_folder_synced()
         if not self.current:
             return
         for target in self.targets:

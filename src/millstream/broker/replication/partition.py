@@ -136,10 +136,11 @@ class Partition(Replica):
         self._append_listeners: dict[AppendListener, None] = {}
         self.bytes_out = 0
         self.records_in = 0
-        log.on_synced = self._advance
-        log.on_sync_failed = self._fail_waiting
-        if not alone:
-            log.acknowledged_offset = lambda: self.high_watermark
+        log.listen(
+            on_synced=self._advance,
+            on_sync_failed=self._fail_waiting,
+            acknowledged_offset=None if alone else lambda: self.high_watermark,
+        )
 
     def write(
         self,
