@@ -1,7 +1,7 @@
 """One partition's log: an append-only sequence of batches with offsets, in segments.
 
-Every method is synchronous and runs on the event loop, which owns the state; only syncing happens in threads, by
-the jobs of `sync`, `checkpoint` and `repair`, which read and change the log on the loop before and after.
+Every method is synchronous and runs on the event loop, which owns the state. Only slow work happens in threads, by jobs
+(commits, checkpoints, truncations, repairs) that read and change the log on the loop before and after.
 """
 
 from __future__ import annotations
@@ -55,34 +55,34 @@ from millstream.protocol.records.batch import Buffer
 _logger = logging.getLogger(__name__)
 
 READ_ALL = sys.maxsize
-"""However much it is, it is read."""
+"""Read everything at once, however much it is."""
 
 CHECKPOINT_BYTES = 64 * 1024 * 1024
-"""After this much a checkpoint is asked for, so that there is never more than this to scan after a crash."""
+"""A checkpoint is requested after this much, which bounds what a crash leaves to be scanned."""
 
 
 class Maintenance(Protocol):
-    """Whoever makes the log durable."""
+    """What makes a log durable: the store, as its logs see it."""
 
     floors: RetentionFloors
 
     def note_dirty(self, log: Log) -> None:
-        """The log has begun to hold what is not synced."""
+        """Take note that a log holds bytes that are not synced."""
 
     def checkpoint_soon(self, log: Log) -> None:
-        """Something happened that a checkpoint should record."""
+        """Write a checkpoint of a log before long."""
 
     def checkpoint_now(self, log: Log) -> None:
-        """Checkpoint the log before this returns, or raise `OSError`."""
+        """Write a checkpoint before this returns, or raise `OSError`."""
 
     def checkpoint_job(self, log: Log) -> Checkpointing:
-        """Capture a checkpoint for whoever does it."""
+        """Capture a checkpoint for the caller to carry out."""
 
     def truncate_now(self, cut: Truncation) -> None:
-        """Carry out a cut before this returns."""
+        """Carry out a truncation before this returns."""
 
     def journal_mark(self) -> tuple[int, int]:
-        """The journal's id and next sequence: what was journaled before is void for a log that notes this."""
+        """Return the journal's id and next sequence; earlier entries are void for a log that records this."""
 
 
 class LogHealth:
@@ -274,15 +274,15 @@ class Log:
         return self.damage.ranges()
 
     def settle_transactions(self) -> None:
-        """Forget how to take back the markers that cannot be cut off any more."""
+        """Forget how to revert the markers that can no longer be truncated."""
         self.producers.transactions.settle(self.acknowledged_offset(default=self.synced_offset))
 
     def end_of_epoch(self, epoch: int) -> tuple[Epoch, Offset]:
-        """Where an epoch ended, as `OffsetForLeaderEpoch` asks; (-1, -1) if it is unknown."""
+        """Return where an epoch ended, as `OffsetForLeaderEpoch` asks; (-1, -1) if it is unknown."""
         return self.epochs.end_of(epoch, self.end_offset)
 
     def change_settings(self, settings: TopicSettings) -> None:
-        """Follow the topic's settings from now on."""
+        """Apply changed settings of the topic."""
         self.settings = settings
         self.allows_fast_append = _allows_fast_append(settings)
         if self._is_dirty:
@@ -299,9 +299,9 @@ class Log:
         guard: Guard | None = None,
         is_checked: bool = False,
     ) -> AppendedRange:
-        """Check the batches, give them offsets in place, and write them; nothing is synced yet.
+        """Validate batches, assign their offsets in place, and write them; nothing is synced yet.
 
-        The guard is what a transaction needs to begin here. Keys are looked for unless `is_checked`.
+        A transaction begins only under its guard. Records are checked unless `is_checked`.
         """
         if self.health.blocks_writes and not retry_truncation(self, self._files):
             raise self._refusal()
@@ -349,7 +349,7 @@ class Log:
         return segment
 
     def write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
-        """Write behind the last batch, or leave the segment as it was; the index is returned for what comes next."""
+        """Write behind the last batch, or leave the segment as it was; return its index."""
         segment.used = True
         try:
             index = segment.index
@@ -365,21 +365,21 @@ class Log:
         return index
 
     def _cut_back(self, segment: Segment) -> None:
-        """Remove what a failed write left behind. The next write begins at the same place, so this may fail too."""
+        """Remove what a failed write left behind. The next write begins at the same position, so this may fail too."""
         try:
             self._files.truncate(self.open_files.descriptor(segment), segment.size)
         except OSError as error:
             _logger.warning(
-                "the remains of a failed write could not be cut off",
+                "the remains of a failed write could not be removed",
                 extra={"partition": str(self.partition), "error": str(error)},
             )
 
     def fail_write(self, doing: str, error: OSError) -> StorageFailure:
-        """The error for a write that the disk did not take; also told by the log itself until a write succeeds."""
+        """Return the error for a write that the disk refused, and remember the failure until a write succeeds."""
         self._note_failure(f"{doing} failed: {error.strerror or error}")
         _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
         return StorageFailure(
-            f"{self.partition}: {self.failure}. Nothing was stored and reads go on; free space on the disk of "
+            f"{self.partition}: {self.failure}. Nothing was stored, reads continue; free space on the disk of "
             f"{self.directory} or repair it, and writes resume by themselves"
         )
 
@@ -399,14 +399,14 @@ class Log:
     # -- read -----------------------------------------------------------------------------------------------
 
     def read(self, offset: int, *, max_bytes: int, up_to: int, at_least_one: bool = True) -> bytes | memoryview:
-        """Whole batches from the one that holds `offset`: no more than `max_bytes`, but `at_least_one` if so asked."""
+        """Read whole batches from the one that holds `offset`: at most `max_bytes`, but one batch if `at_least_one`."""
         found = self.read_slice(offset, max_bytes=max_bytes, up_to=up_to, at_least_one=at_least_one)
         return b"" if found is None else found.data
 
     def read_slice(
         self, offset: int, *, max_bytes: int, up_to: int, eager_bytes: int = READ_ALL, at_least_one: bool = True
     ) -> SegmentSlice | None:
-        """The same, as a place in a file; more than `eager_bytes` bytes are left there. None when there is nothing."""
+        """Find the same in its segment, and read it if it is at most `eager_bytes`; None if there is nothing."""
         if not self.start_offset <= offset <= self.end_offset or self.health.closed:
             raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
@@ -452,7 +452,7 @@ class Log:
         return StorageFailure(f"{self.partition}: reading from {self.directory} failed: {error.strerror or error}")
 
     def _undamaged(self, offset: int, up_to: int) -> int:
-        """Up to where reading may go before it meets a lost range; raise when the offset lies in one."""
+        """Return up to where reading is possible before a lost range; raise if the offset is in one."""
         lost = self.damage.at(offset)
         if lost is not None and lost in self.damage.repairable:
             raise RepairPending(
@@ -462,7 +462,7 @@ class Log:
         if lost is not None:
             raise DamagedRange(
                 f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
-                f"reading can go on at {lost.next_offset}",
+                f"reading can continue at {lost.next_offset}",
                 first=lost.first,
                 next_offset=lost.next_offset,
             )
@@ -470,7 +470,7 @@ class Log:
         return up_to if first is None else min(up_to, first)
 
     def _limit(self, segment: Segment, up_to: int) -> tuple[int, int]:
-        """Where in a segment reading has to stop."""
+        """Return the position and the offset in a segment at which reading stops."""
         if up_to >= segment.next_offset:
             return segment.size, segment.next_offset
         hint = self.segments.hints.get(up_to)
@@ -484,13 +484,13 @@ class Log:
         return position, up_to
 
     def offset_for_time(self, timestamp_ms: int, *, up_to: int) -> Found | None:
-        """The first record with at least this timestamp: its offset, its timestamp and its leader epoch."""
+        """Find the first record with at least this timestamp: its offset, its timestamp and its leader epoch."""
         return self._looked_up(
             lambda: self._lookup.first_at_or_after(self.segments, timestamp_ms, self.start_offset, up_to)
         )
 
     def max_timestamp(self, *, up_to: int) -> Found | None:
-        """The first of the records with the largest timestamp."""
+        """Find the first record with the largest timestamp."""
         return self._looked_up(lambda: self._lookup.latest(self.segments, self.start_offset, up_to))
 
     def _looked_up(self, look_up: Callable[[], Found | None]) -> Found | None:
@@ -505,7 +505,7 @@ class Log:
                 self._record_missing(error)
 
     def boundary(self, offset: int) -> tuple[Segment, int, int]:
-        """Where to cut so that nothing at or beyond an offset is left: segment, position, and the new end."""
+        """Return where to truncate so that nothing at or beyond an offset is left: segment, position, new end."""
         segment = self.segments.containing(offset)
         while True:
             try:
@@ -522,29 +522,29 @@ class Log:
     # -- damage ---------------------------------------------------------------------------------------------
 
     def _locate_damage(self, broken: BrokenSegment) -> None:
-        """Find out which offsets are lost where a segment was found to be broken."""
+        """Find which offsets are lost where a segment turned out to be broken."""
         segment = broken.segment
         for bad in self._find_bad_ranges(segment, broken.position):
             known = self.damage.at(bad.first)
             if known is None or known.next_offset < bad.next_offset:
                 self.record_damage(segment, bad)
                 return
-        raise StorageFailure(f"{self.partition}: {broken}, and looking again found nothing wrong")
+        raise StorageFailure(f"{self.partition}: {broken}, and a second look found no damage")
 
     def _record_missing(self, error: OSError) -> None:
-        """Note that all of a segment is lost if its file was removed; any other error is raised to the reader."""
+        """Record that a segment is lost if its file was removed; raise any other error to the reader."""
         missing = [segment for segment in self.segments if segment.path == error.filename]
         if not isinstance(error, FileNotFoundError) or not missing or not self._files.exists(self.directory):
             raise self._unreadable(error) from error
         self.record_missing_file(missing[0])
 
     def record_missing_file(self, segment: Segment) -> None:
-        """Note that all of a segment is lost, as its file was removed."""
+        """Record that all of a segment is lost, because its file was removed."""
         known = self.damage.at(max(segment.base_offset, self.start_offset))
         if known is not None and known.next_offset >= segment.next_offset:
             return
         self.open_files.close(segment)
-        # There is nothing to sync any more; the checkpoint that follows says that it is lost.
+        # Nothing is left to sync; the checkpoint that follows records the loss.
         segment.mark_synced(segment.size, segment.next_offset)
         unsynced = max(self.synced_offset, segment.base_offset)
         is_awaited = self.settings.flush == FLUSH_ALWAYS and unsynced < segment.next_offset
@@ -560,11 +560,11 @@ class Log:
                 self.roll()
 
     def locate_damage(self, segment: Segment, position: int) -> None:
-        """Somebody found a segment to be broken; note what is lost."""
+        """Record what is lost at a position where a segment turned out to be broken."""
         self._locate_damage(BrokenSegment(segment, position))
 
     def _find_bad_ranges(self, segment: Segment, position: int) -> Iterator[Bad]:
-        """What is bad in a segment from the last known batch before a position on."""
+        """Yield what is bad in a segment from the last known batch before a position."""
         relative, start = self.reader.index_of(segment).start_before(position)
         try:
             scan = self.reader.scan(segment, start, segment.base_offset + relative)
@@ -581,7 +581,7 @@ class Log:
             yield Bad(scan.position, segment.size, scan.expected, segment.next_offset)
 
     def record_damage(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
-        """Note that a range of offsets is lost. What lies behind it stays."""
+        """Record that a range of offsets is lost; the records behind it stay readable."""
         segment.holes[bad.start] = (bad.end, bad.next_offset)
         self.damage.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end, unread))
         self.segments.hints.clear()
@@ -601,12 +601,12 @@ class Log:
         self.damage.on_change()
 
     def mark_intact(self, lost: LostRange) -> None:
-        """Serve a range that was lost and is whole again, as somebody restored its file."""
+        """Serve a lost range again whose file was restored from outside."""
         others = [one for one in self.damage if one.segment == lost.segment and one != lost]
         self.mark_repaired(lost, lost.next_offset, others)
 
     def mark_repaired(self, lost: LostRange, next_offset: int, left: list[LostRange]) -> None:
-        """Serve a lost range up to an offset again; `left` is what is still lost of its segment."""
+        """Serve a lost range again up to an offset; `left` is what is still lost of its segment."""
         self.damage.replace(lost, left)
         for segment in self.segments:
             segment.holes = self.damage.holes_of(segment.base_offset) if self.damage else {}
@@ -616,7 +616,7 @@ class Log:
         self.mark_changed()
         self.maintenance.checkpoint_soon(self)
         _logger.warning(
-            "records that were damaged are whole again",
+            "damaged records were repaired",
             extra={
                 "topic": self.partition.topic,
                 "partition": self.partition.partition,
@@ -625,14 +625,14 @@ class Log:
             },
         )
         if lost.unread and not any(one.unread for one in self.damage):
-            # Among what is back may be the end of a transaction, or the last batch of a producer.
+            # The repaired range may hold the end of a transaction, or the last batch of a producer.
             self.rebuild_producers(self.end_offset)
         self.damage.on_change()
 
     # -- deletion -------------------------------------------------------------------------------------------
 
     def delete_expired(self, now_ms: int) -> int:
-        """Delete the segments that are too old or too many by the topic's settings; returns the bytes freed."""
+        """Delete segments by age and size as the topic's settings say; return the bytes freed."""
         return delete_expired(self, now_ms)
 
     def delete_before(self, offset: int) -> None:
@@ -640,29 +640,29 @@ class Log:
         delete_before(self, offset)
 
     def truncate_to(self, offset: int) -> None:
-        """Cut off everything from an offset on (and the batch that holds it), for good when this returns."""
+        """Truncate everything from an offset on, and the batch that holds it; durable when this returns."""
         cut = self.begin_truncation(offset)
         if cut is not None:
             self.maintenance.truncate_now(cut)
 
     def begin_truncation(self, offset: int) -> Truncation | None:
-        """The same, for good when the cut is done, and nothing is taken until then; None when nothing is to be cut."""
+        """Truncate in memory; durable once the result is carried out. None if there is nothing to truncate."""
         return begin_truncation(self, offset, self._files)
 
     # -- replication ----------------------------------------------------------------------------------------
 
     def append_replica(self, batches: Buffer, *, leader_epoch: Epoch) -> None:
-        """Take over batches as the leader of an epoch wrote them; nothing is synced yet."""
+        """Append batches as the leader of an epoch wrote them; nothing is synced yet."""
         if self.health.blocks_writes and not retry_truncation(self, self._files):
             raise self._refusal()
         append_replica(self, batches, leader_epoch, self._files)
 
     def restart_at(self, offset: int) -> None:
-        """Drop everything and begin anew at an offset, for good when this returns."""
+        """Drop everything and restart at an offset; durable when this returns."""
         self.maintenance.truncate_now(self.begin_restart(offset))
 
     def begin_restart(self, offset: int) -> Truncation:
-        """The same, for good when the cut is done. The log takes nothing until then."""
+        """Drop everything in memory; durable once the result is carried out, and no writes are taken until then."""
         return begin_restart(self, offset, self._files)
 
     # -- for the jobs of this package -----------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""Putting a lost range back, with the batches of another replica.
+"""Repair of a lost range with the batches of another replica.
 
-Where these take as many bytes as were lost, they are written in their place: until the next checkpoint the range counts
-as lost, so a crash in between leaves it lost. Otherwise (a file that is gone, or a replica that was compacted at
-another time) the segment is written anew, with them in it, and swapped in as compaction does. What lies before and
-behind the range stays as it is.
+If they take as many bytes as were lost, they are written in place; until the next checkpoint the range counts as lost,
+so a crash in between leaves it lost. Otherwise (the file is gone, or the replica was compacted at another time) the
+segment is rewritten with them and swapped in as compaction does. The bytes before and behind the range do not change.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ COPY_BYTES = 1024 * 1024
 
 
 def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]:
-    """Those of another replica's batches that belong in a lost range, and the offset after them.
+    """Select the batches of another replica that belong in a lost range; return them and the offset after them.
 
-    `CorruptBatch` if they are damaged themselves, `MismatchedBatch` if they cannot have been there: they have to begin
-    where the range does, to follow each other, and to be of epochs that fit those around them. Batches without records,
-    in which compaction joins offsets, are cut to fit.
+    Raise `CorruptBatch` if they are damaged themselves, `MismatchedBatch` if they cannot have been there: they must begin
+    where the range does, be contiguous, and be of epochs that fit those around them. Empty batches, in which compaction
+    joins offsets, are cut to fit.
     """
     latest, last = log.epochs.epoch_at(lost.first - 1), log.epochs.epoch_at(lost.next_offset)
     fitted, expected = bytearray(), lost.first
@@ -43,11 +42,11 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
         is_first = not fitted and header.base_offset <= expected < header.next_offset
         if not is_first and header.base_offset != expected:
             raise MismatchedBatch(
-                f"{log.partition}: a replica gave offset {header.base_offset} in the place of {expected}"
+                f"{log.partition}: a replica returned offset {header.base_offset} instead of {expected}"
             )
         if not latest <= header.leader_epoch <= last:
             raise MismatchedBatch(
-                f"{log.partition}: a replica gave a batch of epoch {header.leader_epoch} at offset {expected}, "
+                f"{log.partition}: a replica returned a batch of epoch {header.leader_epoch} at offset {expected}, "
                 f"between epochs {latest} and {last}"
             )
         fitted += _fit(log, lost, header, batches)
@@ -70,7 +69,7 @@ def _fit(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buf
 
 
 class RangeRepair:
-    """Puts batches into the beginning of a lost range, or into all of it; `fit_batches` has checked them."""
+    """Writes batches into the beginning of a lost range, or all of it; `fit_batches` has checked them."""
 
     def __init__(self, log: Log, lost: LostRange, batches: bytes, next_offset: int) -> None:
         if lost not in log.damage:
@@ -109,15 +108,15 @@ class RangeRepair:
         return not log.closed and log.generation == self._generation and self._lost in log.damage
 
     def execute(self) -> None:
-        """Write and sync; called in a thread, in place only in the one that cuts logs."""
+        """Write and sync; called in a thread, for repairs in place only in the one that truncates logs."""
         try:
             if not self._is_current:
-                # What lies at this place of the file may be newer records by now.
+                # The file may hold newer records at this position by now.
                 raise _log_changed(self.log, self._lost)
             if self.is_in_place:
                 write_fully(self._files, self._descriptor, self._batches, self._lost.start)
                 self._files.sync(self._descriptor)
-                # A file that was removed has its name again.
+                # A file that was removed gets its name back.
                 self._files.sync_directory(self.log.directory)
             else:
                 self._rewrite_segment()
@@ -145,7 +144,7 @@ class RangeRepair:
             self._files.close(descriptor)
 
     def _pieces(self) -> Iterator[bytes]:
-        """The content of the new file."""
+        """Yield the content of the new file."""
         lost, old = self._lost, self._old
         behind = lost.end
         if self._next_offset < lost.next_offset:
@@ -157,7 +156,7 @@ class RangeRepair:
             yield from _read(self._files, self._descriptor, behind, old.size)
 
     def _scan(self, new: Segment, window: Window, limit: int) -> None:
-        """Make the index of the new file, and see what is still lost in it."""
+        """Build the index of the new file, and find what is still lost in it."""
         index = new.index or Index()
         scan = Scan(window, 0, new.base_offset, limit=limit, epochs=self._epochs)
         for found in scan:
@@ -204,7 +203,7 @@ class RangeRepair:
             self.error = error
 
     def _remaining(self) -> list[LostRange]:
-        """What is still lost of the segment, by where it lies now."""
+        """Return what is still lost of the segment, at its position in the new file."""
         lost, new = self._lost, self._new
         if new is not None:
             left = [
@@ -226,11 +225,13 @@ class RangeRepair:
 
 
 def _log_changed(log: Log, lost: LostRange) -> LogUnavailable:
-    return LogUnavailable(f"{log.partition} changed while offsets {lost.first} to {lost.next_offset - 1} were put back")
+    return LogUnavailable(
+        f"{log.partition} changed while offsets {lost.first} to {lost.next_offset - 1} were being repaired"
+    )
 
 
 def _read(files: Files, descriptor: int, start: int, end: int) -> Iterator[bytes]:
     for position in range(start, end, COPY_BYTES):
         size = min(COPY_BYTES, end - position)
-        # A file that was cut off is as long as before; what is gone of it is lost as it was.
+        # A file that was cut short is read at its old length; the missing bytes stay lost.
         yield files.read_at(descriptor, size, position).ljust(size, b"\0")

@@ -1,4 +1,4 @@
-"""Syncing one log: what is captured on the loop, done in a thread, and accounted for on the loop again."""
+"""Syncing one log: captured on the loop, carried out in a thread, accounted for on the loop again."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Target(NamedTuple):
 
 
 class Capture:
-    """The unsynced bytes of one log at one moment. The files stay open until `release`."""
+    """The unsynced bytes of one log at one moment; its files stay open until `release`."""
 
     def __init__(self, log: Log, segments: list[Segment] | None = None) -> None:
-        """Capture a log; whoever knows its unsynced segments already hands them over."""
+        """Capture a log, or those of its segments that are known to be unsynced."""
         self.log = log
         self.end_offset = log.end_offset
         self.generation = log.generation
@@ -48,17 +48,17 @@ class Capture:
         log.sync_captured()
         if self.targets:
             last = self.targets[-1]
-            # The high watermark is about to stand here, and readers will ask where that is.
+            # The high watermark is about to advance to here, and readers will look up its position.
             log.segments.hint(last.next_offset, last.segment, last.size)
 
     def release(self) -> None:
-        """The thread is done with the files."""
+        """Let the files be closed; the thread is done with them."""
         for target in self.targets:
             self.log.open_files.unpin(target.segment)
 
     @property
     def current(self) -> bool:
-        """Whether the log still is what was captured."""
+        """Whether the log still has the segments that were captured."""
         return self.generation == self.log.generation
 
     def mark_stored(self) -> None:
@@ -88,14 +88,14 @@ class Capture:
 
 
 def unjournaled_bytes(capture: Capture) -> int:
-    """How much the journal would have to take."""
+    """Return how many bytes the journal would have to take."""
     return sum(target.size - target.journaled for target in capture.targets)
 
 
 def sync_folders(files: Files, captures: Iterable[Capture]) -> None:
     """Make the folders of new logs durable in the folders above them; called in a thread.
 
-    A folder that went with a deleted log, while this was under way, is no failure of the others.
+    A folder that disappears with a deleted log meanwhile does not fail the other logs.
     """
     logs_below: dict[str, list[Log]] = {}
     for capture in captures:
