@@ -1,4 +1,4 @@
-"""Cutting a log from the end: what a follower does when a new leader has another history."""
+"""Truncating a log at its end, as a follower does when a new leader has another history."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""How long after the disk refused a cut it is tried again, by the next write; sooner if it did something right."""
+"""How long after a failure the next write retries the truncation; sooner if the disk recovers meanwhile."""
 
-_DOING = "cutting off the end of the log"
+_DOING = "truncating the end of the log"
 
 
 class Checkpointing(Protocol):
-    """A checkpoint that is captured and not done yet."""
+    """A checkpoint that is captured and not carried out yet."""
 
     @property
     def error(self) -> OSError | None:
         """Why it failed, if it did."""
 
     def execute(self) -> None:
-        """Do what takes time; called in a thread."""
+        """Do the slow part; called in a thread."""
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""
 
 
 class Truncation:
-    """A log that was cut in memory and is on its way to be cut on disk; nothing is appended to it until it is.
+    """A truncation that is done in memory and on its way to the disk; nothing is appended until it is durable.
 
-    Captured on the loop, done in a thread, accounted for on the loop again, as everything that syncs.
+    Captured on the loop, carried out in a thread, accounted for on the loop again.
     """
 
     def __init__(self, log: Log, files: Files, doing: str) -> None:
@@ -58,8 +58,10 @@ class Truncation:
         self.checkpoint = log.maintenance.checkpoint_job(log)
 
     def execute(self) -> None:
-        """Make it durable. The state goes first: a file that is longer than it says is scanned, and what is found in it
-        is no part of the log; one that is shorter would be damage.
+        """Make it durable.
+
+        The state goes first: a file that is longer than its state says is scanned, and what is found there is not part
+        of the log; one that is shorter would be damage.
         """
         self.checkpoint.execute()
         self._error = self.checkpoint.error
@@ -73,7 +75,7 @@ class Truncation:
             self._error = error
 
     def finish(self) -> None:
-        """Let the log go on; raise if the disk did not take it, and have it tried again before anything is written."""
+        """Let the log take writes again; if the disk refused, raise, and have it repeated before the next write."""
         log = self.log
         if self._last is not None:
             log.open_files.unpin(self._last)
@@ -81,37 +83,37 @@ class Truncation:
         log.health.end_truncation(is_done=is_done)
         if self._error is not None and not is_done:
             raise log.fail_write(self._doing, self._error) from self._error
-        _logger.info("a log was cut", extra={"partition": str(log.partition), "end": log.end_offset})
+        _logger.info("a log was truncated", extra={"partition": str(log.partition), "end": log.end_offset})
 
 
 def finish_when_executed(executed: asyncio.Future[None], end: Callable[[], None]) -> asyncio.Future[None]:
-    """End a cut when the thread is done with it, whether or not somebody still waits for the future that tells how."""
-    told: asyncio.Future[None] = executed.get_loop().create_future()
+    """Finish a truncation after its thread, whether or not the returned future still has a waiter."""
+    finished: asyncio.Future[None] = executed.get_loop().create_future()
 
-    def tell(_: asyncio.Future[None]) -> None:
+    def finish(_: asyncio.Future[None]) -> None:
         try:
             end()
         except StorageFailure as error:
-            if not told.done():
-                told.set_exception(error)
-                # If nobody waits any more, nothing is to be said.
-                told.exception()
+            if not finished.done():
+                finished.set_exception(error)
+                # Without a waiter nothing retrieves the exception.
+                finished.exception()
         else:
-            if not told.done():
-                told.set_result(None)
+            if not finished.done():
+                finished.set_result(None)
 
-    executed.add_done_callback(tell)
-    return told
+    executed.add_done_callback(finish)
+    return finished
 
 
 def begin_truncation(log: Log, offset: int, files: Files) -> Truncation | None:
-    """Cut off everything from an offset on (and the batch that holds it); it is for good when the cut is done."""
+    """Truncate everything from an offset on, and the batch that holds it; durable when the result is done."""
     if offset >= log.end_offset:
         return _repeat_truncation(log, files) if log.health.truncation_failed else None
     _check_can_truncate(log)
     if offset < log.start_offset:
         raise OffsetOutOfRange(
-            f"{log.partition} begins at {log.start_offset} and cannot be cut at {offset}",
+            f"{log.partition} begins at {log.start_offset} and cannot be truncated at {offset}",
             start=log.start_offset,
             end=log.end_offset,
         )
@@ -140,9 +142,9 @@ def _check_can_truncate(log: Log) -> None:
 
 
 def retry_truncation(log: Log, files: Files) -> bool:
-    """Carry out a cut that the disk refused, once in a while; whether it is done, so that the log takes writes again.
+    """Repeat a truncation that the disk refused, once in a while; return whether the log takes writes again.
 
-    What was cut off still lies in the files. Written over, it would be found behind the new records after a crash.
+    The truncated bytes are still in the files. Written over, they would be found behind the new records after a crash.
     """
     health = log.health
     if not health.truncation_failed or health.closed or health.broken or health.repairing:
@@ -166,7 +168,7 @@ def _truncate_segments(log: Log, offset: int) -> None:
         log.rebuild_producers(end)
     lost = log.damage.at(end)
     if lost is not None and lost.first == end and lost.segment == last.base_offset:
-        # The damaged stretch is forgotten with its offsets; its bytes go too, or they would be read as what comes next.
+        # The damage is forgotten with its offsets. Its bytes go too, or they would be read as the next records.
         position = lost.start
     at = log.segments.index(last)
     # A segment that begins with a lost range may begin beyond the new end, and then goes as a whole.
@@ -184,7 +186,7 @@ def _truncate_segments(log: Log, offset: int) -> None:
         log.open_files.release(last)
         log.replace_segments(kept[:-1])
     if last.broken or last not in kept:
-        # Nothing may be written to the last file that is left, so the log goes on in another one.
+        # Nothing may be written to the last remaining file, so the log continues in another one.
         log.roll()
 
 
