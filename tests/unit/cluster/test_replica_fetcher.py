@@ -199,7 +199,7 @@ async def test_a_cut_that_the_disk_refuses_is_told_and_done_again_before_the_log
     files.fail_next_syncs("checkpoints")
     cut = partition.truncate(EpochEnd(Epoch(0), Offset(0)), leader_epoch=Epoch(1))
     assert cut is not None
-    with pytest.raises(StorageFailure, match="cutting off"):
+    with pytest.raises(StorageFailure, match="truncating the end"):
         await cut
     partition.apply(Versioned(dataclasses.replace(STATE, leader=ME, leader_epoch=Epoch(2)), 2), me=ME)
     batch = encode_batch([NewRecord(None, b"x", (), 1000)])

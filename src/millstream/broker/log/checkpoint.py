@@ -1,7 +1,7 @@
-"""A checkpoint: sync the segments, store the indexes and the state, then drop what is deleted.
+"""Checkpoints: sync the segments, store their indexes and the log's state, then remove deleted files.
 
-Captured on the loop, done in a thread, accounted for on the loop again. After it, a crash costs no more than a scan
-of what was appended since.
+Captured on the loop, carried out in a thread, accounted for on the loop again. After a checkpoint, a crash costs at
+most a scan of what was appended since.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 
 class IndexWrite(NamedTuple):
-    """New entries of an index, to be written behind those that are stored."""
+    """New entries of an index, to be written behind the stored ones."""
 
     segment: Segment
     stored: int
@@ -38,7 +38,7 @@ class IndexWrite(NamedTuple):
 
 
 class Checkpoint:
-    """One checkpoint of one log: its segments, its indexes and its state; `Checkpoints` puts it into the ledger."""
+    """One checkpoint of one log; `Checkpoints` writes it to the ledger."""
 
     def __init__(self, log: Log, version: int) -> None:
         self.log = log
@@ -61,7 +61,7 @@ class Checkpoint:
         self.index_writes = [write for write in self.index_writes if self._store_index(files, write)]
 
     def remove_obsolete(self, files: Files) -> None:
-        """Let compacted segments take their place and remove what is deleted, as the ledger says; in a thread."""
+        """Complete swaps and remove deleted files, once the ledger says so; called in a thread."""
         try:
             complete_swaps(files, self.log.directory, [swap.name for swap in self.swaps])
         except OSError as error:
@@ -74,7 +74,7 @@ class Checkpoint:
         log = self.log
         self.capture.release()
         if self.error is not None and log.closed:
-            # Its folder went with it.
+            # Its folder was deleted with it.
             return
         if self.error is not None:
             self.capture.mark_synced_files()
@@ -94,9 +94,9 @@ class Checkpoint:
             write.segment.index_stored = write.entries
 
     def _store_index(self, files: Files, write: IndexWrite) -> bool:
-        """Write the new entries; where that fails, a later start makes the index anew from the batches.
+        """Write the new entries; if that fails, a later start rebuilds the index from the batches.
 
-        They are synced once the segment is complete. Until then a lost one costs a scan.
+        They are synced once the segment is sealed. Until then a lost entry costs a scan.
         """
         try:
             for suffix, data in ((INDEX_SUFFIX, write.places), (TIME_INDEX_SUFFIX, write.times)):
@@ -116,7 +116,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of some logs, which share one write to the ledger."""
+    """The checkpoints of several logs, which share one write to the ledger."""
 
     def __init__(self, logs: Iterable[Log], files: Files, ledger: Ledger) -> None:
         self.checkpoints: list[Checkpoint] = []
@@ -133,7 +133,7 @@ class Checkpoints:
 
     @property
     def failed(self) -> list[Log]:
-        """The logs that have to be checkpointed again."""
+        """The logs that need another checkpoint."""
         logs = [log for log, _ in self.unopened] + [one.log for one in self.checkpoints if one.error is not None]
         return [log for log in logs if not log.closed]
 
@@ -144,7 +144,7 @@ class Checkpoints:
         return next((error for error in errors if error is not None), None)
 
     def execute(self) -> None:
-        """Do what takes time; called in a thread."""
+        """Do the slow part; called in a thread."""
         for checkpoint in self.checkpoints:
             checkpoint.execute(self._files)
         good = [checkpoint for checkpoint in self.checkpoints if checkpoint.error is None]

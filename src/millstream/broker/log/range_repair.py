@@ -28,8 +28,8 @@ COPY_BYTES = 1024 * 1024
 def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]:
     """Select the batches of another replica that belong in a lost range; return them and the offset after them.
 
-    Raise `CorruptBatch` if they are damaged themselves, `MisfitBatch` if they cannot have been there: they must begin
-    where the range does, be contiguous, and be of epochs that fit those around them. Empty batches, in which
+    Raise `CorruptBatch` if they are damaged themselves, `MismatchedBatch` if they cannot have been there: they must
+    begin where the range does, be contiguous, and be of epochs that fit those around them. Empty batches, in which
     compaction joins offsets, are cut to fit.
     """
     latest, last = log.epochs.epoch_at(lost.first - 1), log.epochs.epoch_at(lost.next_offset)

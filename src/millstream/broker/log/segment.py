@@ -27,26 +27,26 @@ CLEANED_SUFFIX = ".cleaned"
 _NAME_DIGITS = 20
 HINTS_MAX = 64
 FRESH_S = 1.0
-"""For so long, and at most twice as long, the end of a segment is read as it was written, without verifying it."""
+"""For this long, at most twice as long, the end of a segment is served as written, without verifying it."""
 
 
 def segment_path(directory: str, base_offset: int, suffix: str = LOG_SUFFIX) -> str:
-    """A file of a segment."""
+    """Return the path of a file of a segment."""
     return f"{directory}/{segment_name(base_offset, suffix)}"
 
 
 def segment_name(base_offset: int, suffix: str = LOG_SUFFIX) -> str:
-    """The name of a file of a segment in the folder of its log."""
+    """Return the name of a file of a segment in the folder of its log."""
     return f"{base_offset:0{_NAME_DIGITS}d}{suffix}"
 
 
 def cleaned_path(directory: str, base_offset: int, token: str) -> str:
-    """The file that compaction writes, until it takes the place of a segment; the token tells one pass from another."""
+    """Return the path of a new file before it replaces a segment; the token distinguishes passes."""
     return segment_path(directory, base_offset, f"{LOG_SUFFIX}.{token}{CLEANED_SUFFIX}")
 
 
 def base_offset_of(name: str) -> int | None:
-    """The base offset in the name of a segment's log file, or None when it is the name of something else."""
+    """Return the base offset in the name of a segment's log file; None for any other name."""
     stem = name.removesuffix(LOG_SUFFIX)
     if stem == name or len(stem) != _NAME_DIGITS or not stem.isdigit():
         return None
@@ -182,7 +182,7 @@ class Segment:
 
     @classmethod
     def from_state(cls, directory: str, state: SegmentState) -> Segment:
-        """A segment that is believed to be as the checkpoint saw it; its index is read when it is needed."""
+        """Return a segment as the checkpoint saw it; its index is loaded when it is needed."""
         segment = cls(directory, state.base_offset)
         segment.size = segment.synced_bytes = segment.journaled_bytes = state.size
         segment.next_offset = segment.synced_offset = state.next_offset
@@ -195,7 +195,7 @@ class Segment:
         return segment
 
     def to_state(self) -> SegmentState:
-        """The segment as it is now; its index has to be stored for as many entries as this says."""
+        """Return the segment as it is now; as many index entries have to be stored as this says."""
         if self.index is not None:
             self.index_entries = len(self.index)
             self.index_checksum = self.index.checksum()
@@ -223,14 +223,14 @@ class Segment:
         self.verification.truncate(self.base_offset, position)
 
     def beyond_hole(self, position: int) -> int:
-        """The position itself, or the end of the damaged stretch that it lies in."""
+        """Return the position itself, or the end of the damaged range that it lies in."""
         for start, (end, _) in self.holes.items():
             if start <= position < end:
                 return end
         return position
 
     def note(self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int) -> None:
-        """Account for one more batch behind the last, which may lie behind a damaged stretch."""
+        """Account for one more batch behind the last, which may lie behind a damaged range."""
         self.size = position
         next_offset = base_offset + header.last_offset_delta + 1
         self.grow(header.length + 12, base_offset, next_offset, header.max_timestamp_ms, index, interval_bytes)
@@ -246,7 +246,7 @@ class Segment:
         self.next_offset = next_offset
 
     def mark_synced(self, size: int, next_offset: int) -> None:
-        """Everything up to a position is durable in the file."""
+        """Account for a sync: everything up to a position is durable in the file."""
         if size >= self.synced_bytes:
             self.synced_bytes = size
             self.synced_offset = max(self.synced_offset, next_offset)
@@ -254,11 +254,11 @@ class Segment:
             self.journaled_bytes = size
 
     def closed(self) -> None:
-        """The file was closed, so nothing of it is needed soon."""
+        """Drop the index: the file was closed, so nothing of it is needed soon."""
         self.drop_index()
 
     def drop_index(self) -> None:
-        """Let go of the index where it can be read back, that is, of a sealed segment."""
+        """Drop the index if it can be loaded again, that is, of a sealed segment."""
         if self.sealed and self.index is not None and self.index_stored == len(self.index):
             self.to_state()
             self.index = None
@@ -266,8 +266,8 @@ class Segment:
     def sync(self, files: Files, descriptor: int) -> None:
         """Sync the file; called in a thread. After a failure the file is never trusted again.
 
-        The kernel tells an error once, so that a second sync would succeed over pages that it has thrown away;
-        the lock keeps a sync in another thread from being believed in that moment.
+        The kernel reports an error once; a second sync would succeed over pages that it has dropped. The lock keeps a
+        sync in another thread from being believed in that moment.
         """
         with self._sync_lock:
             if self.broken:
