@@ -23,6 +23,9 @@ SOURCE = ROOT / "src" / "millstream"
 
 FUNCTION_LINES_MAX = 70
 FILE_LINES_MAX = 1_000
+PARAMETERS_MAX = 11
+NESTING_MAX = 6
+PUBLIC_ATTRIBUTES_MAX = 26
 FORBIDDEN_NAMES = {"utils", "util", "helpers", "helper", "common", "manager", "misc"}
 # Put together here, so that this file does not find itself.
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
@@ -90,6 +93,78 @@ def test_files_are_short() -> None:
         if (count := len(path.read_text(encoding="utf-8").splitlines())) > FILE_LINES_MAX
     ]
     assert long == []
+
+
+def test_functions_take_few_parameters() -> None:
+    """A command's parameters are its flags, so commands are exempt."""
+    many = [
+        f"{short(path)}:{function.lineno} {function.name} takes {count} parameters"
+        for path in python_files(SOURCE)
+        if not path.is_relative_to(SOURCE / "cli")
+        for function in functions(path)
+        if (count := len([*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]))
+        > PARAMETERS_MAX + 1
+    ]
+    assert many == []
+
+
+BLOCKS = ast.If | ast.For | ast.AsyncFor | ast.While | ast.With | ast.AsyncWith | ast.Try | ast.Match
+
+
+def nesting(node: ast.AST, depth: int = 0) -> int:
+    """How deep blocks are nested in a function, not counting those of functions within it."""
+    deepest = depth
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and node.orelse == [child]
+        deepest = max(deepest, nesting(child, depth + (isinstance(child, BLOCKS) and not is_elif)))
+    return deepest
+
+
+def test_blocks_are_not_nested_deep() -> None:
+    deep = [
+        f"{short(path)}:{function.lineno} {function.name} nests {depth} blocks"
+        for path in python_files(SOURCE)
+        for function in functions(path)
+        if (depth := nesting(function)) > NESTING_MAX
+    ]
+    assert deep == []
+
+
+def public_attributes(class_: ast.ClassDef) -> set[str]:
+    """The attributes without an underscore that `__init__` sets."""
+    return {
+        node.attr
+        for function in class_.body
+        if isinstance(function, ast.FunctionDef) and function.name == "__init__"
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and not node.attr.startswith("_")
+    }
+
+
+def test_classes_have_few_public_attributes() -> None:
+    many = [
+        f"{short(path)}:{node.lineno} {node.name} has {count} public attributes"
+        for path in python_files(SOURCE)
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.ClassDef) and (count := len(public_attributes(node))) > PUBLIC_ATTRIBUTES_MAX
+    ]
+    assert many == []
+
+
+def test_only_a_log_writes_its_attributes() -> None:
+    """Its eleven siblings read them, and change them through the methods of `Log` and of its parts."""
+    owned = {"log", "_log", "health", "segments"}
+    written = [
+        f"{short(path)}:{node.lineno} writes {node.attr}"
+        for path in python_files(SOURCE / "broker")
+        for node in ast.walk(parsed(path))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if (isinstance(node.value, ast.Name) and node.value.id in owned)
+        or (isinstance(node.value, ast.Attribute) and node.value.attr in owned)
+    ]
+    assert written == []
 
 
 def test_nothing_is_left_unfinished() -> None:

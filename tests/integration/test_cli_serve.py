@@ -265,7 +265,7 @@ def test_the_data_folder_is_for_its_own_user_only(start_server: StartServer) -> 
     (server.data / "catalog.sqlite").chmod(0o644)
     server.start()
     assert open_to_others(server.data) == []
-    assert "took the rights of other users away" in server.log.read_text()
+    assert "removed the access of other users" in server.log.read_text()
 
 
 def test_the_data_folder_has_only_what_the_page_lists(start_server: StartServer) -> None:

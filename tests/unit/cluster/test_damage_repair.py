@@ -41,7 +41,7 @@ async def group() -> AsyncIterator[ReplicaGroup]:
 
 def place_of(partition: Partition, offset: int) -> tuple[str, int]:
     log = partition.log
-    segment = log._segment_of(offset)
+    segment = log.segments.containing(offset)
     return segment.path, log.reader.locate(segment, offset)
 
 
@@ -222,21 +222,21 @@ async def test_acknowledged_records_are_not_cut_where_no_answer_fits(
 async def test_a_leader_keeps_leading_when_an_attempt_fails_for_another_reason_than_its_disk(
     group: ReplicaGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
-    fetch, mend = DamageRepair._fetch, LogStore.repair_range
+    fetch, repair_range = DamageRepair._fetch, LogStore.repair_range
 
     async def fetch_damaged(repair: DamageRepair, partition: Partition, node: NodeId, lost: LostRange) -> bytes:
         batches = await fetch(repair, partition, node, lost)
         return batches[:120] + b"?" + batches[121:]
 
-    async def mend_changed(store: LogStore, one: RangeRepair) -> None:
-        one.log.generation += 1
-        await mend(store, one)
+    async def repair_changed(store: LogStore, one: RangeRepair) -> None:
+        one.log.segments.replace(list(one.log.segments))
+        await repair_range(store, one)
 
     with monkeypatch.context() as patched:
         if reason == "the answers are damaged":
             patched.setattr(DamageRepair, "_fetch", fetch_damaged)
         else:
-            patched.setattr(LogStore, "repair_range", mend_changed)
+            patched.setattr(LogStore, "repair_range", repair_changed)
         harm(group, 1, 17)
         scrub(group, 1)
         await until(lambda: attempts(caplog) >= 2)

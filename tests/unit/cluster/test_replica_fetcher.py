@@ -173,11 +173,11 @@ async def test_a_log_is_cut_while_the_loop_goes_on_and_takes_nothing_until_then(
     assert cut is not None
     assert partition.log.end_offset == end
     given = memoryview(encode_batch([NewRecord(None, b"z", (), 1000)]))
-    with pytest.raises(StorageFailure, match="cut off"):
+    with pytest.raises(StorageFailure, match="truncation is on disk"):
         partition.append_fetched(given, leader_epoch=Epoch(1), high_watermark=Offset(0), log_start=Offset(0))
     # Even if it leads meanwhile.
     partition.apply(Versioned(dataclasses.replace(STATE, leader=ME, leader_epoch=Epoch(2)), 2), me=ME)
-    with pytest.raises(StorageFailure, match="cut off"):
+    with pytest.raises(StorageFailure, match="truncation is on disk"):
         partition.write(bytearray(batch), acks=1)
     files.may_sync.set()
     await cut
@@ -199,7 +199,7 @@ async def test_a_cut_that_the_disk_refuses_is_told_and_done_again_before_the_log
     files.fail_next_syncs("checkpoints")
     cut = partition.truncate(EpochEnd(Epoch(0), Offset(0)), leader_epoch=Epoch(1))
     assert cut is not None
-    with pytest.raises(StorageFailure, match="cutting off"):
+    with pytest.raises(StorageFailure, match="truncating the end"):
         await cut
     partition.apply(Versioned(dataclasses.replace(STATE, leader=ME, leader_epoch=Epoch(2)), 2), me=ME)
     batch = encode_batch([NewRecord(None, b"x", (), 1000)])
@@ -207,7 +207,7 @@ async def test_a_cut_that_the_disk_refuses_is_told_and_done_again_before_the_log
         partition.write(bytearray(batch), acks=1)
     clock.advance_ms(2000)
     assert partition.write(bytearray(batch), acks=1).base_offset == 0
-    assert not partition.log.is_truncating
+    assert not partition.log.health.is_truncating
     files.kill()
 
 

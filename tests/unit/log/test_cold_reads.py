@@ -50,7 +50,7 @@ def read_all(log: Log) -> tuple[list[int], list[tuple[int, int]]]:
 
 
 def place_of(log: Log, offset: int) -> tuple[str, int]:
-    segment = log._segment_of(offset)
+    segment = log.segments.containing(offset)
     return segment.path, log.reader.locate(segment, offset)
 
 

@@ -59,7 +59,7 @@ def test_many_appends_share_one_sync(store: LogStore, files: MemoryFiles) -> Non
     put(store, log, b"first")
     commit(store)
     told: list[int] = []
-    log.on_synced = lambda: told.append(log.synced_offset)
+    log.listen(on_synced=lambda: told.append(log.synced_offset))
     before = files.syncs
     for number in range(20):
         put(store, log, b"%d" % number)
@@ -171,7 +171,7 @@ def test_after_a_failed_sync_the_log_goes_on_in_another_file(
     put(store, log, b"a")
     commit(store)
     failures: list[StorageFailure] = []
-    log.on_sync_failed = failures.append
+    log.listen(on_sync_failed=failures.append)
     put(store, log, b"b")
     put(store, log, b"c")
     files.fail_next_syncs(".log")
@@ -206,7 +206,7 @@ def test_while_the_disk_fails_writes_are_refused_and_reads_go_on(store: LogStore
     put(store, log, b"a")
     commit(store)
     failures: list[StorageFailure] = []
-    log.on_sync_failed = failures.append
+    log.listen(on_sync_failed=failures.append)
     put(store, log, b"b", sequence=0)
     files.fail_next_syncs(".log", ".log.repair")
     commit(store)
@@ -234,7 +234,7 @@ def test_what_the_kernel_threw_away_is_lost_but_not_acknowledged(store: LogStore
     put(store, log, b"a")
     commit(store)
     failures: list[StorageFailure] = []
-    log.on_sync_failed = failures.append
+    log.listen(on_sync_failed=failures.append)
     put(store, log, b"b", sequence=0)
     files.fail_next_syncs(".log")
     commit(store)
@@ -258,8 +258,7 @@ def test_what_is_lost_with_its_file_before_it_is_synced_is_not_acknowledged(
     commit(store)
     put(store, log, b"second", sequence=1)
     told: list[object] = []
-    log.on_synced = lambda: told.append(log.synced_offset)
-    log.on_sync_failed = told.append
+    log.listen(on_synced=lambda: told.append(log.synced_offset), on_sync_failed=told.append)
     under_way = store._begin_commit() if is_under_way else None
     files.remove(log.segments[0].path)
     while store.scrub_once():
@@ -298,7 +297,7 @@ def test_what_the_journal_holds_survives_a_failed_sync_of_the_segment(store: Log
 def test_a_sync_of_the_directory_that_fails_is_told_and_tried_again(store: LogStore, files: MemoryFiles) -> None:
     (log,) = open_logs(store, 1)
     failures: list[StorageFailure] = []
-    log.on_sync_failed = failures.append
+    log.listen(on_sync_failed=failures.append)
     put(store, log, b"a")
     files.fail_next_syncs("/0")
     commit(store)

@@ -219,7 +219,7 @@ class StoreMachine(RuleBasedStateMachine):
     def fail_a_sync(self, at: int, keep_cache: bool) -> None:
         """A failed sync loses nothing that was acknowledged, and the log goes on."""
         model, log = self.models[at], self.logs[at]
-        unsynced = log.unsynced_segments()
+        unsynced = log.segments.unsynced()
         if not unsynced:
             return
         self.files.keep_cache_after_failed_sync = keep_cache
@@ -228,7 +228,7 @@ class StoreMachine(RuleBasedStateMachine):
         while self.store.commit_once():
             pass
         self.files.forget_planted()
-        assert not log.broken
+        assert not log.health.broken
         assert log.end_offset == model.end
         self.settle(model, log, allowed_from=model.end if keep_cache else model.durable)
         self.note_durable()

@@ -76,7 +76,15 @@ def outcome(append: Callable[[], Any]) -> Any:
 def described(log: Log) -> Any:
     """Everything that an append changes."""
     segments = [(each.to_state(), None if each.index is None else each.index.to_bytes()) for each in log.segments]
-    return repr(log), segments, log.producers.pack(), log.epochs.entries(), log.dirty, log.unchecked_bytes, log.failure
+    return (
+        repr(log),
+        segments,
+        log.producers.pack(),
+        log.epochs.entries(),
+        log.is_dirty,
+        log._uncheckpointed_bytes,
+        log.failure,
+    )
 
 
 @given(data=st.data(), topic=st.sampled_from(SETTINGS))

@@ -58,7 +58,7 @@ def opened(files: MemoryFiles) -> tuple[LogStore, Log]:
 def lose(files: MemoryFiles, store: LogStore, log: Log, *offsets: int) -> dict[int, bytes]:
     """Damage batches on the disk; returns what they were."""
     given = {offset: bytes(log.read(offset, max_bytes=1, up_to=COUNT)) for offset in offsets}
-    for path, position in [(log._segment_of(offset).path, place_of(log, offset)) for offset in offsets]:
+    for path, position in [(log.segments.containing(offset).path, place_of(log, offset)) for offset in offsets]:
         files.flip_bit(path, position + PAYLOAD_AT, 2)
     while store.scrub_once():
         pass
@@ -67,7 +67,7 @@ def lose(files: MemoryFiles, store: LogStore, log: Log, *offsets: int) -> dict[i
 
 
 def place_of(log: Log, offset: int) -> int:
-    return log.reader.locate(log._segment_of(offset), offset)
+    return log.reader.locate(log.segments.containing(offset), offset)
 
 
 def mend(store: LogStore, log: Log, batches: bytes, *, lost: int = 0) -> None:

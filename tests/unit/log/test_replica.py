@@ -321,7 +321,7 @@ def test_what_is_not_acknowledged_is_neither_deleted_nor_compacted(clock: Manual
     )
     log = store.open_log(TOPIC_ID, WHERE, compacted)
     acknowledged = 4
-    log.acknowledged_offset = lambda: acknowledged
+    log.listen(acknowledged_offset=lambda: acknowledged)
     for number in range(12):
         record = NewRecord(b"key", b"%d" % number * 100, (), clock.now_ms())
         log.append(encode_batch([record]), leader_epoch=Epoch(0))

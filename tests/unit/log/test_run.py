@@ -46,7 +46,7 @@ def put(log: Log, timestamp_ms: int = 1) -> None:
 
 async def until_synced(log: Log) -> None:
     synced = asyncio.Event()
-    log.on_synced = synced.set
+    log.listen(on_synced=synced.set)
     while log.synced_offset < log.end_offset:
         await synced.wait()
         synced.clear()
@@ -93,7 +93,7 @@ async def test_a_rolled_segment_is_synced_in_the_background(store: LogStore) -> 
         put(log)
         put(log)
         synced = asyncio.Event()
-        log.on_synced = synced.set
+        log.listen(on_synced=synced.set)
         await synced.wait()
         assert log.stored_offset == 2
 
@@ -113,7 +113,7 @@ async def test_logs_are_checkpointed_after_a_while(
         log = open_log(store)
         put(log)
         synced = asyncio.Event()
-        log.on_synced = synced.set
+        log.listen(on_synced=synced.set)
         await synced.wait()
         assert files.content("/data/checkpoints")
 
@@ -126,7 +126,7 @@ async def test_a_failing_disk_is_tried_again(
         log = open_log(store)
         put(log)
         failed = asyncio.get_running_loop().create_future()
-        log.on_sync_failed = lambda error: None if failed.done() else failed.set_result(error)
+        log.listen(on_sync_failed=lambda error: None if failed.done() else failed.set_result(error))
         files.fail_next_syncs(".log", ".log.repair")
         store.sync_soon(log)
         assert isinstance(await failed, StorageFailure)

@@ -48,7 +48,7 @@ def scrub(store: LogStore) -> int:
 
 
 def place_of(log: Log, offset: int) -> tuple[str, int]:
-    segment = log._segment_of(offset)
+    segment = log.segments.containing(offset)
     return segment.path, log.reader.locate(segment, offset)
 
 

@@ -83,7 +83,7 @@ def test_retention_cannot_take_the_file_while_it_is_held(log: Log, files: Memory
     before = files.open_descriptors
     del held
     assert files.open_descriptors == before - 1 < opened
-    with pytest.raises(StorageFailure, match="deleted or cut off"):
+    with pytest.raises(StorageFailure, match="deleted or truncated"):
         loose.read(0, loose.size)
 
 
@@ -110,7 +110,7 @@ def test_what_was_cut_off_is_not_read_even_if_other_records_have_its_place(log: 
     log.append(encode_values(b"%0100d" % 200), leader_epoch=EPOCH)
 
     assert kept.read(0, kept.size) == expected
-    with pytest.raises(StorageFailure, match="deleted or cut off"):
+    with pytest.raises(StorageFailure, match="deleted or truncated"):
         cut.read(0, cut.size)
 
 
@@ -119,7 +119,7 @@ def test_a_log_that_starts_anew_gives_nothing_of_before(log: Log) -> None:
     stretch.hold()
     log.restart_at(0)
     log.append(encode_values(b"%0100d" % 7), leader_epoch=EPOCH)
-    with pytest.raises(StorageFailure, match="deleted or cut off"):
+    with pytest.raises(StorageFailure, match="deleted or truncated"):
         stretch.read(0, stretch.size)
 
 

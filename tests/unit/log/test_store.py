@@ -121,7 +121,7 @@ def test_what_is_cut_is_reported(open_store: OpenStore, files: MemoryFiles) -> N
     report = again.recovery_reports[0]
     assert (report.topic, report.partition, report.cut_from_offset, report.lost) == ("t", 0, 1, [])
     assert report.cut_bytes == log.segments[0].size // 2
-    assert "cut a torn tail of" in str(report)
+    assert "truncated a torn tail of" in str(report)
 
 
 @pytest.mark.parametrize("clean", [True, False])

@@ -56,7 +56,7 @@ class Machine:
             # A crash may take something out of the middle of what was not synced; nothing is known of that.
             self.entries[first:after] = [LOST] * (after - first)
         self.acknowledged = max(self.log.start_offset, min(self.acknowledged, len(self.entries)))
-        self.log.acknowledged_offset = lambda: self.acknowledged
+        self.log.listen(acknowledged_offset=lambda: self.acknowledged)
 
     # -- steps ----------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ async def test_a_batch_behind_one_that_the_disk_refused_is_refused_for_the_same_
     files.capacity_bytes = sum(len(files.content(path)) for path in files.walk()) + 30
     with pytest.raises(StorageFailure):
         partition.write(encode_values(producer_id=1, sequence=1), acks=-1)
-    with pytest.raises(StorageFailure, match="the disk refused what comes before"):
+    with pytest.raises(StorageFailure, match="the disk refused an earlier write"):
         partition.write(encode_values(producer_id=1, sequence=2), acks=-1)
 
     files.capacity_bytes = None

@@ -1,4 +1,4 @@
-"""Where an append went."""
+"""The result of an append."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from millstream.core.ids import Offset
 
 
 class AppendedRange(NamedTuple):
-    """Where an append went, or where it had gone the first time when it is a duplicate."""
+    """The offsets of an append, or of its first copy if it is a duplicate."""
 
     base_offset: Offset
     next_offset: Offset

@@ -24,9 +24,9 @@ _LIGHT_BYTES_MAX = 1024 * 1024
 
 
 def read_headers(batches: Buffer, *, internal: bool, max_message_bytes: int) -> list[BatchHeader]:
-    """Read the headers of everything that is to be appended; a client may send one batch at a time, as in Kafka."""
+    """Read the headers of the batches to append; as in Kafka, a client may send one batch at a time."""
     if not len(batches):
-        raise InvalidBatch("there is no record batch to append")
+        raise InvalidBatch("the request holds no record batch")
     header = read_header(batches)
     if header.length + 12 != len(batches):
         if not internal:
@@ -62,9 +62,10 @@ def check_client_batch(header: BatchHeader, max_message_bytes: int) -> None:
 
 
 def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int) -> None:
-    """Raise for a batch with records that the topic does not take, and name them.
+    """Raise for records that the topic does not accept, and name them.
 
-    As in Kafka, one without a key is blamed for that alone, and a batch with any wrong timestamp is `InvalidTimestamp`.
+    As in Kafka, a record without a key is reported for that alone, and a batch with any wrong timestamp is
+    `InvalidTimestamp`.
     """
     if settings.reads_records and header.record_count > READ_RECORDS_MAX:
         raise BatchTooLarge(
@@ -100,11 +101,11 @@ def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings,
 def _find_wrong_times(
     batches: Buffer, header: BatchHeader, settings: TopicSettings, now_ms: int, excluded: set[int]
 ) -> list[RecordError] | None:
-    """Find the records whose time is too far from the broker's; None if there are none.
+    """Find the records whose timestamps are too far from the broker's; None if there are none.
 
-    A time of -1 means that there is none. The header has the time of the first record and the latest, so that only
-    the records themselves tell of a later one that is too old. The list is empty if the header shows a wrong time but
-    the batch is too large to be searched here.
+    A timestamp of -1 means that there is none. The header has the first and the latest timestamp, so an old one in
+    between shows only in the records. The list is empty if the header shows a wrong timestamp but the batch is too
+    large to be searched here.
     """
     if settings.message_timestamp_type == "LogAppendTime":
         return None
@@ -132,7 +133,7 @@ def _find_wrong_times(
 
 
 def _list_records(records: Sequence[RecordError], header: BatchHeader, fault: str) -> str:
-    """Say which records of a batch have a fault: how many, and the first few by their index."""
+    """Describe the records with a fault: how many, and the first few by their index."""
     first = ", ".join(str(record.batch_index) for record in records[:LISTED_MAX])
     more = ", …" if len(records) > LISTED_MAX else ""
     verb = "has" if len(records) == 1 else "have"

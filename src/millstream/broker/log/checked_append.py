@@ -1,4 +1,4 @@
-"""The long way into the log: for every batch that there is something to say about, be it only that it is refused."""
+"""The full path into the log: every check that can refuse a batch, for batches that the fast path leaves alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def append_checked(
     guard: Guard | None,
     is_checked: bool = False,
 ) -> AppendedRange:
-    """Check the batches, give them offsets in place, and write them; what is internal may be several, or a marker."""
+    """Validate batches, assign their offsets in place, and write them; internal ones may be several, or a marker."""
     settings = log.settings
     headers = read_headers(batches, internal=internal, max_message_bytes=settings.max_message_bytes)
     for header in headers:
@@ -61,7 +61,7 @@ def append_checked(
 def _check_producer(
     log: Log, header: BatchHeader, now_ms: int, *, internal: bool, guard: Guard | None
 ) -> ProducedBatch | None:
-    """The first writing of a duplicate; what a coordinator writes has no sequence and is checked by its epoch."""
+    """Return the first copy of a duplicate. Internal batches have no sequence and are checked by their epoch."""
     producers = log.producers
     if not internal:
         return producers.check_client_batch_order(header, now_ms, guard)
@@ -94,12 +94,11 @@ def _advance(
         if header.producer_id >= 0:
             log.producers.take(header, batches, offset, now_ms, append_time_ms)
         offset += header.last_offset_delta + 1
-    log.end_offset = Offset(offset)
-    log.after_append(segment.size - start)
+    log.advance_end(offset, segment.size - start)
 
 
 def _stamped(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:
-    """Put the broker's time into the batches and their headers."""
+    """Set the broker's time in the batches and their headers."""
     for header in headers:
         stamp_append_time(batches, header, now_ms)
     return [header._replace(max_timestamp_ms=now_ms) for header in headers]

@@ -1,7 +1,7 @@
-"""A checkpoint: sync the segments, store the indexes and the state, then drop what is deleted.
+"""Checkpoints: sync the segments, store their indexes and the log's state, then remove deleted files.
 
-Captured on the loop, done in a thread, accounted for on the loop again. After it, a crash costs no more than a scan
-of what was appended since.
+Captured on the loop, carried out in a thread, accounted for on the loop again. After a checkpoint, a crash costs at
+most a scan of what was appended since.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ from millstream.broker.log.index import ENTRY_BYTES
 from millstream.broker.log.ledger import Ledger
 from millstream.broker.log.log import Log
 from millstream.broker.log.segment import (
-    DELETED_SUFFIX,
     INDEX_SUFFIX,
-    SEGMENT_SUFFIXES,
     TIME_INDEX_SUFFIX,
     Segment,
+    complete_swaps,
     segment_path,
 )
 from millstream.broker.log.state import FORMAT, LogState, encode_state
-from millstream.broker.log.swap import complete_swaps, settle_swaps, swap_names
 from millstream.broker.log.sync import Capture, sync_folders, sync_segments
 
 _logger = logging.getLogger(__name__)
 
 
 class IndexWrite(NamedTuple):
-    """New entries of an index, to be written behind those that are stored."""
+    """New entries of an index, to be written behind the stored ones."""
 
     segment: Segment
     stored: int
@@ -40,19 +38,18 @@ class IndexWrite(NamedTuple):
 
 
 class Checkpoint:
-    """One checkpoint of one log: its segments, its indexes and its state; `Checkpoints` puts it into the ledger."""
+    """One checkpoint of one log; `Checkpoints` writes it to the ledger."""
 
     def __init__(self, log: Log, version: int) -> None:
         self.log = log
         self.error: OSError | None = None
         self.capture = Capture(log)
-        self.removed_segments = list(log.removed_segments)
-        self.swaps = list(log.swaps)
+        self.removed = list(log.segments.removed)
+        self.swaps = list(log.segments.swaps)
         self.state = encode_state(_state_of(log))
         self.index_writes = [_index_write(segment) for segment in log.segments if _unstored(segment)]
         self.version = version
-        log.changed = False
-        log.unchecked_bytes = 0
+        log.checkpoint_captured()
 
     def execute(self, files: Files) -> None:
         """Sync the segments and store the indexes; called in a thread."""
@@ -64,47 +61,42 @@ class Checkpoint:
         self.index_writes = [write for write in self.index_writes if self._store_index(files, write)]
 
     def remove_obsolete(self, files: Files) -> None:
-        """Let compacted segments take their place and remove what is deleted, as the ledger says; in a thread."""
+        """Complete swaps and remove deleted files, once the ledger says so; called in a thread."""
         try:
-            complete_swaps(files, self.log.directory, swap_names(self.swaps))
+            complete_swaps(files, self.log.directory, [swap.name for swap in self.swaps])
         except OSError as error:
             self.error = error
             return
-        for segment in self.removed_segments:
-            with self.log.names_lock:
-                if not segment.is_removed:
-                    remove_segment(files, segment)
-                    segment.is_removed = True
+        self.log.segments.remove_files(files, self.removed)
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""
         log = self.log
         self.capture.release()
         if self.error is not None and log.closed:
-            # Its folder went with it.
+            # Its folder was deleted with it.
             return
         if self.error is not None:
             self.capture.mark_synced_files()
-            log.changed = True
+            log.mark_changed()
             _logger.warning(
                 "a checkpoint failed and will be tried again",
                 extra={"partition": str(log.partition), "error": str(self.error)},
             )
             return
         self.capture.mark_stored()
-        settle_swaps(log, self.swaps)
-        done = {id(segment) for segment in self.removed_segments}
-        log.removed_segments = [segment for segment in log.removed_segments if id(segment) not in done]
+        log.segments.settle_swaps(self.swaps)
+        log.segments.forget_removed(self.removed)
         if not self.capture.current:
-            log.changed = True
+            log.mark_changed()
             return
         for write in self.index_writes:
             write.segment.index_stored = write.entries
 
     def _store_index(self, files: Files, write: IndexWrite) -> bool:
-        """Write the new entries; where that fails, a later start makes the index anew from the batches.
+        """Write the new entries; if that fails, a later start rebuilds the index from the batches.
 
-        They are synced once the segment is complete. Until then a lost one costs a scan.
+        They are synced once the segment is sealed. Until then a lost entry costs a scan.
         """
         try:
             for suffix, data in ((INDEX_SUFFIX, write.places), (TIME_INDEX_SUFFIX, write.times)):
@@ -124,7 +116,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of some logs, which share one write to the ledger."""
+    """The checkpoints of several logs, which share one write to the ledger."""
 
     def __init__(self, logs: Iterable[Log], files: Files, ledger: Ledger) -> None:
         self.checkpoints: list[Checkpoint] = []
@@ -136,12 +128,12 @@ class Checkpoints:
             try:
                 self.checkpoints.append(Checkpoint(log, ledger.next_version()))
             except OSError as error:
-                log.changed = True
+                log.mark_changed()
                 self.unopened.append((log, error))
 
     @property
     def failed(self) -> list[Log]:
-        """The logs that have to be checkpointed again."""
+        """The logs that need another checkpoint."""
         logs = [log for log, _ in self.unopened] + [one.log for one in self.checkpoints if one.error is not None]
         return [log for log in logs if not log.closed]
 
@@ -152,7 +144,7 @@ class Checkpoints:
         return next((error for error in errors if error is not None), None)
 
     def execute(self) -> None:
-        """Do what takes time; called in a thread."""
+        """Do the slow part; called in a thread."""
         for checkpoint in self.checkpoints:
             checkpoint.execute(self._files)
         good = [checkpoint for checkpoint in self.checkpoints if checkpoint.error is None]
@@ -186,7 +178,7 @@ def _state_of(log: Log) -> LogState:
         journal_id=log.journal_mark[0],
         journal_sequence=log.journal_mark[1],
         cleaned_offset=log.cleaned_offset,
-        swaps=swap_names(log.swaps),
+        swaps=[swap.name for swap in log.segments.swaps],
         transactions=log.producers.pack_transactions(),
     )
 
@@ -201,21 +193,3 @@ def _index_write(segment: Segment) -> IndexWrite:
         return IndexWrite(segment, 0, 0, b"", b"")
     places, times = index.to_bytes(segment.index_stored)
     return IndexWrite(segment, segment.index_stored, len(index), places, times)
-
-
-def remove_segment(files: Files, segment: Segment) -> None:
-    """Remove the files of a segment that is no part of its log any more; called in a thread."""
-    try:
-        for suffix in SEGMENT_SUFFIXES:
-            path = segment_path(segment.directory, segment.base_offset, suffix)
-            if files.exists(path):
-                files.rename(path, path + DELETED_SUFFIX)
-                files.remove(path + DELETED_SUFFIX)
-    except FileNotFoundError:
-        # The whole log was deleted meanwhile.
-        return
-    except OSError as error:
-        _logger.warning(
-            "a deleted segment could not be removed; the next start tries again",
-            extra={"file": segment.path, "error": str(error)},
-        )

@@ -1,12 +1,11 @@
-"""The work of compaction: reads segments, and writes of them what is not overtaken into a new file.
+"""The work of compaction: reads segments, and writes the records that are not superseded into a new file.
 
-Runs beside the log and changes nothing of it: the new file gets a name of its own, and the log swaps it in (`swap`)
-when it is complete and synced. On a real disk this runs in a child process (`cleaner_child`), since it looks at every
-record in plain Python.
+It runs beside the log and changes nothing of it: the new file has a temporary name, and the log swaps it in when it is
+complete and synced. On a real disk this runs in a child process (`cleaner_child`), because it looks at every record in
+plain Python.
 
-The batches of the new file still follow each other without a gap: where batches went, an empty one of 61 bytes stands
-for their offsets. So everything that checks a log by its chain of offsets goes on to work, and a damaged offset is
-still told from a removed one.
+The batches of the new file stay contiguous: an empty batch of 61 bytes stands for the offsets of removed ones. Every
+check that relies on contiguous offsets keeps working, and a damaged offset can be distinguished from a removed one.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ AbortedRange = tuple[int, int, int]
 
 
 class CleanedTransactions:
-    """Follows one pass over a log, batch by batch."""
+    """Follows the transactions through one pass over a log, batch by batch."""
 
     def __init__(self, aborted: Iterable[AbortedRange]) -> None:
         self._aborted: dict[int, list[tuple[int, int]]] = {}
@@ -58,12 +57,12 @@ class CleanedTransactions:
         return at >= 0 and header.base_offset < ranges[at][1]
 
     def note_data(self, header: BatchHeader) -> None:
-        """The pass has come to a batch of data."""
+        """Note a batch of data of a transaction."""
         if header.is_transactional:
             self._seen.add(header.producer_id)
 
     def ended(self, header: BatchHeader) -> bool:
-        """The pass has come to a marker; whether it met nothing of its transaction."""
+        """Note a marker; return whether no batch of its transaction was seen."""
         if header.producer_id in self._seen:
             self._seen.discard(header.producer_id)
             return False
@@ -76,7 +75,7 @@ _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 
 class DamagedSource(MillstreamError):
-    """A segment is not what the log takes it for; nothing was changed."""
+    """A segment is not what the log believes it to be; nothing was changed."""
 
     def __init__(self, base_offset: int, position: int) -> None:
         super().__init__(f"the segment {base_offset} is damaged at byte {position}")
@@ -85,7 +84,7 @@ class DamagedSource(MillstreamError):
 
 
 class CleaningCancelled(MillstreamError):
-    """The store is closing, or whoever asked for the work is gone."""
+    """The store is closing, or the process that requested the work is gone."""
 
 
 class SourceSegment(msgspec.Struct, frozen=True, array_like=True):
@@ -98,22 +97,22 @@ class SourceSegment(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CompactionPass(msgspec.Struct, frozen=True, kw_only=True):
-    """One compaction of one log: everything from its start to `cleanable_to`, as one new segment for each group."""
+    """One compaction of one log: everything from its start to `cleanable_to`, with one new segment per group."""
 
     directory: str
     token: str
     groups: list[list[SourceSegment]]
     dirty_from: int
-    """Below this every key stands once already."""
+    """Below this offset every key occurs once already."""
     cleanable_to: int
     epochs: list[tuple[int, int]]
     retained_offsets: list[int]
-    """Where the batches begin by which retries of idempotent producers are recognised, and their last markers."""
+    """Offsets of the batches that identify retries of idempotent producers, and of their last markers."""
     aborted: list[AbortedRange] = []
     now_ms: int
     delete_retention_ms: int
     keep_tombstones: bool
-    """Whether something is in the way that may hold older values, so that no deletion may go."""
+    """Whether a skipped segment may hold older values, so that no tombstone may be removed."""
     index_interval_bytes: int
     keys_max: int = KEYS_MAX
 
@@ -126,7 +125,7 @@ class MapResult(msgspec.Struct, frozen=True):
 
 
 class CleanResult(msgspec.Struct, frozen=True):
-    """What became of a group. `changed` is False when the new file would be the same as the old one."""
+    """The outcome of a group. `changed` is False if the new file would be the same as the old one."""
 
     changed: bool
     size: int
@@ -136,13 +135,13 @@ class CleanResult(msgspec.Struct, frozen=True):
     read_bytes: int
     records_removed: int
     ended: list[int]
-    """The markers of transactions of which nothing is left."""
+    """The markers of transactions of which no record is left."""
 
 
 class Cleaner:
     """Does the work of one pass: first `map_keys`, then `clean` for each group, in order.
 
-    `progress` is told how many bytes were worked on and may wait or raise.
+    `progress` is called with the number of bytes worked on, and may wait or raise.
     """
 
     def __init__(self, files: Files, compaction_pass: CompactionPass, progress: Callable[[int], None]) -> None:
@@ -158,7 +157,7 @@ class Cleaner:
         self._ended: list[int] = []
 
     def map_keys(self) -> MapResult:
-        """Note the last offset of each key from `dirty_from` on, as far as the map holds them."""
+        """Collect the last offset of each key from `dirty_from` on, as far as the map holds them."""
         for source in (source for group in self._pass.groups for source in group):
             if source.next_offset <= self._pass.dirty_from:
                 continue
@@ -182,7 +181,7 @@ class Cleaner:
                     self._keys.note(record.key, header.base_offset + record.offset_delta)
 
     def clean(self, at: int) -> CleanResult:
-        """Write what is left of a group into a new file and sync it."""
+        """Write what is kept of a group into a new file and sync it."""
         group = self._pass.groups[at]
         writer = _Writer(self._files, self._pass, group[0].base_offset, self._epochs)
         read_bytes = removed = before = 0
@@ -210,7 +209,7 @@ class Cleaner:
         return CleanResult(not same, new.size, new.max_timestamp_ms, places, times, read_bytes, removed, self._ended)
 
     def _filter_batch(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
-        """What is left of a batch; None when its offsets need nothing but to be filled."""
+        """Return what is kept of a batch; None if an empty batch can stand for its offsets."""
         if header.is_control:
             return self._filter_marker(header, batch)
         self._transactions.note_data(header)
@@ -232,11 +231,11 @@ class Cleaner:
         return rebuild_batch(header, section, kept, delete_horizon_ms=horizon_ms)
 
     def _filter_marker(self, header: BatchHeader, batch: memoryview) -> bytes | bytearray | memoryview | None:
-        """A marker, until its time has come: with the moment noted from when on it may go, and then not at all."""
+        """Return a marker until it expires: first with the time of its removal, after that not at all."""
         if not self._transactions.ended(header) or header.next_offset > self._mapped_to:
             return batch
         if self._pass.keep_tombstones:
-            # A segment that the pass leaves out may hold something of the transaction.
+            # A segment that the pass skips may hold records of the transaction.
             return batch
         self._ended.append(int(header.base_offset))
         if header.base_offset in self._retained_offsets:
@@ -258,20 +257,20 @@ class Cleaner:
         return not self._keys.is_superseded(record.key, header.base_offset + record.offset_delta)
 
     def _may_drop_tombstones(self, header: BatchHeader) -> bool:
-        """Whether consumers had the time that they were promised to see the deletions of a batch."""
+        """Whether consumers had the promised time to see the tombstones of a batch."""
         if self._keep_tombstones or not header.attributes & DELETE_HORIZON_FLAG:
             return False
         return self._pass.now_ms >= header.base_timestamp_ms
 
     def _horizon(self, header: BatchHeader, kept: list[RawRecord]) -> int | None:
-        """From when on the deletions of a batch may go, if that is not in it yet."""
+        """Return from when on the tombstones of a batch may be removed, if the batch does not say so yet."""
         if header.attributes & DELETE_HORIZON_FLAG or all(record.has_value for record in kept):
             return None
         horizon_ms = min(self._pass.now_ms + self._pass.delete_retention_ms, 2**63 - 1)
         return horizon_ms if can_shift(header, kept, horizon_ms) else None
 
     def _placeholder(self, header: BatchHeader) -> bytearray | None:
-        """An empty batch in the place of one by which a retry of its producer is recognised."""
+        """Return an empty batch in place of one that identifies a retry of its producer."""
         if header.producer_id < 0 or header.base_offset not in self._retained_offsets:
             return None
         return empty_batch(
@@ -287,7 +286,7 @@ class Cleaner:
     # -- reading --------------------------------------------------------------------------------------------
 
     def _batches(self, source: SourceSegment) -> Iterator[tuple[BatchHeader, memoryview]]:
-        """Every batch of a segment, checked; what is bad ends the pass."""
+        """Yield every batch of a segment, verified; raise `DamagedSource` for a bad one."""
         descriptor = self._files.open(source.path)
         try:
             window = Window(self._files, descriptor, min(source.size, self._files.size(descriptor)))
@@ -303,10 +302,10 @@ class Cleaner:
             self._files.close(descriptor)
 
     def _records(self, header: BatchHeader, batch: memoryview) -> tuple[bytes, list[RawRecord]] | None:
-        """The records of a batch; None for one that stays as it is.
+        """Return the records of a batch; None for one that stays as it is.
 
-        That is what cannot be read although its checksum is right, since a producer sent it so. As nobody knows which
-        keys it holds, no deletion behind it may go: it may be the deletion of one of these.
+        That is a batch that cannot be decoded although its checksum is right, because a producer sent it like that. Its
+        keys are unknown, so no tombstone behind it may be removed: it may delete one of them.
         """
         try:
             section = records_section(batch, header)
@@ -317,7 +316,7 @@ class Cleaner:
 
 
 class _Writer:
-    """Writes the new file of a group through a buffer, and keeps its batches without a gap."""
+    """Writes the new file of a group through a buffer, and keeps its batches contiguous."""
 
     def __init__(self, files: Files, compaction_pass: CompactionPass, base_offset: int, epochs: EpochHistory) -> None:
         self.segment = Segment(compaction_pass.directory, base_offset)
@@ -332,12 +331,12 @@ class _Writer:
         self._descriptor = files.open(self.segment.path, create=True)
 
     def put(self, batch: bytes | bytearray | memoryview, base_offset: int) -> None:
-        """Take one batch, and fill up what is missing before it."""
+        """Append one batch, and fill the offsets missing before it."""
         self.fill(base_offset)
         self._append(batch)
 
     def fill(self, up_to: int) -> None:
-        """Let empty batches stand for the offsets below one, each within one leader's epoch."""
+        """Append empty batches up to an offset, each within one leader epoch."""
         while (first := self.segment.next_offset) < up_to:
             starts = (start for _, start in self._epochs.entries() if first < start < up_to)
             after = min(next(starts, up_to), first + _EMPTY_OFFSETS_MAX)
@@ -363,5 +362,5 @@ class _Writer:
         self._files.sync(self._descriptor)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._files.close(self._descriptor)

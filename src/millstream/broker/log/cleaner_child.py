@@ -1,8 +1,8 @@
-"""The child process that compacts: asked over its standard input, answering on its standard output.
+"""The child process that compacts: requests on its standard input, responses on its standard output.
 
-A request is the pass, then the numbers of groups, one after the other; each is answered before the next is read. A
-message is its length in four bytes and MessagePack. The child ends when its input closes or its parent is gone, and
-works with less right to the processor and the disk than the broker has.
+The first request is the pass, the next are numbers of groups; each is answered before the next is read. A message is
+its length in four bytes and MessagePack. The child ends when its input closes or its parent is gone, and runs with a
+lower priority than the broker.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from millstream.broker.log.files import DiskFiles
 
 NICENESS = 10
 BYTES_PER_S_MAX = 64 * 1024 * 1024
-"""What is read of the log at most, map and copy together, so that compaction leaves the disk to the others."""
+"""The most that is read of the log, for mapping and copying together, so that the disk stays usable for others."""
 
 _PAUSE_S = 0.01
 _LENGTH_BYTES = 4
@@ -36,7 +36,7 @@ _MESSAGE_BYTES_MAX = 1 << 30
 
 
 class Failure(msgspec.Struct, frozen=True, tag=True):
-    """The pass could not go on. `base_offset` is that of a damaged segment, or -1."""
+    """The pass cannot continue. `base_offset` is that of a damaged segment, or -1."""
 
     reason: str
     errno: int = 0
@@ -45,13 +45,13 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
 
 
 class MapResponse(msgspec.Struct, frozen=True, tag=True):
-    """The answer to a pass."""
+    """The response to a pass."""
 
     mapped: MapResult
 
 
 class CleanResponse(msgspec.Struct, frozen=True, tag=True):
-    """The answer to the number of a group."""
+    """The response to the number of a group."""
 
     cleaned: CleanResult
 
@@ -67,7 +67,7 @@ def write_message(stream: IO[bytes], message: object) -> None:
 
 
 def read_message(stream: IO[bytes]) -> bytes | None:
-    """The body of the next message; None when there is none any more."""
+    """Return the body of the next message; None at the end of the stream."""
     head = stream.read(_LENGTH_BYTES)
     size = int.from_bytes(head, "big")
     if len(head) < _LENGTH_BYTES or size > _MESSAGE_BYTES_MAX:
@@ -85,7 +85,7 @@ class RateLimit:
         self._free_at = time.monotonic()
 
     def __call__(self, worked_bytes: int) -> None:
-        """Account for some work; wait when it went too fast."""
+        """Account for some work; wait if it went too fast."""
         now = time.monotonic()
         self._free_at = max(self._free_at, now - _PAUSE_S) + worked_bytes / self._bytes_per_s
         if self._free_at - now > _PAUSE_S:

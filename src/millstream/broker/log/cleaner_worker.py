@@ -1,4 +1,4 @@
-"""Where the work of compaction is done: in a child process for a real disk, in the thread that asks else."""
+"""Where compaction works: in a child process for a real disk, otherwise in the calling thread."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Worker(Protocol):
     """Does the work of one pass. Every method but `cancel` is called in a thread and may raise `OSError`."""
 
     def map_keys(self) -> MapResult:
-        """Note the last offset of each key."""
+        """Collect the last offset of each key."""
 
     def clean(self, group: int) -> CleanResult:
-        """Write what is left of a group into a new file."""
+        """Write what is kept of a group into a new file."""
 
     def close(self) -> None:
-        """The pass is over."""
+        """End the pass."""
 
     def cancel(self) -> None:
-        """End the work soon; called from any thread."""
+        """Stop the work soon; called from any thread."""
 
 
 class InlineWorker:
-    """Works in the thread that asks: for files that only this process has."""
+    """Works in the calling thread: for files that only this process has."""
 
     def __init__(self, files: Files, compaction_pass: CompactionPass) -> None:
         self._cancelled = False
@@ -59,15 +59,15 @@ class InlineWorker:
             raise CleaningCancelled("the store is closing")
 
     def map_keys(self) -> MapResult:
-        """Note the last offset of each key."""
+        """Collect the last offset of each key."""
         return self._cleaner.map_keys()
 
     def clean(self, group: int) -> CleanResult:
-        """Write what is left of a group into a new file."""
+        """Write what is kept of a group into a new file."""
         return self._cleaner.clean(group)
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing."""
 
     def cancel(self) -> None:
         """Raise at the next batch."""
@@ -75,7 +75,7 @@ class InlineWorker:
 
 
 class ChildWorker:
-    """Lets a child process work, so that the loop of this one is not held up by it."""
+    """Works in a child process, so that the loop of this one is not delayed."""
 
     def __init__(self, compaction_pass: CompactionPass) -> None:
         self._pass = compaction_pass
@@ -83,7 +83,7 @@ class ChildWorker:
         self._cancelled = False
 
     def map_keys(self) -> MapResult:
-        """Start the child and let it note the last offset of each key."""
+        """Start the child and let it collect the last offset of each key."""
         self._child = subprocess.Popen(
             [sys.executable, "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, close_fds=True
         )
@@ -91,20 +91,20 @@ class ChildWorker:
             self._child.kill()
         answer = self._request(self._pass)
         if not isinstance(answer, MapResponse):
-            raise OSError(errno.EIO, "the compacting process answered out of turn")
+            raise OSError(errno.EIO, "the compaction process sent an unexpected response")
         return answer.mapped
 
     def clean(self, group: int) -> CleanResult:
-        """Let the child write what is left of a group into a new file."""
+        """Let the child write what is kept of a group into a new file."""
         answer = self._request(group)
         if not isinstance(answer, CleanResponse):
-            raise OSError(errno.EIO, "the compacting process answered out of turn")
+            raise OSError(errno.EIO, "the compaction process sent an unexpected response")
         return answer.cleaned
 
     def _request(self, request: CompactionPass | int) -> MapResponse | CleanResponse:
         child = self._child
         if child is None or child.stdin is None or child.stdout is None:
-            raise OSError(errno.ECHILD, "there is no compacting process")
+            raise OSError(errno.ECHILD, "no compaction process is running")
         body = None
         with suppress(BrokenPipeError):
             write_message(child.stdin, request)
@@ -112,7 +112,7 @@ class ChildWorker:
         if body is None:
             if self._cancelled:
                 raise CleaningCancelled("the store is closing")
-            raise OSError(errno.ECHILD, "the compacting process died")
+            raise OSError(errno.ECHILD, "the compaction process died")
         answer: Response = msgspec.msgpack.decode(body, type=Response)
         if not isinstance(answer, Failure):
             return answer
@@ -121,7 +121,7 @@ class ChildWorker:
         raise OSError(answer.errno, answer.reason)
 
     def close(self) -> None:
-        """Let the child end."""
+        """End the child."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -133,7 +133,7 @@ class ChildWorker:
         child.wait()
 
     def cancel(self) -> None:
-        """Kill the child; whoever waits for its answer is told."""
+        """Kill the child; the thread that waits for its response gets `CleaningCancelled`."""
         self._cancelled = True
         child = self._child
         if child is not None:

@@ -1,7 +1,7 @@
-"""The group commit: everything that many producers wait for becomes durable in one go.
+"""The group commit: what many producers wait for becomes durable at once.
 
-A commit of a few logs syncs their segments; one of more goes through the journal with a single sync. It is prepared
-on the loop (`Commit(...)`), done in a thread (`execute`) and accounted for on the loop (`finish`).
+A commit of a few logs syncs their segments; one of more goes through the journal with a single sync. It is prepared on
+the loop (`Commit(...)`), carried out in a thread (`execute`) and accounted for on the loop (`finish`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 class TailRewrite:
-    """Replaces the tail of one segment whose sync failed. No append comes in between, since the log refuses them."""
+    """Replaces the tail of one segment whose sync failed; the log refuses appends meanwhile."""
 
     def __init__(self, log: Log, segment: Segment, journal: Journal) -> None:
         self.log = log
@@ -39,10 +39,10 @@ class TailRewrite:
         self._new.last_append_ms = segment.last_append_ms
         self._interval_bytes = log.settings.index_interval_bytes
         self._lost: list[Bad] = []
-        log.repairing = True
+        log.health.begin_repair()
 
     def execute(self, files: Files) -> None:
-        """Copy the tail into a file of its own and sync that; called in a thread."""
+        """Copy the tail into a new file and sync it; called in a thread."""
         new = self._new
         temporary = segment_path(new.directory, new.base_offset, REPAIR_SUFFIX)
         try:
@@ -60,7 +60,7 @@ class TailRewrite:
             self.error = error
 
     def _restore_from_journal(self, files: Files) -> None:
-        """Write into the old file again what the journal holds of it: that much was acknowledged."""
+        """Write what the journal holds of the old file into it again: that much was acknowledged."""
         old = self._old
         if old.journaled_bytes > self._start:
             for entry, data in self._journal.entries_of(self.log, old.base_offset):
@@ -89,11 +89,12 @@ class TailRewrite:
             new.note(header, header.base_offset, position, index, self._interval_bytes)
 
     def finish(self) -> None:
-        """Go on with the new segment; called on the loop."""
+        """Continue with the new segment; called on the loop."""
         log, old, new = self.log, self._old, self._new
         log.open_files.unpin(old)
-        log.repairing = False
-        if self.error is not None or self._generation != log.generation:
+        is_repaired = self.error is None and self._generation == log.generation
+        log.health.end_repair(is_repaired=is_repaired)
+        if not is_repaired:
             return
         new.mark_synced(new.size, new.next_offset)
         new.sealed = old.sealed
@@ -102,23 +103,21 @@ class TailRewrite:
             self._cut(old)
             log.replace_segments([*log.segments[: at + 1], new, *log.segments[at + 1 :]])
         else:
+            # One that begins at the same offset has taken over the name of its file.
+            removed = [old] if new.base_offset != old.base_offset else []
             log.open_files.release(old)
-            log.replace_segments([*log.segments[:at], new, *log.segments[at + 1 :]])
-            if new.base_offset != old.base_offset:
-                log.removed_segments.append(old)
-        log.broken = False
-        log.failure = None
-        log.journal_mark = log.maintenance.journal_mark()
+            log.replace_segments([*log.segments[:at], new, *log.segments[at + 1 :]], removed)
+        log.void_journal()
         log.maintenance.checkpoint_soon(log)
         if self._lost:
             self._report_lost()
         _logger.warning(
-            "after a failed sync the log goes on in a new segment",
+            "after a failed sync the log continues in a new segment",
             extra={"partition": str(log.partition), "file": new.path, "bytes": new.size, "from_file": old.path},
         )
 
     def _report_lost(self) -> None:
-        """Some of the tail could not be read back: fail whoever waits for it, and do not forget that it was there."""
+        """Fail those who wait for records of the tail that could not be read back, and record the loss."""
         log = self.log
         for lost in self._lost:
             log.record_damage(self._new, lost, unread=True)
@@ -129,10 +128,10 @@ class TailRewrite:
             log.fail_sync(error, "noting lost records")
         else:
             log.fail_sync(OSError(5, "records were lost with it"), f"syncing {self._old.path}")
-            log.failure = None
+            log.health.succeed()
 
     def _cut(self, old: Segment) -> None:
-        """What the old file holds beyond its last good sync is in the new one now."""
+        """Truncate the old segment to its last good sync; the rest is in the new one."""
         old.sealed = True
         old.size = old.journaled_bytes = old.synced_bytes = self._start
         old.next_offset = old.synced_offset = self._start_offset
@@ -147,12 +146,12 @@ class TailRewrite:
 
 DIRECT_LOGS_MAX = 4
 
-"""So many logs are synced one by one; the journal costs a copy of the bytes and pays from here on."""
+"""Up to this many logs are synced one by one; beyond, the copy into the journal is cheaper."""
 
 
 JOURNAL_BYTES_MAX = 128 * 1024
 
-"""With more than this to write for each log, writing it twice costs more than syncing each file."""
+"""With more than this per log, writing it twice costs more than syncing each file."""
 
 
 class Commit:
@@ -162,7 +161,7 @@ class Commit:
         self.retry_now: list[Log] = []
         """Logs that have to be part of the next commit."""
         self.retry_later: list[Log] = []
-        """Logs that the disk failed and that should be tried again after a while."""
+        """Logs that the disk failed, to be tried again after a while."""
         self._files = files
         self._journal = journal
         self._captures: list[Capture] = []
@@ -170,8 +169,8 @@ class Commit:
         self._errors: dict[Log, OSError] = {}
         self._reservation: Reservation | None = None
         for log in logs:
-            # A log under repair comes back by itself when that is done.
-            if not log.closed and not log.repairing:
+            # A log under repair is committed again when that is done.
+            if not log.closed and not log.health.repairing:
                 self._prepare(log)
         if not direct and self._pays_to_journal():
             self._reservation = journal.reserve(self._captures)
@@ -182,7 +181,7 @@ class Commit:
 
     def _prepare(self, log: Log) -> None:
         try:
-            segments = log.unsynced_segments()
+            segments = log.segments.unsynced()
             broken = next((segment for segment in segments if segment.broken), None)
             if broken is None:
                 self._captures.append(Capture(log, segments))
@@ -196,7 +195,7 @@ class Commit:
     # -- in a thread ----------------------------------------------------------------------------------------
 
     def execute(self) -> None:
-        """Do what takes time."""
+        """Do the slow part; called in a thread."""
         for repair in self._repairs:
             repair.execute(self._files)
         if self._reservation is not None:
@@ -225,7 +224,7 @@ class Commit:
     # -- on the loop again ----------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        """Tell the logs, which tell those who wait."""
+        """Account for it, which releases those who wait; called on the loop."""
         for repair in self._repairs:
             repair.finish()
             if repair.error is None:
@@ -249,7 +248,7 @@ class Commit:
             else:
                 capture.mark_stored()
             if not capture.current:
-                # Segments were cut or deleted meanwhile; whoever waits must not wait for somebody else's append.
+                # Segments were truncated or deleted meanwhile; the commit is repeated without waiting for an append.
                 self.retry_now.append(log)
             return
         capture.mark_synced_files()

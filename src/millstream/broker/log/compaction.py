@@ -1,10 +1,9 @@
 """Compaction of one log: when it is due, what it covers, and its steps.
 
-Decided on the loop; the work is done by a `Worker` in a thread, and each new segment is swapped in on the loop again.
-Only sealed segments take part whose bytes are durable in their own files. They are taken from the start of the log,
-always, so that of each key only the last record is left below the end of the pass; keys are noted only from where the
-last pass ended. A crash or an error in between leaves some groups new and the others old, which is a log like any
-other.
+Decisions are made on the loop; a `Worker` does the work in a thread, and each new segment is swapped in on the loop
+again. Only sealed segments take part whose bytes are durable in their own files. A pass always begins at the start of
+the log, so that below its end only the last record of each key is left; keys are collected only from where the last
+pass ended. A crash or an error in between leaves some groups new and the others old, which is a valid log.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.broker.log.key_map import KEYS_MAX
 from millstream.broker.log.retention import awaits_landing
 from millstream.broker.log.segment import Segment, cleaned_path
-from millstream.broker.log.swap import swap_in
 from millstream.core.errors import MillstreamError, StorageFailure
 from millstream.core.topic import INTERNAL_TOPICS
 
@@ -41,10 +39,10 @@ _Result = TypeVar("_Result")
 
 
 class Job(Protocol):
-    """Something whose slow half is done in a thread."""
+    """Work whose slow half is done in a thread."""
 
     def execute(self) -> None:
-        """Do what takes time; called in a thread."""
+        """Do the slow half; called in a thread."""
 
     def finish(self) -> None:
         """Account for it; called on the loop."""
@@ -59,43 +57,43 @@ class WorkerJob(Generic[_Result]):
         self.error: OSError | MillstreamError | None = None
 
     def execute(self) -> None:
-        """Do it; called in a thread."""
+        """Run the step; called in a thread."""
         try:
             self.done = self._work()
         except (OSError, MillstreamError) as error:
             self.error = error
 
     def finish(self) -> None:
-        """There is nothing to account for: whoever asked looks at the result."""
+        """Do nothing: the caller looks at the result."""
 
 
 # -- when -------------------------------------------------------------------------------------------------------
 
 
 def is_compacted(log: Log) -> bool:
-    """Whether the log is compacted here. The broker's own state topics write their state anew instead."""
+    """Whether compaction applies to the log. The broker's own state topics rewrite their state instead."""
     return log.settings.compacts and log.partition.topic not in INTERNAL_TOPICS
 
 
 def roll_idle(log: Log, now_ms: int) -> None:
-    """Close an active segment that is old enough, so that a log that nobody writes to is compacted too."""
-    if log.closed or log.broken or not log.segments or not log.segments[-1].size:
+    """Seal an active segment that is old enough, so that an idle log is compacted too."""
+    if log.closed or log.health.broken or not log.segments or not log.segments[-1].size:
         return
     settings = log.settings
     age_ms = now_ms - log.segments[-1].first_append_ms
     if age_ms >= min(settings.segment_ms, settings.max_compaction_lag_ms):
-        # A disk that takes nothing is told to producers; compaction waits for it.
+        # Producers get the disk's error; compaction waits until it works again.
         with suppress(StorageFailure):
             log.roll()
 
 
 def cleanable_segments(log: Log, now_ms: int) -> list[Segment]:
-    """The segments from the start of the log that a pass may cover now."""
+    """Return the segments from the start of the log that a pass may cover now."""
     found = []
-    # A record that is not acknowledged may still be cut off, and must not take away the one before it. One whose
-    # transaction is open may be aborted.
-    acknowledged = log.stored_offset if log.acknowledged_offset is None else log.acknowledged_offset()
-    limit = log.producers.transactions.stable_offset(min(log.stored_offset, acknowledged))
+    # A record that is not acknowledged may still be truncated, and must not remove an earlier one. A record of an
+    # open transaction may be aborted.
+    limit = min(log.stored_offset, log.acknowledged_offset(default=log.stored_offset))
+    limit = log.producers.transactions.stable_offset(limit)
     for segment in log.segments[:-1]:
         durable = segment.sealed and not segment.broken and segment.synced_bytes == segment.size
         if not durable or segment.next_offset > limit or _is_fresh(log, segment, now_ms):
@@ -112,7 +110,7 @@ def _is_fresh(log: Log, segment: Segment, now_ms: int) -> bool:
 
 
 def dirty_ratio(log: Log, now_ms: int) -> float:
-    """Which part of what can be compacted is new since the last time; above 1 when a record has waited too long."""
+    """Return the share of the cleanable bytes that is new since the last pass; above 1 if a record waited too long."""
     segments = cleanable_segments(log, now_ms)
     dirty = [segment for segment in segments if segment.next_offset > log.cleaned_offset]
     if not dirty:
@@ -124,8 +122,8 @@ def dirty_ratio(log: Log, now_ms: int) -> float:
 
 
 def next_due_ms(log: Log, now_ms: int) -> int | None:
-    """When time alone may make a pass due: a segment is closed, or has waited long enough; None if nothing waits."""
-    if log.closed or log.broken or not log.segments:
+    """Return when time alone may make a pass due: a segment is sealed, or old enough; None if nothing waits."""
+    if log.closed or log.health.broken or not log.segments:
         return None
     settings, times = log.settings, []
     active = log.segments[-1]
@@ -139,8 +137,8 @@ def next_due_ms(log: Log, now_ms: int) -> int | None:
 
 
 def is_due(log: Log, ratio: float) -> bool:
-    """Whether a log with this much that is new should be compacted."""
-    ready = not (log.closed or log.broken or log.repairing or log.swaps)
+    """Whether a log with this ratio should be compacted."""
+    ready = not (log.closed or log.health.broken or log.health.repairing or log.segments.swaps)
     return ready and ratio > 0 and ratio >= log.settings.min_cleanable_dirty_ratio
 
 
@@ -148,7 +146,7 @@ def is_due(log: Log, ratio: float) -> bool:
 
 
 def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
-    """Neighbours that become one segment. A damaged one stays as it is, as its holes are known by their place."""
+    """Group neighbours that become one segment. A damaged one stays as it is: its holes are known by position."""
     groups: list[list[Segment]] = []
     room = 0
     last: Segment | None = None
@@ -167,7 +165,7 @@ def _groups(log: Log, segments: list[Segment]) -> list[list[Segment]]:
 
 
 def _retained_offsets(log: Log) -> list[int]:
-    """Where what has to stay of known producers begins."""
+    """Return the offsets of the batches and markers of known producers, which have to stay."""
     batches = (batch.base_offset for known in log.producers for batch in known.batches)
     return sorted({*batches, *(known.marker_offset for known in log.producers if known.marker_offset >= 0)})
 
@@ -177,7 +175,7 @@ def _source(segment: Segment) -> SourceSegment:
 
 
 class Compaction:
-    """One pass over one log. `jobs` are its steps, in order; each has to be done before the next is asked for."""
+    """One pass over one log. `jobs` yields its steps; each is carried out before the next is requested."""
 
     def __init__(
         self,
@@ -216,7 +214,7 @@ class Compaction:
         self.worker = start_worker(self._pass)
 
     def jobs(self, checkpoint: Callable[[Log], Job]) -> Iterator[Job]:
-        """The steps. `checkpoint` makes the job that a swapped segment counts from."""
+        """Yield the steps; `checkpoint` captures the checkpoint that makes a swap count."""
         mapping = WorkerJob(self.worker.map_keys)
         yield mapping
         mapped = mapping.done
@@ -227,9 +225,9 @@ class Compaction:
             yield cleaning
             if not self._swap_group(at, cleaning):
                 break
-            if self.log.swaps:
+            if self.log.segments.swaps:
                 yield checkpoint(self.log)
-                if self.log.swaps:
+                if self.log.segments.swaps:
                     self.failed = True
                     break
         if mapping.error is not None:
@@ -239,7 +237,7 @@ class Compaction:
             self._complete(mapped)
 
     def _swap_group(self, at: int, cleaning: WorkerJob[CleanResult]) -> bool:
-        """Go on with the new segment of a group."""
+        """Continue with the new segment of a group."""
         cleaned, old = cleaning.done, self._groups[at]
         if cleaned is None:
             self._handle_failure(cleaning.error)
@@ -251,7 +249,7 @@ class Compaction:
             return True
         new = _new_segment(self.log.directory, old, cleaned)
         try:
-            swapped = swap_in(self.log, old, new, self._pass.token)
+            swapped = self.log.swap_in(old, new, self._pass.token)
         except OSError as error:
             self._handle_failure(error)
             swapped = False
@@ -265,13 +263,13 @@ class Compaction:
         return True
 
     def _forget_aborted(self, cleaned: CleanResult) -> None:
-        """Tell nobody any more of aborted transactions of which nothing is left; their markers will go."""
+        """Forget aborted transactions of which no record is left; their markers are removed later."""
         aborted = self.log.producers.transactions.aborted
         if cleaned.ended and aborted:
             aborted.discard(cleaned.ended)
 
     def _discard(self, at: int) -> None:
-        """Remove the file of a group that does not come to be; the next unclean start would do it, too."""
+        """Remove the new file of a group that is given up; the next unclean start would do so, too."""
         with suppress(OSError):
             self._files.remove(cleaned_path(self.log.directory, self._groups[at][0].base_offset, self._pass.token))
 
@@ -283,7 +281,7 @@ class Compaction:
         if isinstance(error, DamagedSource):
             segment = next((one for one in log.segments if one.base_offset == error.base_offset), None)
             if segment is not None and any(segment in group for group in self._groups):
-                # What is found is noted and told by the log.
+                # The log records and reports what it finds.
                 with suppress(StorageFailure):
                     log.locate_damage(segment, error.position)
                 return
@@ -296,9 +294,7 @@ class Compaction:
         log = self.log
         if log.closed or log.generation != self._generation:
             return
-        log.cleaned_offset = mapped.end_offset
-        log.changed = True
-        log.maintenance.checkpoint_soon(log)
+        log.advance_cleaned(mapped.end_offset)
         _logger.info(
             "a log was compacted",
             extra={

@@ -1,4 +1,4 @@
-"""Which log is compacted next, and the numbers of it. One pass at a time, the log with most that is new first."""
+"""Which log is compacted next: one pass at a time, the log with the highest dirty ratio first."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Compactor:
         self._dirty_ratio = 0.0
 
     def retry(self) -> None:
-        """Some time has passed: what failed may be tried again."""
+        """Allow logs whose last pass failed again."""
         self._failed_logs.clear()
 
     def begin_round(self, logs: Iterable[Log]) -> None:
-        """Close the segments whose time has come, so that they can be compacted."""
+        """Seal the segments that are old enough to be compacted."""
         now_ms = self._clock.now_ms()
         for log in logs:
             if is_compacted(log):
                 roll_idle(log, now_ms)
 
     def due_in_s(self, log: Log) -> float | None:
-        """In how many seconds a pass over a log may be due, if nothing is appended until then; None for never."""
+        """Return in how many seconds a pass may be due if nothing is appended until then; None for never."""
         if not is_compacted(log):
             return None
         now_ms = self._clock.now_ms()
@@ -53,7 +53,7 @@ class Compactor:
         return None if due_ms is None else (due_ms - now_ms) / 1000
 
     def next(self, logs: Iterable[Log]) -> Compaction | None:
-        """A pass over the log with most that is new, if one is due."""
+        """Start a pass over the log with the highest dirty ratio, if one is due."""
         now_ms = self._clock.now_ms()
         ratios = {log: dirty_ratio(log, now_ms) for log in logs if is_compacted(log)}
         self._dirty_ratio = min(1.0, max(ratios.values(), default=0.0))
@@ -82,12 +82,12 @@ class Compactor:
             self._passes += 1
 
     def cancel(self) -> None:
-        """End the pass that is under way, as the store is closing."""
+        """End the pass that is under way, because the store is closing."""
         if self._running is not None:
             self._running.worker.cancel()
 
     def metrics(self) -> Iterable[Metric]:
-        """The numbers of compaction."""
+        """Return the metrics of compaction."""
         name = "millstream_log_compaction"
         yield counter(f"{name}_passes_total", "Compactions of logs since the start.", self._passes)
         yield counter(f"{name}_failures_total", "Compactions that were given up.", self._failures)

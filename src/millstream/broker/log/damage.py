@@ -1,4 +1,4 @@
-"""The ranges of offsets that the disk lost. They are reported and never served; what lies behind them is."""
+"""The ranges of offsets that the disk lost. They are reported and never served; the records behind them are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class LostRange(msgspec.Struct, frozen=True, array_like=True, order=True):
     start: int
     end: int
     unread: bool = False
-    """Whether it was lost before it was ever read, so that nothing is known of the producers that wrote it."""
+    """Whether it was lost before it was ever read, so that its producers are not known."""
 
 
 class Damage:
@@ -28,9 +28,9 @@ class Damage:
     def __init__(self, lost: Iterable[LostRange] = ()) -> None:
         self._lost = sorted(lost)
         self.on_change: Callable[[], None] = _nothing
-        """Called when a range was lost, or is whole again."""
+        """Called when a range was lost, or is repaired."""
         self.has_replicas = False
-        """Whether other nodes carry the partition, so that what the disk lost is fetched from them."""
+        """Whether other nodes host the partition, so that lost ranges are fetched from them."""
         self.beyond_repair: set[tuple[int, int]] = set()
         """Ranges that no other replica has, by their offsets."""
 
@@ -41,7 +41,7 @@ class Damage:
         return iter(self._lost)
 
     def add(self, lost: LostRange) -> None:
-        """Note one more range; ranges that it covers are taken over by it."""
+        """Add a range; it replaces the ranges that it overlaps."""
         self._lost = [
             known for known in self._lost if known.next_offset <= lost.first or known.first >= lost.next_offset
         ]
@@ -55,19 +55,19 @@ class Damage:
         return [lost for lost in self._lost if (lost.first, lost.next_offset) not in self.beyond_repair]
 
     def replace(self, lost: LostRange, left: Iterable[LostRange]) -> None:
-        """Forget a range, and all others of its segment but those that are left."""
+        """Remove a range, and all others of its segment but those that are left."""
         kept = [one for one in self._lost if one != lost and (one.segment != lost.segment or one.segment < 0)]
         self._lost = sorted([*kept, *left])
 
     def at(self, offset: int) -> LostRange | None:
-        """The range that an offset lies in."""
+        """Return the range that holds an offset."""
         found = bisect_right(self._lost, offset, key=_first) - 1
         if found < 0 or self._lost[found].next_offset <= offset:
             return None
         return self._lost[found]
 
     def next_after(self, offset: int) -> int | None:
-        """Where the first range beyond an offset begins."""
+        """Return where the first range beyond an offset begins."""
         found = bisect_right(self._lost, offset, key=_first)
         return self._lost[found].first if found < len(self._lost) else None
 
@@ -75,8 +75,12 @@ class Damage:
         """Forget what lies wholly before a new start of the log."""
         self._lost = [lost for lost in self._lost if lost.next_offset > start_offset]
 
+    def clear(self) -> None:
+        """Forget every range."""
+        self._lost = []
+
     def cut_after(self, end_offset: int, segment: int, size: int) -> None:
-        """Forget what lies beyond a new end of the log, which is at a position in a segment."""
+        """Forget what lies beyond a new end of the log, at a position in a segment."""
         self._lost = [
             LostRange(
                 lost.first,
@@ -91,11 +95,11 @@ class Damage:
         ]
 
     def holes_of(self, segment: int) -> dict[int, tuple[int, int]]:
-        """The damaged stretches of a segment: start to end and to the offset that goes on there."""
+        """Return the damaged bytes of a segment: start to end and to the offset that continues there."""
         return {lost.start: (lost.end, lost.next_offset) for lost in self._lost if lost.segment == segment}
 
     def ranges(self) -> tuple[tuple[int, int], ...]:
-        """Each range as (first, next)."""
+        """Return each range as (first, next)."""
         return tuple((lost.first, lost.next_offset) for lost in self._lost)
 
 

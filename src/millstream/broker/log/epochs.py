@@ -11,7 +11,7 @@ OFFSET_MAX = 2**63 - 1
 
 
 class EpochHistory:
-    """Epochs and their first offsets, both strictly rising."""
+    """Epochs and their first offsets, both strictly increasing."""
 
     __slots__ = ("_epochs", "_starts", "latest")
 
@@ -23,11 +23,11 @@ class EpochHistory:
             self.begin(epoch, start)
 
     def entries(self) -> list[tuple[int, int]]:
-        """Every epoch with its first offset."""
+        """Return every epoch with its first offset."""
         return list(zip(self._epochs, self._starts, strict=True))
 
     def begin(self, epoch: int, start: int) -> None:
-        """Note that an epoch writes from an offset on; one that is known or older changes nothing."""
+        """Record that an epoch writes from an offset on; a known or older one changes nothing."""
         if epoch <= self.latest:
             return
         while self._starts and self._starts[-1] >= start:
@@ -38,7 +38,7 @@ class EpochHistory:
         self.latest = Epoch(epoch)
 
     def extend_back(self, epoch: int, start: int) -> None:
-        """Note that an epoch before the latest one wrote from an offset on, which may be before all that were known."""
+        """Record that an epoch before the latest wrote from an offset on, which may precede all known ones."""
         at = bisect_left(self._epochs, epoch)
         if epoch > self.latest:
             self.begin(epoch, start)
@@ -49,10 +49,10 @@ class EpochHistory:
             self._starts[at] = start
 
     def end_of(self, epoch: int, end_offset: int) -> tuple[Epoch, Offset]:
-        """The largest known epoch up to the one asked for, and where it ended.
+        """Return the largest known epoch up to the given one, and where it ended.
 
-        As in Kafka, an epoch before all that are known ended where the first of them began, and one that is
-        newer than all of them is unknown: (-1, -1).
+        As in Kafka, an epoch before all known ones ended where the first of them began, and one after all of them is
+        unknown: (-1, -1).
         """
         if epoch < 0 or epoch > self.latest:
             return NO_EPOCH, NO_OFFSET
@@ -62,12 +62,12 @@ class EpochHistory:
         return Epoch(self._epochs[at - 1] if at else epoch), Offset(self._starts[at])
 
     def epoch_at(self, offset: int) -> Epoch:
-        """The epoch that wrote an offset, or -1."""
+        """Return the epoch that wrote an offset, or -1."""
         at = bisect_right(self._starts, offset)
         return Epoch(self._epochs[at - 1]) if at else NO_EPOCH
 
     def range_at(self, offset: int) -> tuple[Epoch, int]:
-        """The epoch that wrote an offset, or -1, and the offset at which the next epoch begins."""
+        """Return the epoch that wrote an offset, or -1, and the offset at which the next epoch begins."""
         at = bisect_right(self._starts, offset)
         until = self._starts[at] if at < len(self._starts) else OFFSET_MAX
         return Epoch(self._epochs[at - 1]) if at else NO_EPOCH, until

@@ -1,4 +1,4 @@
-"""The short way into the log for the batch that a producer sends all day long."""
+"""The fast path into the log, for the batch that a producer sends all day long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from crc32c import crc32c
 
 from millstream.broker.log.appended import AppendedRange
 from millstream.broker.log.index import RELATIVE_OFFSET_MAX
-from millstream.core.ids import Offset
 from millstream.protocol.records.batch import (
     BATCH_HEADER,
     COMPRESSION_MASK,
@@ -31,19 +30,19 @@ _CODEC_AND_CONTROL = COMPRESSION_MASK | CONTROL_FLAG
 
 
 def append_fast(log: Log, batches: bytearray | memoryview, leader_epoch: int) -> AppendedRange | None:
-    """Append one batch of a client if there is nothing to say about it; None, and nothing done, otherwise.
+    """Append one client batch if nothing about it needs a decision; otherwise return None and change nothing.
 
-    That is: it is whole and valid and within all limits, new to the log, keeps the producer's time, begins no
-    transaction, goes into the segment that is open, and comes from the leader that wrote last. `append_checked` sees
-    to everything else, and its checks decide: each condition here is one of them, turned around.
+    That is: it is whole, valid and within all limits, new to the log, keeps the producer's timestamps, begins no
+    transaction, fits the open segment, and comes from the leader that wrote last. `append_checked` handles every other
+    batch, and its checks are authoritative: each condition here is the negation of one of them.
     """
     size = len(batches)
-    if size < HEADER_BYTES or not log.segments:
+    segment = log.segments.active
+    if size < HEADER_BYTES or segment is None:
         return None
     fields = BATCH_HEADER.unpack_from(batches)
     base, length, _, magic, crc, attributes, delta, _, newest_ms, producer_id, _, _, count = fields
     settings = log.settings
-    segment = log.segments[-1]
     position = segment.size
     offset = log.end_offset
     next_offset = offset + delta + 1
@@ -82,13 +81,12 @@ def append_fast(log: Log, batches: bytearray | memoryview, leader_epoch: int) ->
     segment.last_append_ms = now_ms
     if header is not None:
         log.producers.record(header, offset, now_ms)
-    log.end_offset = Offset(next_offset)
-    log.after_append(size)
+    log.advance_end(next_offset, size)
     return AppendedRange(offset, log.end_offset, -1, log.start_offset, False)
 
 
 def _continues_transaction(header: BatchHeader, known: Producer | None) -> bool:
-    """Whether a batch neither begins a transaction nor stands beside the one that its producer has open."""
+    """Whether a batch neither begins a transaction nor bypasses the one that its producer has open."""
     if known is None:
         return not header.is_transactional
     return header.is_transactional and known.epoch == header.producer_epoch

@@ -1,7 +1,7 @@
-"""The file layer: everything the log asks of a disk, as a parameter, so that tests can own its faults.
+"""The file layer: everything the log asks of a disk, as a parameter, so that tests can inject faults.
 
-Descriptors are plain numbers and the calls mirror `os`, so that the real layer adds nothing to the hot path.
-Every call may raise `OSError`; a write may be short, as the operating system's may.
+Descriptors are plain numbers and the calls mirror `os`, so the real layer adds nothing to the hot path. Every call may
+raise `OSError`; a write may be short, as the operating system's may.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from millstream.core.errors import DataFolderInUse
 
 _SYNCFS_REPORTS_ERRORS_SINCE = (5, 8)
 
-"""Before this version of Linux, the call does not tell when something could not be written."""
+"""Before this version of Linux, the call does not report write errors."""
 
 
 def sync_file_system(descriptor: int) -> None:
-    """Return once everything on the file system of an open file is on the disk, or raise `OSError`."""
+    """Sync the file system of an open file, or raise `OSError`."""
     syncfs = _syncfs()
     if syncfs is None:
-        raise OSError(errno.ENOSYS, "the system cannot sync a file system and tell whether it did")
+        raise OSError(errno.ENOSYS, "the system cannot sync a file system and report errors")
     if syncfs(descriptor) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -54,56 +54,56 @@ OPEN_FILES_MAX = 4096
 
 STAMP_NS = 50_000_000
 
-"""The system's file times move in steps of up to 10 ms, and two writes within one cannot be told apart."""
+"""The system's file times advance in steps of up to 10 ms; two writes within one step look the same."""
 
 
 class Files(Protocol):
     """What the log asks of a disk."""
 
     def open(self, path: str, /, *, create: bool = False) -> int:
-        """Open a file for reading and writing; make it when asked to."""
+        """Open a file for reading and writing; create it if asked to."""
 
     def close(self, descriptor: int, /) -> None:
-        """Give a descriptor back."""
+        """Close a descriptor."""
 
     def write_at(self, descriptor: int, data: Readable, position: int, /) -> int:
-        """Write at a position and say how many bytes were taken, perhaps not all."""
+        """Write at a position; return how many bytes were written, perhaps not all."""
 
     def read_at(self, descriptor: int, size: int, position: int, /) -> bytes:
         """Read up to `size` bytes at a position; fewer at the end of the file."""
 
     def sync(self, descriptor: int, /) -> None:
-        """Return once the contents of the file survive a loss of power."""
+        """Return once the contents of the file survive a power failure."""
 
     def truncate(self, descriptor: int, size: int, /) -> None:
-        """Cut the file off."""
+        """Truncate the file."""
 
     def size(self, descriptor: int, /) -> int:
-        """The size of an open file."""
+        """Return the size of an open file."""
 
     def stamp(self, descriptor: int, /) -> int:
-        """A number that another write into the file changes; -1 while it was written too recently to tell."""
+        """Return a number that every write into the file changes; -1 if the last write is too recent to tell."""
 
     def allocate(self, descriptor: int, size: int, /) -> None:
         """Reserve space, so that later writes neither fail for lack of it nor change the file's size."""
 
     def names(self, directory: str, /) -> list[str]:
-        """What a directory holds; nothing when there is no such directory."""
+        """List a directory; nothing if it does not exist."""
 
     def exists(self, path: str, /) -> bool:
-        """Whether a file or directory is there."""
+        """Whether a file or directory exists."""
 
     def make_directory(self, path: str, /) -> None:
-        """Make a directory and those above it, unless they are there."""
+        """Create a directory and its parents, unless they exist."""
 
     def sync_directory(self, path: str, /) -> None:
-        """Return once the names in the directory survive a loss of power."""
+        """Return once the names in the directory survive a power failure."""
 
     def sync_all(self, path: str, /) -> None:
-        """Return once everything on the file system that holds the path survives a loss of power."""
+        """Return once everything on the file system that holds the path survives a power failure."""
 
     def rename(self, old: str, new: str, /) -> None:
-        """Give a file or directory another name, replacing a file that has it."""
+        """Rename a file or directory, replacing a file of that name."""
 
     def remove(self, path: str, /) -> None:
         """Remove a file."""
@@ -115,10 +115,10 @@ class Files(Protocol):
         """Hold a lock file until its descriptor is closed, or raise `DataFolderInUse`."""
 
     def free_bytes(self, path: str, /) -> int:
-        """How much can still be written to the disk that holds the path."""
+        """Return how much can still be written to the disk that holds the path."""
 
     def open_files_max(self) -> int:
-        """How many files the log may hold open at the same time."""
+        """Return how many files the log may hold open at the same time."""
 
 
 _PID_DIGITS_MAX = 32
@@ -140,16 +140,16 @@ class DiskFiles:
     exists = staticmethod(os.path.lexists)
 
     def open(self, path: str, /, *, create: bool = False) -> int:
-        """Open a file for reading and writing; make it when asked to."""
+        """Open a file for reading and writing; create it if asked to."""
         flags = os.O_RDWR | os.O_CLOEXEC
         return os.open(path, flags | os.O_CREAT if create else flags, 0o600)
 
     def size(self, descriptor: int, /) -> int:
-        """The size of an open file."""
+        """Return the size of an open file."""
         return os.fstat(descriptor).st_size
 
     def stamp(self, descriptor: int, /) -> int:
-        """When the inode last changed, which nobody can set back; -1 while a write would leave it as it is."""
+        """Return when the inode last changed, which cannot be set back; -1 while a write would not change it."""
         changed_ns = os.fstat(descriptor).st_ctime_ns
         return changed_ns if time.time_ns() - changed_ns > STAMP_NS else -1
 
@@ -162,21 +162,21 @@ class DiskFiles:
                 raise
 
     def names(self, directory: str, /) -> list[str]:
-        """What a directory holds; nothing when there is no such directory."""
+        """List a directory; nothing if it does not exist."""
         try:
             return os.listdir(directory)
         except FileNotFoundError:
             return []
 
     def make_directory(self, path: str, /) -> None:
-        """Make a directory and those above it, unless they are there, for this user only."""
+        """Create a directory and its parents, unless they exist, for this user only."""
         above = os.path.dirname(path)
         if above and not os.path.isdir(above):
             self.make_directory(above)
         os.makedirs(path, mode=0o700, exist_ok=True)
 
     def sync_directory(self, path: str, /) -> None:
-        """Return once the names in the directory survive a loss of power."""
+        """Return once the names in the directory survive a power failure."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
@@ -184,7 +184,7 @@ class DiskFiles:
             os.close(descriptor)
 
     def sync_all(self, path: str, /) -> None:
-        """Return once the whole file system is on the disk; `OSError` where the system cannot, or does not tell."""
+        """Sync the whole file system; raise `OSError` where the system cannot, or does not report errors."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             sync_file_system(descriptor)
@@ -200,25 +200,25 @@ class DiskFiles:
             holder = _describe_holder(os.pread(descriptor, _PID_DIGITS_MAX, 0))
             os.close(descriptor)
             raise DataFolderInUse(f"{holder} holds {path}; stop it, or use another data folder") from None
-        # For whoever finds the folder taken. A full disk has no room for it, and must not keep a broker from starting.
+        # Named in the error of the next process. A full disk has no room for it, and must not prevent a start.
         with suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
         return descriptor
 
     def free_bytes(self, path: str, /) -> int:
-        """How much can still be written to the disk that holds the path."""
+        """Return how much can still be written to the disk that holds the path."""
         found = os.statvfs(path)
         return found.f_bavail * found.f_frsize
 
     def open_files_max(self) -> int:
-        """A quarter of what the process may open: connections need descriptors too."""
+        """Return a quarter of what the process may open: connections need descriptors too."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return max(OPEN_FILES_MIN, min(OPEN_FILES_MAX, soft // 4))
 
 
 def _describe_holder(written: bytes) -> str:
-    """Who holds a lock, by what it wrote into the file: the process itself, or another one and what it runs."""
+    """Describe the holder of a lock by what it wrote into the file."""
     text = written.decode(errors="replace").strip()
     if not text.isdigit():
         return "another process"
@@ -236,11 +236,11 @@ def _describe_holder(written: bytes) -> str:
 
 WRITE_BYTES = 1024 * 1024
 
-"""What is larger is written in pieces: the system finds room for these in memory that it has used before."""
+"""Larger writes are split: the system finds room for these in memory that it has used before."""
 
 
 def write_fully(files: Files, descriptor: int, data: Readable, position: int) -> None:
-    """Write all of the data, however short each write is; raise `OSError` when the disk takes no more."""
+    """Write all of the data, however short each write is; raise `OSError` if the disk takes no more."""
     written = 0
     if len(data) <= WRITE_BYTES:
         written = files.write_at(descriptor, data, position)

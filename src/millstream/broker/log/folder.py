@@ -1,4 +1,4 @@
-"""The data folder itself: its lock, its format, and the mark that the last stop was a clean one."""
+"""The data folder itself: its lock, its format, and the mark of a clean stop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DELETED_SUFFIX = ".deleted"
 
 
 class CleanStop(msgspec.Struct, frozen=True):
-    """What a clean stop leaves behind: how long the ledger was, and the logs that nobody opened to recover them."""
+    """What a clean stop leaves behind: the size of the ledger, and the logs that were never opened to be recovered."""
 
     ledger_bytes: int
     unrecovered: list[tuple[UUID, int]]
@@ -59,7 +59,7 @@ class DataFolder:
             raise
 
     def _make(self) -> None:
-        """Make the folder, for good: every name on the way to it that was not there is synced."""
+        """Create the folder durably: every new name on the way to it is synced."""
         missing = []
         path = self.partitions
         while path and not self._files.exists(path):
@@ -83,7 +83,7 @@ class DataFolder:
         return False
 
     def release(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         self._files.close(self._lock)
 
     # -- the clean-stop mark --------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ class DataFolder:
             return None
 
     def mark_clean_stop(self, ledger_bytes: int, unrecovered: Iterable[LogKey]) -> None:
-        """Leave the mark, for good when this returns."""
+        """Write the mark, durably."""
         body = msgspec.msgpack.encode(CleanStop(ledger_bytes, sorted(unrecovered)))
         content = crc32c(body).to_bytes(4, "big") + body
         replace_file(self._files, self.path, CLEAN_STOP_NAME, content)
@@ -113,11 +113,11 @@ class DataFolder:
     # -- partitions -----------------------------------------------------------------------------------------
 
     def log_folder(self, topic_id: UUID, partition: int) -> str:
-        """The folder of one log."""
+        """Return the folder of one log."""
         return f"{self.partitions}/{topic_id}/{partition}"
 
     def stored(self) -> Iterator[LogKey]:
-        """Every partition that has a folder."""
+        """Yield every partition that has a folder."""
         for topic in sorted(self._files.names(self.partitions)):
             topic_id = _parse_topic_id(topic)
             if topic_id is None:
@@ -127,7 +127,7 @@ class DataFolder:
                     yield topic_id, PartitionIndex(int(name))
 
     def mark_deleted(self, log_folder: str) -> str:
-        """Take a log out of the folder for good; returns where its files are until they are removed."""
+        """Rename the folder of a deleted log, durably; return where its files are until they are removed."""
         deleted_folder = log_folder + DELETED_SUFFIX
         self.remove_tree(deleted_folder)
         self._files.rename(log_folder, deleted_folder)
@@ -135,7 +135,7 @@ class DataFolder:
         return deleted_folder
 
     def remove_tree(self, folder: str) -> None:
-        """Remove a folder of files, if it is there."""
+        """Remove a folder of files, if it exists."""
         if not self._files.exists(folder):
             return
         for name in self._files.names(folder):
@@ -143,12 +143,12 @@ class DataFolder:
         self._files.remove_directory(folder)
 
     def remove_if_empty(self, folder: str) -> None:
-        """Remove a folder that holds nothing any more."""
+        """Remove a folder that is empty."""
         if not self._files.names(folder):
             self._files.remove_directory(folder)
 
     def remove_deleted(self) -> None:
-        """Remove what was set aside, and the folders of topics that hold nothing any more."""
+        """Remove the folders of deleted logs, and of topics that are empty afterwards."""
         for topic in self._files.names(self.partitions):
             folder = f"{self.partitions}/{topic}"
             names = self._files.names(folder)
@@ -160,17 +160,17 @@ class DataFolder:
 
 
 def make_private(folder: Path) -> None:
-    """Take what other users may do away from a data folder and what lies in it: it holds messages and secrets.
+    """Remove the access of other users to a data folder and its contents: it holds messages and secrets.
 
-    In a folder that belongs to somebody else, as volumes of containers do, only what lies in it can be changed.
+    In a folder that belongs to another user, as volumes of containers do, only the contents can be changed.
     """
     tightened = [str(path) for path in (folder, *folder.iterdir()) if _restrict_access(path)]
     if tightened:
-        _logger.info("took the rights of other users away", extra={"paths": tightened})
+        _logger.info("removed the access of other users", extra={"paths": tightened})
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & _OTHERS:
         _logger.warning(
-            "other users have rights on the data folder; have its owner set its mode to 0700",
+            "other users can access the data folder; have its owner set its mode to 0700",
             extra={"folder": str(folder), "mode": f"{mode:04o}"},
         )
 
@@ -194,6 +194,6 @@ def _parse_topic_id(name: str) -> UUID | None:
 
 
 def folders_above(log_folder: str) -> tuple[str, str]:
-    """The folders that hold the name of a log and the name of its topic."""
+    """Return the folders that hold the name of a log and the name of its topic."""
     topic = log_folder.rpartition("/")[0]
     return topic, topic.rpartition("/")[0]

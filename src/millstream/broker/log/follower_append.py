@@ -1,9 +1,8 @@
-"""What only a follower does to its log: take over batches as its leader wrote them, or start anew elsewhere.
+"""Appends of a follower: batches are stored as the leader wrote them, offsets, epochs and timestamps included.
 
-The bytes stay as they are, offsets, epochs and times included, so replicas of a topic that is not compacted are the
-same byte for byte. Two things are laid anew, both on compacted topics only, so that the batches of a log still follow
-each other without a gap: offsets that the leader has nothing of any more, and the part that is still missing of an
-empty batch in which the leader has joined several.
+Replicas of a topic that is not compacted are therefore identical byte for byte. On compacted topics two things are
+filled with empty batches, so that batches stay contiguous: offsets that the leader no longer has, and the missing rest
+of an empty batch in which the leader joined several.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from millstream.broker.log.files import Files
-from millstream.broker.log.truncation import Truncation, block_writes, check_can_truncate
+from millstream.broker.log.truncation import begin_restart
 from millstream.core.errors import CorruptBatch
-from millstream.core.ids import Offset
 from millstream.protocol.records.batch import (
     TIMESTAMP_TYPE_FLAG,
     BatchHeader,
@@ -27,17 +25,16 @@ from millstream.protocol.records.raw_record import empty_batch
 if TYPE_CHECKING:
     from millstream.broker.log.log import Log
 
-_EVERYTHING = 2**63 - 1
 _EMPTY_OFFSETS_MAX = 2**31 - 1
 
 
 def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -> None:
-    """Check batches that a leader gave and write them behind the last; nothing is synced yet."""
+    """Validate batches from a leader and write them behind the last; nothing is synced yet."""
     headers, in_row = _checked(log, batches, leader_epoch)
     start_offset = log.start_offset
     if not in_row:
         if headers[0].base_offset < start_offset == log.end_offset:
-            # The leader's log begins within a batch, and so will this one.
+            # The leader's log begins within a batch; this one has to begin there too.
             log.maintenance.truncate_now(begin_restart(log, headers[0].base_offset, files))
         batches = _continued(log, batches, headers)
         headers = list(iterate_headers(batches))
@@ -57,18 +54,14 @@ def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -
         if header.producer_id >= 0:
             append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
             log.producers.take(header, batches, header.base_offset, now_ms, append_time_ms)
-    log.end_offset = headers[-1].next_offset
+    log.advance_end(headers[-1].next_offset, segment.size - start)
     log.settle_transactions()
-    log.after_append(segment.size - start)
     if log.start_offset < start_offset:
         log.delete_before(start_offset)
 
 
 def _checked(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHeader], bool]:
-    """The headers of whole and valid batches, of epochs that may follow those of the log.
-
-    Also whether they go on where the log ends, each where the one before it ends.
-    """
+    """Return the headers of valid batches whose epochs may follow those of the log, and whether they are contiguous."""
     headers: list[BatchHeader] = []
     latest, expected, in_row = int(log.latest_epoch), int(log.end_offset), True
     for header in iterate_headers(batches):
@@ -76,7 +69,7 @@ def _checked(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHe
         check_crc(batches, header)
         if not latest <= header.leader_epoch <= leader_epoch:
             raise CorruptBatch(
-                f"{log.partition}: the leader of epoch {leader_epoch} gave a batch of epoch {header.leader_epoch} "
+                f"{log.partition}: the leader of epoch {leader_epoch} sent a batch of epoch {header.leader_epoch} "
                 f"to follow one of epoch {latest}"
             )
         if header.base_offset != expected:
@@ -87,7 +80,7 @@ def _checked(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHe
 
 
 def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearray:
-    """The same batches so that they go on where the log ends, each where the one before it ends."""
+    """Return the batches so that they are contiguous and begin where the log ends."""
     laid = bytearray()
     expected = int(log.end_offset)
     for header in headers:
@@ -97,7 +90,7 @@ def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearr
         if header.base_offset < expected and header.record_count:
             raise CorruptBatch(
                 f"{log.partition} ends at {expected}, within the batch of offsets {header.base_offset} to "
-                f"{header.last_offset} that the leader gave"
+                f"{header.last_offset} that the leader sent"
             )
         if header.base_offset < expected:
             laid += empty_batch(expected, header.next_offset, header.leader_epoch)
@@ -109,21 +102,3 @@ def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearr
             laid += memoryview(batches)[header.position : header.end_position]
         expected = int(header.next_offset)
     return laid
-
-
-def begin_restart(log: Log, offset: int, files: Files) -> Truncation:
-    """Drop everything and let the log begin and end at an offset; it is for good when the cut is done."""
-    check_can_truncate(log)
-    block_writes(log)
-    for segment in log.segments:
-        segment.cuts += 1
-        log.open_files.release(segment)
-    log.removed_segments += log.segments
-    log.replace_segments([])
-    log.start_offset = log.end_offset = log.synced_offset = log.stored_offset = Offset(offset)
-    log.cleaned_offset = offset
-    log.epochs.cut_after(0)
-    log.producers.clear()
-    log.damage.cut_before(_EVERYTHING)
-    # The state goes first here, too: after a crash in between, the old files are not taken for a part of the log.
-    return Truncation(log, files, "starting the log anew")

@@ -1,4 +1,4 @@
-"""The few header fields of a batch that are needed to walk over a segment file."""
+"""The header fields of a batch that are needed to walk over a segment file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Frame(NamedTuple):
 
     @property
     def end_position(self) -> int:
-        """Where the next batch begins."""
+        """The position of the next batch."""
         return self.position + LOG_OVERHEAD_BYTES + self.length
 
     @property
@@ -50,7 +50,7 @@ def read_frame(buffer: bytes | memoryview, at: int, position: int) -> Frame:
 
 
 class Run(NamedTuple):
-    """How far a buffer is a chain of valid batches, and the offset that goes on there."""
+    """How far a buffer is a chain of valid batches, and the offset that continues there."""
 
     end: int
     next_offset: int
@@ -58,9 +58,9 @@ class Run(NamedTuple):
 
 
 def valid_run(data: bytes, stop: int, expected: int, epochs: EpochHistory) -> Run:
-    """Check the batches from the start of a buffer up to one that begins at `stop` or does not fit in it.
+    """Verify the batches from the start of a buffer up to one that begins at `stop` or does not fit in it.
 
-    This is the one loop over batches on the way to a reader, so it is laid out for speed. Each batch has to go on at
+    This is the one loop over batches on the way to a reader, so it is laid out for speed. Each batch has to continue at
     the expected offset, in the epoch that wrote there, and its CRC has to be right.
     """
     view = memoryview(data)

@@ -1,9 +1,9 @@
-"""The sparse index of one segment: where a batch lies, by offset and by time.
+"""The sparse index of one segment: positions of batches by offset and by timestamp.
 
-An entry is made at the start of a batch once `index.interval.bytes` were written since the one before. It says
-which offset begins where, and the largest timestamp of all that lies before it in the segment. Both columns share
-their ordinal, so `.index` holds (offset - base) << 32 | position and `.timeindex` the timestamps, eight bytes each.
-The start of the segment is the entry that is never written.
+An entry is added at the start of a batch once `index.interval.bytes` were written since the last one. It holds the
+offset and position of the batch, and the largest timestamp before it in the segment. Both columns share their ordinal:
+`.index` holds (offset - base) << 32
+position, `.timeindex` the timestamps, eight bytes each. The entry for the start of the segment is implicit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _POSITION_MASK = 0xFFFFFFFF
 
 
 class Index:
-    """Positions and times of some of the batches of a segment."""
+    """Positions and timestamps of some batches of a segment."""
 
     __slots__ = ("_place_sum", "_summed", "_time_sum", "last_position", "places", "times")
 
@@ -37,7 +37,7 @@ class Index:
 
     @classmethod
     def from_bytes(cls, places: bytes, times: bytes) -> Index:
-        """Read back what `to_bytes` gave."""
+        """Restore what `to_bytes` returned."""
         index = cls()
         index.places.frombytes(places)
         index.times.frombytes(times)
@@ -49,7 +49,7 @@ class Index:
         return index
 
     def to_bytes(self, first: int = 0) -> tuple[bytes, bytes]:
-        """The two columns from an entry on, little-endian."""
+        """Return the two columns from an entry on, little-endian."""
         places, times = self.places[first:], self.times[first:]
         if sys.byteorder == "big":
             places.byteswap()
@@ -57,33 +57,33 @@ class Index:
         return places.tobytes(), times.tobytes()
 
     def add(self, relative_offset: int, position: int, max_timestamp_before_ms: int) -> None:
-        """Note the start of a batch."""
+        """Add the start of a batch."""
         self.places.append(relative_offset << 32 | position)
         self.times.append(max_timestamp_before_ms)
         self.last_position = position
 
     def position_of(self, relative_offset: int) -> int:
-        """The start of the last known batch that begins at or before an offset."""
+        """Return the start of the last known batch that begins at or before an offset."""
         at = bisect_right(self.places, relative_offset << 32 | _POSITION_MASK)
         return self.places[at - 1] & _POSITION_MASK if at else 0
 
     def start_before(self, position: int) -> tuple[int, int]:
-        """The last known batch that begins at or before a position: its relative offset and its own position."""
+        """Return the last known batch that begins at or before a position: its relative offset and its position."""
         at = bisect_right(self.places, position, key=_position)
         return (self.places[at - 1] >> 32, self.places[at - 1] & _POSITION_MASK) if at else (0, 0)
 
     def position_for_time(self, timestamp_ms: int) -> int:
-        """A start with nothing as late as the timestamp before it, as far on as is known."""
+        """Return the last known start that has no timestamp as late as this before it."""
         at = bisect_left(self.times, timestamp_ms)
         return self.places[at - 1] & _POSITION_MASK if at else 0
 
     def max_timestamp_before(self, position: int) -> tuple[int, int]:
-        """The last known start at or before a position, and the largest timestamp of all that lies before it."""
+        """Return the last known start at or before a position, and the largest timestamp before it."""
         at = bisect_right(self.places, position, key=_position)
         return (self.places[at - 1] & _POSITION_MASK, self.times[at - 1]) if at else (0, -1)
 
     def cut(self, position: int) -> None:
-        """Forget every start at or beyond a position."""
+        """Remove every start at or beyond a position."""
         at = bisect_left(self.places, position, key=_position)
         del self.places[at:]
         del self.times[at:]
@@ -91,7 +91,7 @@ class Index:
         self._summed = self._place_sum = self._time_sum = 0
 
     def checksum(self) -> int:
-        """The CRC-32C of both columns in one number; only what was added since the last call is looked at."""
+        """Return the CRC-32C of both columns in one number; only entries added since the last call are read."""
         places, times = self.to_bytes(self._summed)
         self._place_sum = crc32c(places, self._place_sum)
         self._time_sum = crc32c(times, self._time_sum)

@@ -1,4 +1,4 @@
-"""Getting the index of a segment back: from its files, or from the batches when those cannot be believed."""
+"""Loading the index of a segment from its files, or rebuilding it from the batches if those cannot be trusted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BUDGET_BYTES = 64 * 1024 * 1024
 
 
 def load_index(files: Files, segment: Segment) -> Index | None:
-    """The stored index; None when it is not what the checkpoint knows."""
+    """Return the stored index; None if it is not the one that the checkpoint recorded."""
     wanted = segment.index_entries * ENTRY_BYTES
     if not wanted:
         return Index()
@@ -30,7 +30,7 @@ def load_index(files: Files, segment: Segment) -> Index | None:
 
 
 def build_index(scan: Scan, segment: Segment, interval_bytes: int) -> Index:
-    """Make the index anew from the batches; damaged ones are left out and are met again when they are read."""
+    """Rebuild the index from the batches; damaged ones are left out and found again when they are read."""
     index, largest = Index(), -1
     for found in scan:
         if isinstance(found, Bad):
@@ -43,9 +43,9 @@ def build_index(scan: Scan, segment: Segment, interval_bytes: int) -> Index:
 
 
 class LoadedIndexes:
-    """The indexes of sealed segments that are in memory, within a budget for all logs together.
+    """The indexes of sealed segments in memory, within one budget for all logs.
 
-    The one that was loaded first is dropped when the budget is used up. Active segments do not count.
+    When the budget is used up, the one that was loaded first is dropped. Active segments do not count.
     """
 
     def __init__(self, budget_bytes: int = BUDGET_BYTES) -> None:
@@ -54,7 +54,7 @@ class LoadedIndexes:
         self._loaded: OrderedDict[int, tuple[Segment, int]] = OrderedDict()
 
     def loaded(self, segment: Segment) -> None:
-        """An index was read from disk."""
+        """Count an index that was loaded."""
         if not segment.sealed or segment.index is None:
             return
         self._forget(id(segment))

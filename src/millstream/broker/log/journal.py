@@ -1,11 +1,11 @@
 """The shared journal: a commit that touches many partitions costs one sync instead of one for each.
 
-Two preallocated files take turns. An entry says which bytes stand where in which segment, so replaying it is a write
-that can be repeated. A file is used again once every log with entries in it has synced its own segments; when
-neither has room, commits sync the segments directly, which is what makes room.
+Two preallocated files take turns. An entry says which bytes belong where in which segment, so replaying it is a write
+that can be repeated. A file is reused once every log with entries in it has synced its own segments; when neither has
+room, commits sync the segments directly, which makes room.
 
-An entry: magic | journal id u64 | sequence u64 | topic id | partition i32 | base offset i64 | position i64 | length
-u32 | CRC-32C u32 of all of it but itself | the bytes
+An entry: magic, journal id u64, sequence u64, topic id, partition i32, base offset i64, position i64, length u32,
+CRC-32C u32 of all of it but itself, the bytes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Entry(NamedTuple):
 
 
 class JournalFile:
-    """One of the two files. `pending` are the logs that need it after a crash, and up to which offset."""
+    """One of the two files. `pending` maps the logs that need it after a crash to the offset up to which they do."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class JournalFile:
         self.pending: dict[Log, int] = {}
 
     def settle(self) -> None:
-        """Forget the logs whose segments hold by themselves what is journaled here."""
+        """Forget the logs whose segments are durable up to what is journaled here."""
         self.pending = {
             log: offset
             for log, offset in self.pending.items()
@@ -71,7 +71,7 @@ class Reservation(NamedTuple):
 
 
 class Journal:
-    """The journal of a data folder. Room is given out on the loop, writing happens in the commit's thread."""
+    """The journal of a data folder. Room is reserved on the loop, writing happens in the commit's thread."""
 
     def __init__(self, files: Files, directory: str, file_bytes: int) -> None:
         self.journal_id = secrets.randbits(63)
@@ -85,7 +85,7 @@ class Journal:
         self._lagging: list[Log] = []
 
     def reserve(self, captures: list[Capture]) -> Reservation | None:
-        """Room for everything captured, or None when the segments have to be synced directly."""
+        """Reserve room for everything captured; return None if the segments have to be synced directly."""
         targets = [target for capture in captures for target in capture.targets if target.size > target.journaled]
         size = sum(ENTRY_HEAD_BYTES + target.size - target.journaled for target in targets)
         if size > self._file_bytes or (self.broken and not self._renew()):
@@ -116,19 +116,19 @@ class Journal:
         return True
 
     def take_lagging(self) -> list[Log]:
-        """The logs whose segments have to catch up so that a file that became full can be used again."""
+        """Return the logs whose segments have to catch up before a full file can be reused."""
         left, self._lagging = self._lagging, []
         return left
 
     def note(self, reservation: Reservation, captures: list[Capture]) -> None:
-        """A commit is in the journal; until the segments have caught up, its file is needed."""
+        """Record a commit; its file is needed until the segments have caught up."""
         for capture in captures:
             reservation.file.pending[capture.log] = capture.end_offset
 
     # -- in the commit's thread -----------------------------------------------------------------------------
 
     def write(self, reservation: Reservation, captures: list[Capture]) -> None:
-        """Copy what was captured out of the segments and sync it, once for all of them."""
+        """Copy what was captured from the segments and sync it, once for all of them."""
         file, position, sequence = reservation
         descriptor = self._open(file)
         pieces: list[bytes] = []
@@ -175,7 +175,7 @@ class Journal:
         return head + _CRC.pack(crc32c(data, crc32c(head))), data
 
     def entries_of(self, log: Log, base_offset: int) -> Iterator[tuple[Entry, bytes]]:
-        """What the journal still holds of one segment."""
+        """Yield what the journal still holds of one segment."""
         wanted = (self.journal_id, log.topic_id, log.partition.partition, base_offset)
         for entry, data in read_journal(self._files, self._directory):
             if (entry.journal_id, entry.topic_id, entry.partition, entry.base_offset) == wanted:
@@ -201,7 +201,7 @@ class Journal:
 
 
 def remove_journal(files: Files, directory: str) -> None:
-    """Remove the files of a journal, for good when this returns."""
+    """Remove the files of a journal, durably."""
     present = set(files.names(directory))
     for name in FILE_NAMES:
         if name in present:
@@ -211,7 +211,7 @@ def remove_journal(files: Files, directory: str) -> None:
 
 
 def read_journal(files: Files, directory: str) -> Iterator[tuple[Entry, bytes]]:
-    """Every entry that is whole, in the order in which they were written."""
+    """Yield every entry that is whole, in the order in which they were written."""
     present = set(files.names(directory))
     readers = [_read_file(files, f"{directory}/{name}") for name in FILE_NAMES if name in present]
     firsts = [(first, reader) for reader in readers if (first := next(reader, None)) is not None]

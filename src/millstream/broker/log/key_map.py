@@ -1,7 +1,7 @@
 """The last offset of each key, for compaction: bounded, and without the keys themselves.
 
-A key of 16 bytes or more is known by its 128-bit BLAKE2b digest, so that the memory does not depend on how long keys
-are; a shorter one is its own name, which no digest can be mistaken for. A key takes about 170 bytes.
+A key of 16 bytes or more is represented by its 128-bit BLAKE2b digest, so memory does not depend on key length; a
+shorter key represents itself and cannot be mistaken for a digest. A key takes about 170 bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ DIGEST_BYTES = 16
 
 
 class KeyMap:
-    """Keys to their last offsets."""
+    """Keys and their last offsets."""
 
     __slots__ = ("_keys_max", "_offsets")
 
@@ -26,11 +26,11 @@ class KeyMap:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many keys as may be; the batch that filled it is still taken as a whole."""
+        """Whether it holds as many keys as it may; the batch that filled it is still taken as a whole."""
         return len(self._offsets) >= self._keys_max
 
     def note(self, key: bytes, offset: int) -> None:
-        """A record of this key stands at an offset, behind all that were noted before."""
+        """Record a record of this key, which comes after all earlier ones."""
         self._offsets[_name(key)] = offset
 
     def is_superseded(self, key: bytes, offset: int) -> bool:

@@ -1,12 +1,11 @@
 """The ledger of checkpoints: the last known state of every log, in one file for all of them.
 
-A group of checkpoints is one append with one sync, however many logs it covers; the file is rewritten when most of
-it is out of date. A group that is torn by a crash is the last one and is left out. A group that is bad and not the
-last was damaged on disk: as nobody knows which logs it was about, nothing before it is believed, which costs those
-logs a scan.
+A group of checkpoints is one append with one sync, however many logs it covers; the file is rewritten when most of it
+is out of date. A group that a crash has torn is the last one and is ignored. A group that is bad and not the last was
+damaged on disk: it is unknown which logs it was about, so nothing before it is trusted, which costs those logs a scan.
 
-A group: magic | CRC-32C u32 of the rest | length u32 of the entries | entries
-An entry: topic id | partition i32 | length u32 | the state, which has a checksum of its own
+A group: magic, CRC-32C u32 of the rest, length u32 of the entries, entries. An entry: topic id, partition i32, length
+u32, the state, which has a checksum of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _logger = logging.getLogger(__name__)
 LEDGER_NAME = "checkpoints"
 REWRITE_BYTES_MIN = 1024 * 1024
 RESERVE_BYTES = 256 * 1024
-"""Space is taken ahead, so that on a full disk deletions can still be recorded, which is what makes room again."""
+"""Space is reserved ahead, so that a full disk can still record deletions, which make room again."""
 
 _MAGIC = b"MScp"
 _GROUP = struct.Struct(">4sII")
@@ -39,7 +38,7 @@ LogKey = tuple[UUID, PartitionIndex]
 
 
 class _Place(NamedTuple):
-    """Where the last state of a log stands."""
+    """Where the last state of a log is stored."""
 
     position: int
     size: int
@@ -59,7 +58,7 @@ class Ledger:
         self._end = 0
         self._reserved = 0
         self.damaged = False
-        """Whether something was bad in the middle of the file when it was opened."""
+        """Whether the middle of the file was bad when it was opened."""
         self._broken = False
         self._lock = threading.Lock()
         new = not files.exists(self._path)
@@ -77,18 +76,18 @@ class Ledger:
         return self._end
 
     def state_of(self, key: LogKey) -> bytes | None:
-        """The last checkpoint of a log."""
+        """Return the last checkpoint of a log."""
         with self._lock:
             place = self._places.get(key)
             return None if place is None else self._files.read_at(self._descriptor, place.size, place.position)
 
     def next_version(self) -> int:
-        """A number for a state that is taken now, so that of two of a log the later one wins, whoever writes first."""
+        """Return a number for a state that is captured now: of two states of a log the later one wins."""
         self._last_version += 1
         return self._last_version
 
     def write(self, states: Iterable[tuple[LogKey, int, bytes]]) -> None:
-        """Append checkpoints, for good when this returns. A version older than one that is there is left out."""
+        """Append checkpoints, durably. A version older than a stored one is left out."""
         with self._lock:
             fresh = [item for item in states if item[1] > self._versions.get(item[0], -1)]
             try:
@@ -107,7 +106,7 @@ class Ledger:
             self._versions.update((key, version) for key, version, _ in fresh)
 
     def forget(self, key: LogKey) -> None:
-        """The log was deleted; its entry goes when the file is rewritten."""
+        """Forget a deleted log; its entry goes when the file is rewritten."""
         with self._lock:
             place = self._places.pop(key, None)
             self._versions.pop(key, None)
@@ -132,7 +131,7 @@ class Ledger:
         return places
 
     def _reserve(self, end: int) -> None:
-        """Take space ahead of what is needed now, where there is some."""
+        """Reserve space ahead of what is needed now, if there is some."""
         if end <= self._reserved:
             return
         try:
@@ -174,7 +173,7 @@ class Ledger:
             _logger.warning("the ledger of checkpoints could not be rewritten", extra={"error": str(error)})
 
     def _rewrite(self) -> None:
-        """Put what is still wanted into a new file."""
+        """Write what is still wanted into a new file."""
         states = [(key, self._files.read_at(self._descriptor, *place[::-1])) for key, place in self._places.items()]
         new = self._path + ".new"
         old, self._descriptor = self._descriptor, self._files.open(new, create=True)
@@ -198,7 +197,7 @@ class Ledger:
 
 
 def last_states(content: bytes) -> dict[LogKey, bytes]:
-    """The last state of each log that a ledger holds, for whoever only looks."""
+    """Return the last state of each log in a ledger, for read-only use."""
     found: dict[LogKey, bytes] = {}
     for position, end in _groups(content):
         for key, place in _places(content[position + _GROUP.size : end], position + _GROUP.size):
@@ -207,7 +206,7 @@ def last_states(content: bytes) -> dict[LogKey, bytes]:
 
 
 def _groups(content: bytes) -> Iterator[tuple[int, int]]:
-    """Where each valid group begins and ends."""
+    """Yield where each valid group begins and ends."""
     position = content.find(_MAGIC)
     while 0 <= position <= len(content) - _GROUP.size:
         _, checksum, length = _GROUP.unpack_from(content, position)
@@ -220,7 +219,7 @@ def _groups(content: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _places(body: bytes, start: int) -> Iterator[tuple[LogKey, _Place]]:
-    """Where in the file the states of a group stand."""
+    """Yield where in the file the states of a group are."""
     at = 0
     while at < len(body):
         topic_id, partition, length = _ENTRY.unpack_from(body, at)

@@ -1,16 +1,14 @@
 """One partition's log: an append-only sequence of batches with offsets, in segments.
 
-Every method is synchronous and runs on the event loop, which owns the state; only syncing happens in threads, by
-the jobs of `sync`, `checkpoint` and `repair`, which read and change the log on the loop before and after.
+Every method is synchronous and runs on the event loop, which owns the state. Only slow work happens in threads, by jobs
+(commits, checkpoints, truncations, repairs) that read and change the log on the loop before and after.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-import threading
-from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from errno import ENOENT
 from typing import Protocol
@@ -21,7 +19,7 @@ from millstream.broker.log.checked_append import append_checked
 from millstream.broker.log.damage import LostRange
 from millstream.broker.log.fast_append import append_fast
 from millstream.broker.log.files import Files, write_fully
-from millstream.broker.log.follower_append import append_replica, begin_restart
+from millstream.broker.log.follower_append import append_replica
 from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.broker.log.indexes import LoadedIndexes
 from millstream.broker.log.log_contents import LogContents
@@ -32,11 +30,16 @@ from millstream.broker.log.producers import Producers
 from millstream.broker.log.reader import Reader
 from millstream.broker.log.retention import RetentionFloors, delete_before, delete_expired
 from millstream.broker.log.scan import Bad
-from millstream.broker.log.segment import Segment
+from millstream.broker.log.segment import Segment, SegmentList
 from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice
-from millstream.broker.log.swap import Swap, settle_swaps
 from millstream.broker.log.transactions import Guard
-from millstream.broker.log.truncation import Checkpointing, Truncation, begin_truncation, retry_truncation
+from millstream.broker.log.truncation import (
+    Checkpointing,
+    Truncation,
+    begin_restart,
+    begin_truncation,
+    retry_truncation,
+)
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     DamagedRange,
@@ -51,42 +54,111 @@ from millstream.protocol.records.batch import Buffer
 
 _logger = logging.getLogger(__name__)
 
-HINTS_MAX = 64
-"""Known positions of offsets that are asked for next: where reads ended and where commits ended."""
-
 READ_ALL = sys.maxsize
-"""However much it is, it is read."""
+"""Read everything at once, however much it is."""
 
 CHECKPOINT_BYTES = 64 * 1024 * 1024
-"""After this much a checkpoint is asked for, so that there is never more than this to scan after a crash."""
+"""A checkpoint is requested after this much, which bounds what a crash leaves to be scanned."""
 
 
 class Maintenance(Protocol):
-    """Whoever makes the log durable."""
+    """What makes a log durable: the store, as its logs see it."""
 
     floors: RetentionFloors
 
     def note_dirty(self, log: Log) -> None:
-        """The log has begun to hold what is not synced."""
+        """Take note that a log holds bytes that are not synced."""
 
     def checkpoint_soon(self, log: Log) -> None:
-        """Something happened that a checkpoint should record."""
+        """Write a checkpoint of a log before long."""
 
     def checkpoint_now(self, log: Log) -> None:
-        """Checkpoint the log before this returns, or raise `OSError`."""
+        """Write a checkpoint before this returns, or raise `OSError`."""
 
     def checkpoint_job(self, log: Log) -> Checkpointing:
-        """Capture a checkpoint for whoever does it."""
+        """Capture a checkpoint for the caller to carry out."""
 
     def truncate_now(self, cut: Truncation) -> None:
-        """Carry out a cut before this returns."""
+        """Carry out a truncation before this returns."""
 
     def journal_mark(self) -> tuple[int, int]:
-        """The journal's id and next sequence: what was journaled before is void for a log that notes this."""
+        """Return the journal's id and next sequence; earlier entries are void for a log that records this."""
+
+
+class LogHealth:
+    """Whether a log takes writes, and what its disk last failed at."""
+
+    __slots__ = (
+        "blocks_writes",
+        "broken",
+        "closed",
+        "failed_at",
+        "failure",
+        "is_truncating",
+        "repairing",
+        "truncation_failed",
+    )
+
+    def __init__(self) -> None:
+        self.blocks_writes = False
+        """Whether an append has to look further: the log is closed, broken, or being truncated."""
+        self.closed = False
+        self.broken = False
+        """Whether a sync of a segment failed; writes are refused until its tail is in another file."""
+        self.repairing = False
+        """Whether that tail is being copied."""
+        self.is_truncating = False
+        """Whether the files may still hold what was truncated; no writes are taken until they do not."""
+        self.truncation_failed = False
+        self.failure: str | None = None
+        """What the disk last failed at, until it does something right."""
+        self.failed_at = 0.0
+
+    def fail(self, failure: str, now: float) -> None:
+        """Remember what the disk failed at."""
+        self.failure, self.failed_at = failure, now
+
+    def succeed(self) -> None:
+        """Forget the last failure, unless a broken segment is still to be repaired."""
+        if not self.broken:
+            self.failure = None
+
+    def break_off(self) -> None:
+        """Refuse writes until the tail of a segment that failed to sync is in another file."""
+        self.broken = self.blocks_writes = True
+
+    def begin_repair(self) -> None:
+        """Keep the log as it is while the tail is copied."""
+        self.repairing = True
+
+    def end_repair(self, *, is_repaired: bool) -> None:
+        """Account for the copy; if it succeeded, writes are taken again."""
+        self.repairing = False
+        if is_repaired:
+            self.broken, self.failure = False, None
+            self.blocks_writes = self.closed or self.is_truncating
+
+    def begin_truncation(self) -> None:
+        """Refuse writes; until the truncation is captured, it counts as failed and has to be repeated."""
+        self.is_truncating = self.truncation_failed = self.blocks_writes = True
+
+    def truncation_captured(self) -> None:
+        """Account for a truncation that is on its way to the disk."""
+        self.truncation_failed = False
+
+    def end_truncation(self, *, is_done: bool) -> None:
+        """Take writes again, or have the truncation repeated first."""
+        self.truncation_failed = not is_done
+        self.is_truncating = not is_done
+        self.blocks_writes = self.closed or self.broken or self.is_truncating
+
+    def close(self) -> None:
+        """Refuse everything from here on."""
+        self.closed = self.blocks_writes = True
 
 
 class Log:
-    """One partition's log. What is not a method of the contract is for the other parts of this package."""
+    """One partition's log. The jobs of this package change it through the methods of its last section, on the loop."""
 
     def __init__(
         self,
@@ -104,64 +176,87 @@ class Log:
         self.key = (topic_id, partition.partition)
         self.topic_id = topic_id
         self.partition = partition
-        self.settings = settings
-        self.allows_fast_append = _takes_plain(settings)
-        """Whether batches are stored as they come, without a look at their records and without another time."""
         self.directory = contents.directory
-        self.segments = contents.segments
+        self.settings = settings
+        self.allows_fast_append = _allows_fast_append(settings)
+        """Whether batches are stored as they are, without decoding their records or changing their timestamps."""
+        self.segments = SegmentList(contents.directory, contents.segments, open_files, folder_synced=contents.known)
+        self.health = LogHealth()
         self.start_offset = Offset(contents.start_offset)
         self.end_offset = Offset(contents.end_offset)
         self.synced_offset = Offset(contents.end_offset)
         self.stored_offset = Offset(contents.end_offset)
         """Everything below is durable in the segments themselves, not only in the journal."""
+        self.cleaned_offset = contents.cleaned_offset
+        """Everything below is compacted: each key occurs once."""
         self.producers: Producers = contents.producers
         self.epochs = contents.epochs
         self.damage = contents.damage
         self.journal_mark = contents.journal_mark
-        self.on_synced: Callable[[], None] | None = None
-        self.on_sync_failed: Callable[[StorageFailure], None] | None = None
-        self.acknowledged_offset: Callable[[], int] | None = None
-        """Up to where nothing can be cut off again, so that it may be deleted and compacted; None for all of it."""
-        self.failure: str | None = None
-        """What the disk last failed at, until it does something right."""
-        self.failed_at = 0.0
-        self.broken = False
-        """A sync of a segment failed; writes are refused until its tail is in another file."""
-        self.repairing = False
-        self.is_truncating = self.truncation_failed = False
-        """Whether its files still hold what was cut off, and if the disk refused the cut; no writes are taken then."""
-        self.closed = False
-        self.generation = 0
-        """Changes when segments are cut or replaced, so that a job that is under way knows."""
-        self.names_version = 0
-        self.names_synced = 0
-        self.folder_synced = True
-        self.removed_segments: list[Segment] = []
-        """Segments that are no part of the log any more; their files go after the next checkpoint."""
-        self.names_lock = threading.Lock()  # Held to remove the files of doomed segments, and to take over their names.
-        self.swaps: list[Swap] = []
-        """Compacted segments whose files take their place with the next checkpoint."""
-        self.cleaned_offset = contents.cleaned_offset
-        """Up to where compaction has been: below, each key stands once."""
-        self.dirty = False
-        self.changed = contents.changed
-        """Whether the last checkpoint is behind."""
+        """Journal entries from before this mark are void for this log."""
         self.reader = Reader(
             files, open_files, indexes, self.epochs, clock, index_interval_bytes=settings.index_interval_bytes
         )
-        self._lookup = Lookup(self.reader)
-        self._bases = [segment.base_offset for segment in self.segments]
-        self._hints: dict[int, tuple[Segment, int]] = {}
-        self.unchecked_bytes = 0
-        self._files = files
         self.open_files = open_files
         self.clock = clock
         self.maintenance = maintenance
+        self._files = files
+        self._lookup = Lookup(self.reader)
+        self._on_synced: Callable[[], None] | None = None
+        self._on_sync_failed: Callable[[StorageFailure], None] | None = None
+        self._acknowledged_offset: Callable[[], int] | None = None
+        self._is_dirty = False
+        self._is_changed = contents.changed
+        self._uncheckpointed_bytes = 0
 
     def __repr__(self) -> str:
         return f"Log({self.partition}, offsets {self.start_offset}..{self.end_offset})"
 
     # -- what is known --------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether the log takes and gives nothing any more."""
+        return self.health.closed
+
+    @property
+    def failure(self) -> str | None:
+        """What the disk last failed at, until it does something right."""
+        return self.health.failure
+
+    @property
+    def generation(self) -> int:
+        """A number that changes when segments are truncated or replaced, and when the log is closed."""
+        return self.segments.generation
+
+    @property
+    def is_dirty(self) -> bool:
+        """Whether appends are waiting for a sync to be captured."""
+        return self._is_dirty
+
+    @property
+    def needs_checkpoint(self) -> bool:
+        """Whether the last checkpoint is out of date."""
+        return self._is_changed
+
+    def listen(
+        self,
+        *,
+        on_synced: Callable[[], None] | None = None,
+        on_sync_failed: Callable[[StorageFailure], None] | None = None,
+        acknowledged_offset: Callable[[], int] | None = None,
+    ) -> None:
+        """Set the callbacks after syncs, and the source of the offset below which nothing can be truncated.
+
+        Only what is below that offset is deleted and compacted; without a source, everything may be.
+        """
+        self._on_synced = on_synced
+        self._on_sync_failed = on_sync_failed
+        self._acknowledged_offset = acknowledged_offset
+
+    def acknowledged_offset(self, *, default: int) -> int:
+        """Return the offset below which nothing can be truncated; the default if replicas have no say in it."""
+        return default if self._acknowledged_offset is None else self._acknowledged_offset()
 
     @property
     def latest_epoch(self) -> Epoch:
@@ -179,19 +274,18 @@ class Log:
         return self.damage.ranges()
 
     def settle_transactions(self) -> None:
-        """Forget how to take back the markers that cannot be cut off any more."""
-        settled = self.synced_offset if self.acknowledged_offset is None else self.acknowledged_offset()
-        self.producers.transactions.settle(settled)
+        """Forget how to revert the markers that can no longer be truncated."""
+        self.producers.transactions.settle(self.acknowledged_offset(default=self.synced_offset))
 
     def end_of_epoch(self, epoch: int) -> tuple[Epoch, Offset]:
-        """Where an epoch ended, as `OffsetForLeaderEpoch` asks; (-1, -1) if it is unknown."""
+        """Return where an epoch ended, as `OffsetForLeaderEpoch` asks; (-1, -1) if it is unknown."""
         return self.epochs.end_of(epoch, self.end_offset)
 
     def change_settings(self, settings: TopicSettings) -> None:
-        """Follow the topic's settings from now on."""
+        """Apply changed settings of the topic."""
         self.settings = settings
-        self.allows_fast_append = _takes_plain(settings)
-        if self.dirty:
+        self.allows_fast_append = _allows_fast_append(settings)
+        if self._is_dirty:
             self.maintenance.note_dirty(self)
 
     # -- append ---------------------------------------------------------------------------------------------
@@ -205,11 +299,11 @@ class Log:
         guard: Guard | None = None,
         is_checked: bool = False,
     ) -> AppendedRange:
-        """Check the batches, give them offsets in place, and write them; nothing is synced yet.
+        """Validate batches, assign their offsets in place, and write them; nothing is synced yet.
 
-        The guard is what a transaction needs to begin here. Keys are looked for unless `is_checked`.
+        A transaction begins only under its guard. Records are checked unless `is_checked`.
         """
-        if (self.closed or self.broken or self.is_truncating) and not retry_truncation(self, self._files):
+        if self.health.blocks_writes and not retry_truncation(self, self._files):
             raise self._refusal()
         if not internal:
             appended = append_fast(self, batches, leader_epoch)
@@ -218,17 +312,18 @@ class Log:
         return append_checked(self, batches, leader_epoch, internal=internal, guard=guard, is_checked=is_checked)
 
     def _refusal(self) -> PartitionClosed | StorageFailure:
-        if self.closed:
+        health = self.health
+        if health.closed:
             return PartitionClosed(f"{self.partition} is closed")
-        if self.is_truncating and not self.truncation_failed:
-            return StorageFailure(f"{self.partition}: writes are refused until its end is cut off")
-        return StorageFailure(f"{self.partition}: writes are refused until the disk works again: {self.failure}")
+        if health.is_truncating and not health.truncation_failed:
+            return StorageFailure(f"{self.partition}: writes are refused until its truncation is on disk")
+        return StorageFailure(f"{self.partition}: writes are refused until the disk works again: {health.failure}")
 
     def segment_for(self, size: int, next_offset: int, now_ms: int) -> Segment:
-        """The segment that takes the next write, a new one when the last is full or an hour old."""
-        if not self.segments:
+        """Return the segment that takes the next write; a new one if the last is full or too old."""
+        active = self.segments.active
+        if active is None:
             return self.roll()
-        active = self.segments[-1]
         settings = self.settings
         if active.size and (
             active.size + size > settings.segment_bytes
@@ -241,32 +336,20 @@ class Log:
     def roll(self) -> Segment:
         """Begin a new segment."""
         segment = Segment(self.directory, self.end_offset)
-        self._claim_name(segment.base_offset)
+        self.segments.claim_name(segment.base_offset)
         try:
-            # A file of this name can only be the remains of something that was cut off.
+            # A file of this name can only be left over from a truncation.
             self._files.truncate(self.open_files.descriptor(segment, create=True), 0)
         except OSError as error:
             self.open_files.release(segment)
             raise self.fail_write("beginning a new segment", error) from error
-        self.names_version += 1
-        # Where the log ended is now at the start of another file.
-        self._hints.pop(self.end_offset, None)
-        if self.segments:
-            self.segments[-1].sealed = True
+        if self.segments.active is not None:
             self.maintenance.checkpoint_soon(self)
-        self.segments.append(segment)
-        self._bases.append(segment.base_offset)
+        self.segments.add(segment)
         return segment
 
-    def _claim_name(self, base_offset: int) -> None:
-        """See to it that files of this name are not removed any more, also by a checkpoint that is under way."""
-        for doomed in [doomed for doomed in self.removed_segments if doomed.base_offset == base_offset]:
-            with self.names_lock:
-                doomed.is_removed = True
-            self.removed_segments.remove(doomed)
-
     def write(self, segment: Segment, batches: bytearray | memoryview) -> Index:
-        """Write behind the last batch, or leave the segment as it was; the index is returned for what comes next."""
+        """Write behind the last batch, or leave the segment as it was; return its index."""
         segment.used = True
         try:
             index = segment.index
@@ -282,57 +365,58 @@ class Log:
         return index
 
     def _cut_back(self, segment: Segment) -> None:
-        """Remove what a failed write left behind. The next write begins at the same place, so this may fail too."""
+        """Remove what a failed write left behind. The next write begins at the same position, so this may fail too."""
         try:
             self._files.truncate(self.open_files.descriptor(segment), segment.size)
         except OSError as error:
             _logger.warning(
-                "the remains of a failed write could not be cut off",
+                "the remains of a failed write could not be removed",
                 extra={"partition": str(self.partition), "error": str(error)},
             )
 
     def fail_write(self, doing: str, error: OSError) -> StorageFailure:
-        """The error for a write that the disk did not take; also told by the log itself until a write succeeds."""
+        """Return the error for a write that the disk refused, and remember the failure until a write succeeds."""
         self._note_failure(f"{doing} failed: {error.strerror or error}")
         _logger.error("the disk refused a write", extra={"partition": str(self.partition), "error": self.failure})
         return StorageFailure(
-            f"{self.partition}: {self.failure}. Nothing was stored and reads go on; free space on the disk of "
+            f"{self.partition}: {self.failure}. Nothing was stored, reads continue; free space on the disk of "
             f"{self.directory} or repair it, and writes resume by themselves"
         )
 
-    def after_append(self, size: int) -> None:
-        """See to what follows from more bytes in the log."""
-        self.unchecked_bytes += size
-        if self.unchecked_bytes > CHECKPOINT_BYTES and self.settings.flush != FLUSH_OS:
-            self.unchecked_bytes = 0
+    def advance_end(self, end_offset: int, size: int) -> None:
+        """Account for batches that were written behind the last: so many bytes, up to a new end."""
+        self.end_offset = Offset(end_offset)
+        self._uncheckpointed_bytes += size
+        if self._uncheckpointed_bytes > CHECKPOINT_BYTES and self.settings.flush != FLUSH_OS:
+            self._uncheckpointed_bytes = 0
             self.maintenance.checkpoint_soon(self)
-        if not self.dirty:
-            self.dirty = self.changed = True
+        if not self._is_dirty:
+            self._is_dirty = self._is_changed = True
             self.maintenance.note_dirty(self)
-        if self.failure is not None:
-            self.failure = None
+        if self.health.failure is not None:
+            self.health.succeed()
 
     # -- read -----------------------------------------------------------------------------------------------
 
     def read(self, offset: int, *, max_bytes: int, up_to: int, at_least_one: bool = True) -> bytes | memoryview:
-        """Whole batches from the one that holds `offset`: no more than `max_bytes`, but `at_least_one` if so asked."""
+        """Read whole batches from the one that holds `offset`: at most `max_bytes`, but one batch if `at_least_one`."""
         found = self.read_slice(offset, max_bytes=max_bytes, up_to=up_to, at_least_one=at_least_one)
         return b"" if found is None else found.data
 
     def read_slice(
         self, offset: int, *, max_bytes: int, up_to: int, eager_bytes: int = READ_ALL, at_least_one: bool = True
     ) -> SegmentSlice | None:
-        """The same, as a place in a file; more than `eager_bytes` bytes are left there. None when there is nothing."""
-        if not self.start_offset <= offset <= self.end_offset or self.closed:
+        """Find the same in its segment, and read it if it is at most `eager_bytes`; None if there is nothing."""
+        if not self.start_offset <= offset <= self.end_offset or self.health.closed:
             raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
             return None
         if self.damage:
             up_to = self._undamaged(offset, up_to)
         try:
-            hint = self._hints.get(offset)
+            hint = self.segments.hints.get(offset)
             if hint is None:
-                segment = self._segment_of(offset)
+                segment = self.segments.containing(offset)
                 position = self.reader.locate(segment, offset)
             else:
                 segment, position = hint
@@ -352,7 +436,7 @@ class Log:
             )
         if not found.size:
             return None
-        self.hint(found.next_offset, segment, found.end_position)
+        self.segments.hint(found.next_offset, segment, found.end_position)
         return found
 
     def _out_of_range(self, offset: int) -> OffsetOutOfRange | PartitionClosed:
@@ -368,7 +452,7 @@ class Log:
         return StorageFailure(f"{self.partition}: reading from {self.directory} failed: {error.strerror or error}")
 
     def _undamaged(self, offset: int, up_to: int) -> int:
-        """Up to where reading may go before it meets a lost range; raise when the offset lies in one."""
+        """Return up to where reading is possible before a lost range; raise if the offset is in one."""
         lost = self.damage.at(offset)
         if lost is not None and lost in self.damage.repairable:
             raise RepairPending(
@@ -378,51 +462,35 @@ class Log:
         if lost is not None:
             raise DamagedRange(
                 f"{self.partition}: the disk lost the offsets {lost.first} to {lost.next_offset - 1}; "
-                f"reading can go on at {lost.next_offset}",
+                f"reading can continue at {lost.next_offset}",
                 first=lost.first,
                 next_offset=lost.next_offset,
             )
         first = self.damage.next_after(offset)
         return up_to if first is None else min(up_to, first)
 
-    def _segment_of(self, offset: int) -> Segment:
-        """The segment that holds an offset below the end, or the first one with something behind it."""
-        at = max(0, bisect_right(self._bases, offset) - 1)
-        while self.segments[at].next_offset <= offset:
-            at += 1
-        return self.segments[at]
-
     def _limit(self, segment: Segment, up_to: int) -> tuple[int, int]:
-        """Where in a segment reading has to stop."""
+        """Return the position and the offset in a segment at which reading stops."""
         if up_to >= segment.next_offset:
             return segment.size, segment.next_offset
-        hint = self._hints.get(up_to)
+        hint = self.segments.hints.get(up_to)
         if hint is not None and hint[0] is segment:
             return hint[1], up_to
         lost = self.damage.at(up_to) if self.damage else None
         if lost is not None and lost.segment == segment.base_offset:
             return lost.start, up_to
         position = self.reader.locate(segment, up_to)
-        self.hint(up_to, segment, position)
+        self.segments.hint(up_to, segment, position)
         return position, up_to
 
-    def hint(self, offset: int, segment: Segment, position: int) -> None:
-        """Remember where an offset lies that is likely to be asked for next."""
-        if offset >= segment.next_offset and segment.sealed:
-            return
-        hints = self._hints
-        hints[offset] = (segment, position)
-        if len(hints) > HINTS_MAX:
-            del hints[next(iter(hints))]
-
     def offset_for_time(self, timestamp_ms: int, *, up_to: int) -> Found | None:
-        """The first record with at least this timestamp: its offset, its timestamp and its leader epoch."""
+        """Find the first record with at least this timestamp: its offset, its timestamp and its leader epoch."""
         return self._looked_up(
             lambda: self._lookup.first_at_or_after(self.segments, timestamp_ms, self.start_offset, up_to)
         )
 
     def max_timestamp(self, *, up_to: int) -> Found | None:
-        """The first of the records with the largest timestamp."""
+        """Find the first record with the largest timestamp."""
         return self._looked_up(lambda: self._lookup.latest(self.segments, self.start_offset, up_to))
 
     def _looked_up(self, look_up: Callable[[], Found | None]) -> Found | None:
@@ -437,8 +505,8 @@ class Log:
                 self._record_missing(error)
 
     def boundary(self, offset: int) -> tuple[Segment, int, int]:
-        """Where to cut so that nothing at or beyond an offset is left: segment, position, and the new end."""
-        segment = self._segment_of(offset)
+        """Return where to truncate so that nothing at or beyond an offset is left: segment, position, new end."""
+        segment = self.segments.containing(offset)
         while True:
             try:
                 start = self.reader.index_of(segment).position_of(max(0, offset - segment.base_offset))
@@ -454,29 +522,29 @@ class Log:
     # -- damage ---------------------------------------------------------------------------------------------
 
     def _locate_damage(self, broken: BrokenSegment) -> None:
-        """Find out which offsets are lost where a segment was found to be broken."""
+        """Find which offsets are lost where a segment turned out to be broken."""
         segment = broken.segment
         for bad in self._find_bad_ranges(segment, broken.position):
             known = self.damage.at(bad.first)
             if known is None or known.next_offset < bad.next_offset:
                 self.record_damage(segment, bad)
                 return
-        raise StorageFailure(f"{self.partition}: {broken}, and looking again found nothing wrong")
+        raise StorageFailure(f"{self.partition}: {broken}, and a second look found no damage")
 
     def _record_missing(self, error: OSError) -> None:
-        """Note that all of a segment is lost if its file was removed; any other error is raised to the reader."""
+        """Record that a segment is lost if its file was removed; raise any other error to the reader."""
         missing = [segment for segment in self.segments if segment.path == error.filename]
         if not isinstance(error, FileNotFoundError) or not missing or not self._files.exists(self.directory):
             raise self._unreadable(error) from error
         self.record_missing_file(missing[0])
 
     def record_missing_file(self, segment: Segment) -> None:
-        """Note that all of a segment is lost, as its file was removed."""
+        """Record that all of a segment is lost, because its file was removed."""
         known = self.damage.at(max(segment.base_offset, self.start_offset))
         if known is not None and known.next_offset >= segment.next_offset:
             return
         self.open_files.close(segment)
-        # There is nothing to sync any more; the checkpoint that follows says that it is lost.
+        # Nothing is left to sync; the checkpoint that follows records the loss.
         segment.mark_synced(segment.size, segment.next_offset)
         unsynced = max(self.synced_offset, segment.base_offset)
         is_awaited = self.settings.flush == FLUSH_ALWAYS and unsynced < segment.next_offset
@@ -485,18 +553,18 @@ class Log:
             # A commit under way may still advance past it, and a retry must not count as a duplicate of what is gone.
             self.producers.drop_range(unsynced, segment.next_offset)
             self.fail_sync(FileNotFoundError(ENOENT, "the file was removed"), f"syncing {segment.path}")
-            self.failure = None
-        if segment is self.segments[-1]:
-            # A disk that takes no new file is told to whoever writes.
+            self.health.succeed()
+        if segment is self.segments.active:
+            # If the disk takes no new file, the next write reports it.
             with suppress(StorageFailure):
                 self.roll()
 
     def locate_damage(self, segment: Segment, position: int) -> None:
-        """Somebody found a segment to be broken; note what is lost."""
+        """Record what is lost at a position where a segment turned out to be broken."""
         self._locate_damage(BrokenSegment(segment, position))
 
     def _find_bad_ranges(self, segment: Segment, position: int) -> Iterator[Bad]:
-        """What is bad in a segment from the last known batch before a position on."""
+        """Yield what is bad in a segment from the last known batch before a position."""
         relative, start = self.reader.index_of(segment).start_before(position)
         try:
             scan = self.reader.scan(segment, start, segment.base_offset + relative)
@@ -513,11 +581,11 @@ class Log:
             yield Bad(scan.position, segment.size, scan.expected, segment.next_offset)
 
     def record_damage(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
-        """Note that a range of offsets is lost. What lies behind it stays."""
+        """Record that a range of offsets is lost; the records behind it stay readable."""
         segment.holes[bad.start] = (bad.end, bad.next_offset)
         self.damage.add(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end, unread))
-        self._hints.clear()
-        self.changed = True
+        self.segments.hints.clear()
+        self.mark_changed()
         self.maintenance.checkpoint_soon(self)
         _logger.error(
             "records are damaged on disk",
@@ -533,22 +601,22 @@ class Log:
         self.damage.on_change()
 
     def mark_intact(self, lost: LostRange) -> None:
-        """Serve a range that was lost and is whole again, as somebody restored its file."""
+        """Serve a lost range again whose file was restored from outside."""
         others = [one for one in self.damage if one.segment == lost.segment and one != lost]
         self.mark_repaired(lost, lost.next_offset, others)
 
     def mark_repaired(self, lost: LostRange, next_offset: int, left: list[LostRange]) -> None:
-        """Serve a lost range up to an offset again; `left` is what is still lost of its segment."""
+        """Serve a lost range again up to an offset; `left` is what is still lost of its segment."""
         self.damage.replace(lost, left)
         for segment in self.segments:
             segment.holes = self.damage.holes_of(segment.base_offset) if self.damage else {}
             if segment.base_offset <= lost.first < segment.next_offset:
                 segment.forget_verified()
-        self._hints.clear()
-        self.changed = True
+        self.segments.hints.clear()
+        self.mark_changed()
         self.maintenance.checkpoint_soon(self)
         _logger.warning(
-            "records that were damaged are whole again",
+            "damaged records were repaired",
             extra={
                 "topic": self.partition.topic,
                 "partition": self.partition.partition,
@@ -557,14 +625,14 @@ class Log:
             },
         )
         if lost.unread and not any(one.unread for one in self.damage):
-            # Among what is back may be the end of a transaction, or the last batch of a producer.
-            self.producers = producers_up_to(self, self.end_offset)
+            # The repaired range may hold the end of a transaction, or the last batch of a producer.
+            self.rebuild_producers(self.end_offset)
         self.damage.on_change()
 
     # -- deletion -------------------------------------------------------------------------------------------
 
     def delete_expired(self, now_ms: int) -> int:
-        """Delete the segments that are too old or too many by the topic's settings; returns the bytes freed."""
+        """Delete segments by age and size as the topic's settings say; return the bytes freed."""
         return delete_expired(self, now_ms)
 
     def delete_before(self, offset: int) -> None:
@@ -572,60 +640,57 @@ class Log:
         delete_before(self, offset)
 
     def truncate_to(self, offset: int) -> None:
-        """Cut off everything from an offset on (and the batch that holds it), for good when this returns."""
+        """Truncate everything from an offset on, and the batch that holds it; durable when this returns."""
         cut = self.begin_truncation(offset)
         if cut is not None:
             self.maintenance.truncate_now(cut)
 
     def begin_truncation(self, offset: int) -> Truncation | None:
-        """The same, for good when the cut is done, and nothing is taken until then; None when nothing is to be cut."""
+        """Truncate in memory; durable once the result is carried out. None if there is nothing to truncate."""
         return begin_truncation(self, offset, self._files)
 
     # -- replication ----------------------------------------------------------------------------------------
 
     def append_replica(self, batches: Buffer, *, leader_epoch: Epoch) -> None:
-        """Take over batches as the leader of an epoch wrote them; nothing is synced yet."""
-        if (self.closed or self.broken or self.is_truncating) and not retry_truncation(self, self._files):
+        """Append batches as the leader of an epoch wrote them; nothing is synced yet."""
+        if self.health.blocks_writes and not retry_truncation(self, self._files):
             raise self._refusal()
         append_replica(self, batches, leader_epoch, self._files)
 
     def restart_at(self, offset: int) -> None:
-        """Drop everything and begin anew at an offset, for good when this returns."""
+        """Drop everything and restart at an offset; durable when this returns."""
         self.maintenance.truncate_now(self.begin_restart(offset))
 
     def begin_restart(self, offset: int) -> Truncation:
-        """The same, for good when the cut is done. The log takes nothing until then."""
+        """Drop everything in memory; durable once the result is carried out, and no writes are taken until then."""
         return begin_restart(self, offset, self._files)
 
-    # -- for the jobs ---------------------------------------------------------------------------------------
+    # -- for the jobs of this package -----------------------------------------------------------------------
 
-    def unsynced_segments(self) -> list[Segment]:
-        """The segments with bytes that are not durable in their own file, in order."""
-        found: list[Segment] = []
-        for segment in reversed(self.segments):
-            if segment.size and segment.synced_bytes == segment.size:
-                break
-            if segment.size:
-                found.append(segment)
-        return found[::-1]
+    def sync_captured(self) -> None:
+        """Account for a capture of everything unsynced; the next append is announced again."""
+        self._is_dirty = False
 
     def advance_synced(self, end_offset: int) -> None:
-        """Everything below an offset is durable, in the segments or in the journal."""
-        if not self.broken:
-            self.failure = None
+        """Account for a sync: everything below an offset is durable, in the segments or in the journal."""
+        self.health.succeed()
         if end_offset > self.synced_offset:
             self.synced_offset = Offset(end_offset)
-            if self.on_synced is not None:
-                self.on_synced()
+            if self._on_synced is not None:
+                self._on_synced()
+
+    def advance_stored(self, end_offset: int) -> None:
+        """Account for a sync of the segments themselves."""
+        self.stored_offset = max(self.stored_offset, Offset(end_offset))
+        self.advance_synced(end_offset)
 
     def _note_failure(self, what: str) -> None:
-        self.failure = what
-        self.failed_at = self.clock.monotonic()
+        self.health.fail(what, self.clock.monotonic())
 
     def mark_unsynced_segment(self, segment: Segment) -> None:
-        """A sync of a segment failed: refuse writes until what it held is safe in another file."""
-        if not self.broken:
-            self.broken = True
+        """Refuse writes until the tail of a segment whose sync failed is safe in another file."""
+        if not self.health.broken:
+            self.health.break_off()
             self._note_failure(f"{segment.path} could not be synced")
             _logger.error(
                 "a file could not be synced and is not trusted again",
@@ -633,42 +698,86 @@ class Log:
             )
 
     def fail_sync(self, error: OSError, doing: str) -> None:
-        """Tell whoever waits for a sync that it did not come about."""
+        """Fail those who wait for a sync."""
         self._note_failure(f"{doing} failed: {error.strerror or error}")
         if not self.closed:
             _logger.error("a log could not be synced", extra={"partition": str(self.partition), "error": self.failure})
-        if self.on_sync_failed is not None:
-            self.on_sync_failed(
+        if self._on_sync_failed is not None:
+            self._on_sync_failed(
                 StorageFailure(
-                    f"{self.partition}: {self.failure}. What was sent last may be stored or not; free space on the "
-                    f"disk of {self.directory} or repair it, and writes resume by themselves"
+                    f"{self.partition}: {self.failure}. The last records sent may or may not be stored; free space on "
+                    f"the disk of {self.directory} or repair it, and writes resume by themselves"
                 )
             )
 
-    def replace_segments(self, segments: list[Segment]) -> None:
-        """Go on with other segments; positions that were known are not any more."""
-        self.segments = segments
-        self._bases = [segment.base_offset for segment in segments]
-        self._hints.clear()
-        self.generation += 1
-        self.changed = True
+    def mark_changed(self) -> None:
+        """Have the next checkpoint written even if nothing is appended."""
+        self._is_changed = True
 
-    def swap_segments(self, segments: list[Segment]) -> None:
-        """Go on with compacted segments: the end of the log stays as it is, so what is under way there goes on."""
-        generation = self.generation
-        self.replace_segments(segments)
-        self.generation = generation
-        self.names_version += 1
+    def checkpoint_captured(self) -> None:
+        """Account for a checkpoint that captured the log as it is now."""
+        self._is_changed = False
+        self._uncheckpointed_bytes = 0
+
+    def void_journal(self) -> None:
+        """Make everything that was journaled of this log so far void."""
         self.journal_mark = self.maintenance.journal_mark()
+
+    def replace_segments(self, segments: list[Segment], removed: Iterable[Segment] = ()) -> None:
+        """Continue with other segments; the files of those that are removed go after the next checkpoint."""
+        self.segments.replace(segments, removed)
+        self.mark_changed()
+
+    def swap_in(self, old: list[Segment], new: Segment, token: str) -> bool:
+        """Continue with a new segment in place of old ones; False if the log is no longer as it was."""
+        health = self.health
+        if health.closed or health.broken or health.repairing or not self.segments.swap_in(old, new, token):
+            return False
+        self.mark_changed()
+        self.void_journal()
+        return True
+
+    def advance_start(self, start_offset: int) -> None:
+        """Begin at a later offset; segments are not touched."""
+        self.start_offset = max(self.start_offset, Offset(start_offset))
+        self.damage.cut_before(self.start_offset)
+        self.producers.transactions.cut_before(self.start_offset)
+        self.mark_changed()
+
+    def advance_cleaned(self, cleaned_offset: int) -> None:
+        """Account for a compaction pass."""
+        self.cleaned_offset = cleaned_offset
+        self.mark_changed()
+        self.maintenance.checkpoint_soon(self)
+
+    def rebuild_producers(self, end_offset: int) -> None:
+        """Read the producers' state again from the batches below an offset."""
+        self.producers = producers_up_to(self, end_offset)
+
+    def lower_end(self, end_offset: int) -> None:
+        """End at an earlier offset; segments and damage are not touched."""
+        self.end_offset = Offset(end_offset)
+        self.start_offset = min(self.start_offset, self.end_offset)
+        self.synced_offset = min(self.synced_offset, self.end_offset)
+        self.stored_offset = min(self.stored_offset, self.end_offset)
+        self.cleaned_offset = min(self.cleaned_offset, end_offset)
+        self.epochs.cut_after(end_offset)
+        self.producers.truncate(end_offset)
+
+    def reset_to(self, offset: int) -> None:
+        """Drop everything, and begin and end at an offset."""
+        self.replace_segments([], removed=list(self.segments))
+        self.start_offset = self.end_offset = self.synced_offset = self.stored_offset = Offset(offset)
+        self.cleaned_offset = offset
+        self.epochs.cut_after(0)
+        self.producers.clear()
+        self.damage.clear()
 
     def close(self) -> None:
         """Close the files; the log takes and gives nothing from here on."""
-        self.closed = True
-        self.generation += 1
-        settle_swaps(self, list(self.swaps))
-        for segment in self.segments:
-            self.open_files.release(segment)
+        self.health.close()
+        self.segments.close()
 
 
-def _takes_plain(settings: TopicSettings) -> bool:
+def _allows_fast_append(settings: TopicSettings) -> bool:
     return settings.message_timestamp_type == "CreateTime" and not settings.reads_records

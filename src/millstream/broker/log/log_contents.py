@@ -1,4 +1,4 @@
-"""What the folder of a log holds, as opening or recovering it found it, and what there was to say about it."""
+"""What opening or recovering the folder of a log found."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class LogContents:
     damage: Damage = field(default_factory=Damage)
     journal_mark: tuple[int, int] = (0, 0)
     cleaned_offset: int = 0
-    """Up to where compaction has been."""
+    """Everything below is compacted."""
     known: bool = False
-    """Whether there was a checkpoint, so that the folder itself is there for good."""
+    """Whether there was a checkpoint, which means that the folder itself is durable."""
     changed: bool = False
     """Whether the last checkpoint is behind what was found."""
 
@@ -46,14 +46,14 @@ class RecoveryReport:
 
     @property
     def is_notable(self) -> bool:
-        """Whether something was cut, lost, or brought back from the journal."""
+        """Whether anything was truncated, lost, or restored from the journal."""
         return bool(self.cut_bytes or self.lost or self.replayed_bytes)
 
     def __str__(self) -> str:
         parts = [f"scanned {self.scanned_batches} batches ({self.scanned_bytes} bytes)"]
         if self.replayed_bytes:
-            parts.append(f"brought back {self.replayed_bytes} bytes from the journal")
+            parts.append(f"restored {self.replayed_bytes} bytes from the journal")
         if self.cut_bytes:
-            parts.append(f"cut a torn tail of {self.cut_bytes} bytes at offset {self.cut_from_offset}")
+            parts.append(f"truncated a torn tail of {self.cut_bytes} bytes at offset {self.cut_from_offset}")
         parts += [f"offsets {first} to {after - 1} are damaged" for first, after in self.lost]
         return f"{self.topic}-{self.partition}: {'; '.join(parts)}"

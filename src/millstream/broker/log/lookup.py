@@ -1,8 +1,8 @@
-"""Finding records by time: the time index narrows it down to a batch, then the batch is looked into."""
+"""Finding records by timestamp: the time index narrows the search to a batch, which is then decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from millstream.broker.log.frame import Frame
 from millstream.broker.log.reader import Reader
@@ -15,7 +15,7 @@ from millstream.protocol.records.record import decode_batch
 Found = tuple[Offset, int, Epoch]
 
 LOOKED_INTO_BYTES_MAX = 32 * 1024 * 1024
-"""A batch that decompresses to more is not looked into: this happens on the loop, and its time is known well enough."""
+"""A batch that decompresses to more is not decoded on the loop; the batch's own timestamp is returned."""
 
 
 class Lookup:
@@ -25,9 +25,9 @@ class Lookup:
         self._reader = reader
 
     def first_at_or_after(
-        self, segments: Sequence[Segment], timestamp_ms: int, start_offset: int, up_to: int
+        self, segments: Iterable[Segment], timestamp_ms: int, start_offset: int, up_to: int
     ) -> Found | None:
-        """The first record with at least this timestamp, in the order of the log."""
+        """Return the first record with at least this timestamp, in the order of the log."""
         for segment in segments:
             if segment.max_timestamp_ms < timestamp_ms:
                 continue
@@ -63,12 +63,12 @@ class Lookup:
                 if record.timestamp_ms >= timestamp_ms and start_offset <= record.offset < up_to:
                     return record.offset, record.timestamp_ms, epoch
         except BatchRejected:
-            # The checksum is right, so this is what the producer sent; nothing finer than the batch can be told.
+            # The checksum is right, so the producer sent it like this; only the batch as a whole can be located.
             return (first, frame.max_timestamp_ms, epoch) if first < up_to else None
         return None
 
-    def latest(self, segments: Sequence[Segment], start_offset: int, up_to: int) -> Found | None:
-        """The first of the records that have the largest timestamp."""
+    def latest(self, segments: Iterable[Segment], start_offset: int, up_to: int) -> Found | None:
+        """Return the first of the records that have the largest timestamp."""
         largest = -1
         for segment in segments:
             if segment.base_offset >= up_to:

@@ -9,24 +9,24 @@ from millstream.broker.log.files import Files
 
 
 class OpenFile(Protocol):
-    """What can be held open: `descriptor` is -1 while it is not."""
+    """What can be held open; `descriptor` is -1 while it is not."""
 
     path: str
     descriptor: int
     used: bool
     pins: int
     released: bool
-    """Whether it is no part of anything any more, so that its path may be somebody else's."""
+    """Whether it is no longer part of anything, so that its path may belong to something else."""
 
     def closed(self) -> None:
-        """Let go of what is kept in memory only while the file is open."""
+        """Drop what is kept in memory only while the file is open."""
 
 
 class OpenFiles:
     """Opens files when they are needed and closes those that have not been used for a while.
 
-    The choice is by second chance: users set `used`, which is all that the hot path pays. A pinned file is in use by
-    a thread or an answer and is not closed before it is unpinned.
+    Files are chosen by second chance: users set `used`, which is all that the hot path pays. A pinned file is in use by
+    a thread or a response and is not closed before it is unpinned.
     """
 
     def __init__(self, files: Files, limit: int) -> None:
@@ -40,7 +40,7 @@ class OpenFiles:
         return len(self._open)
 
     def descriptor(self, opened: OpenFile, *, create: bool = False) -> int:
-        """The descriptor of a file, opening it if need be."""
+        """Return the descriptor of a file, opening it if necessary."""
         opened.used = True
         if opened.descriptor >= 0:
             return opened.descriptor
@@ -51,7 +51,7 @@ class OpenFiles:
         return opened.descriptor
 
     def pin(self, opened: OpenFile) -> int:
-        """Open a file for the use of a thread or an answer; `unpin` must follow."""
+        """Open a file for a thread or a response; `unpin` must follow."""
         descriptor = self.descriptor(opened)
         self._pinned += not opened.pins
         opened.pins += 1
@@ -63,7 +63,7 @@ class OpenFiles:
         return self._pinned < self._limit // 2
 
     def unpin(self, opened: OpenFile) -> None:
-        """One of those that use it is done."""
+        """Release one pin of a file."""
         opened.pins -= 1
         self._pinned -= not opened.pins
         if opened.pins == 0 and id(opened) in self._closing:
@@ -71,7 +71,7 @@ class OpenFiles:
             self._close(opened)
 
     def release(self, opened: OpenFile) -> None:
-        """Close a file that will not be used again, at the latest when the last one has unpinned it."""
+        """Close a file that will not be used again, at the latest when it is unpinned."""
         opened.released = True
         if opened.descriptor < 0:
             return
@@ -81,7 +81,7 @@ class OpenFiles:
             self._close(opened)
 
     def close(self, opened: OpenFile) -> None:
-        """Close a file whose name stands for something else now, unless it is in use."""
+        """Close a file whose name now refers to something else, unless it is in use."""
         if opened.descriptor >= 0 and not opened.pins:
             self._close(opened)
 

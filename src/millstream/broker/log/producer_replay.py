@@ -1,4 +1,4 @@
-"""Learning of producers and transactions from the batches of segment files, as they were written."""
+"""Learning producers and transactions from the batches of segment files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def replay_batch(producers: Producers, header: BatchHeader, window: Window, now_ms: int) -> None:
-    """Remember a batch of a file. Only of a marker more than the header is looked at."""
+    """Remember a batch of a file; only of a marker more than the header is read."""
     if header.producer_id < 0:
         return
     append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
@@ -26,7 +26,7 @@ def replay_batch(producers: Producers, header: BatchHeader, window: Window, now_
 
 
 def producers_up_to(log: Log, end: int) -> Producers:
-    """What the log tells of its producers up to an offset, by reading all of it: for what hardly ever happens."""
+    """Rebuild the producers' state up to an offset by reading the whole log; rarely needed."""
     producers = Producers(expiry_ms=log.producers.expiry_ms)
     now_ms = log.clock.now_ms()
     try:

@@ -1,11 +1,11 @@
-"""What a partition remembers of its idempotent producers, so that a retried batch is stored once.
+"""The idempotent producers that a partition remembers, so that a retried batch is stored once.
 
-Of each producer id: its epoch and its last five batches (a producer has at most five requests in flight). A batch
-that is among them is a duplicate and is answered with its first offsets; one that follows the last is new; anything
-else is out of order. Of an unknown producer any first sequence is taken, since retention may have dropped what
-came before. Sequences wrap at 2**31.
+It remembers the epoch and the last five batches of each producer id (a producer has at most five requests in flight). A
+batch that is among them is a duplicate and gets the same offsets; one that follows the last is new; anything else is
+out of order. Any first sequence of an unknown producer is accepted, because retention may have removed what came
+before. Sequences wrap at 2**31.
 
-A transactional batch is let in while its producer has a transaction open here, or with the guard under which the
+A transactional batch is accepted while its producer has a transaction open here, or with the guard under which the
 coordinator was asked; see `transactions`. A producer with an open transaction is never forgotten.
 """
 
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 BATCHES_REMEMBERED = 5
 PRODUCERS_MAX = 10_000
-"""Beyond this many the one that was silent for longest is forgotten, unless it has a transaction open."""
+"""Beyond this many, the one that was silent for longest is forgotten, unless it has a transaction open."""
 
 _SEQUENCE_MASK = 0x7FFFFFFF
 _NOT_PLAIN = TRANSACTIONAL_FLAG | CONTROL_FLAG
@@ -52,7 +52,7 @@ PackedProducer = tuple[int, int, int, list[tuple[int, ...]]]
 
 
 class Producers:
-    """Every producer id that the partition remembers, the one that wrote last at the end."""
+    """Every producer id that the partition remembers, in the order of their last writes."""
 
     __slots__ = ("_by_id", "_expiry_ms", "_producers_max", "transactions")
 
@@ -64,7 +64,7 @@ class Producers:
 
     @property
     def expiry_ms(self) -> int:
-        """For how long a silent producer is remembered."""
+        """How long a silent producer is remembered."""
         return self._expiry_ms
 
     def __len__(self) -> int:
@@ -74,11 +74,11 @@ class Producers:
         return iter(self._by_id.values())
 
     def get(self, producer_id: int) -> Producer | None:
-        """The producer of an id, if it is remembered."""
+        """Return the producer of an id, if it is remembered."""
         return self._by_id.get(producer_id)
 
     def check(self, header: BatchHeader, now_ms: int) -> ProducedBatch | None:
-        """Return the first writing of a duplicate, None for a batch that comes next, or raise `ProducerRejected`."""
+        """Return the first copy of a duplicate, None for a batch that comes next, or raise `ProducerRejected`."""
         known = self._by_id.get(header.producer_id)
         if known is None or (now_ms - known.last_ms > self._expiry_ms and known.open_from < 0):
             return None
@@ -97,7 +97,7 @@ class Producers:
         return None
 
     def check_client_batch_order(self, header: BatchHeader, now_ms: int, guard: Guard | None) -> ProducedBatch | None:
-        """The same as `check` for a batch of a client that may begin a transaction or be in the midst of one."""
+        """Check a client's batch that may begin or continue a transaction; otherwise like `check`."""
         known = self.transactions.open.get(header.producer_id)
         if header.is_transactional and (known is None or known.epoch != header.producer_epoch):
             duplicate = self._duplicate(header)
@@ -119,7 +119,7 @@ class Producers:
         return next((batch for batch in known.batches if batch[:2] == numbers), None)
 
     def _check_guard(self, header: BatchHeader, guard: Guard | None) -> None:
-        """Raise unless the coordinator was asked about this batch, and no marker was written meanwhile."""
+        """Raise unless the coordinator was asked about this batch and no marker was written since."""
         self.check_epoch(header.producer_id, header.producer_epoch)
         held = self.transactions.guards.get(header.producer_id)
         if held is None or held is not guard:
@@ -145,7 +145,7 @@ class Producers:
     def start_guard(
         self, producer_id: int, epoch: int, sequence: int, now_ms: int, *, bumps_epoch: bool
     ) -> Guard | None:
-        """A guard to ask the coordinator under; None when the transaction is open here already."""
+        """Return a guard under which to ask the coordinator; None if the transaction is open here already."""
         self.check_epoch(producer_id, epoch)
         if self.has_open(producer_id, epoch):
             return None
@@ -165,14 +165,14 @@ class Producers:
         return known is not None and known.epoch == epoch
 
     def open_transactions(self) -> list[OpenTransaction]:
-        """Every open transaction, the oldest first."""
+        """Return every open transaction, the oldest first."""
         return [
             OpenTransaction(one.producer_id, one.epoch, one.open_from, one.coordinator_epoch, one.last_ms)
             for one in self.transactions.open.values()
         ]
 
     def check_marker(self, marker: Marker) -> Marker | None:
-        """The marker as it is to be written, None if it is there already; raise if it comes from the past."""
+        """Return the marker as it is to be written, None if it is stored already; raise if it is outdated."""
         known = self._by_id.get(marker.producer_id)
         if known is None:
             return marker.admitted(NO_EPOCH)
@@ -204,7 +204,7 @@ class Producers:
     def take(
         self, header: BatchHeader, batches: Buffer, base_offset: int, now_ms: int, append_time_ms: int = -1
     ) -> None:
-        """Remember any batch of a producer that was written at an offset; the batch lies where the header says."""
+        """Remember any batch of a producer that was written at an offset; the header says where the batch is."""
         if not header.attributes & _NOT_PLAIN:
             self.record(header, base_offset, now_ms, append_time_ms)
         elif not header.attributes & CONTROL_FLAG:
@@ -217,8 +217,8 @@ class Producers:
         try:
             marker = read_marker(batches, header)
         except CorruptBatch as error:
-            # Its checksum is right, so this is what somebody wrote; nothing follows from it.
-            _logger.warning("a control batch is passed over", extra={"offset": base_offset, "error": str(error)})
+            # Its checksum is right, so it was written like this; it has no effect.
+            _logger.warning("a control batch is ignored", extra={"offset": base_offset, "error": str(error)})
             return
         if marker is not None:
             self._end_transaction(marker, base_offset, now_ms)
@@ -280,10 +280,10 @@ class Producers:
             if now_ms - guard.started_ms > self._expiry_ms:
                 del guards[producer_id]
 
-    # -- what is not in the log any more --------------------------------------------------------------------
+    # -- truncation and loss --------------------------------------------------------------------------------
 
     def truncate(self, end: int) -> bool:
-        """The log was cut at an offset; False if it is not known what the producers had written before it."""
+        """Follow a truncation at an offset; return False if the state before it is not known."""
         if end < self.transactions.unsettled_from:
             return False
         self.drop_range(end, _EVERYTHING)
@@ -296,7 +296,7 @@ class Producers:
         return True
 
     def drop_range(self, first: int, next_offset: int) -> None:
-        """Forget the batches and markers of a range of offsets that is no longer in the log."""
+        """Forget the batches and markers of offsets that are no longer in the log."""
         for unsettled in self.transactions.revert_markers(first, next_offset):
             self._restore_producer(unsettled)
         for producer_id, known in list(self._by_id.items()):
@@ -309,7 +309,7 @@ class Producers:
                 self.transactions.open.pop(producer_id, None)
 
     def _restore_producer(self, unsettled: UnsettledMarker) -> None:
-        """Let a producer be as it was before a marker, unless a later one is still there."""
+        """Restore a producer as it was before a marker, unless a later one is still there."""
         known = self._by_id.pop(unsettled.producer_id, None)
         if known is not None and known.marker_offset != unsettled.marker_offset:
             self._by_id[unsettled.producer_id] = known
@@ -333,22 +333,22 @@ class Producers:
     # -- the state ------------------------------------------------------------------------------------------
 
     def pack(self) -> list[PackedProducer]:
-        """Everything remembered, for the state file."""
+        """Return everything that is remembered, for the log's state."""
         return [
             (known.producer_id, known.epoch, known.last_ms, [tuple(batch) for batch in known.batches])
             for known in self._by_id.values()
         ]
 
     def unpack(self, packed: list[PackedProducer]) -> None:
-        """Take over what `pack` gave."""
+        """Restore what `pack` returned."""
         for producer_id, epoch, last_ms, batches in packed:
-            # Not more than were remembered, and which of them have a transaction open is told afterwards.
+            # No more than were remembered; `unpack_transactions` adds which of them have a transaction open.
             known = self._by_id[producer_id] = Producer(producer_id, epoch)
             known.last_ms = last_ms
             known.batches = [ProducedBatch(*batch) for batch in batches[-BATCHES_REMEMBERED:]]
 
     def pack_transactions(self) -> PackedTransactions:
-        """Everything about transactions, for the state file; `pack` holds the producers themselves."""
+        """Return everything about transactions, for the log's state; `pack` holds the producers themselves."""
         transactions = self.transactions
         return PackedTransactions(
             [
@@ -362,7 +362,7 @@ class Producers:
         )
 
     def unpack_transactions(self, packed: PackedTransactions) -> None:
-        """Take over what `pack_transactions` gave, behind `unpack`."""
+        """Restore what `pack_transactions` returned, after `unpack`."""
         transactions = self.transactions
         for producer_id, coordinator_epoch, open_from, marker_offset in packed.producers:
             known = self._by_id.get(producer_id)

@@ -1,9 +1,8 @@
-"""Putting a lost range back, with the batches of another replica.
+"""Repair of a lost range with the batches of another replica.
 
-Where these take as many bytes as were lost, they are written in their place: until the next checkpoint the range counts
-as lost, so a crash in between leaves it lost. Otherwise (a file that is gone, or a replica that was compacted at
-another time) the segment is written anew, with them in it, and swapped in as compaction does. What lies before and
-behind the range stays as it is.
+If they take as many bytes as were lost, they are written in place; until the next checkpoint the range counts as lost,
+so a crash in between leaves it lost. Otherwise (the file is gone, or the replica was compacted at another time) the
+segment is rewritten with them and swapped in as compaction does. The bytes before and behind the range do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from millstream.broker.log.index import Index
 from millstream.broker.log.log import Log
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment, cleaned_path
-from millstream.broker.log.swap import swap_in
 from millstream.core.errors import LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
 from millstream.protocol.records.raw_record import empty_batch
@@ -28,11 +26,11 @@ COPY_BYTES = 1024 * 1024
 
 
 def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]:
-    """Those of another replica's batches that belong in a lost range, and the offset after them.
+    """Select the batches of another replica that belong in a lost range; return them and the offset after them.
 
-    `CorruptBatch` if they are damaged themselves, `MismatchedBatch` if they cannot have been there: they have to begin
-    where the range does, to follow each other, and to be of epochs that fit those around them. Batches without records,
-    in which compaction joins offsets, are cut to fit.
+    Raise `CorruptBatch` if they are damaged themselves, `MismatchedBatch` if they cannot have been there: they must
+    begin where the range does, be contiguous, and be of epochs that fit those around them. Empty batches, in which
+    compaction joins offsets, are cut to fit.
     """
     latest, last = log.epochs.epoch_at(lost.first - 1), log.epochs.epoch_at(lost.next_offset)
     fitted, expected = bytearray(), lost.first
@@ -44,11 +42,11 @@ def fit_batches(log: Log, lost: LostRange, batches: Buffer) -> tuple[bytes, int]
         is_first = not fitted and header.base_offset <= expected < header.next_offset
         if not is_first and header.base_offset != expected:
             raise MismatchedBatch(
-                f"{log.partition}: a replica gave offset {header.base_offset} in the place of {expected}"
+                f"{log.partition}: a replica returned offset {header.base_offset} instead of {expected}"
             )
         if not latest <= header.leader_epoch <= last:
             raise MismatchedBatch(
-                f"{log.partition}: a replica gave a batch of epoch {header.leader_epoch} at offset {expected}, "
+                f"{log.partition}: a replica returned a batch of epoch {header.leader_epoch} at offset {expected}, "
                 f"between epochs {latest} and {last}"
             )
         fitted += _fit(log, lost, header, batches)
@@ -71,7 +69,7 @@ def _fit(log: Log, lost: LostRange, header: BatchHeader, batches: Buffer) -> Buf
 
 
 class RangeRepair:
-    """Puts batches into the beginning of a lost range, or into all of it; `fit_batches` has checked them."""
+    """Writes batches into the beginning of a lost range, or all of it; `fit_batches` has checked them."""
 
     def __init__(self, log: Log, lost: LostRange, batches: bytes, next_offset: int) -> None:
         if lost not in log.damage:
@@ -83,7 +81,7 @@ class RangeRepair:
         self._next_offset = next_offset
         self._generation = log.generation
         self._files = log.open_files.files
-        self._old = next((one for one in log.segments if one.base_offset == lost.segment), None)
+        self._old = log.segments.find(lost.segment)
         self.is_in_place = self._fits_in_place()
         self._token = secrets.token_hex(4)
         self._epochs = EpochHistory(log.epochs.entries())
@@ -92,7 +90,7 @@ class RangeRepair:
         self._interval_bytes = log.settings.index_interval_bytes
         self._new: Segment | None = None
         self._bad: list[Bad] = []
-        if not self.is_in_place and self._old is log.segments[-1]:
+        if not self.is_in_place and self._old is log.segments.active:
             log.roll()
         if self._old is not None:
             log.open_files.descriptor(self._old, create=True)
@@ -110,15 +108,15 @@ class RangeRepair:
         return not log.closed and log.generation == self._generation and self._lost in log.damage
 
     def execute(self) -> None:
-        """Write and sync; called in a thread, in place only in the one that cuts logs."""
+        """Write and sync; called in a thread, for repairs in place only in the one that truncates logs."""
         try:
             if not self._is_current:
-                # What lies at this place of the file may be newer records by now.
+                # The file may hold newer records at this position by now.
                 raise _log_changed(self.log, self._lost)
             if self.is_in_place:
                 write_fully(self._files, self._descriptor, self._batches, self._lost.start)
                 self._files.sync(self._descriptor)
-                # A file that was removed has its name again.
+                # A file that was removed gets its name back.
                 self._files.sync_directory(self.log.directory)
             else:
                 self._rewrite_segment()
@@ -146,7 +144,7 @@ class RangeRepair:
             self._files.close(descriptor)
 
     def _pieces(self) -> Iterator[bytes]:
-        """The content of the new file."""
+        """Yield the content of the new file."""
         lost, old = self._lost, self._old
         behind = lost.end
         if self._next_offset < lost.next_offset:
@@ -158,7 +156,7 @@ class RangeRepair:
             yield from _read(self._files, self._descriptor, behind, old.size)
 
     def _scan(self, new: Segment, window: Window, limit: int) -> None:
-        """Make the index of the new file, and see what is still lost in it."""
+        """Build the index of the new file, and find what is still lost in it."""
         index = new.index or Index()
         scan = Scan(window, 0, new.base_offset, limit=limit, epochs=self._epochs)
         for found in scan:
@@ -199,13 +197,13 @@ class RangeRepair:
         new.last_append_ms = now_ms if old is None else old.last_append_ms
         new.mark_synced(new.size, new.next_offset)
         try:
-            if not swap_in(log, [] if old is None else [old], new, self._token):
+            if not log.swap_in([] if old is None else [old], new, self._token):
                 self.error = _log_changed(log, self._lost)
         except OSError as error:
             self.error = error
 
     def _remaining(self) -> list[LostRange]:
-        """What is still lost of the segment, by where it lies now."""
+        """Return what is still lost of the segment, at its position in the new file."""
         lost, new = self._lost, self._new
         if new is not None:
             left = [
@@ -227,11 +225,13 @@ class RangeRepair:
 
 
 def _log_changed(log: Log, lost: LostRange) -> LogUnavailable:
-    return LogUnavailable(f"{log.partition} changed while offsets {lost.first} to {lost.next_offset - 1} were put back")
+    return LogUnavailable(
+        f"{log.partition} changed while offsets {lost.first} to {lost.next_offset - 1} were being repaired"
+    )
 
 
 def _read(files: Files, descriptor: int, start: int, end: int) -> Iterator[bytes]:
     for position in range(start, end, COPY_BYTES):
         size = min(COPY_BYTES, end - position)
-        # A file that was cut off is as long as before; what is gone of it is lost as it was.
+        # A file that was cut short is read at its old length; the missing bytes stay lost.
         yield files.read_at(descriptor, size, position).ljust(size, b"\0")

@@ -1,8 +1,8 @@
-"""Finding whole batches in a segment, to be read in one go: no work per batch in what is returned.
+"""Finding whole batches in a segment, to be read in one call: no work per batch in what is returned.
 
-Whatever is not just written is verified before it is used, CRC, offsets and epochs: a bit that flipped on disk, or a
-write of somebody else into the file, is found here. What was verified is used for `VERIFIED_S` without doing so again,
-unless the file was written to since.
+Everything that was not just written is verified before it is served (CRC, offsets, epochs), which finds bits that
+flipped on disk and writes by others. Verified bytes are served for `VERIFIED_S` without verifying them again, unless
+the file was written to since.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ WALK_BYTES = 16 * 1024
 VERIFY_BYTES = 256 * 1024
 STEP_BYTES = 4 * 1024
 COLD_BYTES_MAX = 2 * 1024 * 1024
-"""No more is verified for one answer: this happens on the loop."""
+"""At most this much is verified for one response, because it happens on the loop."""
 
 VERIFIED_S = 60.0
-"""A disk may flip a bit, and the page that was verified may have left memory, without a write that would tell."""
+"""A bit can flip on disk, and the verified page can leave memory, without a write that would show."""
 
 
 class Reader:
@@ -54,7 +54,7 @@ class Reader:
     # -- index ----------------------------------------------------------------------------------------------
 
     def index_of(self, segment: Segment) -> Index:
-        """The index of a segment, read from disk or made anew when it is not in memory."""
+        """Return the index of a segment, loaded from disk or rebuilt if it is not in memory."""
         index = segment.index
         if index is None:
             index = load_index(self._files, segment)
@@ -66,7 +66,7 @@ class Reader:
         return index
 
     def scan(self, segment: Segment, position: int, expected: int) -> Scan:
-        """Look at everything from a batch on whose offset is known, believing nothing."""
+        """Scan everything from a batch whose offset is known, trusting nothing."""
         descriptor = self._open_files.descriptor(segment)
         window = Window(self._files, descriptor, min(segment.size, self._files.size(descriptor)))
         return Scan(window, position, expected, limit=segment.next_offset, epochs=self._epochs)
@@ -74,14 +74,14 @@ class Reader:
     # -- walking --------------------------------------------------------------------------------------------
 
     def frames(self, segment: Segment, position: int) -> Iterator[Frame]:
-        """The batches from one whose position is known to the end of the segment, damaged stretches left out."""
+        """Yield the batches from a known position to the end of the segment, skipping damaged ranges."""
         descriptor = self._open_files.descriptor(segment)
         end, cold_to = segment.size, segment.cold_to(self._clock.monotonic())
         while (position := segment.beyond_hole(position)) < end:
             stop = end
             if position < cold_to:
                 self.verify(segment, position, min(position + WALK_BYTES, cold_to))
-                stop = segment.verified_to if segment.verified_to < cold_to else end
+                stop = segment.verification.end if segment.verification.end < cold_to else end
             chunk = self._files.read_at(descriptor, min(WALK_BYTES, end - position), position)
             at = 0
             while len(chunk) - at >= FRAME_BYTES and position + at < stop:
@@ -104,7 +104,7 @@ class Reader:
         return frame
 
     def locate(self, segment: Segment, offset: int) -> int:
-        """The position of the first batch that ends beyond an offset; the end of the segment when there is none."""
+        """Return the position of the first batch that ends beyond an offset, or the end of the segment."""
         if offset >= segment.next_offset:
             return segment.size
         start = self.index_of(segment).position_of(max(0, offset - segment.base_offset))
@@ -114,11 +114,11 @@ class Reader:
         return segment.size
 
     def max_timestamp_below(self, segment: Segment, up_to: int) -> int:
-        """The largest timestamp of the batches that begin below an offset."""
+        """Return the largest timestamp of the batches that begin below an offset."""
         return segment.max_timestamp_ms if up_to >= segment.next_offset else self.find_max_timestamp(segment, up_to)
 
     def find_max_timestamp(self, segment: Segment, up_to: int) -> int:
-        """The same, by looking, for a segment that was or is about to be cut."""
+        """Return the same by reading, for a segment that was or is about to be truncated."""
         index = self.index_of(segment)
         start, largest = index.max_timestamp_before(index.position_of(max(0, up_to - segment.base_offset)))
         for frame in self.frames(segment, start):
@@ -140,9 +140,9 @@ class Reader:
         *,
         at_least_one: bool = True,
     ) -> SegmentSlice:
-        """Find whole batches from a position up to a limit: no more than `max_bytes`, but `at_least_one` if so asked.
+        """Find whole batches from a position up to a limit: at most `max_bytes`, but one if `at_least_one`.
 
-        They are read as well if they are no more than `eager_bytes` bytes.
+        They are read as well if they are at most `eager_bytes`.
         """
         size, next_offset = limit - position, limit_offset
         if size <= 0 or (not at_least_one and max_bytes < FRAME_BYTES):
@@ -170,7 +170,7 @@ class Reader:
     def _find_cold(
         self, segment: Segment, position: int, max_bytes: int, limit: int, eager_bytes: int, *, at_least_one: bool
     ) -> SegmentSlice:
-        """Find the same by reading and verifying it; where a batch is broken, those before it are found."""
+        """Find the same by reading and verifying; before a broken batch, return those that precede it."""
         expected = self._reach(segment, position)
         descriptor = self._open_files.descriptor(segment)
         data = self._read_at(segment, descriptor, min(max(max_bytes, FRAME_BYTES), limit - position), position)
@@ -184,7 +184,7 @@ class Reader:
             run = valid_run(data, 1, expected, self._epochs)
         if run.end == 0:
             raise BrokenSegment(segment, position)
-        self._note_verified(segment, position + run.end, run.next_offset)
+        segment.verification.extend(position + run.end, run.next_offset)
         found = SegmentSlice(self._open_files, segment, position, run.end, run.next_offset, self.verify)
         if run.end <= eager_bytes or segment.suspect:
             found.data = memoryview(data)[: run.end]
@@ -193,17 +193,18 @@ class Reader:
 
     def _reach(self, segment: Segment, position: int) -> int:
         """Verify up to a batch from the last known one before it; return its offset."""
-        if segment.verified_from <= position < segment.verified_to:
+        verification = segment.verification
+        if verification.start <= position < verification.end:
             descriptor = self._open_files.descriptor(segment)
             return self._frame(segment, self._read_at(segment, descriptor, FRAME_BYTES, position), 0, position)[1]
         self.verify(segment, position, position)
-        self._skip_hole(segment)
-        if segment.verified_to != position:
+        verification.skip(segment.holes)
+        if verification.end != position:
             raise BrokenSegment(segment, position)
-        return segment.verified_offset
+        return verification.next_offset
 
     def _whole(self, segment: Segment, position: int, stop: int, data: bytes) -> tuple[int, int]:
-        """Where the last whole batch between two positions ends, or the first beyond them, and the offset after it.
+        """Return where the last whole batch between two positions ends, or the first beyond, and the offset after it.
 
         `data` is what is known of the file from the first position on.
         """
@@ -229,40 +230,30 @@ class Reader:
     # -- verifying ------------------------------------------------------------------------------------------
 
     def _is_verified(self, segment: Segment, start: int, stop: int) -> bool:
-        """Whether the batches between two positions were verified; forget what was, if it does not hold any more."""
+        """Whether the batches between two positions are verified; forget what no longer is."""
         stamp, now = self._files.stamp(self._open_files.descriptor(segment)), self._clock.monotonic()
-        if stamp < 0 or stamp != segment.verified_stamp or now - segment.verified_at > VERIFIED_S:
-            segment.forget_verified()
-            segment.verified_stamp, segment.verified_at = stamp, now
-        return segment.verified_from <= start and stop <= segment.verified_to
+        verification = segment.verification
+        if stamp < 0 or stamp != verification.stamp or now - verification.verified_at > VERIFIED_S:
+            verification.renew(segment.base_offset, stamp, now)
+        return verification.start <= start and stop <= verification.end
 
     def verify(self, segment: Segment, start: int, stop: int) -> None:
-        """Check the batches that begin between two positions, unless that was done; `BrokenSegment` tells where."""
+        """Verify the batches that begin between two positions, unless they are; raise `BrokenSegment`."""
         if self._is_verified(segment, start, stop):
             return
-        if not segment.verified_from <= start <= segment.verified_to:
+        verification = segment.verification
+        if not verification.start <= start <= verification.end:
             relative, position = self.index_of(segment).start_before(start)
-            segment.verified_from = segment.verified_to = position
-            segment.verified_offset = segment.base_offset + relative
+            verification.begin(position, segment.base_offset + relative)
         descriptor = self._open_files.descriptor(segment)
-        while segment.verified_to < stop:
-            self._skip_hole(segment)
-            if segment.verified_to < stop:
+        while verification.end < stop:
+            verification.skip(segment.holes)
+            if verification.end < stop:
                 self._verify_chunk(segment, descriptor, stop)
 
-    def _note_verified(self, segment: Segment, end: int, next_offset: int) -> None:
-        if end > segment.verified_to:
-            segment.verified_to, segment.verified_offset = end, next_offset
-
-    def _skip_hole(self, segment: Segment) -> None:
-        """Go on behind a damaged stretch that is known."""
-        for start, (end, next_offset) in segment.holes.items():
-            if start <= segment.verified_to < end or start == segment.verified_to == end:
-                segment.verified_to, segment.verified_offset = end, next_offset
-
     def _verify_chunk(self, segment: Segment, descriptor: int, stop: int) -> None:
-        """Check the batches of one stretch of the file, which ends at the next damaged one at the latest."""
-        position = segment.verified_to
+        """Verify the batches of one chunk of the file, which ends at the next damaged range at the latest."""
+        position = segment.verification.end
         stop = min([stop, *(start for start in segment.holes if start > position)])
         data = self._files.read_at(
             descriptor, min(max(VERIFY_BYTES, stop - position), segment.size - position), position
@@ -274,7 +265,8 @@ class Reader:
             run = self._valid_run(segment, self._read_at(segment, descriptor, end - position, position), stop)
         if run.broken or run.end == 0:
             raise BrokenSegment(segment, position + run.end)
-        self._note_verified(segment, position + run.end, run.next_offset)
+        segment.verification.extend(position + run.end, run.next_offset)
 
     def _valid_run(self, segment: Segment, data: bytes, stop: int) -> Run:
-        return valid_run(data, stop - segment.verified_to, segment.verified_offset, self._epochs)
+        verification = segment.verification
+        return valid_run(data, stop - verification.end, verification.next_offset, self._epochs)

@@ -1,9 +1,8 @@
-"""Opening the folder of a log: as its state says after a clean stop, by scanning what that does not cover else.
+"""Opening the folder of a log: from its state after a clean stop, otherwise by scanning what the state does not cover.
 
-A file that is missing although the state names it is damage too: the range is noted, and writes go to a new file.
-
-Recovery starts at the checkpoint. A tail that is no batch is torn and is cut; anything bad that has a valid batch
-behind it, or that lies below the checkpoint, is damage: it is noted with its range and what lies behind it stays.
+Recovery starts at the checkpoint. A tail that is not a batch is torn and is truncated. Anything bad that has a valid
+batch behind it, or lies below the checkpoint, is damage: its range is recorded, and the records behind it stay. So is a
+file that is missing although the state names it; writes then go to a new file.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ from millstream.broker.log.segment import (
     SEGMENT_SUFFIXES,
     Segment,
     base_offset_of,
+    complete_swaps,
     segment_name,
     segment_path,
 )
 from millstream.broker.log.state import LogState
-from millstream.broker.log.swap import complete_swaps
 from millstream.core.ids import PartitionIndex
 from millstream.protocol.records.batch import BatchHeader
 
 
 class Replay:
-    """Brings the segments up to what the journal holds. `bytes_by_folder` tells what was written."""
+    """Brings the segments up to what the journal holds; `bytes_by_folder` counts what was written."""
 
     def __init__(self, files: Files, folder: DataFolder, state_of: Callable[[LogKey], LogState | None]) -> None:
         self.bytes_by_folder: dict[str, int] = {}
@@ -56,7 +55,7 @@ class Replay:
     def run(self, sync_everything: Callable[[], bool]) -> None:
         """Replay everything, sync it, and remove the journal.
 
-        `sync_everything` is called once all is written; where it says that it did nothing, file after file is synced.
+        `sync_everything` is called once all is written; if it returns False, each file is synced by itself.
         """
         for entry, data in read_journal(self._files, self._folder.journal):
             self._apply(entry, data)
@@ -77,7 +76,7 @@ class Replay:
     def _apply(self, entry: Entry, data: bytes) -> None:
         folder = self._folder.log_folder(entry.topic_id, entry.partition)
         if not self._files.exists(folder):
-            # A log is in the journal only once its folder is there for good, so this one was deleted.
+            # A log is journaled only once its folder is durable, so this one was deleted.
             return
         path = segment_path(folder, entry.base_offset)
         state = self._state(entry)
@@ -106,24 +105,24 @@ _logger = logging.getLogger(__name__)
 
 PROGRESS_S = 2.0
 
-"""So often a recovery that takes long says how far it is."""
+"""How often a long recovery logs its progress."""
 
 
 LISTENER_S = 0.1
 
-"""So often a listener is told."""
+"""How often the listener is called."""
 
 
 NAMED_MAX = 5
 
-"""So many logs are named of each kind; a start after a crash may have cut thousands."""
+"""How many logs of each kind are named; a start after a crash may have truncated thousands."""
 
 
 class RecoveryProgress:
-    """Counts what was recovered, and says no more than a person wants to read."""
+    """Counts what was recovered, and reports it in a readable amount."""
 
     def __init__(self, listener: Callable[[int, int], None] | None = None) -> None:
-        """`listener` is told, a few times a second, how many logs are recovered and how many are left."""
+        """Call `listener` a few times a second with how many logs are recovered and how many are left."""
         self._listener = listener
         self._notified_at: float | None = None
         self._logs = 0
@@ -134,7 +133,7 @@ class RecoveryProgress:
         self._logged_at: float | None = None
 
     def note(self, report: RecoveryReport, *, left: int, now: float) -> None:
-        """A log was recovered, and so many are left."""
+        """Count a recovered log."""
         self._logs += 1
         self._scanned_bytes += report.scanned_bytes
         self._replayed_bytes += report.replayed_bytes
@@ -155,7 +154,7 @@ class RecoveryProgress:
             _logger.warning("recovering logs", extra={"done": self._logs, "left": left})
 
     def log_summary(self) -> None:
-        """Say what there is to say of all of them, in one line."""
+        """Log one line about all recovered logs."""
         if not self._logs:
             return
         extra: dict[str, object] = {
@@ -171,7 +170,7 @@ class RecoveryProgress:
 
 
 def _named(reports: list[RecoveryReport]) -> str:
-    """The first few, each with what happened to it."""
+    """Describe the first few logs, each with what happened to it."""
     more = len(reports) - NAMED_MAX
     return " | ".join(map(str, reports[:NAMED_MAX])) + (f" | and {more} more" if more > 0 else "")
 
@@ -190,20 +189,20 @@ class OpenOptions:
     producer_expiry_ms: int
     index_interval_bytes: int
     durable: bool = False
-    """Whether everything that the folder holds is on the disk already, and not only in memory."""
+    """Whether everything in the folder is known to be on disk, not only in memory."""
 
 
 def open_contents(
     opening: OpenOptions, directory: str, state: LogState | None, *, clean: bool
 ) -> tuple[LogContents, RecoveryReport | None]:
-    """Open the folder of a log; after a clean stop nothing in it is looked at but the names of its files."""
+    """Open the folder of a log; after a clean stop only the names of its files are looked at."""
     if state is not None and clean and not _has_missing_file(opening.files, directory, state):
         return _trust_state(opening, directory, state), None
     return Recovery(opening, directory, state).run()
 
 
 def _has_missing_file(files: Files, directory: str, state: LogState) -> bool:
-    """Whether somebody took a segment away since; its reader would find out too late, and its writer for good."""
+    """Whether a segment file was removed since; a reader would notice too late, and a writer would lose data."""
     if not state.segments:
         return False
     there = set(files.names(directory))
@@ -211,7 +210,7 @@ def _has_missing_file(files: Files, directory: str, state: LogState) -> bool:
 
 
 def _trust_state(opening: OpenOptions, directory: str, state: LogState) -> LogContents:
-    """The log as its state describes it."""
+    """Return the log as its state describes it."""
     producers = Producers(expiry_ms=opening.producer_expiry_ms)
     producers.unpack(state.producers)
     if state.transactions is not None:
@@ -237,10 +236,10 @@ def _trust_state(opening: OpenOptions, directory: str, state: LogState) -> LogCo
 
 
 class Recovery:
-    """Recovers one log after an unclean stop, or when its state cannot be believed.
+    """Recovers one log after an unclean stop, or when its state cannot be trusted.
 
-    Segments are taken in order; `end_offset` of the contents is how far the log is known to go. What is bad or
-    missing at that point is held back (`_tail`) until it is known whether something valid follows.
+    Segments are taken in order; the contents' `end_offset` is how far the log is known to go. Bad or missing data at
+    that point is kept in `_tail` until it is known whether anything valid follows.
     """
 
     def __init__(self, opening: OpenOptions, directory: str, state: LogState | None) -> None:
@@ -261,7 +260,7 @@ class Recovery:
             self._contents = _empty_contents(opening, directory)
 
     def run(self) -> tuple[LogContents, RecoveryReport]:
-        """Find out what the log holds, cut what is torn, and make durable what is left."""
+        """Find what the log holds, truncate what is torn, and make the rest durable."""
         bases = self._bases()
         contents = self._contents
         if not self._trusted and bases:
@@ -280,7 +279,7 @@ class Recovery:
         return contents, self._report
 
     def _bases(self) -> list[int]:
-        """The segments on disk, once everything is removed that a crash left half done."""
+        """List the segments on disk, after removing everything that a crash left unfinished."""
         if complete_swaps(self._files, self._directory, self._swaps):
             self._contents.changed = True
             self._names_changed = True
@@ -298,13 +297,13 @@ class Recovery:
         return kept
 
     def _replaced(self, base: int) -> bool:
-        """Whether a file lies within a segment that the checkpoint knows: compaction has put that in its place."""
+        """Whether a file lies within a segment that the checkpoint knows, so that compaction has replaced it."""
         return base not in self._trusted and any(
             segment.base_offset < base < segment.next_offset for segment in self._trusted.values()
         )
 
     def _remove_leftovers(self, names: list[str], kept: set[int]) -> None:
-        """Remove the files of segments that are deleted or never came to be."""
+        """Remove the files of segments that were deleted or never completed."""
         for name in names:
             stem, dot, suffix = name.partition(".")
             if dot + suffix in SEGMENT_SUFFIXES and stem.isdigit() and int(stem) not in kept:
@@ -317,10 +316,10 @@ class Recovery:
     # -- segments -------------------------------------------------------------------------------------------
 
     def _take_trusted(self, segment: Segment, limit: int) -> None:
-        """Take a segment that the checkpoint knows: nothing is scanned but what came later."""
+        """Take a segment that the checkpoint knows; only what was written later is scanned."""
         size = self._size_of(segment)
         if size < segment.size:
-            # The file lost something since, so nothing in it is believed.
+            # The file lost something since, so nothing in it is trusted.
             self._take(_reset_segment(segment), segment.next_offset, replay=False)
         elif size > segment.size and segment.base_offset == max(self._trusted):
             self._take(segment, limit)
@@ -328,19 +327,19 @@ class Recovery:
             self._accept(segment)
 
     def _take(self, segment: Segment, limit: int, *, replay: bool = True) -> None:
-        """Scan a segment from where it is known, and accept it if it holds anything or goes on where the log ends."""
+        """Scan a segment from where it is known; accept it if it holds anything or continues at the end of the log."""
         bad_end = self._scan(segment, limit, replay=replay)
         if segment.size or segment.base_offset < self._checkpoint or segment.base_offset == self._contents.end_offset:
             self._accept(segment)
             self._tail = (segment, bad_end) if bad_end is not None else None
         else:
-            # Nothing valid is in it, so what came before may still be a torn tail, and this file is part of that.
+            # It holds nothing valid, so the data before it may still be a torn tail, which this file is part of.
             self._report.cut_bytes += bad_end or 0
             self._remove(segment.path)
             self._contents.changed = True
 
     def _accept(self, segment: Segment) -> None:
-        """Go on with a segment; what is missing between the last one and this one is lost."""
+        """Continue with a segment; what is missing between the last one and this one is lost."""
         contents = self._contents
         if contents.end_offset < segment.base_offset:
             previous, end = self._tail if self._tail is not None else (None, 0)
@@ -362,7 +361,7 @@ class Recovery:
     # -- batches --------------------------------------------------------------------------------------------
 
     def _scan(self, segment: Segment, limit: int, *, replay: bool) -> int | None:
-        """Note the valid batches behind what is known of a file. Returns where a bad end of it ends, if it has one."""
+        """Account for the valid batches behind the known part of a file; return where a bad end of it ends, if any."""
         descriptor = self._files.open(segment.path)
         try:
             window = Window(self._files, descriptor, self._files.size(descriptor))
@@ -387,7 +386,7 @@ class Recovery:
         return bad_end
 
     def _index_of(self, segment: Segment, window: Window) -> Index:
-        """The index of a segment up to what is known of it."""
+        """Return the index of the known part of a segment."""
         if segment.index is None:
             segment.index = load_index(self._files, segment)
         if segment.index is None:
@@ -413,7 +412,7 @@ class Recovery:
         self._record_damage(LostRange(bad.first, bad.next_offset, segment.base_offset, bad.start, bad.end))
 
     def _record_damage(self, lost: LostRange) -> None:
-        """Note a lost range, or as much of it as had not been deleted before."""
+        """Record a lost range, or the part of it that was not deleted before."""
         self._contents.changed = True
         first = max(lost.first, self._contents.start_offset)
         if first < lost.next_offset:
@@ -422,7 +421,7 @@ class Recovery:
             self._report.lost.append((first, lost.next_offset))
 
     def _resolve_tail(self) -> None:
-        """Decide about the end: what is missing below the checkpoint is damage, anything else is torn and is cut."""
+        """Decide about the end: missing data below the checkpoint is damage, the rest is torn and truncated."""
         contents = self._contents
         if contents.end_offset < self._checkpoint:
             self._record_damage(LostRange(contents.end_offset, self._checkpoint, -1, 0, 0))
@@ -452,7 +451,7 @@ class Recovery:
             self._files.close(descriptor)
 
     def _continue_at(self, offset: int) -> None:
-        """Begin a segment whose name keeps the end of the log, however little of it is left."""
+        """Begin a segment whose name preserves the end of the log, however little of the log is left."""
         segment = Segment(self._directory, offset)
         self._files.close(self._files.open(segment.path, create=True))
         self._names_changed = True
@@ -471,7 +470,7 @@ def _empty_contents(opening: OpenOptions, directory: str) -> LogContents:
 
 
 def _reset_segment(segment: Segment) -> Segment:
-    """A segment of which only the name and the times are still believed."""
+    """Return a segment of which only the name and the times are still trusted."""
     renewed = Segment(segment.directory, segment.base_offset)
     renewed.first_append_ms, renewed.last_append_ms = segment.first_append_ms, segment.last_append_ms
     return renewed

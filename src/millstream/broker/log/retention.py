@@ -1,8 +1,4 @@
-"""Deleting from the front: retention by age and size, and `DeleteRecords`.
-
-Segments leave the log at once; their files go after the next checkpoint, so that a crash in between cannot mistake
-a deleted segment for a lost one.
-"""
+"""Deletion at the front of a log: retention by age and size, and `DeleteRecords`."""
 
 from __future__ import annotations
 
@@ -13,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import OffsetOutOfRange, StorageFailure
-from millstream.core.ids import Offset
 from millstream.core.topic import TopicPartition
 
 if TYPE_CHECKING:
@@ -26,28 +21,28 @@ LandedFloor = Callable[[TopicPartition], int]
 
 
 def _retain_everything(_partition: TopicPartition) -> int:
-    """Nobody knows yet, so all may be needed."""
+    """Retain everything while no source of the floor is known."""
     return 0
 
 
 @dataclass(slots=True)
 class RetentionFloors:
-    """Whom retention asks from where on a partition is needed, where a topic wants that."""
+    """Where retention asks from which offset on a partition is still needed, for topics that want this."""
 
     delivery: DeliveryFloor = _retain_everything
-    """The first offset that a subscription is not done with; None when no subscription has the partition."""
+    """The first offset that a subscription has not finished; None if no subscription has the partition."""
     landed: LandedFloor = _retain_everything
-    """The first offset that is not in the tables of all pipelines that land the topic."""
+    """The first offset that is not yet in the tables of all pipelines that land the topic."""
 
 
 def delete_expired(log: Log, now_ms: int) -> int:
-    """Delete the segments that are too old or too many by the topic's settings; returns the bytes freed."""
-    if log.closed or log.broken or not log.settings.deletes or not log.segments:
+    """Delete segments by age and size as the topic's settings say; return the bytes freed."""
+    if log.closed or log.health.broken or not log.settings.deletes or not log.segments:
         return 0
     _roll_expired(log, now_ms)
     excess = log.size_bytes - log.settings.retention_bytes if log.settings.retention_bytes >= 0 else 0
-    # What is not acknowledged may still be cut off, and then a start beyond it would be beyond the end.
-    limit = log.synced_offset if log.acknowledged_offset is None else min(log.synced_offset, log.acknowledged_offset())
+    # Records that are not acknowledged may still be truncated; a start beyond them would then be beyond the end.
+    limit = min(log.synced_offset, log.acknowledged_offset(default=log.synced_offset))
     needed_from = _needed_from(log)
     freed = count = 0
     for segment in log.segments[:-1]:
@@ -66,10 +61,10 @@ def delete_expired(log: Log, now_ms: int) -> int:
 
 
 def held_bytes(log: Log, now_ms: int) -> int:
-    """How much is older than the topic wants, and stays since it is not delivered or not landed yet."""
+    """Return how many bytes are past their retention and kept because they are not delivered or landed yet."""
     settings = log.settings
     waits = settings.retention_until_delivered or settings.retention_until_landed
-    if not waits or not settings.deletes or log.closed or log.broken:
+    if not waits or not settings.deletes or log.closed or log.health.broken:
         return 0
     needed_from = _needed_from(log)
     return sum(
@@ -80,14 +75,14 @@ def held_bytes(log: Log, now_ms: int) -> int:
 
 
 def awaits_landing(log: Log, segment: Segment, now_ms: int) -> bool:
-    """Whether nothing may be taken out of a segment, however little of it is worth keeping, until it is landed."""
+    """Whether nothing may be removed from a segment until it is landed."""
     if not log.settings.retention_until_landed:
         return False
     return _is_held(log, segment, log.maintenance.floors.landed(log.partition), now_ms)
 
 
 def _needed_from(log: Log) -> int:
-    """From which offset on age alone is no reason to delete."""
+    """Return the offset from which on age alone does not delete."""
     needed: int = log.end_offset
     if log.settings.retention_until_delivered:
         undelivered = log.maintenance.floors.delivery(log.partition)
@@ -98,7 +93,7 @@ def _needed_from(log: Log) -> int:
 
 
 def _is_held(log: Log, segment: Segment, needed_from: int, now_ms: int) -> bool:
-    """Whether a segment has what is needed, and has not waited too long for those who need it."""
+    """Whether a segment is still needed, and has not been kept for longer than the topic allows."""
     return segment.next_offset > needed_from and _age_ms(segment, now_ms) <= log.settings.retention_until_max_ms
 
 
@@ -112,27 +107,22 @@ def _age_ms(segment: Segment, now_ms: int) -> int:
 
 
 def _roll_expired(log: Log, now_ms: int) -> None:
-    """Close the active segment when all of it is too old, so that it can go too."""
-    active = log.segments[-1]
-    if not active.size or not _expired(log, active, now_ms):
+    """Close the active segment if all of it has expired, so that it can be deleted."""
+    active = log.segments.active
+    if active is None or not active.size or not _expired(log, active, now_ms):
         return
     try:
         log.roll()
     except StorageFailure:
-        # On a full disk the older segments can still go, which makes room for the next try.
+        # On a full disk the older segments can still be deleted, which makes room for the next attempt.
         return
 
 
 def _delete_segments(log: Log, count: int) -> None:
     dropped, kept = log.segments[:count], log.segments[count:]
-    for segment in dropped:
-        log.open_files.release(segment)
-    log.removed_segments += dropped
-    log.replace_segments(kept)
-    log.start_offset = max(log.start_offset, Offset(kept[0].base_offset))
+    log.replace_segments(kept, dropped)
     log.epochs.cut_before(kept[0].base_offset)
-    log.damage.cut_before(log.start_offset)
-    log.producers.transactions.cut_before(log.start_offset)
+    log.advance_start(kept[0].base_offset)
     log.maintenance.checkpoint_soon(log)
 
 
@@ -146,10 +136,7 @@ def delete_before(log: Log, offset: int) -> None:
         )
     if log.segments and offset == log.end_offset and log.segments[-1].size:
         log.roll()
-    log.start_offset = Offset(offset)
-    log.damage.cut_before(offset)
-    log.producers.transactions.cut_before(offset)
-    log.changed = True
+    log.advance_start(offset)
     count = 0
     while count + 1 < len(log.segments) and log.segments[count + 1].base_offset <= offset:
         count += 1

@@ -1,8 +1,8 @@
 """Scanning a segment file batch by batch: what is valid, what is not, and where it becomes valid again.
 
-Used wherever bytes are not believed: after a crash, when damage was met on reading, and when a file whose sync
-failed is copied. The CRC of a batch does not cover its base offset and leader epoch, so these are checked against
-the batches around it.
+Used wherever bytes are not trusted: after a crash, when a read found damage, and when a file whose sync failed is
+copied. The CRC of a batch does not cover its base offset and leader epoch, so these are checked against the batches
+around it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIZE_AND_COUNTS = struct.Struct(">8xi11xi30xi")
 
 
 class Bad(NamedTuple):
-    """Bytes that are no batch, and the offsets that should be there; `next_offset` is -1 when nothing valid follows."""
+    """Bytes that are not a batch, and the offsets that should be there; up to -1 if nothing valid follows."""
 
     start: int
     end: int
@@ -35,7 +35,7 @@ class Bad(NamedTuple):
 
 
 class Window:
-    """A file, seen through a buffer that moves along."""
+    """A file, read through a buffer that moves along."""
 
     def __init__(self, files: Files, descriptor: int, end: int) -> None:
         self._files = files
@@ -45,7 +45,7 @@ class Window:
         self.end = end
 
     def hold(self, position: int, size: int) -> tuple[bytes, int]:
-        """A buffer that holds some bytes of the file, and where in it they begin; fewer where the file ends."""
+        """Return a buffer that holds some bytes of the file, fewer at its end, and where in it they begin."""
         at = position - self._start
         if at < 0 or at + size > len(self._data):
             self._move(position, size)
@@ -53,7 +53,7 @@ class Window:
         return self._data, at
 
     def at(self, position: int, size: int) -> memoryview:
-        """The bytes from a position on, fewer where the file ends."""
+        """Return the bytes from a position on, fewer at the end of the file."""
         data, at = self.hold(position, min(size, self.end - position))
         return memoryview(data)[at : at + size]
 
@@ -63,7 +63,7 @@ class Window:
         self._start = position
 
     def find_magic(self, position: int) -> int:
-        """The first position from here on where the magic byte of a batch stands in its place, or -1."""
+        """Return the first position from here on where the magic byte of a batch is in its place, or -1."""
         while position + HEADER_BYTES <= self.end:
             data, at = self.hold(position, HEADER_BYTES)
             found = data.find(_MAGIC_BYTE, at + _MAGIC_AT)
@@ -84,7 +84,7 @@ def _read_all(files: Files, descriptor: int, size: int, position: int) -> bytes:
 
 
 def batch_at(window: Window, position: int) -> BatchHeader | None:
-    """The batch that begins at a position, or None when there is no valid one."""
+    """Return the batch that begins at a position, or None if there is no valid one."""
     if window.end - position < HEADER_BYTES:
         return None
     data, at = window.hold(position, HEADER_BYTES)
@@ -104,8 +104,8 @@ def batch_at(window: Window, position: int) -> BatchHeader | None:
 class Scan:
     """Walks over the batches of a segment from a position whose offset is known.
 
-    `limit` is the offset at which the next segment takes over. `epochs`, where given, is the history that each
-    batch has to agree with; otherwise epochs may only rise.
+    `limit` is the offset at which the next segment begins. `epochs`, if given, is the history that each batch has to
+    agree with; otherwise epochs may only increase.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Scan:
         )
 
     def _resume(self, header: BatchHeader | None) -> tuple[Bad, BatchHeader | None]:
-        """What is bad from here on, and the valid batch that follows it, if there is one."""
+        """Return what is bad from here on, and the valid batch that follows it, if there is one."""
         start, first = self.position, self.expected
         if header is not None and first < header.base_offset and header.next_offset <= self._limit:
             shift = header.base_offset - first
@@ -173,7 +173,7 @@ class Scan:
         return Bad(start, self.window.end, first, -1), None
 
     def _votes(self, header: BatchHeader, next_offset: int) -> int:
-        """How many more of the batches behind one agree than disagree that it ends at an offset."""
+        """Return how many more of the following batches agree than disagree that a batch ends at an offset."""
         agreed = 0
         for _ in range(_VOTES_MAX):
             following = batch_at(self.window, header.end_position)
@@ -184,9 +184,9 @@ class Scan:
         return agreed
 
     def _candidates(self, start: int) -> Iterator[int]:
-        """Where the next batch may begin: where the bad one says that it ends, then anywhere.
+        """Yield where the next batch may begin: where the bad one claims to end, then anywhere.
 
-        The order matters, since the payload of a batch may hold bytes that look like a batch.
+        The order matters, because the payload of a batch may hold bytes that look like a batch.
         """
         head = self.window.at(start, HEADER_BYTES)
         if len(head) == HEADER_BYTES:
@@ -199,7 +199,7 @@ class Scan:
             position = self.window.find_magic(position + 1)
 
     def _is_plausible(self, found: BatchHeader) -> bool:
-        """Whether a batch behind a bad stretch carries an offset and an epoch that can be believed."""
+        """Whether a batch behind bad bytes has an offset and an epoch that can be trusted."""
         if not self.expected <= found.base_offset or found.next_offset > self._limit:
             return False
         if found.base_offset == 0:
@@ -217,14 +217,14 @@ class Scan:
     def _is_expected_offset(self, found: BatchHeader) -> bool:
         """Whether an offset that no later batch confirms fits what the bad bytes before it can have held.
 
-        If these are one batch, two fields of its header tell how many offsets it has, and one bit can have changed
-        only one of them. If they are several, at least a record takes more than a byte.
+        If they are one batch, two fields of its header say how many offsets it has, and one bit can have changed only
+        one of them. If they are several, a record takes more than a byte.
         """
         if found.next_offset == self._limit:
             # It ends where the segment is known to end.
             return True
         if found.base_offset == self.expected:
-            # It goes on where the last good batch ended. Then nothing of the log can lie in between: too few bytes for
+            # It continues where the last good batch ended. Nothing of the log can lie in between: too few bytes for
             # a batch, or a whole one that belongs elsewhere. A harmed batch would have had offsets of its own.
             return found.position - self.position < HEADER_BYTES or batch_at(self.window, self.position) is not None
         head = self.window.at(self.position, HEADER_BYTES)

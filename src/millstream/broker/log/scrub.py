@@ -1,9 +1,8 @@
-"""The scrub: reads all segments again, slowly, so that damage is found before somebody needs what is lost.
+"""The scrub: reads all segments again, slowly, so that damage is found before the records are needed.
 
-One pass after the other goes over all logs, in the order of their ids. A step verifies a piece of one segment in a
-thread: CRCs, and that each batch is where its header says, behind the one before it. What is broken is handed to the
-log, which notes the range; a range that somebody has put right since, by restoring the file, is served again. Where
-the pass stands is kept in the data folder, so that a restart goes on there.
+Passes go over all logs in the order of their ids. A step verifies a piece of one segment in a thread: CRCs, and that
+each batch continues the one before it. Broken ranges are recorded by the log; a range that was restored from outside is
+served again. The position is stored in the data folder, so that a restart continues there.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _logger = logging.getLogger(__name__)
 SCRUB_NAME = "scrub"
 STEP_BYTES = 1024 * 1024
 STEP_COST_BYTES = 64 * 1024
-"""Every step counts as so many bytes at least, so that many small segments are not read all at once."""
+"""Every step counts as at least this many bytes, so that many small segments are not read all at once."""
 SECTOR_BYTES = 4096
 SAVE_S = 30.0
-"""So often the position is written down."""
+"""How often the position is stored."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """The segment that the scrub has come to, and when the last pass ended, 0 for never."""
+    """The segment that the scrub has reached, and when the last pass ended, 0 for never."""
 
     topic_id: UUID = UUID(int=0)
     partition: int = 0
@@ -128,7 +127,7 @@ class ScrubStep:
         self.end, self.next_offset = position + run.end, run.next_offset
 
     def _find_bad(self) -> None:
-        """Look for the end of what is broken."""
+        """Find the end of what is broken."""
         end = min(self._segment_size, self._files.size(self._descriptor))
         window = _SectorWindow(self._files, self._descriptor, end)
         scan = Scan(window, self.end, self.next_offset, limit=self._limit, epochs=self._epochs)
@@ -140,10 +139,10 @@ class ScrubStep:
         self.bad = bad
 
     def finish(self) -> None:
-        """Tell the log what was found; called on the loop."""
+        """Record what was found; called on the loop."""
         log, segment, bad = self.log, self.segment, self.bad
         log.open_files.unpin(segment)
-        # A segment that was cut off or compacted in the meantime is not damaged.
+        # A segment that was truncated or compacted in the meantime is not damaged.
         if log.closed or log.generation != self._generation or not any(one is segment for one in log.segments):
             return
         if self.error is not None:
@@ -179,7 +178,7 @@ class Scrubber:
         self._progress = self._read_progress()
         self._saved_at = clock.monotonic()
         self._keys: list[LogKey] = []
-        """The logs that this pass has still to come to, the next one last."""
+        """The logs that this pass still has to reach, the next one last."""
         self._segment: Segment | None = None
         self._generation = self._position = self._offset = 0
         self._bytes = self._read_errors = 0
@@ -206,7 +205,7 @@ class Scrubber:
         return bool(self._progress.topic_id.int)
 
     def next(self, logs: Mapping[LogKey, Log]) -> ScrubStep | None:
-        """The next step of the pass; None at its end."""
+        """Return the next step of the pass; None at its end."""
         progress = self._progress
         if not self._keys:
             begun = (progress.topic_id, PartitionIndex(progress.partition))
@@ -223,7 +222,7 @@ class Scrubber:
         return None
 
     def _step_in(self, log: Log) -> ScrubStep | None:
-        """The next step within a log; None when it is verified to its end."""
+        """Return the next step within a log; None if it is verified to its end."""
         progress = self._progress
         first = progress.base_offset if (progress.topic_id, progress.partition) == log.key else 0
         for segment in log.segments[bisect_left(log.segments, first, key=_base_offset) :]:
@@ -247,14 +246,14 @@ class Scrubber:
         )
 
     def _check_file_exists(self, log: Log, segment: Segment) -> bool:
-        """Whether the file still has its name: one that was removed is gone when it is next closed."""
-        if any(swap.segment is segment for swap in log.swaps) or self._files.exists(segment.path):
+        """Whether the file still has its name; record a removed one, which is gone when it is next closed."""
+        if any(swap.segment is segment for swap in log.segments.swaps) or self._files.exists(segment.path):
             return True
         log.record_missing_file(segment)
         return False
 
     def _step_at(self, log: Log, segment: Segment) -> ScrubStep:
-        """A step up to the next damaged range, or over one, to see whether somebody has put it right."""
+        """Return a step up to the next damaged range, or over one, to see whether it was restored."""
         holes = [lost for lost in log.damage if lost.segment == segment.base_offset]
         for hole in holes:
             if hole.start == hole.end == self._position:
@@ -265,7 +264,7 @@ class Scrubber:
         return ScrubStep(log, segment, self._position, self._offset, stop, None)
 
     def ended(self, step: ScrubStep) -> float:
-        """Account for a step; returns how many seconds to wait before the next one."""
+        """Account for a step; return how many seconds to wait before the next one."""
         self._bytes += step.size
         self._read_errors += step.error is not None
         if step.hole is not None:
@@ -273,7 +272,7 @@ class Scrubber:
         elif step.bad is not None:
             self._position, self._offset = step.bad.end, step.bad.next_offset
         elif step.is_broken:
-            # Nothing is wrong with it any more; the next pass looks at the rest.
+            # It is no longer broken; the next pass verifies the rest.
             self._position = step.segment.size
         else:
             self._position, self._offset = step.end, step.next_offset
@@ -281,11 +280,11 @@ class Scrubber:
 
     @property
     def should_save(self) -> bool:
-        """Whether it is time to write down the position."""
+        """Whether it is time to store the position."""
         return not self._is_under_way or self._clock.monotonic() - self._saved_at >= SAVE_S
 
     def save_progress(self) -> None:
-        """Write down the position; called in a thread, and once more at the end."""
+        """Store the position; called in a thread."""
         self._saved_at = self._clock.monotonic()
         try:
             replace_file(self._files, self._directory, SCRUB_NAME, msgspec.json.encode(self._progress))
@@ -293,7 +292,7 @@ class Scrubber:
             _logger.warning("the position of the scrub could not be stored", extra={"error": str(error)})
 
     def metrics(self) -> Iterable[Metric]:
-        """The numbers of the scrub."""
+        """Return the metrics of the scrub."""
         yield counter("millstream_log_scrubbed_bytes_total", "Bytes that the scrub has verified.", self._bytes)
         yield counter(
             "millstream_log_scrub_read_errors_total", "Steps of the scrub that the disk failed.", self._read_errors

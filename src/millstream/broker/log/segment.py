@@ -1,14 +1,21 @@
-"""One segment: a file of whole batches, named after its first offset, and what is known about it."""
+"""Segments: files of whole batches, each named after its first offset, and the list of them that makes up a log."""
 
 from __future__ import annotations
 
+import logging
 import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
+from typing import NamedTuple, overload
 
 from millstream.broker.log.files import Files
 from millstream.broker.log.index import Index
-from millstream.broker.log.state import SegmentState
+from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.state import SegmentState, SwapName
 from millstream.protocol.records.batch import BatchHeader
+
+_logger = logging.getLogger(__name__)
 
 LOG_SUFFIX = ".log"
 INDEX_SUFFIX = ".index"
@@ -18,43 +25,97 @@ REPAIR_SUFFIX = ".log.repair"
 DELETED_SUFFIX = ".deleted"
 CLEANED_SUFFIX = ".cleaned"
 _NAME_DIGITS = 20
+HINTS_MAX = 64
 FRESH_S = 1.0
-"""For so long, and at most twice as long, the end of a segment is read as it was written, without verifying it."""
+"""For this long, at most twice as long, the end of a segment is served as written, without verifying it."""
 
 
 def segment_path(directory: str, base_offset: int, suffix: str = LOG_SUFFIX) -> str:
-    """A file of a segment."""
+    """Return the path of a file of a segment."""
     return f"{directory}/{segment_name(base_offset, suffix)}"
 
 
 def segment_name(base_offset: int, suffix: str = LOG_SUFFIX) -> str:
-    """The name of a file of a segment in the folder of its log."""
+    """Return the name of a file of a segment in the folder of its log."""
     return f"{base_offset:0{_NAME_DIGITS}d}{suffix}"
 
 
 def cleaned_path(directory: str, base_offset: int, token: str) -> str:
-    """The file that compaction writes, until it takes the place of a segment; the token tells one pass from another."""
+    """Return the path of a new file before it replaces a segment; the token distinguishes passes."""
     return segment_path(directory, base_offset, f"{LOG_SUFFIX}.{token}{CLEANED_SUFFIX}")
 
 
 def base_offset_of(name: str) -> int | None:
-    """The base offset in the name of a segment's log file, or None when it is the name of something else."""
+    """Return the base offset in the name of a segment's log file; None for any other name."""
     stem = name.removesuffix(LOG_SUFFIX)
     if stem == name or len(stem) != _NAME_DIGITS or not stem.isdigit():
         return None
     return int(stem)
 
 
+class Verification:
+    """Which bytes of a segment may be served without verifying them again.
+
+    The end of an active segment is fresh: this process wrote it at most twice `FRESH_S` ago. Below that, the bytes
+    between `start` and `end` have been verified, at `verified_at` and while the file had `stamp`, which any write
+    changes. `next_offset` is the offset that continues at `end`.
+    """
+
+    __slots__ = ("_fresh_from", "_mark_at", "_mark_size", "end", "next_offset", "stamp", "start", "verified_at")
+
+    def __init__(self, base_offset: int) -> None:
+        self.verified_at = -inf
+        self.stamp = -1
+        self.start = 0
+        self.end = 0
+        self.next_offset = base_offset
+        self._fresh_from = 0
+        self._mark_at = -inf
+        self._mark_size = 0
+
+    def cold_to(self, size: int, now: float) -> int:
+        """Return up to where an active segment of so many bytes is verified before it is served."""
+        age = now - self._mark_at
+        if age > FRESH_S:
+            self._fresh_from = self._mark_size if age <= 2 * FRESH_S else size
+            self._mark_at, self._mark_size = now, size
+        return self._fresh_from
+
+    def begin(self, position: int, offset: int) -> None:
+        """Begin again at a batch whose offset is known."""
+        self.start = self.end = position
+        self.next_offset = offset
+
+    def renew(self, base_offset: int, stamp: int, now: float) -> None:
+        """Forget what was verified, and begin with the file as it is now."""
+        self.begin(0, base_offset)
+        self.stamp, self.verified_at = stamp, now
+
+    def extend(self, end: int, next_offset: int) -> None:
+        """Account for batches up to a position."""
+        if end > self.end:
+            self.end, self.next_offset = end, next_offset
+
+    def skip(self, holes: Mapping[int, tuple[int, int]]) -> None:
+        """Continue behind a known damaged range."""
+        for start, (end, next_offset) in holes.items():
+            if start <= self.end < end or start == self.end == end:
+                self.end, self.next_offset = end, next_offset
+
+    def truncate(self, base_offset: int, position: int) -> None:
+        """Account for bytes that may differ from a position on."""
+        self._fresh_from, self._mark_size = min(self._fresh_from, position), min(self._mark_size, position)
+        self.begin(0, base_offset)
+
+
 class Segment:
     """A file of batches. `size` counts the bytes of whole, valid batches; what lies behind them is ignored.
 
-    `synced_bytes` are durable in the file itself, `journaled_bytes` in the file or in the journal. Bytes below
-    `cold_to` are verified before they are used; those from `verified_from` to `verified_to` have been, at
-    `verified_at` and while the file had `verified_stamp`, which tells a later write of anybody. `holes` maps the
-    start of each damaged stretch to its end and to the offset that goes on there. `cuts` counts how often the end was
-    cut off, since when other bytes may be in its place; a `suspect` segment could not be read in the middle of an
-    answer, so that nothing is promised of it unread. The files of one that `is_removed` are gone, or those of another
-    segment.
+    `synced_bytes` are durable in the file itself, `journaled_bytes` in the file or in the journal. `holes` maps the
+    start of each damaged range to its end and to the offset that continues there. `cuts` counts truncations, after
+    which other bytes may be at the same position. A `suspect` segment could not be read in the middle of a response,
+    so nothing of it is promised before it is read. The files of a segment that `is_removed` are gone, or belong to
+    another segment.
     """
 
     __slots__ = (
@@ -65,7 +126,6 @@ class Segment:
         "descriptor",
         "directory",
         "first_append_ms",
-        "fresh_from",
         "holes",
         "index",
         "index_checksum",
@@ -74,8 +134,6 @@ class Segment:
         "is_removed",
         "journaled_bytes",
         "last_append_ms",
-        "mark_at",
-        "mark_size",
         "max_timestamp_ms",
         "next_offset",
         "path",
@@ -87,11 +145,7 @@ class Segment:
         "synced_bytes",
         "synced_offset",
         "used",
-        "verified_at",
-        "verified_from",
-        "verified_offset",
-        "verified_stamp",
-        "verified_to",
+        "verification",
     )
 
     def __init__(self, directory: str, base_offset: int) -> None:
@@ -113,14 +167,7 @@ class Segment:
         self.synced_bytes = 0
         self.synced_offset = base_offset
         self.journaled_bytes = 0
-        self.fresh_from = 0
-        self.mark_at = -inf
-        self.mark_size = 0
-        self.verified_at = -inf
-        self.verified_stamp = -1
-        self.verified_from = 0
-        self.verified_to = 0
-        self.verified_offset = base_offset
+        self.verification = Verification(base_offset)
         self.descriptor = -1
         self.used = False
         self.pins = 0
@@ -135,7 +182,7 @@ class Segment:
 
     @classmethod
     def from_state(cls, directory: str, state: SegmentState) -> Segment:
-        """A segment that is believed to be as the checkpoint saw it; its index is read when it is needed."""
+        """Return a segment as the checkpoint saw it; its index is loaded when it is needed."""
         segment = cls(directory, state.base_offset)
         segment.size = segment.synced_bytes = segment.journaled_bytes = state.size
         segment.next_offset = segment.synced_offset = state.next_offset
@@ -148,7 +195,7 @@ class Segment:
         return segment
 
     def to_state(self) -> SegmentState:
-        """The segment as it is now; its index has to be stored for as many entries as this says."""
+        """Return the segment as it is now; as many index entries have to be stored as this says."""
         if self.index is not None:
             self.index_entries = len(self.index)
             self.index_checksum = self.index.checksum()
@@ -164,37 +211,26 @@ class Segment:
         )
 
     def cold_to(self, now: float) -> int:
-        """Up to where bytes are verified before they are used: all of a sealed segment, else what is not just written.
-
-        What lies behind `fresh_from` was written by this process, at most twice `FRESH_S` ago.
-        """
-        if self.sealed:
-            return self.size
-        age = now - self.mark_at
-        if age > FRESH_S:
-            self.fresh_from = self.mark_size if age <= 2 * FRESH_S else self.size
-            self.mark_at, self.mark_size = now, self.size
-        return self.fresh_from
+        """Return up to where bytes are verified before they are served: all of a sealed segment."""
+        return self.size if self.sealed else self.verification.cold_to(self.size, now)
 
     def forget_verified(self) -> None:
         """Have everything verified again."""
-        self.verified_from = self.verified_to = 0
-        self.verified_offset = self.base_offset
+        self.verification.begin(0, self.base_offset)
 
     def cut_verified(self, position: int) -> None:
-        """Other bytes may follow from a position on."""
-        self.fresh_from, self.mark_size = min(self.fresh_from, position), min(self.mark_size, position)
-        self.forget_verified()
+        """Account for a truncation at a position: other bytes may follow there."""
+        self.verification.truncate(self.base_offset, position)
 
     def beyond_hole(self, position: int) -> int:
-        """The position itself, or the end of the damaged stretch that it lies in."""
+        """Return the position itself, or the end of the damaged range that it lies in."""
         for start, (end, _) in self.holes.items():
             if start <= position < end:
                 return end
         return position
 
     def note(self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int) -> None:
-        """Account for one more batch behind the last, which may lie behind a damaged stretch."""
+        """Account for one more batch behind the last, which may lie behind a damaged range."""
         self.size = position
         next_offset = base_offset + header.last_offset_delta + 1
         self.grow(header.length + 12, base_offset, next_offset, header.max_timestamp_ms, index, interval_bytes)
@@ -210,7 +246,7 @@ class Segment:
         self.next_offset = next_offset
 
     def mark_synced(self, size: int, next_offset: int) -> None:
-        """Everything up to a position is durable in the file."""
+        """Account for a sync: everything up to a position is durable in the file."""
         if size >= self.synced_bytes:
             self.synced_bytes = size
             self.synced_offset = max(self.synced_offset, next_offset)
@@ -218,11 +254,11 @@ class Segment:
             self.journaled_bytes = size
 
     def closed(self) -> None:
-        """The file was closed, so nothing of it is needed soon."""
+        """Drop the index: the file was closed, so nothing of it is needed soon."""
         self.drop_index()
 
     def drop_index(self) -> None:
-        """Let go of the index where it can be read back, that is, of a sealed segment."""
+        """Drop the index if it can be loaded again, that is, of a sealed segment."""
         if self.sealed and self.index is not None and self.index_stored == len(self.index):
             self.to_state()
             self.index = None
@@ -230,8 +266,8 @@ class Segment:
     def sync(self, files: Files, descriptor: int) -> None:
         """Sync the file; called in a thread. After a failure the file is never trusted again.
 
-        The kernel tells an error once, so that a second sync would succeed over pages that it has thrown away;
-        the lock keeps a sync in another thread from being believed in that moment.
+        The kernel reports an error once; a second sync would succeed over pages that it has dropped. The lock keeps a
+        sync in another thread from being believed in that moment.
         """
         with self._sync_lock:
             if self.broken:
@@ -241,3 +277,245 @@ class Segment:
             except OSError:
                 self.broken = True
                 raise
+
+
+class Swap(NamedTuple):
+    """A new segment whose file has not taken its place yet; the token is part of its temporary name."""
+
+    segment: Segment
+    token: str
+
+    @property
+    def name(self) -> SwapName:
+        """The swap as a checkpoint records it."""
+        return self.segment.base_offset, self.token
+
+
+class SegmentList:
+    """The segments of one log in order, the positions known in them, and what their files are called on disk.
+
+    Segments leave the list at once; their files are removed after the next checkpoint, so that a crash in between
+    cannot mistake a deleted segment for a lost one. A new segment replaces old ones so that a crash leaves either:
+
+    1. Its file is complete and synced under a temporary name.
+    2. On the loop, `swap_in` puts it into the list, read under that name.
+    3. A checkpoint records the swap. From here on the new segment counts; journal entries of the old files are void.
+    4. `complete_swaps` renames the file and syncs the directory; the other old files are removed.
+
+    Recovery completes the swaps that the checkpoint records, and removes every other file of this kind.
+    """
+
+    __slots__ = (
+        "_bases",
+        "_names_lock",
+        "_open_files",
+        "_segments",
+        "active",
+        "directory",
+        "folder_synced",
+        "generation",
+        "hints",
+        "names_synced",
+        "names_version",
+        "removed",
+        "swaps",
+    )
+
+    def __init__(self, directory: str, segments: list[Segment], open_files: OpenFiles, *, folder_synced: bool) -> None:
+        self.directory = directory
+        self.active = segments[-1] if segments else None
+        """The segment that takes appends."""
+        self.generation = 0
+        """Changes when segments are truncated or replaced, so that a job under way notices."""
+        self.hints: dict[int, tuple[Segment, int]] = {}
+        """Positions of offsets that are likely to be read next: where reads and commits ended."""
+        self.names_version = 0
+        self.names_synced = 0
+        self.folder_synced = folder_synced
+        """Whether the log's own folder is durable in the folders above it."""
+        self.removed: list[Segment] = []
+        """Segments that left the list; their files are removed after the next checkpoint."""
+        self.swaps: list[Swap] = []
+        """Segments whose files take their place with the next checkpoint."""
+        self._segments = segments
+        self._bases = [segment.base_offset for segment in segments]
+        self._open_files = open_files
+        self._names_lock = threading.Lock()  # Held to remove the files of segments, and to claim their names.
+
+    def __len__(self) -> int:
+        return len(self._segments)
+
+    def __iter__(self) -> Iterator[Segment]:
+        return iter(self._segments)
+
+    def __reversed__(self) -> Iterator[Segment]:
+        return reversed(self._segments)
+
+    @overload
+    def __getitem__(self, at: int) -> Segment: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Segment]: ...
+
+    def __getitem__(self, at: int | slice) -> Segment | list[Segment]:
+        return self._segments[at]
+
+    def index(self, segment: Segment) -> int:
+        """Return the place of a segment in the list."""
+        return self._segments.index(segment)
+
+    def find(self, base_offset: int) -> Segment | None:
+        """Return the segment with this base offset."""
+        return next((segment for segment in self._segments if segment.base_offset == base_offset), None)
+
+    def containing(self, offset: int) -> Segment:
+        """Return the segment that holds an offset below the end, or the first one with records after it."""
+        at = max(0, bisect_right(self._bases, offset) - 1)
+        while self._segments[at].next_offset <= offset:
+            at += 1
+        return self._segments[at]
+
+    def unsynced(self) -> list[Segment]:
+        """Return the segments with bytes that are not durable in their own file, in order."""
+        found: list[Segment] = []
+        for segment in reversed(self._segments):
+            if segment.size and segment.synced_bytes == segment.size:
+                break
+            if segment.size:
+                found.append(segment)
+        return found[::-1]
+
+    def hint(self, offset: int, segment: Segment, position: int) -> None:
+        """Remember the position of an offset that is likely to be read next."""
+        if offset >= segment.next_offset and segment.sealed:
+            return
+        hints = self.hints
+        hints[offset] = (segment, position)
+        if len(hints) > HINTS_MAX:
+            del hints[next(iter(hints))]
+
+    # -- changes --------------------------------------------------------------------------------------------
+
+    def add(self, segment: Segment) -> None:
+        """Begin a segment behind the last one, which is sealed."""
+        self.names_version += 1
+        # The end of the log is now at the start of another file.
+        self.hints.pop(segment.base_offset, None)
+        if self.active is not None:
+            self.active.sealed = True
+        self._segments.append(segment)
+        self._bases.append(segment.base_offset)
+        self.active = segment
+
+    def replace(self, segments: list[Segment], removed: Iterable[Segment] = ()) -> None:
+        """Continue with other segments; close those that are removed, whose files go after the next checkpoint."""
+        for segment in removed:
+            self._open_files.release(segment)
+            self.removed.append(segment)
+        self._set(segments)
+        self.generation += 1
+
+    def _set(self, segments: list[Segment]) -> None:
+        self._segments = segments
+        self._bases = [segment.base_offset for segment in segments]
+        self.active = segments[-1] if segments else None
+        self.hints.clear()
+
+    def swap_in(self, old: list[Segment], new: Segment, token: str) -> bool:
+        """Continue with a new segment in place of old ones; False if those are no longer in the list as they were.
+
+        Without old ones it goes where its offsets belong, which no segment holds.
+        """
+        at = bisect_left(self._bases, new.base_offset)
+        if old and ([*map(id, self[at : at + len(old)])] != [*map(id, old)] or not old[-1].sealed):
+            return False
+        new.path = cleaned_path(self.directory, new.base_offset, token)
+        # Pinned until it is renamed: in that moment nothing can open it by name.
+        self._open_files.pin(new)
+        for segment in old:
+            self._open_files.release(segment)
+        self.removed += old[1:]
+        self.swaps.append(Swap(new, token))
+        # The generation stays: the end of the log is the same, so jobs under way there continue.
+        self._set([*self[:at], new, *self[at + len(old) :]])
+        self.names_version += 1
+        return True
+
+    def settle_swaps(self, swaps: Iterable[Swap]) -> None:
+        """Account for files that have taken their place."""
+        for swap in swaps:
+            if swap in self.swaps:
+                self.swaps.remove(swap)
+                swap.segment.path = segment_path(self.directory, swap.segment.base_offset)
+                self._open_files.unpin(swap.segment)
+
+    # -- names on disk --------------------------------------------------------------------------------------
+
+    def mark_names_synced(self, version: int) -> None:
+        """Account for a sync of the directory, and of the folders above it."""
+        self.names_synced = max(self.names_synced, version)
+        self.folder_synced = True
+
+    def mark_folder_synced(self) -> None:
+        """Account for a sync of the folders above the log's own."""
+        self.folder_synced = True
+
+    def claim_name(self, base_offset: int) -> None:
+        """Keep files of this name from being removed, even by a checkpoint that is under way."""
+        for removed in [removed for removed in self.removed if removed.base_offset == base_offset]:
+            with self._names_lock:
+                removed.is_removed = True
+            self.removed.remove(removed)
+
+    def remove_files(self, files: Files, segments: Iterable[Segment]) -> None:
+        """Remove the files of removed segments, unless their names were claimed; called in a thread."""
+        for segment in segments:
+            with self._names_lock:
+                if not segment.is_removed:
+                    _remove_segment(files, segment)
+                    segment.is_removed = True
+
+    def forget_removed(self, segments: Iterable[Segment]) -> None:
+        """Account for removed segments whose files are gone."""
+        done = {id(segment) for segment in segments}
+        self.removed = [segment for segment in self.removed if id(segment) not in done]
+
+    def close(self) -> None:
+        """Close every file."""
+        self.generation += 1
+        self.settle_swaps(list(self.swaps))
+        for segment in self._segments:
+            self._open_files.release(segment)
+
+
+def complete_swaps(files: Files, directory: str, swaps: Iterable[SwapName]) -> bool:
+    """Rename the files of swaps into place, durably; return whether one was still to do. Called in a thread."""
+    names = list(swaps)
+    found = False
+    for base_offset, token in names:
+        try:
+            files.rename(cleaned_path(directory, base_offset, token), segment_path(directory, base_offset))
+            found = True
+        except FileNotFoundError:
+            # An earlier attempt renamed it, and perhaps did not sync.
+            continue
+    if names:
+        files.sync_directory(directory)
+    return found
+
+
+def _remove_segment(files: Files, segment: Segment) -> None:
+    try:
+        for suffix in SEGMENT_SUFFIXES:
+            path = segment_path(segment.directory, segment.base_offset, suffix)
+            if files.exists(path):
+                files.rename(path, path + DELETED_SUFFIX)
+                files.remove(path + DELETED_SUFFIX)
+    except FileNotFoundError:
+        # The whole log was deleted meanwhile.
+        return
+    except OSError as error:
+        _logger.warning(
+            "a deleted segment could not be removed; the next start tries again",
+            extra={"file": segment.path, "error": str(error)},
+        )

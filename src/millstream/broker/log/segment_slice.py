@@ -1,9 +1,8 @@
-"""Whole batches as they lie in a segment: where they are is certain, whether they were read yet is not.
+"""Whole batches of one segment, whether read already or not.
 
-An answer to a consumer tells its length before its first record is sent, and is read from files while it is sent. So a
-stretch stays what it is, whatever happens to the log meanwhile: while it is held, retention and compaction cannot take
-the file from under it, and what was cut off, was damaged or cannot be read raises an error instead of being other
-bytes.
+A response announces its length before its first record is sent, and is read from files while it is sent. A slice
+therefore never changes: while it is held, retention and compaction cannot remove its file, and bytes that were
+truncated, damaged or cannot be read raise an error instead of becoming other bytes.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from millstream.broker.log.segment import Segment
 from millstream.core.errors import CorruptBatch, StorageFailure
 
 Verify = Callable[[Segment, int, int], None]
-"""Check the batches of a segment that begin between two positions; `BrokenSegment` tells where one is broken."""
+"""Checks the batches of a segment that begin between two positions; raises `BrokenSegment`."""
 
 
 class BrokenSegment(CorruptBatch):
-    """A segment is not a chain of valid batches where it should be; the log turns this into known damage."""
+    """A segment is not a chain of valid batches where it should be; the log turns this into recorded damage."""
 
     def __init__(self, segment: Segment, position: int) -> None:
         super().__init__(f"{segment.path} holds no valid record batch at byte {position}")
@@ -28,7 +27,7 @@ class BrokenSegment(CorruptBatch):
 
 
 class SegmentSlice:
-    """Whole batches of one segment, and where the next one begins."""
+    """Whole batches of one segment, and the offset that follows them."""
 
     __slots__ = (
         "_cuts",
@@ -57,44 +56,44 @@ class SegmentSlice:
         self._cuts = segment.cuts
         self._position = position
         self._verify = verify
-        self._stamp = segment.verified_stamp
+        self._stamp = segment.verification.stamp
         self._is_held = False
         self.size = size
         self.next_offset = next_offset
         self.data: bytes | memoryview = b""
-        """All of it, if that was read already."""
+        """All bytes, if they were read already."""
 
     def __len__(self) -> int:
         return self.size
 
     def __bytes__(self) -> bytes:
-        """All of it."""
+        """Read everything."""
         return bytes(self.data) or self.read(0, self.size)
 
     def __del__(self) -> None:
-        """Let go of the file; an answer may be dropped in many places, and none of them has to think of this."""
+        """Release the file: a response can be dropped in many places, and none of them has to remember this."""
         if self._is_held:
             self._open_files.unpin(self._segment)
 
     @property
     def end_position(self) -> int:
-        """Where in the file the next batch begins."""
+        """The position of the next batch in the file."""
         return self._position + self.size
 
     def hold(self) -> None:
-        """Keep the file until this is dropped, unless so many are kept that there would be none for others."""
+        """Keep the file open until this is dropped, unless that would leave too few descriptors for others."""
         if not self._is_held and self._open_files.has_room_to_pin:
             self._open_files.pin(self._segment)
             self._is_held = True
 
     def read(self, at: int, size: int) -> bytes:
-        """Some of the bytes; `StorageFailure`, `BrokenSegment` or `OSError` if they are not there any more.
+        """Read some of the bytes; `StorageFailure`, `BrokenSegment` or `OSError` if they are gone.
 
-        Whoever asks for the same again is then told by the log what is the matter: it reads such a segment at once.
+        The next read of the same range reads the segment at once, so its caller gets the log's own error.
         """
         segment = self._segment
         if segment.cuts != self._cuts or (segment.released and segment.descriptor < 0):
-            raise StorageFailure(f"{segment.path} was deleted or cut off while records of it were being sent")
+            raise StorageFailure(f"{segment.path} was deleted or truncated while its records were being sent")
         segment.suspect = True
         descriptor = segment.descriptor
         if descriptor < 0:

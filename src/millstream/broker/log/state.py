@@ -1,7 +1,7 @@
-"""The state of a log at a checkpoint: what can be believed without looking, and from where on to look after a crash.
+"""The state of a log at a checkpoint: what can be trusted without looking, and where to start looking after a crash.
 
-Everything below `recovery_offset` is synced in the segment files themselves. Without a state (or with a broken one)
-the segments are scanned from the start, so little is lost with it but time.
+Everything below `recovery_offset` is synced in the segment files themselves. Without a state (or with a broken one) the
+segments are scanned from the start, which costs little but time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millstream.broker.log.transactions import PackedTransactions
 
 FORMAT = 1
 SwapName = tuple[int, str]
-"""A swap that compaction began: base offset and token."""
+"""A swap that has begun: base offset and token."""
 
 _PREFIX = struct.Struct(">4sI")
 _MAGIC = b"MSls"
@@ -38,7 +38,7 @@ class SegmentState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogState(msgspec.Struct, frozen=True, array_like=True):
-    """A log as it was at the checkpoint. Journal entries before the journal's sequence named here are void."""
+    """A log as it was at the checkpoint. Journal entries before the sequence named here are void."""
 
     format: int
     topic: str
@@ -51,9 +51,9 @@ class LogState(msgspec.Struct, frozen=True, array_like=True):
     journal_id: int
     journal_sequence: int
     cleaned_offset: int = 0
-    """Up to where compaction has been."""
+    """Everything below is compacted."""
     swaps: list[SwapName] = []
-    """Segments whose file may still have to take its place."""
+    """Segments whose files may still have to be renamed into place."""
     transactions: PackedTransactions | None = None
 
 
@@ -62,13 +62,13 @@ _decoder = msgspec.msgpack.Decoder(LogState)
 
 
 def encode_state(state: LogState) -> bytes:
-    """The state as the ledger keeps it."""
+    """Encode a state for the ledger."""
     body = _encoder.encode(state)
     return _PREFIX.pack(_MAGIC, crc32c(body)) + body
 
 
 def decode_state(data: bytes) -> LogState | None:
-    """Read a state; None when it cannot be believed."""
+    """Decode a state; return None if it cannot be trusted."""
     if len(data) < _PREFIX.size:
         return None
     magic, checksum = _PREFIX.unpack_from(data)
@@ -83,7 +83,7 @@ def decode_state(data: bytes) -> LogState | None:
 
 
 def read_whole(files: Files, path: str) -> bytes:
-    """The content of a small file."""
+    """Read a small file."""
     descriptor = files.open(path)
     try:
         return files.read_at(descriptor, files.size(descriptor), 0)
@@ -92,7 +92,7 @@ def read_whole(files: Files, path: str) -> bytes:
 
 
 def replace_file(files: Files, directory: str, name: str, content: bytes) -> None:
-    """Replace a small file as a whole, so that a crash leaves the old one or the new one."""
+    """Replace a small file as a whole, so that a crash leaves either the old or the new one."""
     new = f"{directory}/{name}.new"
     descriptor = files.open(new, create=True)
     try:

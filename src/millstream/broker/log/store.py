@@ -1,7 +1,7 @@
 """All logs of a data folder, and everything that happens to them in the background.
 
-The parts that decide are synchronous and run on the loop (`commit_once`, `checkpoint_once`, `delete_expired`); `run`
-is the thin shell that moves their slow halves into threads.
+The parts that decide are synchronous and run on the loop (`commit_once`, `checkpoint_once`, `delete_expired`); `run` is
+the thin shell that moves their slow halves into threads.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from millstream.core.topic import FLUSH_INTERVAL, FLUSH_OS, TopicPartition, Topi
 _logger = logging.getLogger(__name__)
 
 CHECKPOINT_S = 10.0
-"""So long after a write a log is checkpointed, which bounds what has to be scanned after a crash."""
+"""How long after a write a log is checkpointed, which bounds what a crash leaves to be scanned."""
 
 RETRY_S = 1.0
 COMPACTION_PAUSE_S = 1.0
@@ -53,11 +53,11 @@ CLOSE_ATTEMPTS = 3
 RETENTION_SLICE = 500
 UPKEEP_LOGS_MAX = 32
 SYNC_ALL_LOGS_MIN = 64
-"""From so many logs on, one sync of the whole file system is quicker than one of each file."""
+"""From this many logs on, one sync of the whole file system is quicker than one of each file."""
 
 
 class LogStore:
-    """All logs of a data folder. `open` makes one."""
+    """All logs of a data folder; created by `open`."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LogStore:
     ) -> None:
         self.recovery_reports: list[RecoveryReport] = []
         self.stop_failure: str | None = None
-        """Why the last stop is not a clean one, once the store is closed."""
+        """Why the stop was not clean, once the store is closed."""
         self.clean_start = True
         self.floors = RetentionFloors()
         self._folder = folder
@@ -82,7 +82,7 @@ class LogStore:
         self._producer_expiry_ms = producer_expiry_ms
         self._retention_check_ms = retention_check_ms
         self._open_files = OpenFiles(files, files.open_files_max())
-        # What is in a thread's hands stays open, so one job may have a part of the descriptors only.
+        # The files of a job stay open while a thread works on it, so one job may use only some of the descriptors.
         self._batch_max = max(1, files.open_files_max() // 4)
         self._upkeep_max = min(UPKEEP_LOGS_MAX, self._batch_max)
         self._indexes = LoadedIndexes()
@@ -90,7 +90,7 @@ class LogStore:
         self._ledger = Ledger(files, folder.path)
         self._logs: dict[LogKey, Log] = {}
         self._unrecovered: set[LogKey] = set()
-        # Logs that wait to be recovered, and all of whose files are on the disk.
+        # Logs that are to be recovered and whose files are known to be on disk.
         self._durable: set[LogKey] = set()
         self._replayed: dict[str, int] = {}
         self._progress = RecoveryProgress()
@@ -102,7 +102,7 @@ class LogStore:
         self._upkeep_wake = asyncio.Event()
         self._compact_wake = asyncio.Event()
         self._compact_at = math.inf
-        """When compaction is to look again, of the monotonic clock."""
+        """When compaction looks again, on the monotonic clock."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._running: asyncio.Future[None] | None = None
         self._retention_due = False
@@ -134,7 +134,7 @@ class LogStore:
         scrub_bytes_per_s: int = 0,
         scrub_interval_ms: int = 3_600_000,
     ) -> LogStore:
-        """Lock a data folder, making it if it is not there, and bring back what the journal holds."""
+        """Lock a data folder, creating it if necessary, and replay the journal."""
         folder = DataFolder(directory, files)
         try:
             store = cls(
@@ -172,16 +172,18 @@ class LogStore:
             )
 
     def _sync_everything(self) -> bool:
-        """Sync all logs with one call, where there are many; False when each has to be synced for itself.
+        """Sync all logs with one call if there are many; return False if each has to be synced by itself.
 
-        What a killed process wrote may be in memory only, and from here on it counts as durable.
+        What a killed process wrote may be in memory only, and counts as durable from here on.
         """
         if len(self._unrecovered) < SYNC_ALL_LOGS_MIN:
             return False
         try:
             self._files.sync_all(self._folder.partitions)
         except OSError as error:
-            _logger.warning("all logs could not be synced at once; each is for itself", extra={"error": str(error)})
+            _logger.warning(
+                "the file system could not be synced as a whole; syncing each log", extra={"error": str(error)}
+            )
             return False
         self._durable = set(self._unrecovered)
         return True
@@ -191,7 +193,7 @@ class LogStore:
         return None if content is None else decode_state(content)
 
     def open_log(self, topic_id: UUID, partition: TopicPartition, settings: TopicSettings) -> Log:
-        """Open the log of a partition, making it if it is not there; recover it after an unclean stop."""
+        """Open the log of a partition, creating it if necessary; recover it after an unclean stop."""
         key = (topic_id, partition.partition)
         if key in self._logs:
             raise StorageFailure(f"{partition} is open already")
@@ -221,11 +223,10 @@ class LogStore:
             clock=self._clock,
             maintenance=self,
         )
-        log.folder_synced = contents.known
         self._logs[key] = log
         self._unrecovered.discard(key)
         self._durable.discard(key)
-        # A log that is new has nothing to recover.
+        # A new log has nothing to recover.
         if report is not None and (unrecovered or report.is_notable):
             self._note(log, report)
         if contents.changed:
@@ -240,16 +241,16 @@ class LogStore:
             self.recovery_reports.append(report)
 
     def on_recovery_progress(self, listener: Callable[[int, int], None]) -> None:
-        """Have `listener` told how many logs are recovered and how many are left, until all are."""
+        """Call `listener` with how many logs are recovered and how many are left, until all are."""
         self._progress = RecoveryProgress(listener)
 
     def finish_recovery(self) -> None:
-        """All logs of the node are open: sum up what recovering them was like."""
-        told, self._progress = self._progress, RecoveryProgress()
-        told.log_summary()
+        """Log a summary; all logs of the node are open."""
+        progress, self._progress = self._progress, RecoveryProgress()
+        progress.log_summary()
 
     def stored(self) -> Iterable[LogKey]:
-        """Every partition that is on disk."""
+        """Return every partition that is on disk."""
         return self._folder.stored()
 
     # -- closing and deleting one log -----------------------------------------------------------------------
@@ -265,7 +266,7 @@ class LogStore:
         self._forget(log)
 
     def delete_log(self, log: Log) -> None:
-        """Delete a log and its files, for good when this returns; the space comes back a little later."""
+        """Delete a log and its files, durably; the space is freed a little later."""
         self._forget(log)
         self._ledger.forget(log.key)
         try:
@@ -296,12 +297,12 @@ class LogStore:
     # -- what logs ask for ----------------------------------------------------------------------------------
 
     def sync_soon(self, log: Log) -> None:
-        """Make everything that the log holds now durable, together with what other logs ask for."""
+        """Make everything in the log durable, together with what other logs ask for."""
         self._to_commit[log] = None
         self._commit_wake.set()
 
     def note_dirty(self, log: Log) -> None:
-        """A log has begun to hold what is not synced."""
+        """Plan the sync, checkpoint and compaction of a log that holds unsynced bytes."""
         self._plan_compaction(log)
         if log.settings.flush == FLUSH_OS:
             return
@@ -321,24 +322,24 @@ class LogStore:
             self.sync_soon(log)
 
     def checkpoint_soon(self, log: Log) -> None:
-        """Bring the last checkpoint of a log up to date."""
+        """Write a checkpoint of a log before long."""
         self._to_checkpoint[log] = None
         self._upkeep_wake.set()
 
     def checkpoint_now(self, log: Log) -> None:
-        """Checkpoint a log before this returns, or raise `OSError`."""
+        """Write a checkpoint before this returns, or raise `OSError`."""
         job = self.checkpoint_job(log)
         self._run_job(job)
         if job.error is not None:
             raise job.error
 
     def truncate_now(self, cut: Truncation) -> None:
-        """Carry out a cut before this returns, or raise `StorageFailure`."""
+        """Carry out a truncation before this returns, or raise `StorageFailure`."""
         cut.execute()
         self._finish_truncation(cut)
 
     def truncate_soon(self, cut: Truncation) -> asyncio.Future[None]:
-        """Carry out a cut in a thread; the future is done when it is for good, or tells why it is not."""
+        """Carry out a truncation in a thread; the future is done when it is durable, or has the error."""
         # In the thread of all checkpoints, since those of a log are written in the order in which they were taken.
         executed = asyncio.get_running_loop().run_in_executor(self._upkeep_thread, cut.execute)
         return finish_when_executed(executed, lambda: self._finish_truncation(cut))
@@ -349,25 +350,25 @@ class LogStore:
         cut.finish()
 
     def journal_mark(self) -> tuple[int, int]:
-        """The journal's id and next sequence."""
+        """Return the journal's id and next sequence."""
         return self._journal.journal_id, self._journal.next_sequence
 
     # -- the synchronous cores ------------------------------------------------------------------------------
 
     def commit_once(self) -> bool:
-        """Commit everything that was asked for; False when there was nothing."""
+        """Commit everything that was asked for; return False if there was nothing."""
         return self._run_job(self._begin_commit())
 
     def checkpoint_once(self) -> bool:
-        """Catch up with the journal, or checkpoint some logs that asked for it; False when there was nothing."""
+        """Catch up with the journal, or write some due checkpoints; return False if there was nothing to do."""
         return self._run_job(self._begin_upkeep())
 
     def delete_expired(self) -> int:
-        """Delete what is too old or too much, in all logs; returns the bytes freed."""
+        """Apply retention to all logs; return the bytes freed."""
         return sum(self._expire(log) for log in list(self._logs.values()))
 
     def compact_once(self) -> bool:
-        """Compact the log that needs it most; False when none does."""
+        """Compact the log that needs it most; return False if none does."""
         self._compactor.retry()
         self._compactor.begin_round(self._logs.values())
         compaction = self._compactor.next(self._logs.values())
@@ -379,12 +380,12 @@ class LogStore:
         return True
 
     def checkpoint_job(self, log: Log) -> Checkpoints:
-        """Capture a checkpoint of a log for whoever does it."""
+        """Capture a checkpoint of a log for the caller to carry out."""
         self._to_checkpoint.pop(log, None)
         return Checkpoints([log], self._files, self._ledger)
 
     def close_now(self) -> None:
-        """Make everything durable, mark the clean stop, and let go of the folder."""
+        """Make everything durable, mark the clean stop, and release the folder."""
         for job in self._last_jobs():
             self._run_job(job)
         self._release()
@@ -414,13 +415,13 @@ class LogStore:
             some = list(islice(self._to_checkpoint, self._upkeep_max))
             for log in some:
                 del self._to_checkpoint[log]
-            due = [log for log in some if not log.closed and not log.broken]
+            due = [log for log in some if not log.closed and not log.health.broken]
             if due:
                 return Checkpoints(due, self._files, self._ledger)
         return None
 
     def _finish_job(self, job: Job) -> None:
-        """Account for a job that a thread has done, and see to what follows from it."""
+        """Account for a job that a thread has carried out, and start what follows from it."""
         job.finish()
         if isinstance(job, Commit):
             for log in job.retry_now:
@@ -435,7 +436,7 @@ class LogStore:
             for checkpoint in job.checkpoints:
                 self._plan_compaction(checkpoint.log)
             for log in job.failed:
-                if any(segment.broken for segment in log.unsynced_segments()):
+                if any(segment.broken for segment in log.segments.unsynced()):
                     self.sync_soon(log)
                 else:
                     self.note_dirty(log)
@@ -451,9 +452,9 @@ class LogStore:
         """Commit, checkpoint and delete until the store is closed."""
         self._loop = asyncio.get_running_loop()
         self._running = self._loop.create_future()
-        # What was asked for before there was a loop has no timer yet.
+        # What became dirty before the loop ran has no timer yet.
         stale, self._stale = self._stale, {}
-        for log in {**stale, **{log: None for log in self._logs.values() if log.dirty}}:
+        for log in {**stale, **{log: None for log in self._logs.values() if log.is_dirty}}:
             self.note_dirty(log)
         self._retention_timer()
         try:
@@ -501,7 +502,7 @@ class LogStore:
                 self._plan_compaction(log)
 
     def _plan_compaction(self, log: Log) -> None:
-        """Have compaction look when a log is due, unless it does so before."""
+        """Wake compaction when a log is due, unless it wakes earlier anyway."""
         due_s = self._compactor.due_in_s(log) if self._loop is not None else None
         if due_s is None:
             return
@@ -518,7 +519,7 @@ class LogStore:
         self._compactor.ended(compaction)
 
     async def _scrub_forever(self) -> None:
-        """Verify all logs, one pass after the other, as fast as is allowed."""
+        """Verify all logs, pass after pass, within the configured rate."""
         scrubber, loop = self._scrubber, asyncio.get_running_loop()
         pause_s = scrubber.wait_s
         while not await self._is_closing_within(pause_s):
@@ -538,18 +539,18 @@ class LogStore:
         return self._closing
 
     async def repair_range(self, repair_range: RangeRepair) -> None:
-        """Put what another replica gave into the place of what was lost, or raise why that is not done."""
-        # A cut of the same file comes wholly before or after a write into it.
+        """Repair a lost range with the batches of another replica, or raise why that failed."""
+        # A truncation of the same file comes wholly before or after a write into it.
         await self._in_thread(self._upkeep_thread if repair_range.is_in_place else self._compact_thread, repair_range)
         if isinstance(repair_range.error, OSError):
             raise StorageFailure(
-                f"{repair_range.log.partition}: lost offsets could not be put back: {repair_range.error}"
+                f"{repair_range.log.partition}: lost offsets could not be repaired: {repair_range.error}"
             )
         if repair_range.error is not None:
             raise repair_range.error
 
     def scrub_once(self) -> bool:
-        """Verify the next piece of a segment; False at the end of a pass."""
+        """Verify the next piece of a segment; return False at the end of a pass."""
         step = self._scrubber.next(self._logs)
         if step is None or not self._run_job(step):
             return False
@@ -574,12 +575,12 @@ class LogStore:
                 await asyncio.sleep(0)
 
     def _call_later(self, seconds: float, call: Callable[..., None], *arguments: object) -> None:
-        """Call something after a while, unless nothing runs the store (as in tests that step it by hand)."""
+        """Call something later, unless nothing runs the store (as in tests that step it by hand)."""
         if self._loop is not None and not self._closing:
             self._loop.call_later(seconds, call, *arguments)
 
     async def close(self) -> None:
-        """Make everything durable, mark the clean stop, and let go of the folder. A second call does nothing."""
+        """Make everything durable, mark the clean stop, and release the folder. A second call does nothing."""
         if self._closing:
             return
         self._closing = True
@@ -597,7 +598,7 @@ class LogStore:
         self._release()
 
     def _last_jobs(self) -> Iterator[Job]:
-        """What is left to do before the folder is clean."""
+        """Yield what is left to do before the folder is clean."""
         self._closing = True
         for log in self._logs.values():
             if log.synced_offset < log.end_offset:
@@ -607,13 +608,13 @@ class LogStore:
             if commit is None:
                 break
             yield commit
-        behind = [log for log in self._logs.values() if log.changed and not log.broken]
+        behind = [log for log in self._logs.values() if log.needs_checkpoint and not log.health.broken]
         for at in range(0, len(behind), self._batch_max):
             yield Checkpoints(behind[at : at + self._batch_max], self._files, self._ledger)
 
     def _release(self) -> None:
-        """Leave the folder, with the mark if everything in it is as it should be."""
-        clean = all(not log.changed and log.stored_offset == log.end_offset for log in self._logs.values())
+        """Release the folder, with the mark of a clean stop if all logs are durable."""
+        clean = all(not log.needs_checkpoint and log.stored_offset == log.end_offset for log in self._logs.values())
         for log in list(self._logs.values()):
             self._forget(log)
         self._commit_thread.shutdown()
@@ -640,31 +641,31 @@ class LogStore:
 
     @property
     def free_bytes(self) -> int:
-        """How much the disk still takes."""
+        """How much the disk can still take."""
         return self._files.free_bytes(self._folder.path)
 
     @property
     def failures(self) -> dict[TopicPartition, str]:
-        """The partitions that the disk fails now, and how.
+        """The partitions that the disk currently fails, and how.
 
-        A refused write counts for a while only: nobody may be writing any more that would find the disk well again.
+        A refused write counts for a while only: there may be no further write that would find the disk working again.
         """
         since = self._clock.monotonic() - FAILURE_S
         return {
             log.partition: log.failure
             for log in self._logs.values()
-            if log.failure is not None and (log.broken or log.failed_at > since)
+            if log.failure is not None and (log.health.broken or log.health.failed_at > since)
         }
 
     def damage(self) -> Iterator[tuple[TopicPartition, list[tuple[int, int, bool]]]]:
-        """The partitions of which the disk lost something, each with ranges: first, next, and if a replica may help."""
+        """Yield the partitions with lost ranges, each as (first, next, whether a replica may have it)."""
         for log in self._logs.values():
             if log.damage:
                 repairable = log.damage.repairable
                 yield log.partition, [(lost.first, lost.next_offset, lost in repairable) for lost in log.damage]
 
     def metrics(self) -> Iterable[Metric]:
-        """The numbers of the log."""
+        """Return the metrics of the logs."""
         seconds = (Sample(self._commit_seconds.distribution()),)
         yield Metric("millstream_log_commit_seconds", "histogram", "How long group commits took.", seconds)
         yield counter("millstream_log_checkpoints_total", "Checkpoints of logs since the start.", self._checkpoints)
@@ -675,7 +676,7 @@ class LogStore:
         opened = sum(len(log_folder.open) for log_folder in transactions)
         yield gauge("millstream_log_open_transactions", "Transactions that are open, each on each partition.", opened)
         aborted = sum(len(log_folder.aborted) for log_folder in transactions)
-        yield gauge("millstream_log_aborted_transactions", "Aborted transactions that readers are told of.", aborted)
+        yield gauge("millstream_log_aborted_transactions", "Aborted transactions that readers have to skip.", aborted)
         yield gauge("millstream_log_failed_partitions", "Partitions that the disk fails.", len(self.failures))
         lost = [after - first for _, ranges in self.damage() for first, after, _ in ranges]
         yield gauge("millstream_log_damaged_ranges", "Ranges of offsets that the disk lost.", len(lost))

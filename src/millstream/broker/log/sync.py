@@ -1,4 +1,4 @@
-"""Syncing one log: what is captured on the loop, done in a thread, and accounted for on the loop again."""
+"""Syncing one log: captured on the loop, carried out in a thread, accounted for on the loop again."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ class Target(NamedTuple):
 
 
 class Capture:
-    """The unsynced bytes of one log at one moment. The files stay open until `release`."""
+    """The unsynced bytes of one log at one moment; its files stay open until `release`."""
 
     def __init__(self, log: Log, segments: list[Segment] | None = None) -> None:
-        """Capture a log; whoever knows its unsynced segments already hands them over."""
+        """Capture a log, or those of its segments that are known to be unsynced."""
         self.log = log
         self.end_offset = log.end_offset
         self.generation = log.generation
-        self.names_version = log.names_version
-        self.names_synced = log.names_synced == log.names_version
-        self.folder_synced = log.folder_synced
-        self.folders_above = () if log.folder_synced else folders_above(log.directory)
+        self.names_version = log.segments.names_version
+        self.names_synced = log.segments.names_synced == self.names_version
+        self.folder_synced = log.segments.folder_synced
+        self.folders_above = () if self.folder_synced else folders_above(log.directory)
         self.targets: list[Target] = []
         self.synced_files = 0
         """How many of the targets a thread has synced."""
         try:
-            for segment in log.unsynced_segments() if segments is None else segments:
+            for segment in log.segments.unsynced() if segments is None else segments:
                 descriptor = log.open_files.pin(segment)
                 self.targets.append(
                     Target(segment, descriptor, segment.journaled_bytes, segment.size, segment.next_offset)
@@ -45,33 +45,31 @@ class Capture:
         except OSError:
             self.release()
             raise
-        log.dirty = False
+        log.sync_captured()
         if self.targets:
             last = self.targets[-1]
-            # The high watermark is about to stand here, and readers will ask where that is.
-            log.hint(last.next_offset, last.segment, last.size)
+            # The high watermark is about to advance to here, and readers will look up its position.
+            log.segments.hint(last.next_offset, last.segment, last.size)
 
     def release(self) -> None:
-        """The thread is done with the files."""
+        """Let the files be closed; the thread is done with them."""
         for target in self.targets:
             self.log.open_files.unpin(target.segment)
 
     @property
     def current(self) -> bool:
-        """Whether the log still is what was captured."""
+        """Whether the log still has the segments that were captured."""
         return self.generation == self.log.generation
 
     def mark_stored(self) -> None:
         """Account for a sync of the segments themselves."""
         log = self.log
-        log.names_synced = max(log.names_synced, self.names_version)
-        log.folder_synced = True
+        log.segments.mark_names_synced(self.names_version)
         if not self.current:
             return
         for target in self.targets:
             target.segment.mark_synced(target.size, target.next_offset)
-        log.stored_offset = max(log.stored_offset, self.end_offset)
-        log.advance_synced(self.end_offset)
+        log.advance_stored(self.end_offset)
 
     def mark_synced_files(self) -> None:
         """Account for the files that were synced before one failed."""
@@ -81,7 +79,7 @@ class Capture:
 
     def mark_journaled(self) -> None:
         """Account for a sync of the journal that holds everything captured."""
-        self.log.folder_synced = True
+        self.log.segments.mark_folder_synced()
         if not self.current:
             return
         for target in self.targets:
@@ -90,14 +88,14 @@ class Capture:
 
 
 def unjournaled_bytes(capture: Capture) -> int:
-    """How much the journal would have to take."""
+    """Return how many bytes the journal would have to take."""
     return sum(target.size - target.journaled for target in capture.targets)
 
 
 def sync_folders(files: Files, captures: Iterable[Capture]) -> None:
     """Make the folders of new logs durable in the folders above them; called in a thread.
 
-    A folder that went with a deleted log, while this was under way, is no failure of the others.
+    A folder that disappears with a deleted log meanwhile does not fail the other logs.
     """
     logs_below: dict[str, list[Log]] = {}
     for capture in captures:

@@ -1,10 +1,10 @@
-"""What a partition knows of transactions: which are open, how the others ended, and which it has been asked to begin.
+"""The transactions of a partition: which are open, how the others ended, and which are about to begin.
 
 A transaction begins with the first transactional batch of its producer and ends with the producer's next marker. Until
-the marker is acknowledged nobody knows for certain how it ended: the log may still be cut before it. So the last
-markers are remembered together with what they changed, and cutting the log takes that back.
+the marker is acknowledged its outcome is not certain, because the log may still be truncated before it. The last
+markers are therefore remembered with what they changed, and a truncation reverts them.
 
-Nothing here reads or writes the log; `Producers` tells what was written.
+Nothing here reads or writes the log; `Producers` reports what was written.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK: Final = 512
 
 
 class AbortedTransaction(NamedTuple):
-    """One of them: its first record, its marker, and where the first transaction began that was open after it."""
+    """An aborted transaction: its first record, its marker, and the start of the oldest one open after it."""
 
     producer_id: int
     first_offset: int
@@ -45,7 +45,7 @@ class AbortedTransactions:
         self._firsts = array("q")
         self._markers = array("q")
         self._stables = array("q")
-        """Never falls from one to the next, as the start of the oldest open transaction never does."""
+        """Never decreases, because the start of the oldest open transaction never does."""
         self._lowest = array("q")
         """The lowest first offset of each block."""
 
@@ -59,7 +59,7 @@ class AbortedTransactions:
         return AbortedTransaction(self._producers[at], self._firsts[at], self._markers[at], self._stables[at])
 
     def add(self, aborted: AbortedTransaction) -> None:
-        """Note one whose marker lies behind all that are known."""
+        """Add one whose marker comes after all known ones."""
         self._lower_stables(aborted.stable_offset)
         if len(self) % _BLOCK == 0:
             self._lowest.append(aborted.first_offset)
@@ -69,7 +69,7 @@ class AbortedTransactions:
             column.append(value)
 
     def overlapping(self, first: int, next_offset: int) -> list[AbortedTransaction]:
-        """Those with something between two offsets; a marker belongs to its transaction."""
+        """Return those with records between two offsets; a marker belongs to its transaction."""
         at = bisect_left(self._markers, first)
         # Whatever was ended after the first one of these had not begun before `next_offset`.
         end = min(len(self), bisect_left(self._stables, next_offset) + 1)
@@ -83,7 +83,7 @@ class AbortedTransactions:
         return found
 
     def cut_before(self, offset: int) -> None:
-        """The log begins at an offset now."""
+        """Follow a new start of the log."""
         count = bisect_left(self._markers, offset)
         if count:
             for column in self._columns():
@@ -91,14 +91,14 @@ class AbortedTransactions:
             self._find_lowest()
 
     def cut_after(self, offset: int) -> None:
-        """Everything from an offset on was cut off."""
+        """Follow a truncation at an offset."""
         count = bisect_left(self._markers, offset)
         for column in self._columns():
             del column[count:]
         self._find_lowest()
 
     def discard(self, markers: Collection[int]) -> None:
-        """Forget those with their markers at these offsets: nothing is left of them."""
+        """Forget those with their markers at these offsets, because no record of them is left."""
         kept = bytearray(b"\x01") * len(self)
         for marker in markers:
             at = bisect_left(self._markers, marker)
@@ -116,11 +116,11 @@ class AbortedTransactions:
         del self._lowest[:]
 
     def pack(self) -> list[bytes]:
-        """Everything, for the state of the log: each column as its numbers."""
+        """Return everything for the log's state, one column each."""
         return [column.tobytes() for column in self._columns()]
 
     def unpack(self, packed: list[bytes]) -> None:
-        """Take over what `pack` gave."""
+        """Restore what `pack` returned."""
         if len(packed) != _NUMBERS or len({len(part) for part in packed}) != 1 or len(packed[0]) % _NUMBER_BYTES:
             raise CorruptState("the aborted transactions of a log cannot be read")
         self.clear()
@@ -136,7 +136,7 @@ class AbortedTransactions:
         self._lowest = array("q", (min(firsts[at : at + _BLOCK]) for at in range(0, len(firsts), _BLOCK)))
 
     def _lower_stables(self, stable: int) -> None:
-        """See that nothing before is above; only a marker that the disk has lost can be why it is."""
+        """Keep the column ascending; only a marker that the disk lost can break this."""
         at = len(self._stables) - 1
         while at >= 0 and self._stables[at] > stable:
             self._stables[at] = stable
@@ -147,14 +147,14 @@ NO_TRANSACTION = -1
 
 GUARDS_MAX = 10_000
 
-"""Beyond this many transactions that are about to begin, the one asked about first has to be asked about again."""
+"""Beyond this many transactions about to begin, the oldest request has to be made again."""
 
 
 class Guard:
-    """Stands for one question to the coordinator: whether a transaction may begin here.
+    """One request to the coordinator about whether a transaction may begin here.
 
-    It is void once a marker or a batch of the transaction is written. So an answer that was given before a marker
-    cannot let in a batch after it, which nobody would ever end.
+    It is void once a marker or a batch of the transaction is written. A response from before a marker therefore cannot
+    admit a batch after it, which nothing would ever end.
     """
 
     __slots__ = ("bumps_epoch", "epoch", "lowest_sequence", "started_ms")
@@ -167,7 +167,7 @@ class Guard:
         self.bumps_epoch = bumps_epoch
 
     def merge_request(self, epoch: int, sequence: int, *, bumps_epoch: bool) -> None:
-        """Another batch wants to begin the same transaction."""
+        """Let another batch begin the same transaction."""
         if epoch > self.epoch:
             self.epoch, self.lowest_sequence = epoch, sequence
         elif epoch == self.epoch:
@@ -187,7 +187,7 @@ class ProducerSnapshot(NamedTuple):
 
 
 class UnsettledMarker(NamedTuple):
-    """A marker that may still be cut off. `first_offset` is -1 when it ended nothing."""
+    """A marker that may still be truncated. `first_offset` is -1 if it ended nothing."""
 
     producer_id: int
     first_offset: int
@@ -196,10 +196,10 @@ class UnsettledMarker(NamedTuple):
 
 
 class PackedTransactions(NamedTuple):
-    """Everything, as the state of a log keeps it."""
+    """All transactions, as the state of a log keeps them."""
 
     producers: list[tuple[int, int, int, int]]
-    """Of each producer that ever had one: its id, coordinator epoch, start of the open transaction, last marker."""
+    """Of each producer that ever had one: id, coordinator epoch, start of the open one, last marker."""
     aborted: list[bytes]
     unsettled: list[UnsettledMarker]
     unsettled_from: int
@@ -222,7 +222,7 @@ class Transactions:
 
     def __init__(self) -> None:
         self.open: dict[int, Producer] = {}
-        """The producers with an open transaction, by their id, the one that began first at the front."""
+        """The producers with an open transaction, by their id, in the order in which they began."""
         self.aborted = AbortedTransactions()
         self.guards: dict[int, Guard] = {}
         self._unsettled: deque[UnsettledMarker] = deque()
@@ -231,11 +231,11 @@ class Transactions:
 
     @property
     def has_unsettled(self) -> bool:
-        """Whether there is a transaction whose end is not known, or not known for certain."""
+        """Whether the outcome of a transaction is unknown or not final."""
         return bool(self.open or self._unsettled)
 
     def stable_offset(self, acknowledged: int) -> int:
-        """Up to where the end of every transaction is known for certain, given up to where the log is."""
+        """Return up to where the outcome of every transaction is final, given the acknowledged offset."""
         self.settle(acknowledged)
         stable = acknowledged
         for producer in self.open.values():
@@ -247,11 +247,11 @@ class Transactions:
         return stable
 
     def first_open(self) -> int | None:
-        """Where the oldest open transaction began."""
+        """Return where the oldest open transaction began."""
         return next((producer.open_from for producer in self.open.values()), None)
 
     def settle(self, acknowledged: int) -> None:
-        """Nothing below an offset can be cut off any more."""
+        """Forget how to revert markers below an offset: they can no longer be truncated."""
         unsettled = self._unsettled
         while unsettled and unsettled[0].marker_offset < acknowledged:
             self.unsettled_from = unsettled.popleft().marker_offset + 1
@@ -259,14 +259,14 @@ class Transactions:
     # -- what was written -----------------------------------------------------------------------------------
 
     def began(self, producer: Producer, offset: int) -> None:
-        """A transactional batch was written at an offset; it begins a transaction if none is open."""
+        """Note a transactional batch at an offset; it begins a transaction if none is open."""
         if producer.open_from == NO_TRANSACTION:
             producer.open_from = offset
             self.open[producer.producer_id] = producer
             self.guards.pop(producer.producer_id, None)
 
     def ended(self, producer: Producer, before: ProducerSnapshot | None, offset: int, *, commit: bool) -> None:
-        """A marker of a producer was written at an offset."""
+        """Note a marker of a producer at an offset."""
         first = producer.open_from
         self._unsettled.append(UnsettledMarker(producer.producer_id, first, offset, before))
         self.guards.pop(producer.producer_id, None)
@@ -279,15 +279,15 @@ class Transactions:
             stable = offset + 1 if oldest is None else oldest
             self.aborted.add(AbortedTransaction(producer.producer_id, first, offset, stable))
 
-    # -- what was cut off -----------------------------------------------------------------------------------
+    # -- truncation ------------------------------------------------------------------------------------------
 
     def cut_before(self, offset: int) -> None:
-        """The log begins at an offset now."""
+        """Follow a new start of the log."""
         self.aborted.cut_before(offset)
         self.settle(offset)
 
     def revert_markers(self, first: int, next_offset: int) -> list[UnsettledMarker]:
-        """Forget the markers of a range of offsets; what they changed, the last one first."""
+        """Forget the markers of a range of offsets; return what they changed, the last one first."""
         gone = [unsettled for unsettled in self._unsettled if first <= unsettled.marker_offset < next_offset]
         if gone:
             self._unsettled = deque(one for one in self._unsettled if not first <= one.marker_offset < next_offset)
@@ -295,7 +295,7 @@ class Transactions:
         return gone[::-1]
 
     def reopen(self, producers: list[Producer]) -> None:
-        """Go on with other open transactions."""
+        """Replace the set of open transactions."""
         producers.sort(key=lambda producer: producer.open_from)
         self.open = {producer.producer_id: producer for producer in producers}
 
@@ -310,9 +310,9 @@ class Transactions:
     # -- the state ------------------------------------------------------------------------------------------
 
     def pack_unsettled(self) -> list[UnsettledMarker]:
-        """The markers that may still be cut off."""
+        """Return the markers that may still be truncated."""
         return list(self._unsettled)
 
     def unpack_unsettled(self, unsettled: list[UnsettledMarker]) -> None:
-        """Take over what `pack_unsettled` gave."""
+        """Restore what `pack_unsettled` returned."""
         self._unsettled = deque(unsettled)

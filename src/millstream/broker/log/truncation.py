@@ -1,4 +1,4 @@
-"""Cutting a log from the end: what a follower does when a new leader has another history."""
+"""Truncating a log at its end, as a follower does when a new leader has another history."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from millstream.broker.log.files import Files
-from millstream.broker.log.producer_replay import producers_up_to
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import OffsetOutOfRange, StorageFailure
-from millstream.core.ids import Offset
 
 if TYPE_CHECKING:
     from millstream.broker.log.log import Log
@@ -19,29 +17,29 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 AGAIN_S = 1.0
-"""How long after the disk refused a cut it is tried again, by the next write; sooner if it did something right."""
+"""How long after a failure the next write retries the truncation; sooner if the disk recovers meanwhile."""
 
-_DOING = "cutting off the end of the log"
+_DOING = "truncating the end of the log"
 
 
 class Checkpointing(Protocol):
-    """A checkpoint that is captured and not done yet."""
+    """A checkpoint that is captured and not carried out yet."""
 
     @property
     def error(self) -> OSError | None:
         """Why it failed, if it did."""
 
     def execute(self) -> None:
-        """Do what takes time; called in a thread."""
+        """Do the slow part; called in a thread."""
 
     def finish(self) -> None:
         """Account for what was done; called on the loop."""
 
 
 class Truncation:
-    """A log that was cut in memory and is on its way to be cut on disk; nothing is appended to it until it is.
+    """A truncation that is done in memory and on its way to the disk; nothing is appended until it is durable.
 
-    Captured on the loop, done in a thread, accounted for on the loop again, as everything that syncs.
+    Captured on the loop, carried out in a thread, accounted for on the loop again.
     """
 
     def __init__(self, log: Log, files: Files, doing: str) -> None:
@@ -49,19 +47,21 @@ class Truncation:
         self._files = files
         self._doing = doing
         self._error: OSError | None = None
-        self._last = log.segments[-1] if log.segments else None
+        self._last = log.segments.active
         self._size = 0 if self._last is None else self._last.size
-        log.journal_mark = log.maintenance.journal_mark()
+        log.void_journal()
         try:
             self._descriptor = -1 if self._last is None else log.open_files.pin(self._last)
         except OSError as error:
             raise log.fail_write(doing, error) from error
-        log.truncation_failed = False
+        log.health.truncation_captured()
         self.checkpoint = log.maintenance.checkpoint_job(log)
 
     def execute(self) -> None:
-        """Make it durable. The state goes first: a file that is longer than it says is scanned, and what is found in it
-        is no part of the log; one that is shorter would be damage.
+        """Make it durable.
+
+        The state goes first: a file that is longer than its state says is scanned, and what is found there is not part
+        of the log; one that is shorter would be damage.
         """
         self.checkpoint.execute()
         self._error = self.checkpoint.error
@@ -75,82 +75,89 @@ class Truncation:
             self._error = error
 
     def finish(self) -> None:
-        """Let the log go on; raise if the disk did not take it, and have it tried again before anything is written."""
+        """Let the log take writes again; if the disk refused, raise, and have it repeated before the next write."""
         log = self.log
         if self._last is not None:
             log.open_files.unpin(self._last)
-        if self._error is not None and not log.closed:
-            log.truncation_failed = True
+        is_done = self._error is None or log.closed
+        log.health.end_truncation(is_done=is_done)
+        if self._error is not None and not is_done:
             raise log.fail_write(self._doing, self._error) from self._error
-        log.is_truncating = False
-        _logger.info("a log was cut", extra={"partition": str(log.partition), "end": log.end_offset})
+        _logger.info("a log was truncated", extra={"partition": str(log.partition), "end": log.end_offset})
 
 
 def finish_when_executed(executed: asyncio.Future[None], end: Callable[[], None]) -> asyncio.Future[None]:
-    """End a cut when the thread is done with it, whether or not somebody still waits for the future that tells how."""
-    told: asyncio.Future[None] = executed.get_loop().create_future()
+    """Finish a truncation after its thread, whether or not the returned future still has a waiter."""
+    finished: asyncio.Future[None] = executed.get_loop().create_future()
 
-    def tell(_: asyncio.Future[None]) -> None:
+    def finish(_: asyncio.Future[None]) -> None:
         try:
             end()
         except StorageFailure as error:
-            if not told.done():
-                told.set_exception(error)
-                # If nobody waits any more, nothing is to be said.
-                told.exception()
+            if not finished.done():
+                finished.set_exception(error)
+                # Without a waiter nothing retrieves the exception.
+                finished.exception()
         else:
-            if not told.done():
-                told.set_result(None)
+            if not finished.done():
+                finished.set_result(None)
 
-    executed.add_done_callback(tell)
-    return told
+    executed.add_done_callback(finish)
+    return finished
 
 
 def begin_truncation(log: Log, offset: int, files: Files) -> Truncation | None:
-    """Cut off everything from an offset on (and the batch that holds it); it is for good when the cut is done."""
+    """Truncate everything from an offset on, and the batch that holds it; durable when the result is done."""
     if offset >= log.end_offset:
-        return _repeat_truncation(log, files) if log.truncation_failed else None
-    check_can_truncate(log)
+        return _repeat_truncation(log, files) if log.health.truncation_failed else None
+    _check_can_truncate(log)
     if offset < log.start_offset:
         raise OffsetOutOfRange(
-            f"{log.partition} begins at {log.start_offset} and cannot be cut at {offset}",
+            f"{log.partition} begins at {log.start_offset} and cannot be truncated at {offset}",
             start=log.start_offset,
             end=log.end_offset,
         )
-    block_writes(log)
+    log.health.begin_truncation()
     _truncate_segments(log, offset)
     return Truncation(log, files, _DOING)
 
 
-def check_can_truncate(log: Log) -> None:
-    """Raise when a log cannot be cut now."""
-    if log.broken or log.repairing:
-        raise StorageFailure(f"{log.partition} cannot be cut while its disk fails: {log.failure}")
-    if log.is_truncating and not log.truncation_failed:
-        raise StorageFailure(f"{log.partition} is being cut already")
+def begin_restart(log: Log, offset: int, files: Files) -> Truncation:
+    """Drop everything and let the log begin and end at an offset; durable when the truncation is done."""
+    _check_can_truncate(log)
+    log.health.begin_truncation()
+    for segment in log.segments:
+        segment.cuts += 1
+    log.reset_to(offset)
+    # The state is stored first here, too: after a crash in between, the old files are not part of the log.
+    return Truncation(log, files, "restarting the log at another offset")
 
 
-def block_writes(log: Log) -> None:
-    """Have nothing written until a cut is done; whatever goes wrong before it begins, it has to be done again."""
-    log.is_truncating = log.truncation_failed = True
+def _check_can_truncate(log: Log) -> None:
+    health = log.health
+    if health.broken or health.repairing:
+        raise StorageFailure(f"{log.partition} cannot be truncated while its disk fails: {health.failure}")
+    if health.is_truncating and not health.truncation_failed:
+        raise StorageFailure(f"{log.partition} is being truncated already")
 
 
 def retry_truncation(log: Log, files: Files) -> bool:
-    """Carry out a cut that the disk refused, once in a while; whether it is done, so that the log takes writes again.
+    """Repeat a truncation that the disk refused, once in a while; return whether the log takes writes again.
 
-    What was cut off still lies in the files. Written over, it would be found behind the new records after a crash.
+    The truncated bytes are still in the files. Written over, they would be found behind the new records after a crash.
     """
-    if not log.truncation_failed or log.closed or log.broken or log.repairing:
+    health = log.health
+    if not health.truncation_failed or health.closed or health.broken or health.repairing:
         return False
-    if log.failure is not None and log.clock.monotonic() - log.failed_at < AGAIN_S:
+    if health.failure is not None and log.clock.monotonic() - health.failed_at < AGAIN_S:
         return False
     log.maintenance.truncate_now(_repeat_truncation(log, files))
     return True
 
 
 def _repeat_truncation(log: Log, files: Files) -> Truncation:
-    check_can_truncate(log)
-    if log.segments and log.segments[-1].broken:
+    _check_can_truncate(log)
+    if log.segments.active is not None and log.segments.active.broken:
         log.roll()
     return Truncation(log, files, _DOING)
 
@@ -158,35 +165,28 @@ def _repeat_truncation(log: Log, files: Files) -> Truncation:
 def _truncate_segments(log: Log, offset: int) -> None:
     last, position, end = log.boundary(offset)
     if end < log.producers.transactions.unsettled_from:
-        log.producers = producers_up_to(log, end)
+        log.rebuild_producers(end)
     lost = log.damage.at(end)
     if lost is not None and lost.first == end and lost.segment == last.base_offset:
-        # The damaged stretch is forgotten with its offsets; its bytes go too, or they would be read as what comes next.
+        # The damage is forgotten with its offsets. Its bytes go too, or they would be read as the next records.
         position = lost.start
     at = log.segments.index(last)
     # A segment that begins with a lost range may begin beyond the new end, and then goes as a whole.
     kept = log.segments[: at + 1] if last.base_offset <= end else log.segments[:at]
-    for segment in log.segments[len(kept) :]:
+    removed = log.segments[len(kept) :]
+    for segment in removed:
         segment.cuts += 1
-        log.open_files.release(segment)
-        log.removed_segments.append(segment)
     if last in kept:
         _truncate_segment(log, last, position, end)
-    log.replace_segments(kept)
-    log.end_offset = Offset(end)
-    log.start_offset = min(log.start_offset, log.end_offset)
-    log.synced_offset = min(log.synced_offset, log.end_offset)
-    log.stored_offset = min(log.stored_offset, log.end_offset)
-    log.cleaned_offset = min(log.cleaned_offset, end)
-    log.epochs.cut_after(end)
-    log.producers.truncate(end)
+    log.replace_segments(kept, removed)
+    log.lower_end(end)
     log.damage.cut_after(end, last.base_offset, position)
     last.holes = log.damage.holes_of(last.base_offset)
     if last.broken and not last.size and last in kept:
         log.open_files.release(last)
         log.replace_segments(kept[:-1])
     if last.broken or last not in kept:
-        # Nothing may be written to the last file that is left, so the log goes on in another one.
+        # Nothing may be written to the last remaining file, so the log continues in another one.
         log.roll()
 
 

@@ -1,4 +1,4 @@
-"""The global budget of bytes in flight: what all clients together may make the broker hold in memory."""
+"""The budget of bytes in flight: what all clients together may make the broker hold in memory."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 ROOM_SHARE = 4
-"""An answer, or a piece of it, takes no more than this part of the memory that is left."""
+"""A response, or a piece of it, takes at most this fraction of the remaining memory."""
 
 
 class Budget:
-    """Counts bytes and lets those who find no room wait in order.
+    """Counts bytes and queues those that find no room.
 
-    A frame that is half received must not wait for what other half-received frames hold, or all of them would wait for
-    ever. So frames may grow only up to three quarters of the budget, which leaves room for small requests, and beyond
-    that one at a time: whoever has the pass may exceed the limits, finish, and hand the pass on.
+    A partly received frame must not wait for what other partly received frames hold, or all of them would wait forever.
+    Frames may therefore grow only up to three quarters of the budget, which leaves room for small requests, and beyond
+    that one at a time: the holder of the pass may exceed the limits, finish, and hand the pass on.
     """
 
     __slots__ = ("_growing", "_pass", "_waiting", "limit_bytes", "used_bytes")
@@ -28,12 +28,12 @@ class Budget:
 
     @property
     def has_room(self) -> bool:
-        """Whether anything may be taken now. The last taker may overshoot, so that a large one is never stuck."""
+        """Whether anything may be taken now. The last one may overshoot, so that a large request is never stuck."""
         return self.used_bytes < self.limit_bytes
 
     @property
     def has_room_to_grow(self) -> bool:
-        """Whether frames that are under way may take more."""
+        """Whether frames that are being received may take more."""
         return self.used_bytes < self.limit_bytes * 3 // 4
 
     @property
@@ -43,7 +43,7 @@ class Budget:
 
     @property
     def share_bytes(self) -> int:
-        """How much one answer may take, so that clients who read nothing of what they asked for leave some for others.
+        """How much one response may take, so that clients that do not read leave some for others.
 
         At least one byte while there is any room, and nothing when there is none.
         """
@@ -55,11 +55,11 @@ class Budget:
         return len(self._waiting) + len(self._growing)
 
     def take(self, size_bytes: int) -> None:
-        """Count bytes as held. Callers look at `has_room` first."""
+        """Count bytes as held; callers check `has_room` first."""
         self.used_bytes += size_bytes
 
     def give_back(self, size_bytes: int) -> None:
-        """Count bytes as free again, and wake those who wait while there is room."""
+        """Count bytes as free again, and wake those that wait while there is room."""
         self.used_bytes -= size_bytes
         while self._waiting and self.has_room:
             self._waiting.popitem(last=False)[1]()
@@ -67,21 +67,21 @@ class Budget:
             self._growing.popitem(last=False)[1]()
 
     def wait(self, who: Hashable, resume: Callable[[], None]) -> None:
-        """Have `resume` called once there is room; at most one wait per `who`."""
+        """Call `resume` once there is room; at most one wait per `who`."""
         self._waiting[who] = resume
 
     def wait_to_grow(self, who: Hashable, resume: Callable[[], None]) -> None:
-        """Have `resume` called once there is room to grow, or the pass is free."""
+        """Call `resume` once there is room to grow, or the pass is free."""
         self._growing[who] = resume
 
     def take_pass(self, who: Hashable) -> bool:
-        """Let one at a time grow beyond the limits; False while another one does."""
+        """Let one at a time grow beyond the limits; return False while another one does."""
         if self._pass is None:
             self._pass = who
         return self._pass is who
 
     def hand_on_pass(self, who: Hashable) -> None:
-        """The frame that had the pass is done with: let the next one grow that waits for it."""
+        """Release the pass and wake the next frame that waits for it."""
         if self._pass is who:
             self._pass = None
             if self._growing:

@@ -1,15 +1,15 @@
 """One client connection: frames in, replies out, in order.
 
-A frame is four bytes of length and that many bytes of body. Small frames are served where they lie in one scratch
-buffer that all connections of the loop share; a large one is received straight into a buffer of its own, which the
-log later writes to disk from, so the payload is never copied in Python. A service must be done with a frame when it
-returns: its memory is then used for another one. Half a frame costs little more than what has arrived of it.
+A frame is four bytes of length and that many bytes of body. Small frames are served from one scratch buffer that all
+connections of the loop share; a large one is received straight into a buffer of its own, from which the log later
+writes to disk, so the payload is never copied in Python. A service must be done with a frame when it returns: its
+memory is reused. A partly received frame costs little more than what has arrived of it.
 
-A large answer is handed to the transport piece by piece, as the client reads it; what lies in files is read only then.
+A large response is handed to the transport piece by piece, as the client reads it; parts in files are read only then.
 
-Requests are served one after the other, as Kafka does, with one exception: a reply may be promised, and then the next
-request is taken up at once. Produce uses this, so that pipelined requests share one sync. Replies leave in the order
-of their requests in any case.
+Requests are served one after the other, as Kafka does, with one exception: after a promised reply the next request is
+served at once. Produce uses this, so that pipelined requests share one sync. Replies always leave in the order of their
+requests.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ Answer = Reply | Promise | asyncio.Future[Buffers | None] | Coroutine[Any, Any, 
 
 SCRATCH_BYTES = 128 * 1024
 START_BYTES = 20 * 1024
-"""So much of a frame is copied if the one before was large: enough for a large buffer, which takes the rest."""
+"""How much of a frame is copied if the one before was large: enough for a large buffer, which takes the rest."""
 
 WRITE_BUFFER_HIGH_BYTES = 64 * 1024
-"""A client that leaves more than this unread is not served further until it has caught up; all of it then counts."""
+"""A client that leaves more than this unread is not served until it has caught up; all of it then counts."""
 
 SHORT_READ_BYTES = 32 * 1024
-"""So much is read at a time while many wait for their turn."""
+"""How much is read at a time while many wait for their turn."""
 
 SHORT_PIECE_BYTES = 256 * 1024
-"""The same of large answers."""
+"""How much of a large response is sent at a time while many wait for their turn."""
 
 REPLIES_WAITING_MAX = 1024
 PIECES_MAX = 4
-"""More small pieces than this are joined, since each one by itself costs the transport more than its bytes."""
+"""More small pieces than this are joined, because each one costs the transport more than its bytes."""
 
 LAST_ANSWERS_S = 5.0
-"""So long a client whose connection failed may take to read what was answered before."""
+"""How long a client whose connection failed may take to read earlier responses."""
 
 _LENGTH = struct.Struct(">i")
 
@@ -85,10 +85,10 @@ class Service(Protocol):
     """What stands behind the connection and answers requests."""
 
     def handle(self, frame: memoryview, connection: Connection) -> Answer:
-        """Answer now (buffers), promise an answer, or need the connection to wait (a coroutine).
+        """Answer now (buffers), promise an answer, or make the connection wait (a coroutine).
 
         None means that the client expects no reply. `ProtocolViolation` closes the connection. The frame's memory is
-        used again as soon as this returns, so whoever needs the frame later, such as a coroutine, takes a copy.
+        reused as soon as this returns; code that needs it later, such as a coroutine, takes a copy.
         """
 
 
@@ -127,7 +127,7 @@ class Connection(asyncio.BufferedProtocol):
         self._whole: tuple[memoryview, bytearray] | None = None
         """A frame in a buffer of its own that has not been served yet."""
         self._unserved: memoryview | None = None
-        """What was read behind the last frame that was served. Nothing more is read meanwhile."""
+        """What was read behind the last frame that was served; nothing more is read meanwhile."""
         self._unserved_bytes = 0
         self._replies: deque[Promise] = deque()
         self._ready: list[Piece | Stored] = []
@@ -138,7 +138,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unsent_bytes = 0
         self._draining = False
         self._is_flushing = False
-        """Whether the connection was closed after its last answer, so that it ends when that has left."""
+        """Whether the connection was closed after its last response, so that it ends when that has left."""
         self._write_paused = False
         self._read_paused = False
         self._muted: asyncio.TimerHandle | None = None
@@ -155,21 +155,21 @@ class Connection(asyncio.BufferedProtocol):
     # -- what asyncio calls ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport and who is at its other end."""
+        """Remember the transport and the client's address."""
         # A cast, since uvloop's transports do not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         peer = transport.get_extra_info("peername")
         self.host = str(peer[0]) if isinstance(peer, tuple) else str(peer or "")
         self.peer = f"{self.host}:{peer[1]}" if isinstance(peer, tuple) else self.host
         local = transport.get_extra_info("sockname")
-        # What comes to an IPv6 listener by IPv4 has an address of both.
+        # An IPv4 client of an IPv6 listener appears with a mapped address.
         self.reached_at = str(local[0]).removeprefix("::ffff:") if isinstance(local, tuple) else ""
         self._transport.set_write_buffer_limits(high=WRITE_BUFFER_HIGH_BYTES)
         self._flow = self._turns.join(self.host, self._take_turn)
         self._traffic.connections_accepted += 1
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give back whatever the connection held."""
+        """Release everything that the connection held."""
         self._closed(self)
         self._turns.leave(self._flow)
         if exc is None and self._is_flushing:
@@ -199,7 +199,7 @@ class Connection(asyncio.BufferedProtocol):
         self.presence.end()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: the frame under way, or the scratch buffer."""
+        """Return where the next bytes go: into the frame that is being received, or the scratch buffer."""
         if self._partial is not None:
             space = self._partial.space
         elif self._expects_large:
@@ -210,7 +210,7 @@ class Connection(asyncio.BufferedProtocol):
         return space
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take in what has arrived."""
+        """Process the bytes that have arrived."""
         self._traffic.bytes_in += nbytes
         self.last_activity = self._loop.time()
         if self.presence.has_undelivered:
@@ -243,7 +243,7 @@ class Connection(asyncio.BufferedProtocol):
         self._spend(now - self._began + nbytes * BYTE_S, now, is_light=is_light)
 
     def eof_received(self) -> bool:
-        """Let replies that are under way leave before the connection closes, and wait for nothing else."""
+        """Let pending replies leave before the connection closes, and wait for nothing else."""
         self._draining = True
         self._note_delivered()
         self.presence.leave()
@@ -251,14 +251,14 @@ class Connection(asyncio.BufferedProtocol):
         return self._transport is not None
 
     def pause_writing(self) -> None:
-        """The client reads slower than it asks: hold its further requests."""
+        """Stop serving requests: the client reads slower than it asks."""
         self._write_paused = True
         if self._transport is not None:
             self._count_unread(self._transport.get_write_buffer_size())
         self._adjust_reading()
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
+        """Resume serving: the client has drained its replies."""
         self._write_paused = False
         self.last_activity = self._loop.time()
         self._count_unread(0)
@@ -269,20 +269,20 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way, and the client is not being held back."""
+        """Whether nothing is under way, and the client is not being throttled."""
         if self._muted is not None or self._replies or self._ready or self._has_unserved or self._outgoing:
             return False
         return not (self._task or self._write_paused or self._partial is not None)
 
     def stalled(self, now: float, *, pressed: bool = False) -> bool:
-        """Whether the client left something half done and has stopped moving; `pressed` is less patient."""
+        """Whether the client has left something unfinished and makes no progress; `pressed` is less patient."""
         if self._write_paused:
             unread = self._transport.get_write_buffer_size() if self._transport is not None else 0
             if unread < self._unread_bytes:
                 self._count_unread(unread)
                 self.last_activity = now
         elif self._read_paused or (self._partial is None and not self._length_bytes):
-            # Nothing is half done, or it is the broker itself that holds the client back.
+            # Nothing is unfinished, or the broker itself throttles the client.
             return False
         limits = self._limits
         if pressed and self._partial is not None and now - self._partial.since > limits.pressed_frame_s:
@@ -290,7 +290,7 @@ class Connection(asyncio.BufferedProtocol):
         return now - self.last_activity > (limits.pressed_stall_s if pressed else limits.stall_s)
 
     def drain(self) -> None:
-        """Read nothing more, answer what is under way, then close."""
+        """Read nothing more, answer pending requests, then close."""
         self._draining = True
         if self._muted is not None:
             self._muted.cancel()
@@ -303,7 +303,7 @@ class Connection(asyncio.BufferedProtocol):
         self._turns.move(self._flow, FOLLOWERS)
 
     def mute(self, seconds: float) -> None:
-        """Take no more requests for some seconds; replies to those before still leave."""
+        """Serve no more requests for some seconds; replies to earlier ones still leave."""
         if self._transport is None or self._draining:
             return
         until = self._loop.time() + seconds
@@ -320,7 +320,7 @@ class Connection(asyncio.BufferedProtocol):
         self._serve_next()
 
     def fail(self, error: BaseException) -> None:
-        """Close because of what this client did or what went wrong for it; whole answers given before still leave."""
+        """Close because of an error of this client or its request; complete earlier responses still leave."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -387,7 +387,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._budget.has_room_to_grow or (not is_busy and self._budget.take_pass(self))
 
     def _release(self, buffer: bytearray) -> None:
-        """A request has been served, or never will be."""
+        """Release the buffer of a request that has been served, or never will be."""
         release_buffer(self._budget, buffer)
         if self._partial is None:
             self._budget.hand_on_pass(self)
@@ -396,7 +396,7 @@ class Connection(asyncio.BufferedProtocol):
 
     @property
     def _is_blocked(self) -> bool:
-        """Whether something has to be over before the next request is served."""
+        """Whether something has to finish before the next request is served."""
         return (
             self._awaits_turn
             or self._task is not None
@@ -410,7 +410,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._whole is not None or self._unserved is not None
 
     def _keep_unserved(self, data: memoryview) -> None:
-        """Keep what cannot be served yet; the scratch buffer is used again at once, so it takes its bytes along."""
+        """Keep a copy of what cannot be served yet; the scratch buffer is reused at once."""
         if not self._unserved_bytes:
             data = memoryview(bytearray(data))
             self._unserved_bytes = len(data) + FRAME_COST_BYTES
@@ -423,7 +423,7 @@ class Connection(asyncio.BufferedProtocol):
         self._unserved_bytes = 0
 
     def _serve(self, frame: memoryview, buffer: bytearray | None) -> None:
-        """Serve one frame; the buffer that it lies in, if it has one of its own, is given back afterwards."""
+        """Serve one frame, and release its buffer if it has one of its own."""
         try:
             answer = self._service.handle(frame, self)
         except BaseException:
@@ -452,7 +452,7 @@ class Connection(asyncio.BufferedProtocol):
             self._replies.append(promise)
 
     def _begin_task(self, answer: Coroutine[Any, Any, Reply | None], size: int, buffer: bytearray | None) -> None:
-        """Have the connection wait for an answer; what was read from the frame counts until then."""
+        """Make the connection wait for a coroutine; the frame counts against the budget until it is done."""
         reply = Promise()
         self._replies.append(reply)
         if buffer is None:
@@ -464,7 +464,7 @@ class Connection(asyncio.BufferedProtocol):
         try:
             buffers = await answer
         except asyncio.CancelledError:
-            # Nobody is there any more who waits for it, but perhaps for what comes behind it.
+            # The client no longer waits for it, but perhaps for the replies behind it.
             reply.keep(None)
             self._promise_kept()
             raise
@@ -496,7 +496,7 @@ class Connection(asyncio.BufferedProtocol):
         self._close_when_drained()
 
     def _serve_unserved(self) -> None:
-        """Serve what was read before, as far as the turn allows."""
+        """Serve what was read earlier, as far as the turn allows."""
         if not self._has_unserved or self._is_blocked or self._transport is None:
             return
         self._began = began = self._turns.clock()
@@ -529,7 +529,7 @@ class Connection(asyncio.BufferedProtocol):
     # -- turns ----------------------------------------------------------------------------------------------
 
     def _spend(self, cost_s: float, now: float, *, is_light: bool = False) -> None:
-        """Account for what was done for this client; it may have to wait for its turn now."""
+        """Charge the client for the work done; it may have to wait for its turn now."""
         if self._transport is not None and self._turns.spend(self._flow, cost_s, now, is_light=is_light):
             self._awaits_turn = True
             self._adjust_reading()
@@ -540,19 +540,19 @@ class Connection(asyncio.BufferedProtocol):
             self._turns.wait(self._flow)
 
     def _await_turn_if_free(self) -> None:
-        """Have what is unserved taken up by a turn, unless something else does when it is over."""
+        """Wait for a turn to serve the rest, unless something else will serve it when it finishes."""
         if not self._is_blocked:
             self._await_turn()
 
     def _take_turn(self) -> None:
-        """Go on with what waits after others had their turn."""
+        """Continue after others had their turn."""
         self._awaits_turn = False
         self._resume_sending()
 
     # -- replies --------------------------------------------------------------------------------------------
 
     def _answer(self, buffers: Buffers) -> None:
-        """Send an answer that is there already, behind those that are not."""
+        """Send a response that is ready, behind those that are not."""
         if self._replies:
             reply = Promise()
             self._replies.append(reply)
@@ -562,13 +562,13 @@ class Connection(asyncio.BufferedProtocol):
         for buffer in buffers:
             self._unsent_bytes += len(buffer)
         if self._unsent_bytes > WRITE_BUFFER_HIGH_BYTES:
-            # Large ones leave at once: only the transport tells whether the client reads, and holds the next ones up.
+            # Large ones leave at once: only the transport knows whether the client reads, and blocks the next ones.
             self._flush_replies()
         elif not self._gathering:
             self._flush_soon()
 
     def _promise_kept(self) -> None:
-        # One commit keeps many promises, so the others of this turn of the loop are waited for.
+        # One commit keeps many promises; wait for the others of this turn of the loop.
         if not self._flush_is_due and self._replies and self._replies[0].is_kept:
             self._flush_soon()
 
@@ -582,7 +582,7 @@ class Connection(asyncio.BufferedProtocol):
         self._flush_replies()
 
     def _flush_replies(self) -> None:
-        """Send every reply that is ready and has nothing unanswered before it."""
+        """Send every reply that is ready and has no unanswered request before it."""
         transport = self._transport
         if transport is None or transport.is_closing():
             return
@@ -619,7 +619,7 @@ class Connection(asyncio.BufferedProtocol):
             self._send(transport, cast("list[Piece]", out), size)
 
     def _send_pieces(self, transport: asyncio.Transport) -> None:
-        """Send as much of a large answer as the client reads now, or as the others have time for."""
+        """Send as much of a large response as the client reads now, within this client's turn."""
         if not self._outgoing:
             return
         turns = self._turns
@@ -633,7 +633,7 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 pieces = self._outgoing.take(wanted)
             except (OSError, MillstreamError) as error:
-                # The client was told how much will come, so there is no other way left to tell it.
+                # The client was promised more bytes, so closing is the only way left to report it.
                 self.fail(error)
                 return
             size = sum(map(len, pieces))
@@ -649,7 +649,7 @@ class Connection(asyncio.BufferedProtocol):
                 self._await_turn()
 
     def _resume_sending(self) -> None:
-        """Send the rest of a large answer, then see to whatever waits behind it."""
+        """Send the rest of a large response, then serve what waits behind it."""
         if self._transport is not None:
             self._send_pieces(self._transport)
             self._flush_replies()
@@ -671,7 +671,7 @@ class Connection(asyncio.BufferedProtocol):
             self._loop.call_soon(self._note_delivered)
 
     def _note_delivered(self) -> None:
-        """Learn whether everything that was answered has left for the client."""
+        """Find out whether all responses have left for the client."""
         transport = self._transport
         if transport is None or self._ready or self._outgoing or any(reply.is_kept for reply in self._replies):
             return
@@ -726,7 +726,7 @@ class Connection(asyncio.BufferedProtocol):
         self._watch_for_end(wanted=self._read_paused and self._task is not None and not self.presence.has_left)
 
     def _watch_for_end(self, *, wanted: bool) -> None:
-        """Have the end of the stream noticed while an answer is waited for and nothing is read."""
+        """Watch for the end of the stream while a request waits and nothing is read."""
         if wanted == (self._watched >= 0) or self._hangups is None:
             return
         if not wanted:

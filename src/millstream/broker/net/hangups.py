@@ -1,7 +1,7 @@
 """Notices that clients hang up while nothing is read from them.
 
-The end of a stream is behind what has been sent before, and a connection that waits for an answer may have stopped to
-read. Linux tells of the end by itself, whatever has not been read; elsewhere it is noticed with the next reading.
+The end of a stream is behind everything that was sent before it, and a connection that waits for a response may have
+stopped reading. Linux reports the end by itself; elsewhere it is noticed with the next read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 
 
 class Hangups:
-    """The sockets of one loop that are watched for their end, and only for that."""
+    """The sockets of one loop that are watched for the client's end only."""
 
     def __init__(self) -> None:
         self._watched: dict[int, Callable[[], None]] = {}
@@ -34,15 +34,15 @@ class Hangups:
         self._poll.register(descriptor, select.EPOLLRDHUP | select.EPOLLONESHOT)
 
     def forget(self, descriptor: int, hung_up: Callable[[], None]) -> None:
-        """Stop watching, unless the descriptor is that of another connection by now."""
+        """Stop watching, unless the descriptor belongs to another connection by now."""
         if self._poll is not None and self._watched.get(descriptor) == hung_up:
             del self._watched[descriptor]
-            # A closed descriptor is not watched any more anyway.
+            # A closed descriptor is no longer watched anyway.
             with suppress(OSError):
                 self._poll.unregister(descriptor)
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching all sockets."""
         self._watched.clear()
         if self._poll is not None:
             asyncio.get_running_loop().remove_reader(self._poll.fileno())

@@ -1,4 +1,4 @@
-"""What one connection may do."""
+"""The limits of one connection."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds on frames, and on patience."""
+    """Bounds on frame sizes and on slow clients."""
 
     frame_bytes_max: int
     stall_s: float = 60.0
-    """A half-sent frame or an unread reply that makes no progress for this long ends the connection."""
+    """A partly sent frame or an unread reply that makes no progress for this long ends the connection."""
     pressed_stall_s: float = 5.0
     """The same while others wait for memory."""
     pressed_frame_s: float = 60.0
-    """While others wait for memory, a frame has to be complete after this long, however steadily it drips in."""
+    """While others wait for memory, a frame must be complete after this long, however steadily it arrives."""

@@ -1,4 +1,4 @@
-"""Accepts connections, keeps count of them, ends those that stall or idle too long, and drains them at the end."""
+"""Accepts connections, counts them, ends those that stall or idle too long, and drains them on shutdown."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ node would keep new clients waiting behind those who connect and hang up all the
 
 
 class _Refused(asyncio.Protocol):
-    """Turns a connection away that is one too many."""
+    """Refuses a connection beyond the maximum."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Close at once."""
@@ -67,12 +67,12 @@ class Listener:
         self._sweep = loop.call_later(SWEEP_S, self._sweep_connections)
 
     def stop_accepting(self) -> None:
-        """Take no new connections; those that are open go on."""
+        """Accept no new connections; open ones continue."""
         while self._servers:
             self._servers.pop().close()
 
     async def drain(self, timeout_s: float) -> None:
-        """Let every connection finish what is under way, then close them all."""
+        """Let every connection finish its requests, then close them all."""
         self.stop_accepting()
         if self._sweep is not None:
             self._sweep.cancel()
@@ -89,7 +89,7 @@ class Listener:
         self._hangups.close()
 
     def metrics(self) -> Iterable[Metric]:
-        """Connections and traffic."""
+        """Return the metrics of connections and traffic."""
         traffic = self.traffic
         yield gauge("millstream_connections", "Connections that are open.", len(self.connections))
         yield gauge("millstream_inflight_bytes", "Bytes held in memory for clients.", self._budget.used_bytes)
@@ -132,9 +132,9 @@ class Listener:
 
 
 def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.socket:
-    """Bind, so that the address is known before anything is served; name the flag when it is taken.
+    """Bind a socket, so that the address is known before anything is served; name the flag if it is taken.
 
-    Unless it listens, clients are refused and try again, instead of waiting for somebody who is not ready.
+    Unless it listens, clients are refused and retry, instead of waiting for a node that is not ready.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM)
@@ -151,7 +151,7 @@ def bind(host: str, port: int, *, flag: str, listening: bool = True) -> socket.s
 
 
 def listen(bound: socket.socket, *, flag: str) -> None:
-    """Let clients connect to a bound socket; name the flag when somebody else has begun to listen there meanwhile."""
+    """Let clients connect to a bound socket; name the flag if another process has begun to listen there meanwhile."""
     try:
         bound.listen(BACKLOG)
     except OSError as error:

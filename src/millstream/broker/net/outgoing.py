@@ -1,4 +1,4 @@
-"""Answers that are on their way out; what lies in files is read when its turn comes, a piece at a time."""
+"""Responses on their way out; parts that are in files are read when their turn comes, a piece at a time."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections import deque
 from millstream.broker.net.stream import Piece, Stored
 
 PIECE_BYTES = 1024 * 1024
-"""So much is read and handed to the transport at a time: less costs more calls, more costs more memory."""
+"""How much is read and handed to the transport at a time: less costs more calls, more costs more memory."""
 
 SLACK = 2
-"""A piece may be larger by the half, so that no crumb is left of a part that is hardly larger than a piece."""
+"""A piece may be larger by half, so that a part hardly larger than a piece leaves no remainder."""
 
 
 class Outgoing(deque[Piece | Stored]):
-    """The parts of large answers that the transport does not have yet, in order."""
+    """The parts of large responses that the transport does not have yet, in order."""
 
     __slots__ = ("_begun",)
 
@@ -24,7 +24,7 @@ class Outgoing(deque[Piece | Stored]):
         """How much of the first part is sent."""
 
     def take(self, wanted: int) -> list[Piece]:
-        """About so many of the next bytes, or all that are left; raises what reading them raises."""
+        """Return about this many of the next bytes, or all that are left; raise what reading them raises."""
         pieces: list[Piece] = []
         size = 0
         most = wanted + wanted // SLACK

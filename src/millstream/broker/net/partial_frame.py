@@ -1,4 +1,4 @@
-"""A frame of which a part has arrived, in a buffer that grows with what has come, never with what was announced."""
+"""A partly received frame, in a buffer that grows with what has arrived, never with what was announced."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from millstream.broker.net.frame_buffers import BUFFER_BYTES, FrameBuffers
 from millstream.core.errors import ProtocolViolation
 
 FRAME_COST_BYTES = 512
-"""What a frame costs beside its bytes, so that a flood of tiny ones cannot hide from the budget."""
+"""What a frame costs beside its bytes, so that a flood of tiny ones cannot escape the budget."""
 
 FRAME_BYTES_MIN = 4 * 1024
 LARGE_BYTES = 64 * 1024
-"""A frame of which a quarter of this has come gets a buffer for large ones."""
+"""A frame gets a buffer for large ones once a quarter of this has arrived."""
 
 _buffers = FrameBuffers()
 
 
 class PartialFrame:
-    """A frame that is under way."""
+    """A frame that is being received."""
 
     __slots__ = ("_budget", "_filled", "buffer", "since", "size")
 
@@ -40,18 +40,18 @@ class PartialFrame:
         return self._filled == len(self.buffer)
 
     def fill(self, nbytes: int) -> bool:
-        """So many bytes have come; whether it is whole now."""
+        """Account for received bytes; return whether the frame is complete."""
         self._filled += nbytes
         return self._filled == self.size
 
     def grow(self) -> None:
-        """Go on in a larger buffer; a new one, as the transport may still hold a view of this, which pins its size."""
+        """Continue in a larger buffer; a new one, because the transport may still hold a view of this one."""
         before, self.buffer = self.buffer, self._room(may_grow=True)
         self.buffer[: self._filled] = before
         release_buffer(self._budget, before)
 
     def _room(self, *, may_grow: bool) -> bytearray:
-        """A buffer for what has come of the frame and more: four times as much, if there is memory for it."""
+        """Return a buffer for four times what has arrived, if there is memory for it."""
         filled = self._filled
         size = min(self.size, max(FRAME_BYTES_MIN, 4 * filled if may_grow else filled + 1))
         is_large = may_grow and size >= LARGE_BYTES and filled < BUFFER_BYTES
@@ -61,13 +61,13 @@ class PartialFrame:
 
 
 def release_buffer(budget: Budget, buffer: bytearray) -> None:
-    """The buffer of a frame is not needed any more."""
+    """Return the buffer of a frame that is no longer needed."""
     _buffers.give_back(buffer)
     budget.give_back(len(buffer) + FRAME_COST_BYTES)
 
 
 def invalid_size(size: int, bytes_max: int) -> ProtocolViolation:
-    """What is wrong with a frame of that size."""
+    """Return the error for a frame of that size."""
     return ProtocolViolation(
         f"a request of {size} bytes was announced; 1 to {bytes_max} are allowed "
         "(is the client speaking the Kafka protocol without TLS?)"

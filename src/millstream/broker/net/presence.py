@@ -1,4 +1,4 @@
-"""Whether a client is still there to wait for an answer."""
+"""Whether a client is still connected and waits for a response."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Presence:
-    """A client that has ended its side gets what is there, but nothing is waited for on its behalf any more."""
+    """A client that has ended its side still gets finished responses, but no request waits on its behalf any more."""
 
     __slots__ = ("_on_gone", "_undelivered", "has_left", "is_gone", "when_left")
 
@@ -20,22 +20,22 @@ class Presence:
         self.is_gone = False
 
     def leave(self) -> None:
-        """The client has closed the connection, or its half of it."""
+        """Note that the client has closed the connection, or its half of it."""
         self.has_left = True
         when_left, self.when_left = self.when_left, None
         if when_left is not None:
             when_left()
 
     def when_gone(self, who: object, callback: Callable[[], object]) -> None:
-        """Have `callback` called when the connection is gone, for something that lasts as long as it."""
+        """Call `callback` when the connection is gone, for state that lasts as long as it."""
         self._on_gone[who] = callback
 
     def forget(self, who: object) -> None:
-        """Something has ended before its connection."""
+        """Remove the callback of state that ended before its connection."""
         self._on_gone.pop(who, None)
 
     def end(self) -> None:
-        """The connection is gone."""
+        """Note that the connection is gone."""
         self.is_gone = True
         farewells, self._on_gone = self._on_gone, {}
         undelivered, self._undelivered = self._undelivered, []
@@ -43,7 +43,7 @@ class Presence:
             call()
 
     def when_undelivered(self, undo: Callable[[], object]) -> None:
-        """Have `undo` called if the connection ends before the answer that is given now has left it."""
+        """Call `undo` if the connection ends before the current response has left it."""
         if self.is_gone:
             undo()
         else:
@@ -51,15 +51,15 @@ class Presence:
 
     @property
     def has_undelivered(self) -> bool:
-        """Whether an answer that may have to be undone has not left yet, as far as is known."""
+        """Whether a response that may have to be undone has not left yet, as far as is known."""
         return bool(self._undelivered)
 
     def delivered(self) -> None:
-        """Everything that was answered has left the connection."""
+        """Note that all responses so far have left the connection."""
         self._undelivered.clear()
 
     def give_up_when_left(self) -> None:
-        """End the task that is running when its client leaves, or after its first step if it has left already."""
+        """Cancel the current task when its client leaves, or after its first step if it has left already."""
         task = asyncio.current_task()
         if task is not None and self.has_left:
             asyncio.get_running_loop().call_soon(task.cancel)

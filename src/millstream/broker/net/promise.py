@@ -1,7 +1,7 @@
-"""An answer that comes later.
+"""A response that comes later.
 
-It does what a future of asyncio does, at a fraction of the cost: whoever waits is told at once, without a turn of the
-loop in between, and there is only ever one who waits.
+A promise does what an asyncio future does at a fraction of the cost: its one waiter is called at once, without a turn
+of the loop in between.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Promise:
         self.buffers: Reply | None = None
         self.is_kept = False
         self.cost_bytes = 0
-        """What the request counts as until its answer leaves."""
+        """What the request counts as until its response leaves."""
         self.when_kept: Callable[[], None] | None = None
         """Called once, as soon as the promise is kept."""
         self._latency: Histogram | None = None
         self._started = 0.0
 
     def observe(self, latency: Histogram, started: float) -> None:
-        """Have the time between `started` (of `time.perf_counter`) and the keeping counted."""
+        """Measure the time from `started` (of `time.perf_counter`) until the promise is kept."""
         self._latency = latency
         self._started = started
 
     def keep(self, buffers: Reply | None) -> None:
-        """Give the answer; None means that the client expects none."""
+        """Set the response; None means that the client expects none."""
         self.buffers = buffers
         self.is_kept = True
         if self._latency is not None:
@@ -48,7 +48,7 @@ class Promise:
             self.when_kept()
 
     def __await__(self) -> Generator[Any, None, Reply | None]:
-        """Wait for the answer in a task."""
+        """Wait for the response in a task."""
         if not self.is_kept:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.when_kept = lambda: None if waiter.done() else waiter.set_result(None)
@@ -57,7 +57,7 @@ class Promise:
 
 
 def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseException], None]) -> Promise:
-    """A promise that a future keeps, or `fail` is told why not."""
+    """Return a promise that a future keeps; call `fail` with its error otherwise."""
     promise = Promise()
 
     def settle(done: asyncio.Future[Buffers | None]) -> None:
@@ -74,7 +74,7 @@ def promise_of(future: asyncio.Future[Buffers | None], fail: Callable[[BaseExcep
 
 
 def start(answer: Coroutine[Any, Any, Buffers]) -> Buffers | Coroutine[Any, Any, Buffers]:
-    """Run a coroutine up to its first wait; return its result, or a coroutine that goes on from there.
+    """Run a coroutine up to its first wait; return its result, or a coroutine that continues from there.
 
     A task would take its first step in the next turn of the loop, and turns of a busy loop are long.
     """
@@ -90,7 +90,7 @@ async def _await_started(started: _Started) -> Buffers:
 
 
 class _Started:
-    """A coroutine that has taken its first step, as something a task can wait for."""
+    """A coroutine that has taken its first step, as something a task can await."""
 
     __slots__ = ("_coroutine", "_waits_for")
 

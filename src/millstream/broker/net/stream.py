@@ -1,4 +1,4 @@
-"""A large answer, of which only the size is certain from the start: what lies in files is read while it is sent."""
+"""A large response of which only the size is certain at first: parts in files are read while it is sent."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ Piece = bytes | bytearray | memoryview
 
 
 class Stored(Protocol):
-    """A part of an answer that is not in memory yet."""
+    """A part of a response that is not in memory yet."""
 
     def __len__(self) -> int:
-        """How many bytes there are."""
+        """Return how many bytes there are."""
 
     def read(self, at: int, size: int, /) -> bytes:
-        """Some of them; what it raises ends the connection, since the client has been told that they will come."""
+        """Read some of them; an error ends the connection, because the client was promised their number."""
 
 
 class Stream:
-    """The parts of an answer, to be sent one after the other."""
+    """The parts of a response, to be sent one after the other."""
 
     __slots__ = ("parts",)
 
@@ -27,6 +27,6 @@ class Stream:
         self.parts = parts
 
     def __iter__(self) -> Iterator[Piece]:
-        """Every part with its bytes."""
+        """Yield the bytes of every part."""
         for part in self.parts:
             yield part if isinstance(part, Piece) else part.read(0, len(part))

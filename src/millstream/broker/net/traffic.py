@@ -1,4 +1,4 @@
-"""How much has gone in and out."""
+"""Counters of the traffic of a listener."""
 
 from __future__ import annotations
 

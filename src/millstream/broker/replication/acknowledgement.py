@@ -13,18 +13,18 @@ DISCARD_MIN = 64
 
 
 class AcknowledgementListener(Protocol):
-    """Somebody who waits for one append to be acknowledged."""
+    """Waits for one append to be acknowledged."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether it waits no more, for example since its time was over."""
+        """Whether it no longer waits, for example because it timed out."""
 
     def acknowledged(self, error: MillstreamError | None) -> None:
-        """Called on the loop once: the append is acknowledged, or the error says why it never will be."""
+        """Take the outcome, once, on the loop; the error says why the append never will be acknowledged."""
 
 
 class AcknowledgementFuture:
-    """Hands an acknowledgement to a future."""
+    """Passes an acknowledgement on to a future."""
 
     __slots__ = ("future",)
 
@@ -33,19 +33,19 @@ class AcknowledgementFuture:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the future is done; whoever waited may have gone away, which cancels it."""
+        """Whether the future is done; cancelling its waiter cancels it."""
         return self.future.done()
 
     def acknowledged(self, error: MillstreamError | None) -> None:
         """Complete the future."""
-        # Whoever waited may have gone away, which cancels the future.
+        # Cancelling its waiter cancels the future.
         if self.future.done():
             return
         if error is None:
             self.future.set_result(None)
         else:
             self.future.set_exception(error)
-            # Whoever waits hears of it; if nobody does any more, nothing is to be said.
+            # Without a waiter nothing retrieves the exception.
             self.future.exception()
 
 
@@ -63,33 +63,33 @@ class AcknowledgementQueue:
         self._discard_at = DISCARD_MIN
 
     def __len__(self) -> int:
-        """How many there are, those included that wait no more and are not dropped yet."""
+        """Return how many there are, including finished ones that are not discarded yet."""
         return len(self._queue)
 
     def add(self, offset: Offset, listener: AcknowledgementListener) -> None:
-        """Tell `listener` when everything below an offset is there."""
+        """Call `listener` when everything below an offset is acknowledged."""
         queue = self._queue
         queue.append((offset, listener))
         if len(queue) > self._discard_at:
             self.discard_finished()
 
     def discard_finished(self) -> None:
-        """Drop those who wait no more."""
+        """Remove the listeners that no longer wait."""
         left = [one for one in self._queue if not one[1].is_finished]
-        # The same queue, since somebody who is being told may be the one who adds.
+        # The same queue, because a listener that is being called may add another one.
         self._queue.clear()
         self._queue.extend(left)
-        # So that looking through all of them costs no more than to add them did.
+        # The next scan then costs no more than adding them did.
         self._discard_at = max(DISCARD_MIN, 2 * len(self._queue))
 
     def acknowledge(self, offset: Offset) -> None:
-        """Tell everyone who waits for no more than what lies below an offset."""
+        """Acknowledge everything below an offset."""
         queue = self._queue
         while queue and queue[0][0] <= offset:
             queue.popleft()[1].acknowledged(None)
 
     def fail(self, error: MillstreamError) -> None:
-        """Tell everyone that it will never be."""
+        """Fail every listener."""
         queue = self._queue
         while queue:
             queue.popleft()[1].acknowledged(error)

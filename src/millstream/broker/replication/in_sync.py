@@ -1,20 +1,20 @@
-"""Who is in sync with the leader of a partition, and what may be acknowledged because of it.
+"""Which replicas are in sync with the leader of a partition, and what may be acknowledged because of it.
 
 A leader has one of these for each epoch in which it leads with followers. It holds no clock, no log and no connection:
-it is told where followers are and what the coordination store says, and it answers how far the high watermark may
-go and which change of the in-sync set to ask for.
+it takes the positions of followers and the states of the coordination store, and says how far the high watermark may
+advance and which change of the in-sync set to request.
 
 The rules, each of which a planted bug in the simulation breaks:
 
-- The high watermark needs every replica that the store may hold to be in sync. While a change is under way and its
-  outcome is not known, these are the members of the old set and of the new one.
-- Only what follows the current leader epoch counts, so everybody's position is unknown when an epoch begins.
-- The high watermark stands still while fewer are in sync than `min.insync.replicas` asks for, and while the store names
-  replicas that are eligible because of that. So those have everything that was ever acknowledged.
+- The high watermark needs every replica that the store may consider in sync. While the outcome of a change is unknown,
+  these are the members of the old set and of the new one.
+- Only fetches in the current leader epoch count, so all positions are unknown when an epoch begins.
+- The high watermark stands still while fewer replicas are in sync than `min.insync.replicas` requires, and while the
+  store names replicas that are eligible because of that. Those therefore have everything that was ever acknowledged.
 - A replica joins only when it has everything below the high watermark and below the start of this leader's epoch. One
-  that is found to have less has lost something: it leaves at once, and is not eligible either.
-- A change ends only when the store shows a later revision than the one it was asked for, or refuses it for certain. A
-  change that was given up on may otherwise still arrive there and be carried out.
+  that turns out to have less has lost something: it leaves at once, and is not eligible either.
+- A change ends only when the store shows a later revision than the one it was based on, or definitely refuses it. A
+  change that was given up may otherwise still arrive there and be carried out.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from millstream.core.partition_state import PartitionState, Versioned
 UNKNOWN_POSITION = Offset(-1)
 _NOTHING_YET = Offset(0)
 NOT_REGISTERED = -1
-"""What a follower says that does not know the revision of its registration; nothing is then expected of it."""
+"""Sent by a follower that does not know the revision of its registration; it is not checked then."""
 
 MayJoin = Callable[[NodeId, int], bool]
 """Whether a node may join that fetched under this registration."""
 
 
 def any_replica(_node: NodeId, _registration: int) -> bool:
-    """Every replica may join."""
+    """Let every replica join."""
     return True
 
 
@@ -46,19 +46,19 @@ class Follower:
 
     node: NodeId
     caught_up_at: float
-    """When it last had everything that the log held; as of then it is in sync."""
+    """When it last had everything that the log held; it is in sync as of then."""
     offset: Offset = UNKNOWN_POSITION
-    """Everything below it is in the follower's log, as durable as the topic's `flush` asks for."""
+    """Everything below it is in the follower's log, as durably as the topic's `flush` requires."""
     registration: int = NOT_REGISTERED
     fetched_at: float = 0.0
     end_at_fetch: Offset = _NOTHING_YET
 
     def fetched(self, offset: Offset, *, end: Offset, now: float) -> None:
-        """It asked for what comes next, so it has everything before."""
+        """Record a fetch: the follower has everything before the offset."""
         if offset >= end:
             self.caught_up_at = now
         elif self.offset != UNKNOWN_POSITION and offset >= self.end_at_fetch:
-            # It has what there was when it fetched the last time, so it was caught up then.
+            # It has what the log held at its previous fetch, so it was caught up then.
             self.caught_up_at = max(self.caught_up_at, self.fetched_at)
         self.offset = offset
         self.end_at_fetch = end
@@ -70,13 +70,13 @@ class Follower:
 
 
 class InSyncChange(NamedTuple):
-    """A change of the in-sync set to ask the coordination store for."""
+    """A change of the in-sync set to request from the coordination store."""
 
     state: PartitionState
     revision: int
     """Of the state that it changes."""
     registrations: Mapping[NodeId, int]
-    """Those who join, each with the registration it fetched under: it must still be the same incarnation."""
+    """The joining nodes, each with the registration it fetched under: it must still be the same process."""
 
 
 class InSync:
@@ -99,12 +99,12 @@ class InSync:
 
     @property
     def min_in_sync(self) -> int:
-        """How many have to be in sync; more than there are replicas can never be asked for."""
+        """How many have to be in sync: at most as many as there are replicas."""
         return min(self._min_setting, len(self.state.replicas))
 
     @property
     def is_enough(self) -> bool:
-        """Whether so many are in sync that `acks=all` is worth something."""
+        """Whether enough replicas are in sync for `acks=all`."""
         return len(self.state.in_sync) >= self.min_in_sync
 
     @property
@@ -123,11 +123,11 @@ class InSync:
         return len(self._followers)
 
     def follower(self, node: NodeId) -> Follower | None:
-        """A follower by its node; None for a node that carries no replica."""
+        """Return a follower by its node; None for a node without a replica."""
         return self._followers.get(node)
 
     def acknowledged(self, own: Offset) -> Offset:
-        """Up to where everybody who counts has the log, given how far the leader has it; -1 for no further than now."""
+        """Return up to where all counted replicas have the log, given the leader's own end; -1 for no advance."""
         if self.state.eligible or len(self.state.in_sync) < self.min_in_sync:
             return UNKNOWN_POSITION
         least = own
@@ -137,13 +137,13 @@ class InSync:
         return least
 
     def is_caught_up(self, end: Offset) -> bool:
-        """Whether everybody who is waited for has all of the log."""
+        """Whether every replica that is waited for has all of the log."""
         return all(follower.offset >= end for follower in self._waited_for)
 
     # -- what happens ---------------------------------------------------------------------------------------
 
     def fetched(self, node: NodeId, offset: Offset, *, end: Offset, now: float, registration: int) -> bool:
-        """A follower has everything below an offset, as its history agrees with the leader's; False for a stranger."""
+        """Record that a follower, whose history agrees, has everything below an offset; False if it is unknown."""
         follower = self._followers.get(node)
         if follower is None:
             return False
@@ -152,19 +152,19 @@ class InSync:
         return True
 
     def note_log_growth(self, *, end_before: Offset, now: float) -> None:
-        """The log has grown: whoever had all of it is behind from now on."""
+        """Record that the log has grown: replicas that had all of it are behind from now on."""
         for follower in self._followers.values():
             if follower.offset >= end_before:
                 follower.caught_up_at = now
 
     def change_min(self, min_in_sync: int) -> None:
-        """The topic asks for another number of replicas in sync."""
+        """Apply another `min.insync.replicas`."""
         self._min_setting = min_in_sync
 
     # -- changes of the set ---------------------------------------------------------------------------------
 
     def may_want_change(self, node: NodeId, high_watermark: Offset) -> bool:
-        """Whether it is worth to look for a change now that a follower has fetched."""
+        """Whether a follower's fetch may call for a change."""
         if self.pending is not None:
             return False
         if self.state.eligible:
@@ -176,7 +176,7 @@ class InSync:
     def wanted(
         self, *, end: Offset, high_watermark: Offset, now: float, lag_s: float, may_join: MayJoin = any_replica
     ) -> InSyncChange | None:
-        """The change to ask for: without those who lag, with those who have caught up; None while one is under way."""
+        """Return the change to request: drop lagging replicas, add those that caught up; None while one is pending."""
         if self.pending is not None:
             return None
         state = self.state
@@ -206,9 +206,9 @@ class InSync:
         return InSyncChange(replace(state, in_sync=in_sync, eligible=eligible), self.revision, registrations)
 
     def handover_change(self, *, high_watermark: Offset, may_join: MayJoin = any_replica) -> InSyncChange | None:
-        """The change that makes a follower the leader that is in sync and has everything; None if there is none now.
+        """Return the change that makes an in-sync follower with everything the leader; None if there is none.
 
-        It is what a controller does, over the same revision, so of two elections only one comes about.
+        It is what a controller does, over the same revision, so only one of two elections succeeds.
         """
         if self.pending is not None:
             return None
@@ -219,18 +219,18 @@ class InSync:
         return None
 
     def began(self, change: InSyncChange) -> None:
-        """A change is asked for: from now on both sets count."""
+        """Count both sets from now on: a change is requested."""
         self.pending = change.state
         self._update_waited_for()
 
     def refused(self, change: InSyncChange) -> None:
-        """A change was surely not carried out and never will be."""
+        """End a change that was certainly not carried out and never will be."""
         if self.pending is change.state:
             self.pending = None
             self._update_waited_for()
 
     def learned(self, versioned: Versioned, *, now: float) -> None:
-        """The store shows a later state of the same epoch, which settles any change that was under way."""
+        """Take over a later state of the same epoch, which settles a pending change."""
         if versioned.revision <= self.revision:
             return
         self.state, self.revision = versioned
@@ -254,7 +254,7 @@ class InSync:
         return follower.offset >= max(high_watermark, self._epoch_start) and may_join(node, follower.registration)
 
     def _update_followers(self, now: float) -> None:
-        """Follow the replicas that the state names; those that are known stay where they are."""
+        """Follow the replicas that the state names; known ones keep their positions."""
         members = (*self.state.replicas, *self.state.in_sync)
         self._followers = {
             node: self._followers.get(node) or Follower(node, now) for node in members if node != self._me

@@ -1,12 +1,12 @@
-"""One partition of this node and its role: appends, the high watermark, and everyone who waits for it to move.
+"""One partition of this node and its role: appends, the high watermark, and those who wait for it to advance.
 
-This is the one place where the reply to a producer waits. What this node itself promises of a record follows from the
-topic's `flush` setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high
-watermark; with followers it is the least that all replicas in sync have (`in_sync`). `acks=1` waits for this node's own
-promise, `acks=all` for the high watermark.
+This is the one place where the reply to a producer waits. What this node itself guarantees follows from the topic's
+`flush` setting: synced offsets under `always`, written ones otherwise. With a single replica that is the high
+watermark; with followers it is the least that all in-sync replicas have (`in_sync`). `acks=1` waits for this node's own
+guarantee, `acks=all` for the high watermark.
 
-Nothing here waits for the network or asks the coordination store: `apply` tells what the store says,
-`read_for_follower` is what a follower's fetch comes down to, `append_fetched` what its answer comes down to.
+Nothing here waits for the network or asks the coordination store: `apply` takes what the store says,
+`read_for_follower` serves a follower's fetch, `append_fetched` takes the response to one.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ from millstream.protocol.records.control import encode_marker
 
 
 class AdvanceListener(Protocol):
-    """Somebody who waits for new records, such as a long poll."""
+    """Waits for new records, as a long poll does."""
 
     def advanced(self, partition: Partition) -> None:
-        """Called on the loop each time the high watermark has moved, the leader has changed, or it has closed."""
+        """Note that the high watermark or the leader has changed, or that the partition was closed."""
 
 
 class AppendListener(Protocol):
-    """A follower's session, which waits for whatever is appended."""
+    """A follower's session, which waits for any append."""
 
     def appended(self, partition: Partition) -> None:
-        """Called on the loop each time the leader's log has grown."""
+        """Note that the leader's log has grown."""
 
 
 class InSyncManager(Protocol):
-    """Whoever sees to the in-sync sets of the partitions that this node leads."""
+    """Maintains the in-sync sets of the partitions that this node leads."""
 
     def behind(self, partition: Partition) -> None:
-        """Somebody in sync does not have all of the log; told once until everybody has."""
+        """Note that an in-sync replica lacks part of the log; called once until all have caught up."""
 
     def wants_change(self, partition: Partition) -> None:
-        """It is worth to ask the partition for a change of its in-sync set now."""
+        """Note that the partition may want a change of its in-sync set now."""
 
 
 ACKS_ALL = -1
@@ -76,7 +76,7 @@ _NO_EPOCH_IS_STALE = Epoch(-1)
 
 
 class FollowerRead(NamedTuple):
-    """What a follower's fetch of one partition is answered with: records, or where its history parts from ours."""
+    """The response to a follower's fetch: records, or where its history diverges."""
 
     records: Buffer
     diverging: EpochEnd | None
@@ -92,11 +92,11 @@ class CommittedRead(NamedTuple):
 
 
 class Partition(Replica):
-    """One replica of a partition, whatever its role; what it does as a follower is in `Replica`.
+    """One replica of a partition, in any role; what it does as a follower is in `Replica`.
 
-    `alone` is a partition that no other node carries: it leads from the start, and everything that recovery kept is
-    on disk, so all of it may be read. Any other has no role until `apply` gives it one, and knows of nothing that it is
-    acknowledged.
+    `alone` is a partition without other replicas: it leads from the start, and everything that recovery kept is on
+    disk, so all of it may be read. Any other has no role until `apply` gives it one, and knows of no acknowledged
+    record.
     """
 
     __slots__ = (
@@ -129,17 +129,18 @@ class Partition(Replica):
         """The followers, while there are some and this node leads them."""
         self._is_behind = False
         self._wants_handover = False
-        """Whether another replica should lead, as this one cannot put back what its disk lost."""
+        """Whether another replica should lead, because this one cannot repair what its disk lost."""
         self._clock = clock or SystemClock()
         # Dictionaries keep an order, so that a simulated run can be repeated.
         self._listeners: dict[AdvanceListener, None] = {}
         self._append_listeners: dict[AppendListener, None] = {}
         self.bytes_out = 0
         self.records_in = 0
-        log.on_synced = self._advance
-        log.on_sync_failed = self._fail_waiting
-        if not alone:
-            log.acknowledged_offset = lambda: self.high_watermark
+        log.listen(
+            on_synced=self._advance,
+            on_sync_failed=self._fail_waiting,
+            acknowledged_offset=None if alone else lambda: self.high_watermark,
+        )
 
     def write(
         self,
@@ -150,9 +151,9 @@ class Partition(Replica):
         guard: Guard | None = None,
         is_checked: bool = False,
     ) -> AppendedRange:
-        """Append without waiting; `acknowledged` tells when a reply may be sent.
+        """Append without waiting; `acknowledged` returns when a reply may be sent.
 
-        A transaction begins here only under the guard of `start_transaction`. Keys are looked for unless `is_checked`.
+        A transaction begins only under the guard of `start_transaction`. Records are checked unless `is_checked`.
         """
         if not self.is_leader:
             raise self._not_leader()
@@ -174,7 +175,7 @@ class Partition(Replica):
             if in_sync is not None:
                 self._notify_followers(in_sync, appended.base_offset)
         if settings.flush == FLUSH_ALWAYS:
-            # Also for a duplicate: the first copy may still be waiting for its sync.
+            # Also for a duplicate: its first copy may still wait for its sync.
             if self.log.synced_offset < self.log.end_offset:
                 self._store.sync_soon(self.log)
         else:
@@ -182,15 +183,15 @@ class Partition(Replica):
         return appended
 
     def _earlier_write_failed(self) -> StorageFailure:
-        """What is missing may be what the disk has just refused, so the client is told of the disk, and tries again.
+        """Return the error for a gap that the disk itself may have caused, so that the client retries.
 
-        A client that is told of a gap begins a new epoch. What it has under way to other partitions at that moment, and
-        gets no answer to, it then sends once more under the new epoch, where nobody can tell that it is there already.
+        A client that sees a gap begins a new epoch. Requests to other partitions that were not answered by then are
+        sent again under the new epoch, where they can no longer be recognised as duplicates.
         """
-        return StorageFailure(f"{self.log.partition}: the disk refused what comes before: {self.log.failure}")
+        return StorageFailure(f"{self.log.partition}: the disk refused an earlier write: {self.log.failure}")
 
     def acknowledged(self, appended: AppendedRange, acks: int = ACKS_ALL) -> asyncio.Future[None] | None:
-        """None when the range is acknowledged already, else a future that tells when it is, or why it never will be."""
+        """Return None if the range is acknowledged already, otherwise a future for its acknowledgement."""
         if self.is_acknowledged(appended, acks):
             return None
         acknowledgement = AcknowledgementFuture()
@@ -206,17 +207,17 @@ class Partition(Replica):
     def notify_acknowledged(
         self, appended: AppendedRange, listener: AcknowledgementListener, acks: int = ACKS_ALL
     ) -> None:
-        """Tell `listener` when an append that is not acknowledged yet is, in the moment when the watermark moves."""
+        """Call `listener` when an append is acknowledged, in the moment when the watermark advances."""
         waiting = self._waiting if acks == ACKS_ALL or self._in_sync is None else self._waiting_locally
         waiting.add(appended.next_offset, listener)
 
     @property
     def waiting(self) -> int:
-        """How many are to be told of an acknowledgement."""
+        """How many listeners wait for an acknowledgement."""
         return len(self._waiting) + len(self._waiting_locally)
 
     def discard_finished(self) -> None:
-        """Forget those who were to be told and wait no more."""
+        """Remove the listeners that no longer wait."""
         self._waiting.discard_finished()
         self._waiting_locally.discard_finished()
 
@@ -231,7 +232,7 @@ class Partition(Replica):
         return appended
 
     def read(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> Buffer:
-        """Whole batches from the one that holds `offset` up to the high watermark."""
+        """Read whole batches from the one that holds `offset` up to the high watermark."""
         found = self.read_slice(offset, max_bytes=max_bytes, eager_bytes=READ_ALL, at_least_one=at_least_one)
         return b"" if found is None else found.data
 
@@ -252,14 +253,14 @@ class Partition(Replica):
 
     @property
     def last_stable_offset(self) -> Offset:
-        """Up to where `read_committed` consumers may read: below it the end of every transaction is acknowledged."""
+        """Up to where `read_committed` consumers may read: the outcome of all transactions below is acknowledged."""
         transactions = self.log.producers.transactions
         if not transactions.has_unsettled:
             return self.high_watermark
         return Offset(max(transactions.stable_offset(self.high_watermark), self.log.start_offset))
 
     def read_committed(self, offset: Offset, *, max_bytes: int, at_least_one: bool = True) -> CommittedRead:
-        """Whole batches up to the last stable offset, and which of the transactions in them were aborted."""
+        """Read whole batches up to the last stable offset, and which of their transactions were aborted."""
         found, aborted = self.read_committed_slice(
             offset, max_bytes=max_bytes, eager_bytes=READ_ALL, at_least_one=at_least_one
         )
@@ -284,7 +285,7 @@ class Partition(Replica):
         return found, self.aborted_in(offset, Offset(found.next_offset))
 
     def aborted_in(self, first: Offset, next_offset: Offset) -> list[tuple[int, int]]:
-        """The aborted transactions with something between two offsets, each as producer id and first offset."""
+        """Return the aborted transactions with records between two offsets, as producer id and first offset."""
         aborted = self.log.producers.transactions.aborted
         return [one[:2] for one in aborted.overlapping(first, next_offset)] if aborted else []
 
@@ -293,13 +294,13 @@ class Partition(Replica):
         return self.log.producers.has_open(producer_id, epoch)
 
     def open_transactions(self) -> list[OpenTransaction]:
-        """Every transaction that is open here, the oldest first."""
+        """Return every transaction that is open here, the oldest first."""
         return self.log.producers.open_transactions()
 
     def start_transaction(self, producer_id: int, epoch: int, sequence: int, *, bumps_epoch: bool) -> Guard | None:
-        """A guard under which to ask the coordinator and then to write; None when the transaction is open here.
+        """Return a guard under which to ask the coordinator and then to write; None if the transaction is open.
 
-        A marker that is written in between voids it. `FencedProducer` for an epoch that is over.
+        A marker that is written in between voids it. Raise `FencedProducer` for an epoch that is over.
         """
         if not self.is_leader:
             raise self._not_leader()
@@ -307,10 +308,10 @@ class Partition(Replica):
         return self.log.producers.start_guard(producer_id, epoch, sequence, now_ms, bumps_epoch=bumps_epoch)
 
     def write_marker(self, marker: Marker) -> AppendedRange:
-        """End a transaction here without waiting; `acknowledged` tells when it is certain. May be repeated.
+        """End a transaction here without waiting; `acknowledged` returns when that is final. May be repeated.
 
-        `FencedProducer` and `TransactionCoordinatorFenced` for a marker that comes from the past, `UnknownLeaderEpoch`
-        for one of a coordinator that is not known yet.
+        Raise `FencedProducer` or `TransactionCoordinatorFenced` for an outdated marker, `UnknownLeaderEpoch` for one of
+        a coordinator that is not known yet.
         """
         if not self.is_leader:
             raise self._not_leader()
@@ -318,14 +319,14 @@ class Partition(Replica):
         admitted = log.producers.check_marker(marker)
         if admitted is not None:
             return self.write(encode_marker(admitted, log.clock.now_ms()), acks=ACKS_ALL, internal=True)
-        # It is there already. Whoever asked the coordinator before it came must not begin anything now.
+        # It is stored already. A guard from before it must not let a transaction begin now.
         log.producers.transactions.guards.pop(marker.producer_id, None)
         return AppendedRange(log.end_offset, log.end_offset, -1, log.start_offset, True)
 
     # -- what others ask for --------------------------------------------------------------------------------
 
     def check_leader_epoch(self, epoch: int) -> None:
-        """Raise when the caller knows another leader than this one; -1 means that it does not say."""
+        """Raise if the caller knows another leader epoch than this one; -1 means that it does not say."""
         if epoch in (-1, self.leader_epoch):
             if not self.is_leader:
                 raise self._not_leader()
@@ -340,15 +341,15 @@ class Partition(Replica):
         self._notify_listeners()
 
     def listen(self, listener: AdvanceListener) -> None:
-        """Tell `listener` about every advance until `forget`."""
+        """Call `listener` after every advance until `forget`."""
         self._listeners[listener] = None
 
     def forget(self, listener: AdvanceListener) -> None:
-        """Stop telling `listener`."""
+        """Stop calling `listener`."""
         self._listeners.pop(listener, None)
 
     def change_settings(self, topic: Topic, settings: TopicSettings) -> None:
-        """Take over changed settings; a stricter `flush` never takes back what was already visible."""
+        """Apply changed settings; a stricter `flush` never hides what was already visible."""
         self.topic = topic
         self.log.change_settings(settings)
         if self._in_sync is not None:
@@ -359,7 +360,7 @@ class Partition(Replica):
             self._store.sync_soon(self.log)
 
     def close(self, reason: MillstreamError | None = None) -> None:
-        """Refuse further writes and fail whoever waits: the partition was deleted, or the broker stops."""
+        """Refuse further writes and fail those who wait: the partition was deleted, or the broker stops."""
         self._closed = True
         self.is_leader = False
         self._in_sync = None
@@ -369,11 +370,11 @@ class Partition(Replica):
     # -- roles ----------------------------------------------------------------------------------------------
 
     def apply(self, versioned: Versioned, *, me: NodeId, inherited: bool = False) -> None:
-        """Take over what the coordination store says: lead, follow, or neither. Older revisions change nothing.
+        """Take over a state of the coordination store: lead, follow, or neither. Older revisions change nothing.
 
         `inherited` is a state from before this process registered. If it names this node as the leader, that was an
-        earlier process, whose last records may be lost; so this one leads in a later epoch only, which it has to be
-        elected for. Otherwise one epoch could have two histories, which nobody could tell apart.
+        earlier process, whose last records may be lost; this one leads only in a later epoch, for which it has to be
+        elected. Otherwise one epoch could have two histories that cannot be told apart.
         """
         if versioned.revision <= self._revision or self._closed:
             return
@@ -381,7 +382,7 @@ class Partition(Replica):
         before = (self.is_leader, self.leader_epoch)
         self.state, self._revision, self._me = state, versioned.revision, me
         alone = state.replicas == (me,)
-        # Before anybody reads: what the disk lost is then waited for, and not passed over.
+        # Set before the first read, so that readers wait for lost ranges instead of skipping them.
         self.log.damage.has_replicas = not alone
         if inherited and state.leader == me and not alone:
             self._stale_epoch = state.leader_epoch
@@ -423,14 +424,14 @@ class Partition(Replica):
 
     @property
     def is_settled(self) -> bool:
-        """Whether this leader knows everything that leaders before it have acknowledged."""
+        """Whether this leader knows everything that earlier leaders have acknowledged."""
         return self._in_sync is None or self.high_watermark >= self._in_sync.epoch_start
 
     async def settled(self) -> None:
-        """Wait until everything is acknowledged that the log holds now; `NotLeader` if that may never be.
+        """Wait until everything that the log holds now is acknowledged; raise `NotLeader` if that may never be.
 
-        A new leader's log may hold what nobody was told is stored. Whoever builds a state from the log has to wait
-        until it is known to stay.
+        A new leader's log may hold records that were never acknowledged. Code that builds state from the log has to
+        wait until they are known to stay.
         """
         if not self.is_leader:
             raise self._not_leader()
@@ -454,14 +455,14 @@ class Partition(Replica):
         registration: int = NOT_REGISTERED,
         reads: SharedReads | None = None,
     ) -> FollowerRead:
-        """What follows an offset, up to the end of the log, for a replica of this partition.
+        """Read from an offset up to the end of the log, for a replica of this partition.
 
-        That it asks for an offset means that it has everything before, as durable as the topic asks for, so its
-        position is noted, once it is certain that both logs agree up to there.
+        Asking for an offset states that the replica has everything before it, as durably as the topic requires; its
+        position is recorded once both logs are known to agree up to there.
         """
         in_sync, log = self._in_sync, self.log
         if not self.is_leader or in_sync is None or in_sync.follower(node) is None:
-            raise NotLeader(f"{log.partition}: node {node} has no replica that follows this node")
+            raise NotLeader(f"{log.partition}: node {node} does not follow this node")
         if leader_epoch < self.leader_epoch:
             raise FencedLeaderEpoch(f"{log.partition} is at leader epoch {self.leader_epoch}, not {leader_epoch}")
         self.check_leader_epoch(leader_epoch)
@@ -477,10 +478,10 @@ class Partition(Replica):
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
 
     def read_for_repair(self, node: NodeId, *, offset: Offset, leader_epoch: int, max_bytes: int) -> FollowerRead:
-        """What follows an offset, for a replica whose disk lost it.
+        """Read from an offset, for a replica whose disk lost it.
 
-        Any replica answers this up to what it knows to be acknowledged, since below that all of them are the same. The
-        leader of the epoch that is named gives all that it has, as to any follower.
+        Any replica serves this up to the high watermark it knows, because all replicas are identical below it. The
+        leader of the given epoch serves everything it has, as to any follower.
         """
         log, state = self.log, self.state
         if state is None or self._closed or node not in state.replicas:
@@ -492,12 +493,12 @@ class Partition(Replica):
             try:
                 records = log.read(offset, max_bytes=max_bytes, up_to=up_to)
             except RepairPending as error:
-                # It was lost here, too, and the one that asks must not wait for this one.
+                # It was lost here, too; the replica that asks must not wait for this one.
                 raise DamagedRange(str(error), first=offset, next_offset=offset + 1) from error
         return FollowerRead(records, None, self.high_watermark, log.start_offset)
 
     def damage_changed(self) -> None:
-        """A range was lost, is whole again or given up: those who wait for records look again."""
+        """Wake those who wait for records: a range was lost, repaired or given up."""
         if not self.log.damage.repairable:
             self._wants_handover = False
         self._notify_listeners()
@@ -505,7 +506,7 @@ class Partition(Replica):
     def _read_shared(
         self, in_sync: InSync, offset: Offset, max_bytes: int, reads: SharedReads | None, *, at_least_one: bool
     ) -> Buffer:
-        """Read up to the end of the log, or give again what another follower was given."""
+        """Read up to the end of the log, or reuse what another follower was given."""
         log = self.log
         if reads is None or in_sync.follower_count == 1:
             return log.read(offset, max_bytes=max_bytes, up_to=log.end_offset, at_least_one=at_least_one)
@@ -535,11 +536,11 @@ class Partition(Replica):
             self._request_change()
 
     def listen_to_appends(self, listener: AppendListener) -> None:
-        """Tell `listener` about every append until `forget_appends`."""
+        """Call `listener` after every append until `forget_appends`."""
         self._append_listeners[listener] = None
 
     def forget_appends(self, listener: AppendListener) -> None:
-        """Stop telling `listener`."""
+        """Stop calling `listener`."""
         self._append_listeners.pop(listener, None)
 
     def _notify_followers(self, in_sync: InSync, end_before: Offset) -> None:
@@ -553,12 +554,12 @@ class Partition(Replica):
 
     @property
     def is_under_min_in_sync(self) -> bool:
-        """Whether this node leads, and fewer replicas are in sync than `min.insync.replicas` asks for."""
+        """Whether this node leads, and fewer replicas are in sync than `min.insync.replicas` requires."""
         return self._in_sync is not None and not self._in_sync.is_enough
 
     @property
     def has_lagging(self) -> bool:
-        """Whether somebody in sync does not have all of the log."""
+        """Whether an in-sync replica lacks part of the log."""
         return self._in_sync is not None and self._is_behind
 
     @property
@@ -567,7 +568,7 @@ class Partition(Replica):
         return self._in_sync
 
     def in_sync_change(self, *, lag_s: float, may_join: MayJoin = any_replica) -> InSyncChange | None:
-        """The change of the in-sync set to ask the store for, if there is one; `change_began` when it is asked."""
+        """Return the change of the in-sync set to request, if any; `change_began` when it is requested."""
         if self._in_sync is None:
             return None
         if self._wants_handover:
@@ -583,13 +584,13 @@ class Partition(Replica):
         )
 
     def hand_over(self) -> None:
-        """Have another replica lead that is in sync, as soon as there is one."""
+        """Let another in-sync replica lead, as soon as there is one."""
         if self._in_sync is not None and not self._wants_handover:
             self._wants_handover = True
             self._request_change()
 
     def change_began(self, change: InSyncChange) -> bool:
-        """A change is about to be asked for: until it ends, both sets count. False if it is out of date."""
+        """Count both sets from now on until the change ends; return False if it is out of date."""
         in_sync = self._in_sync
         if in_sync is None or in_sync.pending is not None or change.revision != self._revision:
             return False
@@ -598,19 +599,19 @@ class Partition(Replica):
         return True
 
     def is_pending(self, change: InSyncChange) -> bool:
-        """Whether it is still not known what became of a change."""
+        """Whether the outcome of a change is still unknown."""
         return self._in_sync is not None and self._in_sync.pending is change.state
 
     def change_ended(self, versioned: Versioned) -> None:
-        """The store shows this state now. It ends a change if it is later than the one that the change was to follow.
+        """Take over the state that the store shows now; a later revision ends a change.
 
-        After a lost answer the same revision as before proves nothing: the change may still be on its way.
+        After a lost response the same revision as before proves nothing: the change may still be on its way.
         """
         if self._me is not None:
             self.apply(versioned, me=self._me)
 
     def change_refused(self, change: InSyncChange) -> None:
-        """A change was surely not carried out, and never will be."""
+        """End a change that was certainly not carried out, and never will be."""
         if self._in_sync is not None:
             self._in_sync.refused(change)
             self._advance()

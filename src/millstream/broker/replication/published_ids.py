@@ -1,10 +1,10 @@
-"""The ids of the messages that a partition was given lately, so that one that comes again is known.
+"""The ids of recent messages of a partition, so that a repeated one is recognised.
 
-This is a reader of the leader's own log, and nothing else: what came through any door counts, and a new leader finds
-out the same by reading. It begins where the log was a window ago, and is brought up to the end of the log before it is
-asked. A message of a transaction counts once the transaction is committed.
+This only reads the leader's own log, so messages from every front door count, and a new leader learns the same by
+reading. It begins where the log was one window ago, and is brought up to the end of the log before it is asked. A
+message of a transaction counts once the transaction is committed.
 
-The ids are bounded in number: of more, the oldest are forgotten, and counted.
+The number of ids is bounded: beyond it, the oldest are forgotten, and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IDS_MAX: Final = 200_000
 """How many ids of one partition are remembered."""
 READ_BYTES: Final = 1024 * 1024
 ON_LOOP_BYTES: Final = 64 * 1024
-"""More than this is looked through beside the loop."""
+"""More than this is read in a thread."""
 
 _SHORT: Final = 32
 # The name of the header as it stands in a record, with its length before it: batches without it are not opened.
@@ -34,20 +34,20 @@ _MARK: Final = bytes([2 * len(MESSAGE_ID)]) + MESSAGE_ID.encode()
 
 
 class Published(NamedTuple):
-    """Where a message of an id stands."""
+    """Where a message with an id is."""
 
     offset: int
     timestamp_ms: int
 
 
 class _Seen(NamedTuple):
-    """What one batch has to say."""
+    """The ids of one batch."""
 
     producer_id: int
     """Whose transaction it belongs to; -1 for none."""
     ids: list[tuple[bytes, Published]]
     commits: bool | None = None
-    """For a marker: how the transaction has ended."""
+    """For a marker: whether the transaction was committed."""
 
 
 class PublishedIds:
@@ -63,7 +63,7 @@ class PublishedIds:
         self._open: dict[int, list[tuple[bytes, Published]]] = {}
         self.window_ms = window_ms
         self.lock = asyncio.Lock()
-        """Whoever looks and then writes does so in turn."""
+        """Held to look up an id and then write."""
         self.forgotten = 0
         begin = self._log.offset_for_time(self._now_ms - window_ms, up_to=self._log.end_offset)
         self._next = int(self._log.end_offset if begin is None else begin[0])
@@ -73,7 +73,7 @@ class PublishedIds:
 
     @property
     def is_current(self) -> bool:
-        """Whether the log is the one that was read: led in the same term, and not cut back."""
+        """Whether the log is the one that was read: led in the same term, and not truncated."""
         partition = self._partition
         return (
             partition.is_leader
@@ -83,10 +83,10 @@ class PublishedIds:
         )
 
     async def catch_up(self) -> None:
-        """Read on to the end of the log; from there on nothing may be awaited before it is asked and written to."""
+        """Read up to the end of the log; after that, look up and write without awaiting in between."""
         while True:
             if not self.is_current:
-                raise NotLeader(f"{self._log.partition} is led anew, or was cut back")
+                raise NotLeader(f"{self._log.partition} has a new leader epoch, or was truncated")
             self._next = max(self._next, self._log.start_offset)
             if self._next >= self._log.end_offset:
                 return
@@ -104,7 +104,7 @@ class PublishedIds:
             self._next = next_offset
 
     def find(self, message_id: bytes, window_ms: int) -> Published | None:
-        """The message that has an id, if it was published within the window."""
+        """Return the message with an id, if it was published within the window."""
         found = self._found.get(_key(message_id))
         return None if found is None or found.timestamp_ms < self._now_ms - window_ms else found
 
@@ -124,7 +124,7 @@ class PublishedIds:
         self._forget()
 
     def _add(self, ids: Iterable[tuple[bytes, Published]]) -> None:
-        """Of several messages with one id, which other doors let in, the youngest counts: a new leader finds it too."""
+        """Add ids; of several messages with one id the youngest counts, as it does for a new leader."""
         found = self._found
         for key, place in ids:
             known = found.get(key)
@@ -133,7 +133,7 @@ class PublishedIds:
                 found[key] = place
 
     def _forget(self) -> None:
-        """Let go of what is older than the window, and of what is too much."""
+        """Forget what is older than the window, and what is too much."""
         found, oldest_ms = self._found, self._now_ms - self.window_ms
         while found:
             key, place = next(iter(found.items()))
@@ -148,7 +148,7 @@ class PublishedIds:
 
 
 def id_of(headers: Headers) -> bytes | None:
-    """The id that the publisher has given a message."""
+    """Return the id that the publisher has given a message."""
     return next((value for name, value in headers if name == MESSAGE_ID and value), None)
 
 
@@ -157,7 +157,7 @@ def _key(message_id: bytes) -> bytes:
 
 
 def _extract_ids(data: bytes, first: int) -> tuple[int, list[_Seen]]:
-    """The ids in some batches from an offset on, and the offset behind them."""
+    """Return the ids in some batches from an offset on, and the offset after them."""
     seen: list[_Seen] = []
     next_offset = first
     for header in iterate_whole_headers(data):
@@ -170,7 +170,7 @@ def _extract_ids(data: bytes, first: int) -> tuple[int, list[_Seen]]:
             elif ids := _ids(data, header, first):
                 seen.append(_Seen(header.producer_id if header.is_transactional else -1, ids))
         except BatchRejected:
-            # Nobody can read it, so nobody can have published it twice.
+            # It cannot be decoded, so it cannot have been published twice.
             continue
     return next_offset, seen
 

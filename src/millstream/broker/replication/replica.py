@@ -1,4 +1,4 @@
-"""A replica of a partition, as a follower has it: its log, and how that comes to agree with its leader's."""
+"""A replica of a partition as a follower has it: its log, and how that comes to agree with its leader's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millstream.protocol.records.batch import Buffer
 
 
 def diverging_end(log: Log, offset: Offset, last_epoch: int) -> EpochEnd | None:
-    """What a follower must be told whose log ends at an offset with a record of an epoch; None if it may go on there.
+    """Return where a follower's history diverges, given the end and last epoch of its log; None if it does not.
 
     It is the last epoch of the leader's log that is not later than the follower's, and where it ends.
     """
@@ -36,7 +36,7 @@ def diverging_end(log: Log, offset: Offset, last_epoch: int) -> EpochEnd | None:
 
 
 def truncation_point(log: Log, diverging: EpochEnd) -> Offset:
-    """Where a follower cuts its log so that what is left may agree with the leader's; it may have to ask again."""
+    """Return where a follower truncates its log so that the rest may agree; it may have to ask again."""
     known, known_end = log.end_of_epoch(diverging.epoch)
     if known == NO_EPOCH:
         return min(diverging.end_offset, log.end_offset)
@@ -75,7 +75,7 @@ class Replica:
         self.topic = topic
         self.index = index
         self.log = log
-        # The epoch lives on in the log, so it never goes back, whatever the catalog says.
+        # The epoch is kept in the log, so it never decreases, whatever the catalog says.
         self.leader_epoch = Epoch(max(FIRST_EPOCH, log.latest_epoch))
         self.is_leader = alone
         self.state: PartitionState | None = None
@@ -87,12 +87,12 @@ class Replica:
         self._waiting = AcknowledgementQueue()
         """Those who wait for the high watermark."""
         self._waiting_locally = AcknowledgementQueue()
-        """Those who wait only for this node: `acks=1`, and a follower that has to sync before it fetches on."""
+        """Those who wait for this node only: `acks=1`, and a follower that has to sync before it fetches on."""
         self._closed = False
 
     @property
     def promised_offset(self) -> Offset:
-        """Up to where this node itself has the log, as durable as the topic's `flush` asks for."""
+        """Up to where this node itself has the log, as durably as the topic's `flush` requires."""
         log = self.log
         return log.synced_offset if log.settings.flush == FLUSH_ALWAYS else log.end_offset
 
@@ -113,7 +113,7 @@ class Replica:
 
     @property
     def follows(self) -> NodeId | None:
-        """The node to fetch from; None for a leader, and while nobody leads."""
+        """The node to fetch from; None for a leader, and while there is no leader."""
         state = self.state
         if self.is_leader or self._closed or state is None or not state.has_leader or state.leader == self._me:
             return None
@@ -122,7 +122,9 @@ class Replica:
     def _not_leader(self) -> NotLeader | PartitionClosed:
         if self._closed:
             return PartitionClosed(f"partition {self.log.partition} was closed")
-        leader = f"node {self.state.leader} does" if self.state is not None and self.state.has_leader else "nobody does"
+        leader = (
+            f"node {self.state.leader} does" if self.state is not None and self.state.has_leader else "no node does"
+        )
         return NotLeader(f"this node does not lead {self.log.partition}; {leader}, in epoch {self.leader_epoch}")
 
     def _fail_waiting(self, error: MillstreamError) -> None:
@@ -134,7 +136,7 @@ class Replica:
     def append_fetched(
         self, records: Buffer, *, leader_epoch: Epoch, high_watermark: Offset, log_start: Offset
     ) -> asyncio.Future[None] | None:
-        """Take over what the leader of an epoch gave; the future is done when the next fetch may name it as stored."""
+        """Append what the leader of an epoch sent; the future is done when the next fetch may state it as stored."""
         self._check_following(leader_epoch)
         log = self.log
         if records:
@@ -153,7 +155,7 @@ class Replica:
             self.high_watermark = Offset(known)
 
     def stored(self) -> asyncio.Future[None] | None:
-        """None when all of the log is as durable as the topic asks for, else a future that is done when it is."""
+        """Return None if all of the log is as durable as the topic requires, otherwise a future for that."""
         if self.promised_offset >= self.log.end_offset:
             return None
         acknowledgement = AcknowledgementFuture()
@@ -162,16 +164,16 @@ class Replica:
         return acknowledgement.future
 
     def truncate(self, diverging: EpochEnd, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
-        """Cut off what the leader of an epoch does not have; the next fetch shows whether the rest agrees.
+        """Truncate what the leader of an epoch does not have; the next fetch shows whether the rest agrees.
 
-        The log is shorter at once, and takes nothing until the future, if there is one, tells that it is for good.
+        The log is shorter at once, and takes no writes until the future, if there is one, reports that it is durable.
         """
         self._check_following(leader_epoch)
         point = truncation_point(self.log, diverging)
         level = logging.ERROR if point < self.high_watermark else logging.INFO
         _logger.log(
             level,
-            "the end of a log differs from its leader's and is cut off",
+            "the end of a log differs from its leader's and is truncated",
             extra={
                 "partition": str(self.log.partition),
                 "from": point,
@@ -191,27 +193,27 @@ class Replica:
     def intact_until(self) -> Offset:
         """Up to where this replica has everything: the end of its log, or the first offset that its disk lost.
 
-        What no other replica has either does not count: nobody could ever have more.
+        Ranges that no other replica has either do not count: no replica could ever have more.
         """
         log = self.log
         lost = log.damage.repairable if log.damage else ()
         return Offset(max(lost[0].first, log.start_offset)) if lost else log.end_offset
 
     async def restore_range(self, lost: LostRange, batches: Buffer) -> None:
-        """Put what another replica has into the place of what the disk lost; `MismatchedBatch` if it does not fit."""
+        """Repair a lost range with batches of another replica; raise `MismatchedBatch` if they do not fit."""
         fitted, next_offset = fit_batches(self.log, lost, batches)
         await self._store.repair_range(RangeRepair(self.log, lost, fitted, next_offset))
 
     def abandon_range(self, lost: LostRange) -> None:
-        """Tell readers that a range is lost for good: no other replica has it either."""
+        """Report to readers that a range is lost for good: no other replica has it either."""
         self.log.damage.beyond_repair.add((lost.first, lost.next_offset))
         self.log.damage.on_change()
 
     def truncate_damage(self, watermark: Offset) -> asyncio.Future[None] | None:
-        """Cut a log that has lost what was never acknowledged, to fetch it again; not while anybody counts on the rest.
+        """Truncate a log that lost unacknowledged records, to fetch them again; not while the rest is counted on.
 
-        The leader, whose high watermark is given, hears of it by `intact_until`, and then sees to it that nobody does.
-        What was acknowledged is put back in its place instead, from any replica, and never cut: what lies behind it may
+        The leader, whose high watermark is given, learns of it by `intact_until`, and then stops counting on the rest.
+        Acknowledged records are repaired in place instead, from any replica, and never truncated: what follows them may
         be the last copy. The future is that of `truncate`.
         """
         state, log = self.state, self.log
@@ -221,19 +223,19 @@ class Replica:
         if self._me in (*state.in_sync, *state.eligible) or first < watermark:
             return None
         _logger.warning(
-            "a log is cut off where it has lost something, and is fetched again from there",
+            "a log is truncated at its damage, and fetched again from there",
             extra={"partition": str(log.partition), "first": first, "end": log.end_offset},
         )
         return self._cut(log.begin_truncation(first))
 
     def restart_at(self, offset: Offset, *, leader_epoch: Epoch) -> asyncio.Future[None] | None:
-        """Begin anew where the leader's log begins, since it has nothing any more of what comes next here.
+        """Restart where the leader's log begins, because it no longer has what comes next here.
 
         The future is that of `truncate`.
         """
         self._check_following(leader_epoch)
         _logger.warning(
-            "a log ends before its leader's begins, and starts anew there",
+            "a log ends before its leader's begins, and restarts there",
             extra={"partition": str(self.log.partition), "end": self.log.end_offset, "start": offset},
         )
         return self._cut(self.log.begin_restart(offset))
@@ -246,4 +248,4 @@ class Replica:
 
     def _fail_truncated(self) -> None:
         self.high_watermark = min(max(self.high_watermark, self.log.start_offset), self.log.end_offset)
-        self._fail_waiting(NotLeader(f"the end of {self.log.partition} was cut off"))
+        self._fail_waiting(NotLeader(f"the end of {self.log.partition} was truncated"))

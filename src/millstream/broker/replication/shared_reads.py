@@ -1,7 +1,7 @@
-"""What one follower was given, kept for a moment for the other: followers in step ask for the same bytes.
+"""Reads for one follower, kept for a moment for the others: followers in step ask for the same bytes.
 
-With three replicas each stretch of a log is then read once and not twice. An entry goes with the read that it serves.
-What nobody asks for a second time is pushed out by what comes after, and all of it together is small.
+With three replicas each part of a log is then read once instead of twice. An entry is removed by the read that it
+serves. What is not requested again is pushed out by later reads, and all of it together is small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ KEPT_BYTES_MAX = 16 * 1024 * 1024
 
 
 class SharedReads:
-    """The last stretches of logs that were read for followers."""
+    """The last parts of logs that were read for followers."""
 
     __slots__ = ("_bytes_max", "_kept", "_size")
 
@@ -27,13 +27,13 @@ class SharedReads:
         self._size = 0
 
     def __len__(self) -> int:
-        """How many bytes are kept."""
+        """Return how many bytes are kept."""
         return self._size
 
     def take(self, log: Log, epoch: int, offset: int, max_bytes: int) -> Buffer | None:
-        """What was read at an offset in an epoch, for the last time; None if there is nothing, or it is too much.
+        """Remove and return what was read at an offset in an epoch; None if there is nothing, or too much.
 
-        Within an epoch a leader's log only grows, so what was read once is what would be read again.
+        Within an epoch a leader's log only grows, so a read can be repeated from here.
         """
         records = self._kept.pop((log, epoch, offset), None)
         if records is None:
@@ -42,7 +42,7 @@ class SharedReads:
         return records if len(records) <= max_bytes else None
 
     def keep(self, log: Log, epoch: int, offset: int, records: Buffer) -> None:
-        """Remember what was read, for one other follower."""
+        """Keep a read for one other follower."""
         key = (log, epoch, offset)
         before = self._kept.pop(key, None)
         if before is not None:

@@ -10,7 +10,7 @@ from millstream.core.topic import TopicPartition
 
 
 class TransactionGate(Protocol):
-    """Asks the coordinator of a transaction, on this node or on another one."""
+    """Asks the coordinator of a transaction, on this node or another one."""
 
     async def admit(
         self,
@@ -21,8 +21,8 @@ class TransactionGate(Protocol):
         *,
         add: bool,
     ) -> Mapping[TopicPartition, MillstreamError | None]:
-        """For each partition None if the transaction is open and holds it, else why nothing may be written to it.
+        """Return None for each partition that the open transaction holds, otherwise why it may not be written.
 
-        With `add` the coordinator takes the partitions into the transaction, as transaction version 2 has it;
-        otherwise it only says whether it has them.
+        With `add` the coordinator adds the partitions to the transaction, as in transaction version 2; otherwise it
+        only says whether it has them.
         """
