@@ -28,9 +28,8 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.job import LandJob
-from millstream.pipelines.jobs.land.manifest import Report
 from millstream.pipelines.jobs.land.plan import TopicRange
-from millstream.pipelines.jobs.land.task import LandTasks
+from millstream.pipelines.jobs.land.task import LandTasks, Report
 from millstream_testing.page import samples_of
 from millstream_testing.server import Server
 

@@ -17,9 +17,9 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.pipeline_owner import SoleOwner
-from millstream.broker.cluster.pipelines import Pipelines
-from millstream.broker.pipeline_board import PipelineBoard, PipelineReport
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import SoleOwner
+from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import CatalogUnavailable, InvalidSetting

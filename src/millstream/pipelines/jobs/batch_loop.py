@@ -25,12 +25,19 @@ from millstream.core.pipeline import LATEST, SKIP, MovingSettings, Pipeline
 from millstream.pipelines.jobs.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.runtime.fault import kind_in
-from millstream.pipelines.source.batch_commit import Batch, Part, abort_batch, abort_undecided, writing_link
+from millstream.pipelines.source.batch_commit import (
+    OFFSETS_TASK,
+    Batch,
+    Part,
+    abort_batch,
+    abort_undecided,
+    prepare_offsets,
+    writing_link,
+)
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
-from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
+from millstream.pipelines.source.options import BROKERS, SourceOffsets, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
-from millstream.pipelines.source.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
 from millstream.protocol.private.transactions import GroupMember, TransactionalProducer, Transactions
 
 if TYPE_CHECKING:

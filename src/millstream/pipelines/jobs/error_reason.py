@@ -108,3 +108,30 @@ def _without_traces(text: str) -> str:
     # Lines of a traceback that stand at the margin are the error itself.
     lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
     return "\n".join(lines).strip() or message.strip()
+
+
+HEADLINE_LENGTH_MAX: Final = 240
+_ENDS: Final = ("; ", ". ", ", ", " ")
+"""Where a line may be cut, the best first."""
+
+
+def headline(reason: str) -> str:
+    """An error in one line: its first sentence, and the next line where the first only announces it."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    text = lines[0]
+    for line in lines[1:]:
+        # `AnalysisException:` and `Job aborted due to stage failure:` say nothing without what follows.
+        if not text.endswith(":"):
+            break
+        text = f"{text} {line}"
+    return text if len(text) <= HEADLINE_LENGTH_MAX else _cut(text)
+
+
+def _cut(text: str) -> str:
+    for end in _ENDS:
+        at = text.rfind(end, HEADLINE_LENGTH_MAX // 2, HEADLINE_LENGTH_MAX)
+        if at > 0:
+            return f"{text[:at]} …"
+    return f"{text[:HEADLINE_LENGTH_MAX]} …"

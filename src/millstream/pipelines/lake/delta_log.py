@@ -22,9 +22,8 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.pipelines.lake.columns import PARTITION_COLUMNS, added_columns
-from millstream.pipelines.lake.stats import BOUNDED
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.written_file import BOUNDED, Written
 
 _CONFIGURATION: Final = {
     # Checkpoints keep opening a table quick; old commits are deleted once a checkpoint has what they say.

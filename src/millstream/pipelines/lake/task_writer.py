@@ -16,9 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from millstream.pipelines.lake.columns import APPEND_DAY, APPEND_HOUR, TOPIC_ID, file_schema
-from millstream.pipelines.lake.stats import has_group_bounds, stats_json
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.written_file import Written, has_group_bounds, stats_json
 
 _LOWEST: Final = -(2**62)
 

@@ -18,9 +18,9 @@ from typing import Final
 
 import msgspec
 
-from millstream.broker.cluster.pipeline_owner import PipelineOwner
-from millstream.broker.cluster.pipelines import Pipelines
-from millstream.broker.pipeline_board import PipelineBoard
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import PipelineOwner
+from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.client.admin.pipeline_storage import storage_in
 from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config

@@ -29,14 +29,40 @@ from millstream.pipelines.jobs.kinds import JOBS
 from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner, Surroundings
-from millstream.pipelines.runtime.spark_activity import Activity, activity_of
-from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch
-from millstream.pipelines.runtime.turns import Turns
+from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Activity, Watch, activity_of
 from millstream.pipelines.source.link import Link
 from millstream.protocol.messages.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+class Turns:
+    """The suspects, of which one works at a time."""
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._suspects: set[str] = set()
+        self._holder = ""
+
+    def suspect(self, name: str) -> None:
+        """Have a pipeline take turns with other suspects from its next step on."""
+        self._suspects.add(name)
+
+    def take(self, name: str) -> None:
+        """Before a step; waits for the turn of a suspect."""
+        if name in self._suspects:
+            self._turn.acquire()
+            self._holder = name
+
+    def give_back(self, name: str, *, is_well: bool) -> None:
+        """After a step; one that went well clears a suspect."""
+        if is_well:
+            self._suspects.discard(name)
+        if self._holder == name:
+            self._holder = ""
+            self._turn.release()
+
 
 _logger = logging.getLogger(__name__)
 
@@ -95,7 +121,7 @@ class CommandReader:
 
 def exit_now() -> None:
     """End this process, and the Java that it may just be starting."""
-    from millstream.pipelines.runtime.scratch import remove_scratch
+    from millstream.pipelines.runtime.spark_session import remove_scratch
 
     remove_scratch()
     if os.getpgrp() == os.getpid():

@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from millstream.broker.pipeline_board import PipelineReport
+from millstream.broker.pipelines.report_board import PipelineReport
 from millstream.core.pipeline import Pipeline
 
 DRIVER_CLIENT: Final = "pipelines-node-"

@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from millstream.broker.pipeline_board import PipelineReport, State
+from millstream.broker.pipelines.report_board import PipelineReport, State
 from millstream.core.pipeline import Pipeline
 from millstream.pipelines.runtime.driver_messages import DriverEvent
 from millstream.pipelines.runtime.spark_session import DIED

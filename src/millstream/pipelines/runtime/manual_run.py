@@ -13,9 +13,8 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind
 from millstream.pipelines.jobs.kinds import JOBS
 from millstream.pipelines.runtime.runner import HeldClaim, Progress, Stalled, Tally
-from millstream.pipelines.runtime.spark_activity import activity_of
 from millstream.pipelines.runtime.spark_session import kill_java
-from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch
+from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch, activity_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from millstream.broker.pipeline_board import PipelineReport, State
+from millstream.broker.pipelines.report_board import PipelineReport, State
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of

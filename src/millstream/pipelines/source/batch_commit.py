@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 from uuid import uuid4
 
 from pyspark.sql.datasource import WriterCommitMessage
@@ -17,11 +18,13 @@ from pyspark.sql.datasource import WriterCommitMessage
 from millstream.client.admin.transactions import ONGOING, PREPARED, list_transactions
 from millstream.core.errors import BrokerUnreachable, InvalidSetting, InvalidTransactionState, RequestTimedOut
 from millstream.pipelines.source.link import Link, link_to
-from millstream.pipelines.source.options import WriteOptions
-from millstream.pipelines.source.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
+from millstream.pipelines.source.options import SourceOffsets, WriteOptions
 from millstream.pipelines.source.target_topic import supports_batch_commit
 from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
+
+OFFSETS_TASK: Final = 1_000_000_000
+"""The number of the task that commits offsets, which is none of Spark's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,16 @@ class Part(WriterCommitMessage):
     batch: Batch
     rows: int
     member: TransactionalProducer | None
+
+
+async def prepare_offsets(
+    transactions: Transactions, transactional_id: str, source: SourceOffsets
+) -> TransactionalProducer:
+    """Prepare the member of a batch that commits its source offsets."""
+    member = await transactions.begin(transactional_id)
+    await transactions.commit_offsets(member, source.group, source.offsets, source.member)
+    await transactions.prepare(member)
+    return member
 
 
 def commit_parts(

@@ -11,7 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from millstream.core.errors import InvalidSetting
@@ -23,12 +23,12 @@ from millstream.pipelines.source.position import (
     ByTime,
     FromLake,
     Named,
+    Offsets,
     Position,
     Timestamps,
     parse_offsets,
     parse_times,
 )
-from millstream.pipelines.source.source_offsets import SourceOffsets
 from millstream.protocol.private.transactions import GroupMember
 from millstream.protocol.records.arrow import NAMES
 from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
@@ -178,6 +178,16 @@ class ReadOptions:
         if self.pattern is not None:
             return f"topics that match {self.pattern!r}"
         return ", ".join(self.subscribe or sorted(self.assign or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOffsets:
+    """The offsets that the rows of a batch come from, committed with the rows as those of a consumer group."""
+
+    group: str
+    offsets: Offsets = field(hash=False)
+    member: GroupMember = field(default_factory=GroupMember)
+    """The member of the group that commits them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,15 +32,14 @@ from millstream.core.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
-from millstream.pipelines.jobs.land import duplicates, file_tasks, manifest
+from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
-from millstream.pipelines.jobs.land.layout import payload_fields
-from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.inference import payload_fields
 from millstream.pipelines.jobs.land.plan import TopicRange, plans, tasks
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
-from millstream.pipelines.jobs.land.task import LandTasks
+from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, LandTasks, Report, from_rows
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.column_path import Place
@@ -366,8 +365,8 @@ class LandJob:
         writers = [writer for work in works.values() for writer in (work.writer, work.quarantine)]
         places = [(writer.storage, writer.folder) for writer in writers]
         with self._leftovers.watch(attempt, places, self._context.progress):
-            rows = numbers.mapInArrow(landing, manifest.COLUMNS).collect()
-        return manifest.from_rows(tuple(row) for row in rows)
+            rows = numbers.mapInArrow(landing, REPORT_COLUMNS).collect()
+        return from_rows(tuple(row) for row in rows)
 
     def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
         """Find messages that have the id of one that was landed lately; this reads everything once more."""

@@ -14,19 +14,78 @@ import pyarrow.compute as pc
 
 from millstream.core.errors import LostData
 from millstream.pipelines.jobs.land.decoding import Decoder
-from millstream.pipelines.jobs.land.inference import grown_by
-from millstream.pipelines.jobs.land.layout import RECORD_NAMES, column_of
-from millstream.pipelines.jobs.land.manifest import Report, to_arrow
+from millstream.pipelines.jobs.land.inference import RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.task_writer import TaskWriter
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.link import link_to
 from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
 from millstream.pipelines.source.position import OFFSET_EARLIEST
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
+
+REPORT_COLUMNS: Final = "topic string, rows long, lost long, files string, quarantined string, fields binary"
+"""What a task yields, in Spark's notation."""
+
+_SCHEMA: Final = pa.schema(
+    [
+        pa.field("topic", pa.string()),
+        pa.field("rows", pa.int64()),
+        pa.field("lost", pa.int64()),
+        pa.field("files", pa.string()),
+        pa.field("quarantined", pa.string()),
+        pa.field("fields", pa.binary()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one task did for one topic."""
+
+    topic: str
+    rows: int = 0
+    """Messages that were read."""
+    lost: int = 0
+    """Offsets that were gone before they were read."""
+    files: tuple[Written, ...] = ()
+    quarantined: tuple[Written, ...] = ()
+    fields: pa.Schema | None = None
+    """The fields of payloads with those that no column is there for; then nothing was written that counts."""
+
+
+def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
+    """Reports as rows."""
+    rows = [
+        {
+            "topic": report.topic,
+            "rows": report.rows,
+            "lost": report.lost,
+            "files": to_json(report.files),
+            "quarantined": to_json(report.quarantined),
+            "fields": None if report.fields is None else report.fields.serialize().to_pybytes(),
+        }
+        for report in reports
+    ]
+    return pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
+
+
+def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None]]) -> list[Report]:
+    """The reports of such rows."""
+    return [
+        Report(
+            topic=topic,
+            rows=count,
+            lost=lost,
+            files=tuple(from_json(files)),
+            quarantined=tuple(from_json(quarantined)),
+            fields=None if fields is None else pa.ipc.read_schema(pa.py_buffer(fields)),
+        )
+        for topic, count, lost, files, quarantined, fields in rows
+    ]
+
 
 _logger = logging.getLogger(__name__)
 

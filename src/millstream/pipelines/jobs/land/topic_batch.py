@@ -8,12 +8,10 @@ from datetime import datetime
 
 import pyarrow as pa
 
-from millstream.pipelines.jobs.land.inference import grown_by
-from millstream.pipelines.jobs.land.layout import field_of, table_schema
-from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.inference import field_of, grown_by, table_schema
 from millstream.pipelines.jobs.land.plan import PartitionPlan, TopicRange, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source
-from millstream.pipelines.jobs.land.task import Work
+from millstream.pipelines.jobs.land.task import Report, Work
 from millstream.pipelines.lake.column_path import Place, narrower, retyped
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable

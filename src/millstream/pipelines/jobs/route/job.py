@@ -19,13 +19,13 @@ from millstream.core.subscription import FILTER
 from millstream.pipelines.jobs.batch_loop import CLIENT_ID, PART_SCHEMA, BatchLoop, Plan, as_row
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
-from millstream.pipelines.jobs.target_topic import make_topics
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.batch_commit import Batch
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.rows import read_columns
+from millstream.pipelines.source.target_topic import make_topics
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.arrow import to_arrow

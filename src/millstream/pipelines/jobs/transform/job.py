@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 from millstream.core.pipeline import Pipeline, TransformSettings
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import Job, JobContext, Step
-from millstream.pipelines.jobs.target_topic import make_topics
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
 from millstream.pipelines.jobs.transform.stream_loop import StreamLoop
+from millstream.pipelines.source.target_topic import make_topics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
-from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.cluster.topics import Topics
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import Pipeline
