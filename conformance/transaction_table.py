@@ -201,7 +201,6 @@ STATES: Final[Mapping[str, Callable[[Broker], ProducerState]]] = {
 }
 """By name: how an id gets into a state. It is complete, or stays prepared when markers are held back by then."""
 
-
 _ASKED_FIRST: Final = "ours asks the coordinator first, which knows that the id was replaced"
 _DECIDED: Final = "Kafka adds offsets to a transaction that is decided until its marker is written; ours never does"
 ACCEPTED: Final = {

@@ -103,7 +103,6 @@ Event: TypeAlias = (
     TransactionBegun | EndRequested | TransactionEnded | ConsumerStarted | Positioned | Polled | OffsetObserved
 )
 
-
 _DECODER = msgspec.json.Decoder(Event)
 
 

@@ -18,9 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from millstream.gateway.api.problem import CONTENT_TYPE, problem_document
 
 JOINED_BYTES_MAX: Final = 64 * 1024
-
 """A longer body is not copied for it."""
-
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -75,12 +73,10 @@ CONNECTIONS_MAX: Final = 2048
 SURPLUS_MAX: Final = 256
 
 STALLED_S: Final = 5.0
-
 """When all connections are taken, one gives way whose request is incomplete or idle and whose client has sent nothing
 for so long."""
 
 REPLACED_MAX: Final = 32
-
 """So many give way at once, so that not every new connection looks at all others."""
 
 HEALTH_PATHS: Final = frozenset({b"/healthz", b"/readyz"})
@@ -88,22 +84,18 @@ HEALTH_PATHS: Final = frozenset({b"/healthz", b"/readyz"})
 HEAD_BYTES_MAX: Final = 64 * 1024
 
 HEAD_S_MAX: Final = 30.0
-
 """A connection that has not brought the head of its first request by then, or of another one that it has begun, is
 closed."""
 
 REFUSED_S_MAX: Final = 5.0
 
 REFUSED_BYTES_MAX: Final = 16 * 1024 * 1024
-
 """A client that is refused may go on sending for so long and so much: hung up on earlier, it would not see why."""
 
 WRITE_S_MAX: Final = 30.0
 
 WRITE_BYTES_MIN: Final = 64 * 1024
-
 """A client that takes less than this of an answer in that time, while more is there, is hung up on."""
-
 
 _HEAD_TOO_LARGE: Final = f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes"
 

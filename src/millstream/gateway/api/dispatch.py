@@ -99,16 +99,13 @@ def _shown(raw_path: bytes) -> str:
 
 _logger = logging.getLogger(__name__)
 
-
 QUERY_FIELDS_MAX: Final = 100
 
 PIECE_BYTES: Final = 64 * 1024
 
-
 Scope = MutableMapping[str, Any]
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
 
 _encode_plain = msgspec.json.Encoder().encode
 

@@ -23,7 +23,6 @@ DELIVER_AT: Final = "deliver-at"
 ID_LENGTH_MAX: Final = 1024
 DELAY_S_MAX: Final = 366 * 24 * 3600
 
-
 _DEFAULT_CONTENT_TYPES: Final = frozenset({"application/x-www-form-urlencoded", "application/octet-stream"})
 """What programs say when they were not told what they send."""
 

@@ -73,7 +73,6 @@ _REF: Final = "#/components/schemas/{name}"
 
 _REFUSAL_REF: Final = "#/components/responses/"
 
-
 _REFUSALS: Final = {
     HTTPStatus.BAD_REQUEST: "What was sent cannot be read.",
     HTTPStatus.FORBIDDEN: "Pages of other sites may not use this.",
@@ -93,7 +92,6 @@ _BODY_REFUSALS: Final = {
     HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "The body is of a type that is not understood here.",
 }
 
-
 _STYLE: Final = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
     "h2{margin-top:2.5rem;border-bottom:1px solid #ccc}summary{cursor:pointer;padding:.3rem 0}"
@@ -103,7 +101,6 @@ _STYLE: Final = (
 )
 
 _STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
-
 
 DOCS_HEADERS: Final = {
     "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "

@@ -18,12 +18,9 @@ from typing import Final, NamedTuple
 RETRY_AFTER_S_MAX: Final = 24 * 3600.0
 
 BACKOFF_MS_MIN: Final = 1000
-
 """How long a message waits after its first failure when the subscription declares no backoff."""
 
-
 _OF_MESSAGE: Final = frozenset({400, 406, 409, 411, 412, 413, 414, 415, 416, 421, 422, 424, 428, 431})
-
 """Answers that are about the message that was sent. All others would be the same for any message."""
 
 
@@ -88,11 +85,9 @@ def retry_after(value: str | None) -> float | None:
 
 
 DOWN_AFTER: Final = 3
-
 """So many failures in a row at least, without a success between them, and the endpoint is down."""
 
 BLAMED_AFTER: Final = 5
-
 """So many different messages in a row, and it cannot be them."""
 
 REST_S_MIN: Final = 1.0

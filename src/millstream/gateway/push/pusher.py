@@ -32,7 +32,6 @@ from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.private.subscriptions import LeasedMessage
 
 RATE_S: Final = 10.0
-
 """Rates are those of the last so many seconds."""
 
 
@@ -90,19 +89,16 @@ class Statistics:
 
 _logger = logging.getLogger(__name__)
 
-
 WAIT_MS: Final = 30_000
 
 RECEIVE_BYTES: Final = 4 * 1024 * 1024
 
 IN_FLIGHT_BYTES_MAX: Final = 16 * 1024 * 1024
-
 """How much is held of one subscription; one message is always taken."""
 
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 
 PROBES_MAX: Final = 5
-
 """How often an endpoint that is down gets one message before another is tried."""
 
 RETURN_MS_MIN: Final = 1000
@@ -110,12 +106,9 @@ RETURN_MS_MIN: Final = 1000
 REASON_LENGTH_MAX: Final = 500
 
 _OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
-
 """What is the endpoint's doing, and would be the same for any message."""
 
-
 ReceiveFrom = Callable[[Receive], Awaitable[ReadRecords]]
-
 """Leases messages from this node, on a connection of its own."""
 
 

@@ -112,11 +112,9 @@ class Lanes:
 REDIRECTS_MAX: Final = 3
 
 TEXT_BYTES_MAX: Final = 300
-
 """How much of an answer that says no is kept for the reason."""
 
 READ_BYTES_MAX: Final = 64 * 1024
-
 """How much of an answer is read so that its connection can be used again; of a longer one it is closed."""
 
 PLACED_MAX: Final = 64

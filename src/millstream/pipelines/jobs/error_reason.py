@@ -21,7 +21,6 @@ _CODE: Final = re.compile(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?",
 _STEP: Final = "↳"
 
 _CREDENTIALS_HOSTS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
-
 """Where a machine in a cloud is asked for credentials when there are no others."""
 
 _DISK: Final = re.compile(
@@ -68,18 +67,14 @@ def _store_reason(text: str) -> str:
 
 LENGTH_MAX: Final = 4000
 
-
 _LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipeline update {{}} --set {ON_LOST}={SKIP}"
-
 """What the owner of a pipeline does about lost messages: the options of its queries are not in reach."""
-
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
 
 _JVM_TRACE: Final = "\n\tat "
 
 _QUERY: Final = "\n=== Streaming Query ==="
-
 """What Spark says behind it is how it runs the statement, in many lines."""
 
 """What tables of Delta put into what they say."""

@@ -55,7 +55,6 @@ ATTEMPTS_MAX: Final = 100
 _PAUSE_S: Final = 0.05
 
 _QUARANTINED: Final = "millstream/quarantined"
-
 """The version of the last commit that names files of the quarantine."""
 
 _MANIFEST: Final = "millstream.quarantined"

@@ -105,11 +105,9 @@ GROUP_BYTES: Final = 64 * 1024 * 1024
 GROUP_ROWS: Final = 1024 * 1024
 
 _COUNTED: Final = ("offset", "timestamp")
-
 """Columns whose values mostly go up: differences take the least room."""
 
 _REPEATED: Final = ("partition", "timestamp_type", "reason", TOPIC_ID)
-
 """Columns that have few values. Dictionaries of keys and payloads would be begun and given up."""
 
 

@@ -24,7 +24,6 @@ from millstream.pipelines.jobs.job import GroupMember, Job, JobContext, JobKind,
 from millstream.pipelines.runtime.fault import Fault, fault_of, is_java_lost
 
 WINDOW_S: Final = 60.0
-
 """How far back the rate looks."""
 
 _SPAN_S_MIN: Final = 1.0
@@ -101,13 +100,10 @@ class Progress:
 
 _logger = logging.getLogger(__name__)
 
-
 FAILURES_MAX: Final = 10
-
 """So many in a row park a pipeline, over some minutes, when it is not known where they come from."""
 
 WEIGHTS: Final = {Fault.OUTSIDE: 0, Fault.UNKNOWN: 1, Fault.DECLARED: FAILURES_MAX // 2}
-
 """How much a failure counts: what is declared wrongly is tried once more and not ten times."""
 
 BACKOFF_S_MIN: Final = 1.0
@@ -117,7 +113,6 @@ BACKOFF_S_MAX: Final = 60.0
 _DOUBLINGS_MAX: Final = 16
 
 OCCUPIED_S: Final = 3.0
-
 """How often it is looked whether somebody else still runs the pipeline, or its topic is still missing."""
 
 

@@ -29,35 +29,24 @@ from millstream.protocol.records.partitioner import choose_partitions
 from millstream.protocol.wire.produce import Produced
 
 CODECS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
-
 """In the order of Kafka's numbers for them."""
 
-
 BATCH_BYTES: Final = 900 * 1024
-
 """Below the largest batch that a topic takes unless it is told otherwise."""
 
-
 GATHERED_BYTES: Final = 3 * 1024 * 1024
-
 """Rows are sent when there are so many: what Spark hands over at a time, shared out among partitions, is little for a
 batch, and every batch is a sync of the leader's disk."""
-
 
 GATHERED_BYTES_PER_PARTITION: Final = 64 * 1024
 
 GATHERED_BYTES_MAX: Final = 16 * 1024 * 1024
-
 """Where there are many partitions, more is gathered, but not more than this."""
 
-
 PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
-
 """What a task has under way at most; it waits for answers before it encodes more."""
 
-
 Target = tuple[str, int]
-
 
 _SMALL_MAX: Final = 2**16
 
@@ -203,7 +192,6 @@ def _sorted(chosen: Int32s, count: int) -> tuple[Int64s, Int64s]:
 
 
 TASK_MS_MAX: Final = 15 * 60 * 1000
-
 """How long one task may write: the longest transaction that a broker takes unless it is told otherwise."""
 
 

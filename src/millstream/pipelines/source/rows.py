@@ -103,7 +103,6 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
 
 _logger = logging.getLogger(__name__)
 
-
 _WAIT_MS = 500
 
 

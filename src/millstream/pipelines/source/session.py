@@ -107,11 +107,9 @@ _SETTINGS: Final = {
 _ON_THIS_MACHINE: Final = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 
 _SUBMITTED: Final = {"PYSPARK_GATEWAY_PORT", "PYSPARK_SUBMIT_ARGS"}
-
 """Variables that are set where spark-submit was called with arguments of the user."""
 
 _FILLED_IN: Final = {("spark.master", "local[*]"), ("spark.ui.showConsoleProgress", "true")}
-
 """What Spark's launcher puts into the configuration of a program that was not submitted."""
 
 

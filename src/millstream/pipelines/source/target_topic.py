@@ -23,7 +23,6 @@ STREAM_PATIENCE_S: Final = 10.0
 """How long a stream waits for a broker to answer: Spark plans each of its batches anew, perhaps in a new process, and
 brokers may be started again meanwhile."""
 
-
 CREATE_S_MAX: Final = 5.0
 """How long a topic may not be there yet that Apache Kafka makes: it says so before it is done."""
 

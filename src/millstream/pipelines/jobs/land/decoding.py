@@ -183,7 +183,6 @@ def _any_case(letter: str) -> str:
 _SHOWN_MAX: Final = 60
 
 _FINER: Final = re.compile(r"(\.[0-9]{6})[0-9]{1,3}(?![0-9])")
-
 """The digits of a time beyond its microseconds."""
 
 _BITS: Final = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
@@ -355,14 +354,10 @@ def _refuse(value: Any, name: str, path: str) -> NoReturn:
 
 
 _APART_MAX: Final = 32
-
 """So few are looked at one by one."""
 
-
 _OTHERS_MAX: Final = 32
-
 """With more spellings of the same names payloads are looked at one by one."""
-
 
 _CUTS: Final = 8
 

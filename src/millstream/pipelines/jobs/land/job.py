@@ -135,23 +135,16 @@ async def report_landed(client: Client, pipeline: Pipeline, landed: Mapping[str,
 
 _logger = logging.getLogger(__name__)
 
-
 _DAMAGED: Final = (FileNotFoundError, ValueError)
-
 """What tasks find of files that are gone, or are no Parquet."""
 
-
 ROUNDS_MAX: Final = 4
-
 """How often a batch is begun anew because of new fields; what is new then stays in `value`."""
-
 
 REPLANS_MAX: Final = 10
 
 REPLAN_S: Final = 1.0
-
 """How often in a row a batch is planned anew because its tasks did not find what was planned, and after which pause."""
-
 
 _TABLES_AT_ONCE: Final = 8
 

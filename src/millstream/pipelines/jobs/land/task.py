@@ -89,13 +89,10 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None]]) -> l
 
 _logger = logging.getLogger(__name__)
 
-
 Records = Callable[[TopicRange], Iterator[pa.RecordBatch]]
-
 """The messages of a stretch, up to where some are gone: then it raises `LostData`."""
 
 LogStart = Callable[[str, int], int]
-
 """The first offset that a partition still has."""
 
 

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 
 NAMES: Final = ("key", "value", "timestamp", "headers")
-
 """What a message keeps on its way. Its partition is chosen anew, by its key."""
-
 
 _TOPIC: Final = pa.field("topic", pa.string())
 
@@ -81,9 +79,7 @@ def _sent(columns: Columns, one: Range, rules: RuleSet) -> pa.RecordBatch | None
 
 _logger = logging.getLogger(__name__)
 
-
 LOOK_S: Final = 5.0
-
 """How often the filters of subscriptions are looked up."""
 
 

@@ -208,9 +208,7 @@ def _fits(source: Source, kind: Kind) -> bool:
 
 
 RULE_SETS_KEPT: Final = 64
-
 """How many sets a process keeps compiled; each topic of a route is one."""
-
 
 _KINDS: Final[dict[Kind, tuple[type, ...]]] = {Kind.TEXT: (str,), Kind.NUMBER: (int, float)}
 

@@ -90,17 +90,12 @@ def _without_lineage(frame: DataFrame) -> DataFrame:
 
 
 LOOK_S: Final = 5.0
-
 """How often a new version is looked for."""
 
-
 _TABLE_MISSING: Final = ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA")
-
 """What Spark says of a folder that is missing, or empty."""
 
-
 BROUGHT_BYTES_MAX: Final = 64 * 1024 * 1024
-
 """A table up to this size is brought to the messages, which stay in their order; a larger one is shuffled with them."""
 
 
@@ -217,7 +212,6 @@ _REMEMBERS: Final = frozenset(
         "Window",
     }
 )
-
 """What means something else for the messages of one batch than for all of them."""
 
 _AGGREGATE: Final = "Aggregate"
@@ -227,7 +221,6 @@ _DISTINCT: Final = "Distinct"
 _SETS: Final = frozenset({"Except", "Intersect"})
 
 _OF_TOPIC: Final = "MapInArrow"
-
 """What a view of a topic has in its plan, and nothing else that a statement can say."""
 
 _ATTRIBUTE: Final = "AttributeReference"
@@ -237,7 +230,6 @@ _WITH: Final = "WithCTE"
 _INLINE: Final = "org.apache.spark.sql.catalyst.optimizer.InlineCTE"
 
 _PARTS: Final = frozenset({"GetStructField", "GetArrayStructFields"})
-
 """What takes one field of something."""
 
 
@@ -375,7 +367,6 @@ _SETTINGS: Final = {
 }
 
 _WHOLE: Final = ("key", "value", "headers", "timestamp")
-
 """What is written of a message when all columns of its topic are asked for; where it goes is decided anew."""
 
 _SCHEMAS: Final = "schemas.json"

@@ -134,11 +134,9 @@ class StreamWriting:
 
 _logger = logging.getLogger(__name__)
 
-
 WAIT_S: Final = 1
 
 TABLES_S: Final = 30.0
-
 """How long a stream goes on at least before it is begun anew for the sake of a table that has changed."""
 
 
