@@ -2,9 +2,9 @@
 
 python -m trials.chaos_overload [--quick] [--only TEXT]
 
-While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and somebody asks for
-the node's health. On a quiet machine 99 of 100 of the bystander's messages take less than 250 ms and none a second;
-health stays 200, and the broker's memory inside its budget. The floods are sent by a process of their own
+While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and another client
+asks for the node's health. On a quiet machine 99 of 100 of the bystander's messages take less than 250 ms and none a
+second; health stays 200, and the broker's memory inside its budget. The floods are sent by a process of their own
 (`overload_flood`). Batches of every codec, just under and far over the limit, go to a plain, a compacted, an ordered
 and a filtered topic, and are then read through every door.
 """
@@ -56,7 +56,7 @@ FLOOD_KINDS: Final = tuple(overload_flood.REQUESTS)
 
 @dataclass
 class Seen:
-    """What the bystander and whoever asks for health went through."""
+    """What the bystander and the health checks experienced."""
 
     times_ms: list[float] = field(default_factory=list)
     health: list[int | str] = field(default_factory=list)

@@ -109,7 +109,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     tables = json.dumps({"customers": table})
     job = TransformJob(shop.pipeline(sql, tables=tables), shop.context())
     # It may be landed only later: that is waited for as a topic is.
-    with pytest.raises(FileNotFoundError, match=r"there is no table 'customers' at .* yet"):
+    with pytest.raises(FileNotFoundError, match=r"table 'customers' does not exist at .* yet"):
         job.step()
     DeltaTable.create(table, pa.schema([("tier", pa.string()), ("discount", pa.int64())]))
     assert job.step().rows == 1

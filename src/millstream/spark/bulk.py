@@ -1,4 +1,4 @@
-"""Bulk jobs that need no SQL: the records of ranges, fetched and worked on as Arrow where the JVM never sees them.
+"""Bulk jobs without SQL: the records of ranges, fetched and processed as Arrow outside the JVM.
 
 ranges = spark.read.format("millstream").option("subscribe", "orders").option("mode", "ranges").load()
 
@@ -28,9 +28,9 @@ def records(
     columns: Sequence[str] = (),
     options: dict[str, str] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Yield the records of the ranges in `batches`, in order, with all columns or with those that are named.
+    """Yield the records of the ranges in `batches`, in order, with all columns or the named ones.
 
-    `options` are those of reading that say how: `isolation`, `filter`, `valueFormat`, `failOnDataLoss` and such.
+    `options` are reading options such as `isolation`, `filter`, `valueFormat` and `failOnDataLoss`.
     """
     given = {BROKERS: brokers, "columns": ",".join(columns), **(options or {})}
     for batch in batches:

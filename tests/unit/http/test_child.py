@@ -77,7 +77,7 @@ async def test_a_gateway_tells_why_the_broker_does_not_answer_yet(listening: soc
     for path in ("/healthz", "/readyz", "/metrics"):
         answer = await get(address, path)
         assert answer.startswith(b"HTTP/1.1 503")
-        assert b"the broker starts: 3 of 500 logs are recovered" in answer
+        assert b"the broker is starting: 3 of 500 logs are recovered" in answer
     gateway.tell("é" * 5000)
     gateway.tell("499 of 500 logs are recovered")
     while b"499 of 500" not in await get(address, "/healthz"):

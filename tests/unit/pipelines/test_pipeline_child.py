@@ -153,12 +153,12 @@ async def test_one_that_fails_again_and_again_is_parked_and_harms_no_other(tmp_p
     async with scene_in(tmp_path) as scene:
         await scene.declare("good", "orders")
         await scene.declare("bad", "failing")
-        assert await scene.until_parked("bad") == "it fails as it is told to"
+        assert await scene.until_parked("bad") == "it fails as scripted"
         await scene.board.until(lambda: scene.board.report("good").rows > 2)
         assert scene.board.restarts == 0
         # Whoever starts it again has it tried again.
         await scene.declared.start("bad")
-        assert await scene.until_parked("bad") == "it fails as it is told to"
+        assert await scene.until_parked("bad") == "it fails as scripted"
 
 
 async def test_one_that_kills_the_driver_is_parked_and_harms_no_other(tmp_path: Path) -> None:

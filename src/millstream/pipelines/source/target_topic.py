@@ -1,4 +1,4 @@
-"""Where rows are to go, looked at on the driver before there is a task: what cannot be written is said at once."""
+"""The topics that rows are written to: checked on the driver before a task starts, and created for pipelines."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from millstream.protocol.wire.error_codes import error_from_code
 _logger = logging.getLogger(__name__)
 
 STREAM_PATIENCE_S: Final = 10.0
-"""How long a stream waits for a broker to answer: Spark plans each of its batches anew, perhaps in a new process, and
-brokers may be started again meanwhile."""
+"""How long a stream waits for a broker: Spark plans each batch again, possibly in a new process, and brokers may be
+restarting."""
 
 CREATE_S_MAX: Final = 5.0
-"""How long a topic may not be there yet that Apache Kafka makes: it says so before it is done."""
+"""How long Apache Kafka may take to create a topic: it answers before it is done."""
 
 _PAUSE_S: Final = 0.2
 
 
 def count_partitions(link: Link, topic: str) -> int:
-    """How many partitions a topic has; it is made if the broker does so, and else `UnknownTopic` says what to do."""
+    """Return a topic's number of partitions, creating it if the broker does so; otherwise raise `UnknownTopic` with
+    advice.
+    """
     check_topic_name(topic)
     deadline = time.monotonic() + CREATE_S_MAX
     while True:
@@ -48,18 +50,18 @@ def count_partitions(link: Link, topic: str) -> int:
 
 
 def partition_counts(link: Link, topics: Sequence[str]) -> dict[str, int]:
-    """How many partitions topics have that are there, asked for at once."""
+    """Return the number of partitions of existing topics, in one request."""
     found = link.call(link.client.metadata(topics))
     return {name: len(topic.partitions) for name, topic in found.topics.items()}
 
 
 def supports_batch_commit(link: Link) -> bool:
-    """Whether the brokers have the batch commit, which is Millstream's own."""
+    """Whether the brokers support Millstream's batch commit."""
     return link.call(link.client.serves(PREPARE_KEY))
 
 
 def check_target(options: WriteOptions, patience_s: float = 0.0) -> None:
-    """Raise unless brokers answer and have the topic; what was found right is not asked for again."""
+    """Raise unless the brokers answer and have the topic; successful checks are cached."""
     _check(options.brokers, options.client_id, options.timeout_s, options.topic, patience_s)
 
 
@@ -70,7 +72,7 @@ def _check(brokers: str, client_id: str, timeout_s: float, topic: str | None, pa
         count_partitions(link, topic)
     if not supports_batch_commit(link):
         _logger.warning(
-            "the broker at %s does not know Millstream's batch commit: rows are written at least once, "
+            "the broker at %s does not support Millstream's batch commit: rows are written at least once, "
             "and rows of a batch that fails stay visible",
             brokers,
         )
@@ -84,7 +86,7 @@ _TIMEOUT: Final = timedelta(seconds=60)
 
 
 def make_topics(link: Link, names: Iterable[str], partitions: int = BY_BROKER) -> None:
-    """Make the topics that are missing; whoever wants other settings for one makes it before, or alters it."""
+    """Create missing topics with the broker's defaults; to use other settings, create or alter them yourself."""
     wanted = sorted(names)
     there = link.call(link.client.metadata(wanted)).topics
     missing = [name for name in wanted if name not in there]
@@ -106,6 +108,6 @@ async def _create(client: Client, names: list[str], partitions: int) -> None:
     for made in answer.topics:
         if made.error_code:
             error = error_from_code(made.error_code, made.error_message, about=f"create topic {made.name!r}")
-            # Somebody else may have made it at the same time.
+            # Another run may have created it at the same time.
             if not isinstance(error, TopicExists):
                 raise error
