@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.jobs.job import GroupMember, JobContext, Step
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.protocol.private.transactions import GroupMember
 
 HANG_S = 60.0
 

@@ -81,7 +81,7 @@ class ChildProcess(Protocol):
 class GatewayProcess(ChildProcess, Protocol):
     """The one that serves HTTP, also while the node is still starting."""
 
-    def tell(self, starting: str) -> None:
+    def report_starting(self, starting: str) -> None:
         """Have it answer why the node does not serve yet."""
 
     def serve_status(self, status: Callable[[], Mapping[str, Any]]) -> None:
@@ -267,7 +267,7 @@ class Broker:
     def _report_start(self, starting: str) -> None:
         """Have the gateway, if there is one, answer why the node is not up yet."""
         if self._gateway is not None:
-            self._gateway.tell(starting)
+            self._gateway.report_starting(starting)
 
     async def _bind_http(self) -> socket.socket:
         """Bind; a gateway whose broker was killed holds the address until it has noticed that."""
@@ -552,7 +552,7 @@ class Broker:
         """Have the gateway say why the node is not up yet, in good time before the loop stands still."""
         if self._gateway is None or self._http_socket is None:
             return
-        self._gateway.tell(reason)
+        self._gateway.report_starting(reason)
         listen(self._http_socket, flag="http")
         self._begin_gateway(self._gateway)
         with suppress(TimeoutError):

@@ -58,7 +58,7 @@ class HttpChild(SupervisedChild):
         self._starting: str | None = None
         self._status: Status | None = None
 
-    def tell(self, starting: str) -> None:
+    def report_starting(self, starting: str) -> None:
         """Report why the broker is not ready yet."""
         self._starting = starting
         self._write()

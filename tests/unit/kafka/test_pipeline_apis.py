@@ -24,8 +24,8 @@ from millstream.broker.kafka.apis.pipeline_list import PipelineList
 from millstream.broker.kafka.apis.rule_change import RuleChange
 from millstream.broker.kafka.apis.subscription_create import NewSubscription, SubscriptionCreate
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.advice import PipelineAdvice
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.report_board import STATES, PipelineBoard, PipelineReport
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.errors import (

@@ -106,9 +106,9 @@ from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.kafka.transaction_service import TransactionService
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection
+from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.landed_board import LandedBoard
-from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.core.clock import Clock
 from millstream.core.config import Config

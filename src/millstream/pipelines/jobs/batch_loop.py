@@ -38,7 +38,7 @@ from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
 from millstream.pipelines.source.options import BROKERS, SourceOffsets, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
-from millstream.protocol.private.transactions import GroupMember, TransactionalProducer, Transactions
+from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -207,8 +207,7 @@ class BatchLoop:
 
     async def prepare_offsets(self, batch: Batch, end: Offsets) -> TransactionalProducer:
         """Prepare the member of a batch that commits its end offsets, if this run still owns the pipeline."""
-        member = GroupMember(*self._context.member())
-        source = SourceOffsets(self._pipeline.group, end, member)
+        source = SourceOffsets(self._pipeline.group, end, self._context.member())
         transactions = Transactions(self.link.client)
         return await prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source)
 

@@ -7,8 +7,7 @@ from typing import Any, Final
 
 from millstream.core.errors import CoordinatorUnavailable
 from millstream.core.ids import NodeId
-from millstream.pipelines.jobs.job import GroupMember
-from millstream.protocol.private.transactions import GROUP_COORDINATOR
+from millstream.protocol.private.transactions import GROUP_COORDINATOR, GroupMember
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 

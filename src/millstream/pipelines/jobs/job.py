@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from millstream.core.pipeline import Pipeline, Rule
+from millstream.protocol.private.transactions import GroupMember
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -27,17 +28,6 @@ class Step:
     """Further counts of the batch by name (files, quarantined rows …), which are summed up."""
     is_open: bool = False
     """Whether a batch continues after the step and has finished nothing yet, which is no sign of progress."""
-
-
-class GroupMember(NamedTuple):
-    """The member of the consumer group that runs a pipeline; the group accepts offsets only from it.
-
-    The default is no member, from which only a group without members accepts offsets.
-    """
-
-    member_id: str = ""
-    generation: int = -1
-    instance_id: str | None = None
 
 
 class Job(Protocol):

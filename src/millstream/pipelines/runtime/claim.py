@@ -30,8 +30,8 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE
-from millstream.pipelines.jobs.job import GroupMember
 from millstream.pipelines.source.link import Link
+from millstream.protocol.private.transactions import GroupMember
 from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)

@@ -20,8 +20,9 @@ from millstream.broker.pipelines.report_board import PipelineReport, State
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.jobs.job import GroupMember, Job, JobContext, JobKind, Step
+from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step
 from millstream.pipelines.runtime.fault import Fault, fault_of, is_java_lost
+from millstream.protocol.private.transactions import GroupMember
 
 WINDOW_S: Final = 60.0
 """The window of the rate."""
