@@ -33,7 +33,7 @@ IDLE_PERCENT_MAX = 2.0
 
 
 def main() -> int:
-    """Measure, tell, and write it down; 1 when a target was not reached."""
+    """Measure, print and save the results; 1 when a target was not reached."""
     arguments = _arguments()
     parts = arguments.only.split(",")
     facts = machine.facts()

@@ -78,7 +78,7 @@ def _start_again(cluster: ServerGroup, partitions: int, _idle_s: float) -> Found
 
 
 def _rest(cluster: ServerGroup, partitions: int, idle_s: float) -> Found:
-    """What each node costs while nobody does anything."""
+    """Return what each node costs while idle."""
     _settle(cluster, partitions)
     before = {number: cpu_of(node.pid) for number, node in cluster.nodes.items()}
     time.sleep(idle_s)

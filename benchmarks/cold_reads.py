@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    stretch: dict[int, dict[str, float]] = {}
+    found: dict[int, dict[str, float]] = {}
     for batch_bytes in BATCH_BYTES:
         with tempfile.TemporaryDirectory() as folder:
             store = LogStore.open(
@@ -101,13 +101,13 @@ def main() -> None:
             where = TopicPartition("cold", PartitionIndex(0))
             log = store.open_log(UUID(int=1), where, TopicSettings(segment_bytes=16 << 20))
             fill(log, batch_bytes, min(options.megabytes << 20, 200_000 * batch_bytes))
-            stretch[batch_bytes] = measure(log, options.rounds)
+            found[batch_bytes] = measure(log, options.rounds)
             store.close_now()
     if options.json:
-        print(json.dumps({"machine": facts(), "cpu_seconds_per_gigabyte": stretch}))
+        print(json.dumps({"machine": facts(), "cpu_seconds_per_gigabyte": found}))
         return
     print("CPU seconds per gigabyte of stored records that is read, by the size of a batch")
-    for batch_bytes, ways in stretch.items():
+    for batch_bytes, ways in found.items():
         print(f"{batch_bytes:>8} bytes  " + "   ".join(f"{name} {seconds:.3f}" for name, seconds in ways.items()))
 
 

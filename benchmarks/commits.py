@@ -32,12 +32,12 @@ COMMITTERS: Final = 8
 MESSAGES_IN_FLIGHT: Final = 200
 RATIOS_MAX: Final = {"OffsetCommit": 1.6, "OffsetFetch": 0.5}
 """A commit is acknowledged with the records of producers, and its answer takes one more turn of the loop than theirs. A
-group that has no commit under way is told its offsets at once."""
+group that has no commit under way gets its offsets at once."""
 _SAMPLE: Final = re.compile(r'millstream_request_seconds_(sum|count)\{api="(\w+)"\} (\S+)')
 
 
 def main() -> int:
-    """Measure and tell; 1 when a commit takes too long beside a produce request."""
+    """Measure and print; 1 when a commit takes too long beside a produce request."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=20.0)
     seconds: float = parser.parse_args().seconds

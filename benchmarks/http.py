@@ -4,7 +4,7 @@ python -m benchmarks.http [--requests N] [--rounds N] [--json]
 
 The echo reads the body and answers with a document of the same size as a receipt, on the same uvicorn, protocol and
 loop; publishing answers when the message is durable. Both take turns, on the same machine as the client. The lines with
-`flush=os` do not wait for the disk, so they tell what the gateway can do, the others what the disk lets it. CPU is what
+`flush=os` do not wait for the disk, so they show what the gateway can do, the others what the disk lets it. CPU is what
 the gateway's process used, and the broker's beside it.
 """
 
@@ -163,7 +163,7 @@ def report(found: dict[str, list[Measured]]) -> dict[str, Any]:
             before = numbers
         elif before is not None:
             line["of_echo"] = round(numbers.requests_per_s / before.requests_per_s, 3)
-            # CPU time is told in steps of a hundredth of a second, which is nothing for few requests.
+            # CPU time is measured in steps of a hundredth of a second, which is nothing for few requests.
             if before.gateway_s:
                 line["gateway_cpu_of_echo"] = round(numbers.gateway_s / before.gateway_s, 2)
         result[case.name] = line
@@ -184,7 +184,7 @@ def show(result: dict[str, Any], write: Callable[[str], Any]) -> None:
 
 
 def main() -> None:
-    """Run and tell."""
+    """Run and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--rounds", type=int, default=ROUNDS)

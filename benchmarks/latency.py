@@ -83,7 +83,7 @@ def _warm(target: Target, case: Case, producer: Producer, received: Notes) -> in
 
 
 def _send(producer: Producer, load: Load, schedule: Schedule) -> float:
-    """Send each message when it is due, and tell how long that took."""
+    """Send each message when it is due, and return how long that took."""
     sent = 0
     while sent < schedule.count:
         now = time.monotonic_ns()

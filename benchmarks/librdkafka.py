@@ -182,7 +182,8 @@ class Producer(Client):
             raise ClientFailed(f"{count - taken} of {count} messages: {error_text(int(refused[refused != 0][0]))}")
 
     def poll(self, timeout_ms: int) -> int:
-        """Take the reports that are there, waiting at most `timeout_ms` for the first, and tell how many there were."""
+        """Take the reports that are there, waiting at most `timeout_ms` for the first, and return how many there
+        were."""
         count: int = self._library.rd_kafka_poll(self._handle, timeout_ms)
         return count
 
@@ -243,7 +244,7 @@ class Consumer(Client):
                 raise ClientFailed(f"librdkafka could not start on partition {partition}")
 
     def waiting(self) -> int:
-        """How many messages the library has received and taken apart, and nobody has taken yet."""
+        """How many messages the library has received and taken apart, and that were not taken yet."""
         count: int = self._library.rd_kafka_queue_length(self._queue)
         return count
 

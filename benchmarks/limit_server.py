@@ -250,7 +250,7 @@ class Connection(asyncio.BufferedProtocol):
         self.send([struct.pack(">ii", 4 + len(body), correlation) + body])
 
     def send(self, parts: list[bytes]) -> None:
-        """Send at the end of this turn of the loop: what a client is told together costs one call to the kernel."""
+        """Send at the end of this turn of the loop: what is sent together costs one call to the kernel."""
         if not self.unsent:
             asyncio.get_running_loop().call_soon(self.send_now)
         self.unsent += parts
@@ -406,7 +406,7 @@ class Connection(asyncio.BufferedProtocol):
 
 
 async def serve(arguments: argparse.Namespace) -> None:
-    """Listen, tell the address, stop on SIGTERM."""
+    """Listen, print the address, stop on SIGTERM."""
     loop = asyncio.get_running_loop()
     host, _, port = arguments.kafka.rpartition(":")
     store = Store(arguments.data, arguments.partitions, arguments.flush)

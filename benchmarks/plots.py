@@ -23,7 +23,7 @@ _DPI = 130
 
 
 def draw(results: Results, folder: Path) -> list[Path]:
-    """Draw what there is to draw, and tell the files."""
+    """Draw the plots, and return the files."""
     drawn = []
     for direction in (PRODUCED, CONSUMED):
         if lines := list(results.lines(direction)):
@@ -45,7 +45,8 @@ def _names(lines: list[Line]) -> list[str]:
 
 
 def axis_end(values: Sequence[float]) -> float:
-    """Where an axis ends: behind all but the few values that are so large that the others could not be told apart."""
+    """Where an axis ends: behind all but the few values that are so large that the others could not be
+    distinguished."""
     usual = median(values)
     return max((value for value in values if value <= 6 * usual), default=0) or 1
 

@@ -90,7 +90,7 @@ class Run:
         """Say that everything is ready, and wait until it begins."""
         print(json.dumps({"ready": True}), flush=True)
         if not sys.stdin.readline():
-            raise SystemExit("nobody said when to begin")
+            raise SystemExit("no start signal arrived")
         self._cpu_s = _cpu_s()
         self._began_ns = time.monotonic_ns()
         self._schedule = Schedule(self._began_ns, self._schedule.rate_per_s, self._schedule.count)
@@ -138,7 +138,7 @@ class Publishers:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
-        """Connect; the first answer of each is not what is measured, and its message is one that nobody counts."""
+        """Connect; the first answer of each is not what is measured, and its message is not counted."""
         for producer in self._producers:
             producer.end_offset(0)
         return self

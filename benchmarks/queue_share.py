@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _join(workers: int) -> None:
-    """Members of a share group are told what to fetch within a heartbeat or two."""
+    """Members of a share group get their assignment within a heartbeat or two."""
     time.sleep(min(2.0 + workers / 20, _READY_S_MAX))
 
 

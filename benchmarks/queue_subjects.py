@@ -1,7 +1,7 @@
 """Who is measured as a queue: a server that is started once, and a client program that puts a load on it.
 
 Every client takes the same arguments; how many messages a worker takes at once and a publisher has unconfirmed is set
-for each as somebody would who knows it well.
+for each as an expert would.
 """
 
 from __future__ import annotations

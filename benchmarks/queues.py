@@ -38,7 +38,7 @@ _WIDTH: Final = 180
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, tell, and write it down; 1 when something could not be measured."""
+    """Measure, print and save the results; 1 when something could not be measured."""
     given = parse(arguments)
     console = Console()
     if not console.is_terminal:
@@ -96,7 +96,7 @@ def chosen(given: argparse.Namespace) -> list[QueueCase]:
 def measure(
     console: Console, found: Found, case: QueueCase, subject: QueueSubject, seconds: float, *, keep: bool = True
 ) -> None:
-    """Measure one line of one server once; what goes wrong is told and written down, and the run goes on."""
+    """Measure one line of one server once; failures are printed and saved, and the run goes on."""
     try:
         numbers = subject.measure(case, seconds, BACKLOG)
     except (QueueFailed, OSError) as error:

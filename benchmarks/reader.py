@@ -101,7 +101,7 @@ def _consume(address: str, topic: str, pid: int, case: Case, wanted: int, isolat
 
 
 def _wait(consumer: Consumer, wanted: int, deadline: float) -> int:
-    """Wait until the library has so many messages, and tell how many it has."""
+    """Wait until the library has so many messages, and return how many it has."""
     while (came := consumer.waiting()) < wanted:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{came} of {wanted} messages came within {_ANSWER_S_MAX:g} s")

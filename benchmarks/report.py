@@ -83,7 +83,7 @@ MAIN = {
 
 
 def summary(results: Results, case: Case) -> str:
-    """One line in a few words, told when it was measured."""
+    """Summarize one line in a few words, printed when it was measured."""
     parts = []
     for line in results.lines():
         if line.case == case:
@@ -91,7 +91,7 @@ def summary(results: Results, case: Case) -> str:
             digits = 0 if main in ("MB/s", "requests/s") else 2
             each = [f"{name} {number(line.value(name, main), digits)}" for name in line.rounds]
             parts.append(f"{line.direction} {main}: {', '.join(each)}")
-    return f"{case.name}: {'; '.join(parts) or 'nobody measures this'}"
+    return f"{case.name}: {'; '.join(parts) or 'not measured'}"
 
 
 def _by_line(

@@ -155,7 +155,7 @@ def turns(case: Case, subjects: Sequence[Subject], rounds: int) -> Iterator[tupl
 
 
 def _measure_once(console: Console, results: Results, case: Case, subject: Subject, seconds: float) -> None:
-    """Measure one line once; what goes wrong is told and written down, and the run goes on."""
+    """Measure one line once; failures are printed and saved, and the run goes on."""
     seconds *= LATENCY_TIMES if case.kind == LATENCY else 1
     try:
         results.add(case, subject.name, subject.durability(case), subject.measure(case, seconds))
@@ -176,7 +176,7 @@ def write(folder: Path, results: Results, facts: dict[str, Any]) -> None:
 
 
 def show_again(console: Console, file: Path, folder: Path) -> int:
-    """Make the tables and plots of an earlier run anew."""
+    """Recreate the tables and plots of an earlier run."""
     found = json.loads(file.read_text(encoding="utf-8"))
     results = Results.from_json(found["lines"])
     results.failures = found["failures"]

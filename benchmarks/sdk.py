@@ -77,7 +77,7 @@ Found = dict[Load, dict[str, list[dict[str, float]]]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, tell and write it down; 1 when something could not be measured."""
+    """Measure, print and save the results; 1 when something could not be measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sdk", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one short round")
     parser.add_argument("--rounds", type=int, default=3)

@@ -62,7 +62,7 @@ class WrongRows(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, tell and write it down; 1 when something was wrong."""
+    """Measure, print and save the results; 1 when something was wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the rows, one round")
     parser.add_argument("--share", type=float, default=1.0, help="of the rows; what is fixed weighs more with few")

@@ -117,7 +117,7 @@ class Shore:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, tell and write it down."""
+    """Measure, print and save the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_landing", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a fifth of the rows, one round")
     parser.add_argument("--share", type=float, default=1.0, help="of the rows; what is fixed weighs more with few")

@@ -51,7 +51,7 @@ Kind = tuple[str, PipelineKind, dict[str, str], tuple[Rule, ...]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, tell and write it down."""
+    """Measure, print and save the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.spark_topics", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a tenth of the messages, one round")
     parser.add_argument("--rounds", type=int, default=3)

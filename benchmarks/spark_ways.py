@@ -22,7 +22,7 @@ JVM_KAFKA: Final = "Spark's connector, Apache Kafka"
 PARTITIONS: Final = 4
 _ADMIN_S_MAX: Final = 60.0
 _PART: Final = 10
-"""The slow way gets a tenth of the rows; what is told is per row."""
+"""The slow way gets a tenth of the rows; the result is per row."""
 
 
 @dataclass(frozen=True, slots=True)

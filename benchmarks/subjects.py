@@ -85,7 +85,7 @@ class LimitServer(Server):
 
 
 class Limit(KafkaSubject):
-    """The server that does the least, started anew for each measurement, since it knows no deletion."""
+    """The server that does the least, restarted for each measurement, since it knows no deletion."""
 
     name = LIMIT
 
@@ -100,7 +100,7 @@ class Limit(KafkaSubject):
             yield Target(server=server, topic="bench", partitions=case.partitions)
 
     def flush(self, case: Case) -> str:
-        """How the server is told to flush."""
+        """Return the server's flush setting."""
         return case.flush
 
 

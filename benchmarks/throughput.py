@@ -67,7 +67,7 @@ def produce(target: Target, case: Case, seconds: float) -> tuple[int, Numbers]:
 
 
 def settings_of(target: Target, case: Case, linger_ms: float = 5) -> dict[str, str]:
-    """What the producers are told; all else is librdkafka's default."""
+    """Return the producers' settings; all else is librdkafka's default."""
     alone = case.producers == 1
     return {
         "bootstrap.servers": target.address,
@@ -102,7 +102,7 @@ def _flush(target: Target, producer: Producer) -> None:
 
 
 def fill(target: Target, case: Case, stored: int, wanted: int) -> int:
-    """Produce until there are so many messages, or it takes too long; tells how many there are."""
+    """Produce until there are so many messages, or it takes too long; return how many there are."""
     deadline = time.monotonic() + _FILL_S_MAX
     while stored < wanted and time.monotonic() < deadline:
         stored, _ = produce(target, case, _FILL_S)

@@ -72,7 +72,7 @@ def _send(producer: Producer, load: Load, deadline: float, commit_s: float | Non
 
 
 def fill(target: Target) -> int:
-    """Write many small transactions, of which some are aborted; tells how many messages are committed."""
+    """Write many small transactions, of which some are aborted; return how many messages are committed."""
     load = Load(OF_ONE_TRANSACTION, CASE.size_bytes)
     producer = _producer(target, transactional=True)
     committed = 0

@@ -3,8 +3,8 @@
     python -m benchmarks.transactions [--quick] [--rounds N] [--seconds S] [--no-kafka] [--json FILE]
 
 Each round measures every line of every server once, those that are compared right after each other and in another order
-each time. A ratio is taken within a round; told is the median over the rounds. All servers leave it to the system when
-pages are written to the disk, as Kafka does by itself.
+each time. A ratio is taken within a round; the result is the median over the rounds. All servers leave it to the system
+when pages are written to the disk, as Kafka does by itself.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Alike(Millstream):
 
 
 def main() -> int:
-    """Measure, tell, and write it down; 1 when a target was not reached."""
+    """Measure, print and save the results; 1 when a target was not reached."""
     arguments = _arguments()
     facts = machine.facts()
     print_line(", ".join(f"{name}: {value}" for name, value in facts.items()))

@@ -21,7 +21,7 @@ MEMORY_MB_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One target. `reached` is None where nothing was measured that could tell."""
+    """One target. `reached` is None where nothing was measured that could decide it."""
 
     what: str
     wanted: str

@@ -17,7 +17,9 @@ _SPREAD_S: Final = 1.0
 
 
 class Group:
-    """A group that is talked about. Epochs are told as they differ from the first, which Kafka chose anew in 4.3."""
+    """A group that is talked about. Epochs are compared relative to the first, which Kafka chooses differently since
+    4.3.
+    """
 
     def __init__(self, broker: Broker, name: str, **topics: int) -> None:
         self.broker = broker
@@ -70,7 +72,7 @@ class Consumer:
         self.assigned: list[Any] = []
 
     def join(self, **more: Any) -> Any:
-        """Join, with everything there is to tell."""
+        """Join, with all fields set."""
         self.epoch, self.owned = 0, []
         return self.report_owned(**more)
 

@@ -57,7 +57,7 @@ def lengths(broker: Broker) -> Any:
 
 
 def epochs(broker: Broker) -> Any:
-    """Idempotent producer: a newer epoch begins anew, the older one is fenced."""
+    """Idempotent producer: a newer epoch starts at sequence 0, the older one is fenced."""
     topic, number = _fresh_topic(broker), _producer_id(broker)
     steps = [(0, 0), (0, 1), (1, 5), (1, 0), (0, 2), (1, 1), (3, 0), (2, 0)]
     return [_write(broker, topic, (number, epoch), sequence) for epoch, sequence in steps]

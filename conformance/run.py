@@ -42,7 +42,7 @@ RUN_S_MAX = 1200.0
 # A group waits for more members before its first assignment; the checks have all of theirs at once.
 SETTINGS = {"group-initial-delay-ms": 100}
 _VERDICTS = ("ok", "FAILED", "not served")
-# What tells a log line from the same one at another time: when it was written, and to whom.
+# What differs between log lines of the same event: the time and the peer.
 _VARYING = re.compile(r"^[\d-]+ [\d:.]+ |peer=\S+")
 _TROUBLE = re.compile(r"^(error|critical) |^[\w.]+(Error|Exception|Violation)\b")
 

@@ -342,14 +342,14 @@ def share_renewals(broker: Broker) -> Any:
 
 
 def share_offsets(broker: Broker) -> Any:
-    """Share group: its offsets are told, moved and forgotten."""
+    """Share group: its offsets are described, moved and deleted."""
     group = ShareGroup(broker, "offsets")
     steps: list[Any] = [group.offsets(), group.offsets([0]), group.move(3), group.forget()]
     with Line(broker) as line:
         one = Sharer(group, line)
         one.join()
         one.until(10)
-        # Kafka tells later where the group is by now.
+        # Kafka reports the group's position later.
         steps += [one.acknowledge((0, 3, _ACCEPT))]
         steps += [group.move(3), group.forget(), one.fetch(share_session_epoch=-1, topics=[])]
         one.beat(member_epoch=-1)

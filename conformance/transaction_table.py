@@ -201,7 +201,6 @@ STATES: Final[Mapping[str, Callable[[Broker], ProducerState]]] = {
 }
 """By name: how an id gets into a state. It is complete, or stays prepared when markers are held back by then."""
 
-
 _ASKED_FIRST: Final = "ours asks the coordinator first, which knows that the id was replaced"
 _DECIDED: Final = "Kafka adds offsets to a transaction that is decided until its marker is written; ours never does"
 ACCEPTED: Final = {
@@ -228,8 +227,8 @@ def ask_all(broker: Broker, hold: Hold) -> Answers:
         for asking, request in _asked():
             producer = producer or _prepare(broker, state, hold)
             before = _state(broker, producer)
-            answers[f"{state} | {asking} | {request}"] = told = _ask(broker, producer, before, asking, request)
-            if told.startswith("none") or not told.endswith(f", {before}"):
+            answers[f"{state} | {asking} | {request}"] = outcome = _ask(broker, producer, before, asking, request)
+            if outcome.startswith("none") or not outcome.endswith(f", {before}"):
                 producer = None
     return answers
 
@@ -277,18 +276,18 @@ def _prepare(broker: Broker, state: str, hold: Hold) -> ProducerState:
 def _ask(broker: Broker, known: ProducerState, before: str, asking: str, request: str) -> str:
     """The code, how the id and epoch of the answer differ from the ones before, and the state afterwards."""
     answer = REQUESTS[request](broker, PRODUCERS[asking](known))
-    told: str = answer["error_code"]
-    if told == "none" and answer.get("producer_id", -1) >= 0:
+    outcome: str = answer["error_code"]
+    if outcome == "none" and answer.get("producer_id", -1) >= 0:
         if answer["producer_id"] == known.producer_id:
-            told += f" epoch{answer['producer_epoch'] - known.epoch:+d}"
+            outcome += f" epoch{answer['producer_epoch'] - known.epoch:+d}"
         else:
-            told += " another id"
+            outcome += " another id"
     after = _state(broker, known)
     if after == "PrepareAbort" and before in ("Empty", "CompleteCommit", "CompleteAbort"):
         # There are no markers to wait for.
         after = "CompleteAbort"
         _await_state(broker, known, after)
-    return f"{told}, {after}"
+    return f"{outcome}, {after}"
 
 
 def _state(broker: Broker, producer: ProducerState) -> str:
@@ -353,7 +352,7 @@ def held_millstream(folder: Path) -> Iterator[tuple[Broker, Hold]]:
 
 
 def recorded() -> Answers:
-    """Kafka's answers, as they were when somebody looked last."""
+    """Kafka's answers, as last recorded."""
     answers: Answers = json.loads(RECORDED.read_text(encoding="utf-8"))
     return answers
 

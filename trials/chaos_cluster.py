@@ -4,7 +4,7 @@
 
 What is tried, and how it is judged: `src/millstream_testing/cluster_trial.py`. As root on Linux the nodes run in
 network namespaces and on file systems of their own; else links are relays, and no disk gets full. The exit code is 1,
-and the seed is told, when something was lost, doubled, out of order or skipped, when replicas differ, or when the
+and the seed is printed, when something was lost, doubled, out of order or skipped, when replicas differ, or when the
 cluster did not heal.
 """
 
@@ -68,7 +68,7 @@ def _network(plan: Plan, wanted: str | None) -> Network:
 
 
 def trial(plan: Plan, network: Network, folder: Path, report: Path | None) -> int:
-    """Run in a folder and tell the outcome."""
+    """Run in a folder and print the outcome."""
     folder.mkdir(parents=True, exist_ok=True)
     running = ClusterTrial(folder, network, plan, print_line)
     try:

@@ -32,7 +32,7 @@ PUBLISHERS, WORKERS, PARTITIONS = 4, 6, 6
 REQUEST_S, DRAIN_S = 30.0, 180.0
 TRACE_LINES = 40
 INTERNAL_ERROR = 500
-"""Whatever happens to other nodes passes by itself, and is to be told as such."""
+"""Whatever happens to other nodes is transient, and has to be reported as such."""
 SETTINGS = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000}
 
 
@@ -144,7 +144,7 @@ class Trial:
             return
         answer = await self._send(f"/subscriptions/{SUBSCRIPTION}/messages:settle", json=body)
         if answer is None or answer.status_code != 200:
-            # They may be accepted all the same; if not, somebody gets them again.
+            # They may be accepted all the same; if not, they are delivered again.
             self.doubtful.update(names.values())
             return
         for result in answer.json()["results"]:
@@ -179,7 +179,7 @@ class Trial:
 
 
 def bugs(node: Server) -> list[str]:
-    """What a node, or its gateway, logged that nobody has thought of."""
+    """What a node, or its gateway, logged unexpectedly."""
     lines = node.log.read_text(errors="replace").splitlines()
     places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
     return ["\n".join(lines[max(0, at - 2) : at + TRACE_LINES]) for at in places[:3]]
@@ -195,7 +195,7 @@ async def run(cluster: ServerGroup, faults: int, seed: int) -> Trial:
 
 
 def main() -> int:
-    """Run, tell, and fail if a promise was broken."""
+    """Run, print the outcome, and fail if a promise was broken."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -212,7 +212,7 @@ def main() -> int:
         sys.stdout.write(line + "\n")
     sys.stdout.write(
         f"{len(trial.acknowledged):,} messages, {options.faults} kills: {len(wrong)} promises broken; "
-        f"what clients were told meanwhile: {dict(sorted(trial.refused.items(), key=str))}\n"
+        f"what clients were answered meanwhile: {dict(sorted(trial.refused.items(), key=str))}\n"
     )
     return 1 if wrong else 0
 

@@ -2,7 +2,7 @@
 
     python -m trials.chaos_push [--nodes 1|3] [--faults N] [--seed S] [--minutes M] [--keep FOLDER]
 
-What is tried and how it is judged: `src/millstream_testing/push_trial.py`. The exit code is 1, and the seed is told,
+What is tried and how it is judged: `src/millstream_testing/push_trial.py`. The exit code is 1, and the seed is printed,
 when a promise was broken or a queue did not run empty.
 """
 
@@ -47,7 +47,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def trial(arguments: argparse.Namespace, seed: int, folder: Path) -> bool:
-    """Run it and tell the outcome; whether nothing was wrong."""
+    """Run it and print the outcome; return whether nothing was wrong."""
     plan = Plan(seed=seed, faults=arguments.faults, minutes_max=arguments.minutes)
     print_line(f"{arguments.nodes} nodes, {plan.faults} faults, seed {seed}")
     try:

@@ -5,7 +5,7 @@
 
 What is tried: `src/millstream_testing/subscription_trial.py`; how it is judged: `subscription_check.py` beside it. As
 root on Linux the nodes of the cluster run in network namespaces, else links are relays. The exit code is 1, and the
-seed is told, when a promise was broken or a queue did not run empty; with `--plant` it is 1 when nothing was found.
+seed is printed, when a promise was broken or a queue did not run empty; with `--plant` it is 1 when nothing was found.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def trial(arguments: argparse.Namespace, seed: int, nodes: int, folder: Path) -> bool:
-    """Run on so many nodes and tell the outcome; whether nothing was wrong."""
+    """Run on some nodes and print the outcome; return whether nothing was wrong."""
     folder.mkdir(parents=True, exist_ok=True)
     faults = arguments.faults or FAULTS[nodes]
     plan = Plan(seed=seed, faults=faults, minutes_max=arguments.minutes, messages_per_s=arguments.rate)

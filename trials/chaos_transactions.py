@@ -2,9 +2,9 @@
 
     python -m trials.chaos_transactions [--kills N] [--seed S] [--minutes M] [--nodes 1] [--groups NAMES]
 
-What is tried, and how it is judged: `src/millstream_testing/transaction_trial.py`. With `--nodes 1` there is no
-cluster, and nobody takes over. The exit code is 1, and the seed is told, when something is wrong, or when something
-hangs: then it is told what waits for what.
+What is tried, and how it is judged: `src/millstream_testing/transaction_trial.py`. With `--nodes 1` there is no cluster
+and no failover. The exit code is 1, and the seed is printed, when something is wrong, or when something hangs: then it
+prints what waits for what.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def cluster_of(plan: Plan, nodes: int, folder: Path) -> TrialCluster:
 
 
 def trial(plan: Plan, nodes: int, folder: Path, report: Path | None) -> int:
-    """Run in a folder and tell the outcome."""
+    """Run in a folder and print the outcome."""
     folder.mkdir(parents=True, exist_ok=True)
     running = TransactionTrial(folder, cluster_of(plan, nodes, folder), plan, print_line)
     print_line(f"{plan.kills} kills of {nodes} nodes and {plan.workers * len(plan.groups)} programs, seed {plan.seed}")

@@ -5,8 +5,8 @@
 An example is a store on a disk in memory with a few logs of small segments, written to, committed (some of it through
 the journal), checkpointed, cut from the front, and then stopped cleanly or killed. Some of its files (segments,
 indexes, the journal, the ledger of checkpoints, the mark of the clean stop) are flipped, cut, extended or removed.
-Opening it and reading every log must give each batch as it was written, or an error of the tree of errors; a
-committed batch whose bytes nobody touched must be there. Afterwards each log must take a write and give it back.
+Opening it and reading every log must give each batch as it was written, or an error of the tree of errors; a committed
+batch whose bytes were not touched must be there. Afterwards each log must take a write and give it back.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 An example is a broker in this process, on a disk in memory and a socket of its own, that gets some hundred requests:
 valid ones with random contents that often name what exists, most of them with flipped, cut, doubled or foreign bytes.
 An answer must carry the number of its request and be readable by kio to its last byte; the broker must go on serving
-a connection beside it; it must log nothing with a traceback and in the end hold nothing in memory for anybody.
+a connection beside it; it must log nothing with a traceback and in the end hold nothing in memory for any client.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Trial:
         return answer
 
     async def _check_quiet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Once everybody but this connection is gone, nothing may be held for anybody."""
+        """Once all other connections are gone, nothing may be held for them."""
         for _ in range(200):
             writer.write(struct.pack(">i", len(_STATUS)) + _STATUS)
             answer = await asyncio.wait_for(_read(reader), ANSWER_S_MAX)

@@ -36,7 +36,7 @@ class LogCollector(logging.Handler):
         self.unexpected: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a line if it tells of an exception that nobody expected."""
+        """Keep a line about an unexpected exception."""
         if record.exc_info is not None or record.levelno >= logging.CRITICAL or record.name == "asyncio":
             self.unexpected.append(logging.Formatter().format(record))
 

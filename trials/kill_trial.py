@@ -33,7 +33,7 @@ def main() -> int:
 
 
 def trial(plan: Plan, folder: Path) -> int:
-    """Run in a folder and tell the outcome."""
+    """Run in a folder and print the outcome."""
     folder.mkdir(parents=True, exist_ok=True)
     server = Server(folder / "data")
     try:

@@ -5,7 +5,7 @@ python -m trials.simulate [replication|transactions] --seed N [--trace]
 
 Without a name both are run, with as many seeds each.
 
-A seed that fails is told with its trace. Numbers of a failed seed can be looked at again with `--seed N --trace`, which
+A failing seed is printed with its trace. Numbers of a failed seed can be looked at again with `--seed N --trace`, which
 also shows what the nodes logged.
 """
 
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--seed", type=int, help="this one only")
-    parser.add_argument("--trace", action="store_true", help="with --seed: tell everything that happened")
+    parser.add_argument("--trace", action="store_true", help="with --seed: print everything that happened")
     arguments = parser.parse_args()
     names = [arguments.name] if arguments.name else list(SIMULATIONS)
     if arguments.seed is not None:
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def replay(name: str, seed: int, *, tracing: bool) -> int:
-    """Run one seed and tell how it went."""
+    """Run one seed and print the outcome."""
     outcome = SIMULATIONS[name](seed, tracing=tracing)
     print("\n".join(outcome.trace))
     print(describe(name, outcome))
@@ -59,7 +59,7 @@ def replay(name: str, seed: int, *, tracing: bool) -> int:
 
 
 def run_many(name: str, seeds: range, jobs: int) -> int:
-    """Run many seeds and tell of those that failed."""
+    """Run many seeds and print the failing ones."""
     began = last_progress = time.monotonic()
     done = steps = batches = 0
     virtual_s = 0.0
@@ -96,7 +96,7 @@ def outcomes(name: str, seeds: range, jobs: int) -> Iterator[Outcome]:
 
 
 def print_failure(name: str, outcome: Outcome, *, with_trace: bool) -> None:
-    """Tell of a seed that failed, and how it came to that."""
+    """Print a failed seed and its trace."""
     print(describe(name, outcome))
     if with_trace:
         print("\n".join(f"    {line}" for line in outcome.trace[-TRACE_LINES_MAX:]))

@@ -38,7 +38,7 @@ from millstream_testing.server import Server
 KILLS = 3
 SAMPLE_S = 2.0
 WARM_UP_SHARE = 0.4
-"""This much of each stretch between two kills is left out: caches and pools fill up in it."""
+"""This much of each interval between two kills is left out: caches and pools fill up in it."""
 
 RATE_PER_S = 50
 MESSAGE_BYTES = 1000
@@ -87,7 +87,7 @@ class Background:
                 try:
                     work()
                 except (KafkaException, MillstreamError, OSError, RuntimeError):
-                    # The broker is being killed or started; the trial itself tells if it stays away.
+                    # The broker is being killed or started; the trial itself notices if it stays away.
                     self.refused[name] = self.refused.get(name, 0) + 1
                 except Exception as error:
                     self.failures.append(f"{name}: {error!r}")
@@ -214,7 +214,7 @@ def _is_open(connection: socket.socket) -> bool:
 
 
 def settled(series: Sequence[tuple[float, int, float]]) -> list[list[tuple[float, float]]]:
-    """The samples of each stretch between two kills, without its warm-up."""
+    """Return the samples of each interval between two kills, without the warm-up."""
     intervals = []
     for interval in sorted({number for _, number, _ in series}):
         points = [(at, value) for at, number, value in series if number == interval]
@@ -258,14 +258,14 @@ def judge(samples: Samples) -> list[str]:
             verdict = "GREW" if grew > max(share * middle, least) else "flat"
             minutes = (interval[-1][0] - interval[0][0]) / 60
             lines.append(
-                f"{verdict}  {name:17} stretch {number}: median {middle:8.1f}, {grew:+8.2f} in {minutes:.1f} min"
+                f"{verdict}  {name:17} interval {number}: median {middle:8.1f}, {grew:+8.2f} in {minutes:.1f} min"
             )
     return lines
 
 
 def table(samples: Samples) -> list[str]:
     """What was seen, minute by minute."""
-    lines = ["minute  stretch  memory MB  handles  p50 ms  p99 ms"]
+    lines = ["minute  interval  memory MB  handles  p50 ms  p99 ms"]
     for minute in range(int(samples.resident_mb[-1][0] // 60) + 1) if samples.resident_mb else ():
         memory = [point for point in samples.resident_mb if point[0] // 60 == minute]
         handles = [value for at, _, value in samples.handles if at // 60 == minute]

@@ -58,7 +58,7 @@ class Topic(Session):
         self._text = payload(size_bytes)
 
     def messages(self, count: int) -> bytes:
-        """One request with one batch; the correlation id tells how many messages an answer is for."""
+        """One request with one batch; the correlation id is the number of messages that an answer is for."""
         now = int(time.time() * 1000)
         batch = bytes(encode_batch([NewRecord(key=None, value=self._text, timestamp_ms=now)] * count))
         body = (
@@ -106,7 +106,7 @@ class Topic(Session):
         self.connection.socket.sendall(_request(_FETCH, _FETCH_VERSION, 0, body))
 
     def _answer(self, buffer: bytearray) -> int:
-        """Receive one answer, and tell its size."""
+        """Receive one answer, and return its size."""
         view, end, whole = memoryview(buffer), 0, 4
         while end < whole:
             received = self.connection.socket.recv_into(view[end:])

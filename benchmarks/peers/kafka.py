@@ -87,7 +87,7 @@ class KafkaServer(Server):
     """Apache Kafka as a process, with the addresses, the process id and the end of a `Server`."""
 
     def command(self) -> Sequence[str]:
-        """This module, which starts Java and tells the address when Kafka answers."""
+        """This module, which starts Java and prints the address when Kafka answers."""
         flags = [part for name, value in self.settings.items() for part in (f"--{name}", str(value))]
         serve = [sys.executable, "-m", "benchmarks.peers.kafka", "--data", str(self.data), "--kafka", self.kafka]
         return [*serve, *flags]
@@ -122,7 +122,7 @@ def fetch() -> Path:
     if home := os.environ.get("KAFKA_HOME"):
         return Path(home) / "libs"
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millstream-bench"
-    # Named after what the file asks for, so that another version of it is fetched anew.
+    # Named after what the file asks for, so that another version of it is fetched again.
     jars = cache / f"kafka-{zlib.crc32(_POM.read_bytes()):08x}"
     if not jars.exists():
         cache.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def _copy_jars(into: Path) -> None:
 
 
 def serve(arguments: argparse.Namespace) -> int:
-    """Format the storage, start Kafka, tell the address once it answers, and stop it when asked to."""
+    """Format the storage, start Kafka, print the address once it answers, and stop it when asked to."""
     java = ["java", *_JVM, "-cp", f"{fetch()}/*"]
     properties: Path = arguments.data / "server.properties"
     if not properties.exists():
@@ -170,7 +170,7 @@ def serve(arguments: argparse.Namespace) -> int:
     _wait_until_ready(address, node)
     print(json.dumps({"kafka": address}), flush=True)
     code = node.wait()
-    # Java tells by this code that it ended because of the signal.
+    # Java ends with this code because of the signal.
     return 0 if code == 128 + signal.SIGTERM else code
 
 
@@ -199,7 +199,7 @@ def _advertised(properties: Path) -> str:
 
 
 def free_address() -> str:
-    """An address on loopback that nobody listens on now."""
+    """Return a free address on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return f"127.0.0.1:{listening.getsockname()[1]}"
 
@@ -292,7 +292,7 @@ def main() -> int:
     parser.add_argument("--flush", choices=tuple(_FLUSH), default="os")
     parser.add_argument("--partitions", type=int, default=PARTITIONS, help="partitions of a topic created by its use")
     parser.add_argument("--internal", default="", help="HOST:PORT to listen on for brokers")
-    parser.add_argument("--relay", default="", help="HOST:PORT that brokers are told to connect to instead of it")
+    parser.add_argument("--relay", default="", help="HOST:PORT that brokers connect to instead of it")
     arguments = parser.parse_args()
     if arguments.check:
         return check()

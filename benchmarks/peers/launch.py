@@ -1,4 +1,4 @@
-"""Start a server of others, tell the address once it takes connections, and stop it when asked to.
+"""Start a foreign server, print the address once it accepts connections, and stop it when asked to.
 
     python -m benchmarks.peers.launch --address 127.0.0.1:PORT -- COMMAND ...
 
@@ -28,7 +28,7 @@ READY_S_MAX = 50.0
 
 
 def free_port() -> int:
-    """A port of the loopback address that nobody listens on."""
+    """Return a free port on loopback."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port: int = listening.getsockname()[1]
         return port

@@ -71,7 +71,7 @@ class Tally:
         self._view = memoryview(self._buffer)
 
     def take(self, connection: Connection) -> int:
-        """Receive once, and tell how often the pattern ended in it."""
+        """Receive once, and return how often the pattern ended in it."""
         received = connection.socket.recv_into(self._view[self._keep :])
         if not received:
             raise PeerFailed("the server closed the connection")
@@ -118,7 +118,7 @@ class Session(ABC):
 
     @abstractmethod
     def read(self, count: int) -> Iterator[int]:
-        """Read so many messages from the start; tells how many came, each time that some did."""
+        """Read so many messages from the start; yield how many arrived, each time that some did."""
 
 
 class Window:
@@ -226,7 +226,7 @@ def _produce(
 
 
 def _send(session: Session, flying: Window, chunk: bytes, at_once: int, seconds: float) -> int:
-    """Send for some seconds, at least once, and wait for the answers; tells how many messages that were."""
+    """Send for some seconds, at least once, and wait for the answers; return the number of messages."""
     deadline, before = time.perf_counter() + seconds, flying.sent
     while flying.sent == before or time.perf_counter() < deadline:
         flying.send(at_once)

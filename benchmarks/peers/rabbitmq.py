@@ -40,7 +40,7 @@ def frame(key: int, body: bytes) -> bytes:
 
 
 def _property(answer: bytes, name: str) -> str:
-    """One of the properties that a server tells about itself, which are pairs of texts."""
+    """One of the properties that a server sends about itself, which are pairs of texts."""
     found = answer.partition(text(name))[2]
     return found[2 : 2 + struct.unpack_from(">h", found)[0]].decode() if found else "unknown"
 
@@ -110,7 +110,7 @@ class Stream(Session):
         control.ask(_DECLARE_PUBLISHER, b"\x01" + text("") + text(self.name))
 
     def messages(self, count: int) -> bytes:
-        """One frame with so many messages, as this protocol has it; their numbers matter to nobody here."""
+        """One frame with so many messages, as this protocol has it; their numbers do not matter here."""
         each = struct.pack(">I", len(self._text)) + self._text
         body = b"".join(struct.pack(">Q", number) + each for number in range(count))
         return frame(_PUBLISH, b"\x01" + struct.pack(">I", count) + body)
@@ -208,7 +208,7 @@ class RabbitMq(Subject):
             connections = [stack.enter_context(closing(Connection(self._server.kafka))) for _ in range(case.producers)]
             streams = [Stream(connection, case.size_bytes) for connection in connections]
             found = measure(streams, case, self._server.pid, seconds, _WINDOW, _AT_ONCE)
-        # On another connection, since messages that nobody reads may still be on their way.
+        # On another connection, since unread messages may still be on their way.
         with closing(Connection(self._server.kafka)) as connection:
             control = Control(connection)
             for stream in streams:

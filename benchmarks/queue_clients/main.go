@@ -33,14 +33,14 @@ type load struct {
 	rate       int
 }
 
-// A client of one kind of queue. Publishers and workers run until they are told that it is over.
+// A client of one kind of queue. Publishers and workers run until they are stopped.
 type client interface {
 	// setUp makes the queue and all connections.
 	setUp() error
 	// publish runs one publisher: next blocks until a message is due and is false at the end. Every message is
 	// confirmed when it returns.
 	publish(number int, next func() ([]byte, bool)) error
-	// work runs one worker, which tells of what it has got and of what is accepted, until everything is.
+	// work runs one worker, which reports what it has received and what is accepted, until everything is.
 	work(number int) error
 	// tearDown removes the queue.
 	tearDown() error
@@ -200,7 +200,7 @@ func main() {
 	}
 	fmt.Println(`{"ready": true}`)
 	if !bufio.NewScanner(os.Stdin).Scan() {
-		fail(fmt.Errorf("nobody said when to begin"))
+		fail(fmt.Errorf("no start signal arrived"))
 	}
 	err = r.measure(client)
 	if gone := client.tearDown(); err == nil {

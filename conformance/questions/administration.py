@@ -93,7 +93,7 @@ QUESTIONS = (
     _limit("an address and a client", {"client-id": "x", "ip": "127.0.0.1"}, _RATE),
     _limit("twice", {"client-id": "x"}, _RATE, _RATE),
     _limit("remove what is not there", {"client-id": "x"}, ("producer_byte_rate", 0.0, True)),
-    _limit("remove what nobody knows", {"client-id": "x"}, ("bones", 0.0, True)),
+    _limit("remove an unknown one", {"client-id": "x"}, ("bones", 0.0, True)),
     _pages("no partitions", TOPIC, limit=0),
     _pages("fewer than none", TOPIC, limit=-1),
     _pages("beyond the last partition", TOPIC, cursor=(TOPIC, 9)),

@@ -1,4 +1,4 @@
-"""What the broker tells about itself and its topics."""
+"""What the broker reports about itself and its topics."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _PLACES = {
     "open": "embedded",
     "open_sync": "embedded",
 }
-"""Where each public name is; its module is imported when the name is first used."""
+"""The module of each public name, imported on first use."""
 
 
 def __getattr__(name: str) -> Any:

@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 FREE_PORT = "127.0.0.1:0"
 _STOP_S_MAX = 60.0
-"""How long an interpreter that ends waits for a broker that nobody has stopped."""
+"""How long an ending interpreter waits for a broker that was not stopped."""
 
 
 class EmbeddedBroker:
@@ -56,12 +56,12 @@ class EmbeddedBroker:
         self._ready: Future[None] = Future()
         self._ended: Future[None] = Future()
         self.kafka_address = ""
-        """Where clients connect, once the broker is started."""
+        """The address for clients, once the broker is started."""
         self.http_address = ""
-        """Where the gateway is, if one is wanted."""
+        """The gateway's address, if one is requested."""
 
     async def start(self) -> None:
-        """Start, and wait until clients can connect; a start that fails leaves nothing behind."""
+        """Start, and wait until clients can connect; a failed start leaves nothing behind."""
         self._begin()
         try:
             await _without_cancelling(self._ready)
@@ -70,34 +70,34 @@ class EmbeddedBroker:
             raise
 
     async def stop(self) -> None:
-        """Stop in order, as SIGTERM makes a server do; tells when a part of the broker had failed meanwhile."""
+        """Stop gracefully, as SIGTERM stops a server; raise if a part of the broker had failed meanwhile."""
         if self._request_stop():
             await _without_cancelling(self._ended)
 
     def start_and_wait(self) -> None:
-        """As `start`, for a program without an event loop."""
+        """Start, from a program without an event loop."""
         self._begin()
         self._ready.result()
 
     def stop_and_wait(self, timeout_s: float | None = None) -> None:
-        """As `stop`, for a program without an event loop."""
+        """Stop, from a program without an event loop."""
         if self._request_stop():
             self._ended.result(timeout_s)
 
     def _begin(self) -> None:
         if self._thread is not None:
-            raise RuntimeError("the broker was started already")
-        # A daemon, since a program may end without stopping the broker, and would else wait for it for ever.
+            raise RuntimeError("the broker has already been started")
+        # A daemon thread: a program that ends without stopping the broker must not hang.
         self._thread = threading.Thread(target=self._run, name="millstream broker", daemon=True)
         close_before_exit(self)
         self._thread.start()
 
     def close_at_exit(self) -> None:
-        """Stop in order if the program has forgotten to."""
+        """Stop gracefully if the program did not."""
         self.stop_and_wait(_STOP_S_MAX)
 
     def _request_stop(self) -> bool:
-        """Whether there is an end to wait for."""
+        """Request a stop; return whether there is an end to wait for."""
         if self._thread is None:
             return False
         self._stop_requested = True
@@ -140,7 +140,7 @@ class EmbeddedBroker:
 
 
 class ConnectOptions(TypedDict, total=False):
-    """What `millstream.connect` takes beside the addresses."""
+    """The options of `millstream.connect` besides the addresses."""
 
     client_id: str
     timeout: float
@@ -163,10 +163,10 @@ async def open(
     settings: Mapping[str, object] | None = None,
     **options: Unpack[ConnectOptions],
 ) -> AsyncIterator[Connection]:
-    """A broker inside this program, with its data in a folder, and a connection to it.
+    """Open a broker inside this program, with its data in a folder, and connect to it.
 
-    `kafka` and `http` name addresses at which others may use the broker, too; `settings` are those of a node, by their
-    flag names; the rest is as for `millstream.connect`. At the end of the block the broker stops in order.
+    `kafka` and `http` are addresses at which other programs can use the broker, too; `settings` are those of a node, by
+    flag name; the rest is as for `millstream.connect`. The broker stops gracefully at the end of the block.
     """
     broker = EmbeddedBroker(data, kafka=kafka, http=http, settings=settings)
     await broker.start()
@@ -185,7 +185,7 @@ def open_sync(
     settings: Mapping[str, object] | None = None,
     **options: Unpack[ConnectOptions],
 ) -> SyncConnection:
-    """As `open`, for a program without an event loop; closing the connection stops the broker."""
+    """Open a broker, from a program without an event loop; closing the connection stops it."""
     broker = EmbeddedBroker(data, kafka=kafka, http=http, settings=settings)
     broker.start_and_wait()
     try:
@@ -196,17 +196,17 @@ def open_sync(
 
 
 async def _without_cancelling(awaited: Future[None]) -> None:
-    """Wait for what happens in the thread; whoever gives up waiting does not change what happens there."""
+    """Wait for the thread without cancelling what happens there."""
     waiting = asyncio.wrap_future(awaited)
-    # Looked at here, since nobody else does so after giving up.
+    # Retrieved here, since no one else does so after a cancellation.
     waiting.add_done_callback(lambda done: done.cancelled() or done.exception())
     await asyncio.shield(waiting)
 
 
 def config_of(data: str | os.PathLike[str], *, kafka: str, http: str, settings: Mapping[str, object] | None) -> Config:
-    """The settings of an embedded broker: neither the environment nor a `millstream.toml` changes them."""
+    """Return the settings of an embedded broker: neither the environment nor a `millstream.toml` changes them."""
     fixed = {"data": os.fspath(data), "kafka": kafka, "http": http}
     twice = sorted(fixed.keys() & (settings or {}).keys())
     if twice:
-        raise InvalidSetting(f"{twice[0]} is a parameter of its own, and not one of the settings")
+        raise InvalidSetting(f"{twice[0]} is a parameter of its own; remove it from settings")
     return Config.of(fixed | dict(settings or {}))

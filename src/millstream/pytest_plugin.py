@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 def pytest_plugin_registered(manager: pytest.PytestPluginManager) -> None:
-    """Have the modules of Millstream imported as they are.
+    """Keep pytest from rewriting Millstream's modules.
 
-    pytest would rewrite the assertions of every module of a distribution that has a plugin. Here that finds nothing and
-    takes time, and early versions of Python 3.11 break when two threads do it at the same time, as a broker's would.
+    pytest would rewrite the assertions of every module of a distribution that has a plugin. That takes time for
+    nothing, and early versions of Python 3.11 break when two threads do it at the same time, as a broker's would.
     """
     marked = getattr(manager.rewrite_hook, "_must_rewrite", None)
     if isinstance(marked, set):
@@ -33,7 +33,7 @@ def pytest_plugin_registered(manager: pytest.PytestPluginManager) -> None:
 
 @pytest.fixture(scope="session")
 def millstream_broker() -> Iterator[Sandbox]:
-    """One broker for all tests of the process; each test uses names of its own, as `unique` makes them."""
+    """Provide one broker for all tests of the process; each test uses names of its own, from `unique`."""
     from millstream.sandbox import Sandbox
 
     with Sandbox() as sandbox:
@@ -42,7 +42,7 @@ def millstream_broker() -> Iterator[Sandbox]:
 
 @pytest.fixture
 def fresh_millstream_broker() -> Iterator[Sandbox]:
-    """A broker for one test alone, whose topics have the names that the program gives them."""
+    """Provide a broker for one test, whose topics have the names that the program gives them."""
     from millstream.sandbox import Sandbox
 
     with Sandbox() as sandbox:
@@ -51,6 +51,6 @@ def fresh_millstream_broker() -> Iterator[Sandbox]:
 
 @pytest.fixture
 def millstream_client(millstream_broker: Sandbox) -> Iterator[SyncConnection]:
-    """A connection to `millstream_broker`, for a test without an event loop."""
+    """Provide a connection to `millstream_broker`, for tests without an event loop."""
     with millstream_broker.connect_sync() as connection:
         yield connection

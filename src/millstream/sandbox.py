@@ -6,7 +6,7 @@
             ms.publish(topic, {"order_id": 1})
 
 It starts in a tenth of a second (the first one of a process takes about one, for imports), has one partition per topic
-unless told otherwise, and leaves nothing behind. Messages are not synced to the disk, since no test cuts the power.
+unless set otherwise, and leaves nothing behind. Messages are not synced to the disk, since no test cuts the power.
 `millstream.pytest_plugin` has it as fixtures.
 """
 
@@ -29,14 +29,14 @@ SETTINGS: Final[Mapping[str, object]] = {
     "offsets-partitions": 1,
     "transactions-partitions": 1,
     "subscriptions-partitions": 1,
-    # A group of a test has all its members at once, and need not wait for more.
+    # The members of a test's group join at once, so there is no need to wait for more.
     "group-initial-delay-ms": 0,
     "shutdown-ms": 1000,
 }
 
 
 class Sandbox:
-    """A broker of one's own, for as long as the block lasts; `settings` are those of a node, by their flag names."""
+    """A broker for the duration of a block; `settings` are those of a node, by flag name."""
 
     def __init__(self, **settings: object) -> None:
         given = {name.replace("_", "-"): value for name, value in settings.items()}
@@ -45,23 +45,23 @@ class Sandbox:
 
     @property
     def address(self) -> str:
-        """Where clients connect: Millstream's, and every Kafka client."""
+        """The address for clients: Millstream's and every Kafka client."""
         return self._broker.kafka_address
 
     def unique(self, name: str) -> str:
-        """A name that no other test uses, for topics, subscriptions and groups that share this broker."""
+        """Return a name that no other test uses, for topics, subscriptions and groups on a shared broker."""
         return f"{name}-{uuid.uuid4().hex[:12]}"
 
     def connect(self, **options: Unpack[ConnectOptions]) -> Connection:
-        """As `millstream.connect`, to this broker."""
+        """Connect to this broker, as `millstream.connect` does."""
         return connect(self.address, **options)
 
     def connect_sync(self, **options: Unpack[ConnectOptions]) -> SyncConnection:
-        """As `millstream.connect_sync`, to this broker."""
+        """Connect to this broker, as `millstream.connect_sync` does."""
         return connect_sync(self.address, **options)
 
     def start(self) -> Self:
-        """Start; for those who cannot use a block."""
+        """Start, where a block cannot be used."""
         try:
             self._broker.start_and_wait()
         except BaseException:

@@ -1,4 +1,4 @@
-"""A worker with aiokafka, which tells no group about its transactions: its transactional id owns partitions."""
+"""A worker with aiokafka, which joins no group for its transactions: its transactional id owns partitions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What can go wrong in a cluster, one class for each kind: how it begins, and how it ends.
 
-A fault is drawn from a seed: which nodes it strikes and how long it lasts. `last` tells those whose end starts nodes
-again, which needs everything else to be there.
+A fault is drawn from a seed: which nodes it strikes and how long it lasts. `last` marks those whose end restarts nodes,
+which needs everything else to work.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class CutFromNodes(Cut):
 
 
 class CutFromAll(CutFromNodes):
-    """A node reaches nobody but its clients: it still believes that it leads."""
+    """A node reaches only its clients: it still believes that it leads."""
 
     def _choose(self, scene: Scene) -> list[tuple[int, int]]:
         links = super()._choose(scene)
@@ -216,7 +216,7 @@ class CutFromAll(CutFromNodes):
 
 
 class CutOneWay(CutFromAll):
-    """A node is heard by nobody, or hears nobody, while the other direction works."""
+    """A node's packets are lost in one direction, while the other works."""
 
     _one_way = True
 

@@ -1,4 +1,4 @@
-"""The network of a trial's cluster, whose links can be cut: relays where nobody has special rights, namespaces as root.
+"""The network of a trial's cluster, whose links can be cut: relays without special rights, namespaces as root.
 
 Both hold back what is sent and say nothing, as a network does that loses packets. Clients of the trial reach every node
 that runs, whatever is cut.
@@ -98,7 +98,7 @@ class RelayNetwork:
             self._to_etcd[node] = self._relay(f"127.0.0.1:{etcd.port}")
 
     def settings(self, node: int) -> Mapping[str, object]:
-        """Others are told the address of the relay."""
+        """Advertise the address of the relay."""
         etcd = f"http://{self._to_etcd[node].address}"
         return {"advertise": self._to_node[node].address, "etcd": etcd, "catalog": self._catalog}
 
@@ -144,7 +144,7 @@ class RelayNetwork:
 class NamespaceNetwork:
     """Every node and etcd in a network namespace of its own, joined by a bridge. Needs root.
 
-    A link is cut by telling each side a wrong hardware address of the other, so packets are sent and reach nobody.
+    A link is cut by giving each side a wrong hardware address of the other, so that packets are lost.
     """
 
     kind = "network namespaces"
@@ -201,7 +201,7 @@ class NamespaceNetwork:
         return [*self._in(node), *command]
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
-        """Let each side, or the first one, send to where nobody is."""
+        """Make the packets of both sides, or of the first one, go nowhere."""
         for here, there in ((one, other), (other, one))[: 1 if one_way else 2]:
             entry = ["neigh", "replace", self._host(there), "lladdr", _UNUSED_MAC, "dev", "eth0", "nud", "permanent"]
             run_ip("-n", self._space(here), *entry)

@@ -209,7 +209,7 @@ class ClusterTrial:
         before = self._notes.recovers()
         for _, fault in faults:
             fault.begin()
-        # What was acknowledged while nodes were still being killed tells nothing.
+        # What was acknowledged while nodes were still being killed does not count.
         recovery = self._notes.recovers(longest_s=before.longest_s)
         began = time.monotonic()
         # What starts nodes comes last, since these need all else.
@@ -303,7 +303,7 @@ class ClusterTrial:
         return Auditor(name, self._notes, self.cluster.kafka, self._topics)
 
     def _end_clients(self) -> None:
-        """End all clients. librdkafka's consumers now and then hang for ever when they close, so nobody waits long."""
+        """End all clients. librdkafka's consumers sometimes hang forever when they close, so the wait is bounded."""
         self._notes.stopping.set()
         deadline = time.monotonic() + _CLOSE_S_MAX
         for thread in [*self._loads, *self._readers]:

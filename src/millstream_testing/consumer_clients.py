@@ -25,7 +25,7 @@ class Newer:
         self.consumer = SimulatedConsumer(
             member_id, instance_id=self.instance_id, rebalance_timeout_ms=self._rebalance_timeout_ms
         )
-        self.told: dict[str, Any] = {}
+        self.received: dict[str, Any] = {}
         self.joined = False
         self.asked += 1
         self.under_way = False

@@ -24,7 +24,7 @@ REBALANCE_MS = 60_000
 
 
 class SimulatedConsumer:
-    """What a client of the protocol knows and does: it takes over what it is told, and tells what it has."""
+    """A client of the protocol: it adopts its assignment and reports what it owns."""
 
     def __init__(
         self, member_id: str, *topics: str, expression: str | None = None, instance_id: str | None = None, **more: Any
@@ -82,7 +82,7 @@ class SimulatedConsumer:
         self.owned = self.assigned
 
     def fence(self) -> None:
-        """Abandon everything and begin anew."""
+        """Abandon everything and start over."""
         self.epoch = 0
         self.owned = self.assigned = NOTHING
 
@@ -231,7 +231,7 @@ class ClassicConsumer:
         return self._trial.heartbeat(self.member_id, generation=self.generation, instance_id=self.instance_id)
 
     def go_on(self) -> None:
-        """Do as a client does: join and sync when told to."""
+        """Act as a client: join and sync when asked to."""
         if self.beat().error is not None:
             self.join(cooperative=True)
             self.sync()

@@ -1,4 +1,4 @@
-"""What a check of a history can find, and how it is told."""
+"""The findings of a history check, and how they are printed."""
 
 from __future__ import annotations
 

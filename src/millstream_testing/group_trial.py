@@ -167,7 +167,7 @@ class GroupTrial:
         protocol_name: str | None = None,
         group_id: str = GROUP,
     ) -> Deferred[Synced]:
-        """Ask for an assignment, or bring them all; of the current generation unless told."""
+        """Ask for an assignment, or bring them all; of the current generation by default."""
         request = SyncRequest(
             member=self._ref(member_id, generation, instance_id, group_id),
             protocol_name=protocol_name,
@@ -200,7 +200,7 @@ class GroupTrial:
         group_id: str = GROUP,
         version: int = 9,
     ) -> Deferred[CommitAnswer]:
-        """Commit one offset; from outside the group unless told."""
+        """Commit one offset; from outside the group by default."""
         request = CommitRequest(
             member=MemberRef(group_id=group_id, member_id=member_id, instance_id=instance_id, generation=generation),
             topics={topic: (PartitionCommit(partition=partition, offset=offset, metadata=metadata),)},

@@ -1,4 +1,4 @@
-"""The history checker: from what clients sent, had acknowledged and read, it tells what the broker did wrong.
+"""The history checker: from what clients sent, had acknowledged and read, it finds what the broker did wrong.
 
     history = History()
     history.sent("producer-1", 7, "orders", 0)                      # before the message leaves
@@ -404,7 +404,7 @@ class _Check:
         )
 
     def _find_skipped(self) -> None:
-        # Wider gaps come first, so that a gap within one that is already told is not told again.
+        # Wider gaps come first, so that a gap within a reported one is not reported again.
         gaps = sorted(self._gaps_in_order() | self._gaps_in_cover(), key=lambda gap: gap.start - gap.end)
         reported: list[_Gap] = []
         for gap in gaps[:_GAPS_MAX]:

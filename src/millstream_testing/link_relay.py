@@ -1,4 +1,4 @@
-"""Relays whose links are cut as a network cuts them: what was sent waits, no connection ends, nobody is told.
+"""Relays whose links are cut as a network cuts them: what was sent waits, no connection ends, no one is notified.
 
 A relay knows who connects by the client id in the first Kafka request, so a link between two nodes is cut while clients
 of the same node, and the third node, go on. All relays of a trial run in one thread with a loop of its own, so that the
@@ -64,7 +64,7 @@ async def _end_all() -> None:
 
 
 class LinkRelay:
-    """Listens on an address and passes on what it gets, unless the link of whoever sent it is cut."""
+    """Listens on an address and passes on what it gets, unless the sender's link is cut."""
 
     def __init__(self, thread: RelayThread, target: str, *, host: str = "127.0.0.1", named: bool = False) -> None:
         at, _, port = target.rpartition(":")

@@ -22,7 +22,7 @@ from millstream_testing.committed_messages import Committed, committed_records
 WAIT_S = 300.0
 HOUR_MS = 3_600_000
 FAULTS_MAX = 20
-"""So many are told; a target that has nothing would tell of every message."""
+"""The most faults that are reported; an empty target would report every message."""
 
 
 class Place(NamedTuple):
@@ -41,7 +41,7 @@ class Source:
         self.published: list[int] = []
         self.messages: dict[Place, Committed] = {}
         self._brokers = brokers
-        # Told apart from when they are written, and young enough to be kept.
+        # Distinct from the time of writing, and new enough to be kept.
         self._first_ms = int(time.time() * 1000) - HOUR_MS
         self._places: dict[int, Place] = {}
         make_topic(brokers, topic, partitions)

@@ -1,4 +1,4 @@
-"""Small parts for tests of what runs pipelines: a job that does as it is told, and a claim that nobody contests."""
+"""Small parts for tests of what runs pipelines: a scripted job, and a claim without contenders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 
 from millstream.core.pipeline import Pipeline, PipelineKind
-from millstream.pipelines.jobs.job import GroupMember, JobContext, Step
+from millstream.pipelines.jobs.job import JobContext, Step
+from millstream.protocol.private.transactions import GroupMember
 
 HANG_S = 60.0
 
@@ -40,7 +41,7 @@ class FreeClaim:
         return self.is_held and self.confirms
 
     def member(self) -> GroupMember:
-        """Somebody."""
+        """A fixed member."""
         return GroupMember("me", self.taken)
 
     def take(self) -> None:
@@ -56,7 +57,7 @@ class FreeClaim:
         self.is_held = False
 
     def lose(self) -> None:
-        """Somebody else has it now."""
+        """Lose the claim to another run."""
         self.is_held = False
         self.when_lost()
 

@@ -2,7 +2,7 @@
 
     python -m millstream_testing.planted_serve BUG FILE serve --data DIR ...
 
-FILE is as for `stepped_serve`. Each bug is one that somebody could have written.
+FILE is as for `stepped_serve`. Each bug is one that a developer could have written.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _forgets_attempts() -> None:
 
 
 def _writes_letters_again() -> None:
-    """A letter whose answer is late is written once more, without the number that would tell that it is the same."""
+    """A letter whose answer is late is written once more, without the number that identifies it."""
     append = DeadLetterAppender.append
 
     async def again(self: DeadLetterAppender, topic: str, index: int, batch: bytearray) -> Offset:

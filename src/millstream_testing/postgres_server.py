@@ -20,7 +20,7 @@ class PostgresServer(LocalPostgres):
         super().__init__(Path(tempfile.mkdtemp(prefix="millstream-postgres-")), durable=False)
 
     def new_database(self) -> str:
-        """The URL of a database that nobody has used."""
+        """Create a database and return its URL."""
         name = f"test_{uuid.uuid4().hex}"
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute(f'CREATE DATABASE "{name}"'.encode())

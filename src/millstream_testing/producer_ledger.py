@@ -1,4 +1,4 @@
-"""A scripted broker that stores what idempotent producers send, and fails as a test tells it to."""
+"""A scripted broker that stores what idempotent producers send, and fails as a test asks it to."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ProducerLedger:
         return uuid.uuid5(uuid.NAMESPACE_DNS, f"{topic} {self.births.get(topic, 0)}")
 
     async def metadata(self, header: codec.RequestHeader, frame: memoryview) -> Any:
-        """Tell of topics, or the fault that is next."""
+        """Answer with topics, or with the next fault."""
         answer = await self.broker.answer_metadata(header, frame)
         return replace(answer, topics=tuple(self._topic_metadata(topic) for topic in answer.topics))
 
@@ -157,9 +157,9 @@ class ProducerLedger:
         return messages.ProduceResponse(responses=tuple(topics), throttle_time=timedelta(0)) if request.acks else None
 
     def _append(self, topic: str, partition: int, batch: bytes, fault: str) -> tuple[ErrorCode, int]:
-        if fault in ("deleted", "made anew"):
+        if fault in ("deleted", "recreated"):
             self.delete(topic)
-        if fault == "made anew":
+        if fault == "recreated":
             self.create(topic)
         if not 0 <= partition < self.broker.topics.get(topic, 0):
             return ErrorCode.unknown_topic_or_partition, -1

@@ -256,14 +256,14 @@ class PushTrial:
     async def _drain(self) -> list[str]:
         """Wait until every queue is empty; what is left if that takes too long."""
         deadline = time.monotonic() + self._plan.drain_s_max
-        left = ["nobody tells"]
+        left = ["no node answers"]
         while left and time.monotonic() < deadline:
             await asyncio.sleep(_PROBE_S)
             try:
                 async with self._client() as client:
                     described = await SubscriptionClient(client).describe(list(self._promises))
             except (MillstreamError, OSError, TimeoutError) as error:
-                left = [f"nobody tells: {error!r}"]
+                left = [f"no node answers: {error!r}"]
                 continue
             backlogs = {one["name"]: [queue["backlog"] for queue in one["queues"]] for one in described}
             left = [

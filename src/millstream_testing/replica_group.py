@@ -237,7 +237,7 @@ class ReplicaGroup:
             self.service.change([Put(key, state.to_json())], [Expect(key, before.revision if before else 0)], None)
             is None
         ):
-            raise AssertionError("nobody else changes the state in this moment")
+            raise AssertionError("no other node changes the state at this moment")
 
     def partition(self, node: int, index: int = 0) -> Partition:
         """A replica."""

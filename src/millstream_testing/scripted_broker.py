@@ -1,4 +1,4 @@
-"""A broker of a few lines that answers as a test tells it to, for tests of the wire client."""
+"""A minimal broker that answers as a test scripts it, for tests of the wire client."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class OneWordJob:
         if self._word == "deadly":
             os.kill(os.getpid(), signal.SIGKILL)
         if self._word == "failing":
-            raise InvalidRequest("it fails as it is told to")
+            raise InvalidRequest("it fails as scripted")
         if self._word == "hanging":
             threading.Event().wait()
         if self._word == "idle":

@@ -66,7 +66,7 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def start(self) -> Self:
-        """Start, wait for the line that tells the addresses, and keep them for the next start."""
+        """Start, wait for the line with the addresses, and keep them for the next start."""
         if self._process is not None:
             raise RuntimeError("the server is started already")
         began = time.monotonic()

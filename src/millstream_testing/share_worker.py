@@ -45,7 +45,7 @@ class ShareWorker:
         self._lives = 0
         self._journal = WorkerJournal(notebook, subscription, "")
         # What was acknowledged and not answered yet, by partition and offset: the number of the settlement. None when a
-        # message was acknowledged twice meanwhile: the client does not tell to which of them an answer belongs.
+        # message was acknowledged twice meanwhile: the client does not say to which of them an answer belongs.
         self._open: dict[tuple[int, int], int | None] = {}
         self._empty_ms = 0
 

@@ -68,7 +68,7 @@ class MemoryPartition:
         return appended.next_offset <= self.high_watermark
 
     def notify_acknowledged(self, appended: AppendedRange, listener: AcknowledgementListener) -> None:
-        """Tell `listener` once an append is acknowledged, or why it never will be."""
+        """Notify `listener` once an append is acknowledged, or why it never will be."""
         self._waiting.append((appended.next_offset, listener))
 
     def read(self, offset: Offset, *, max_bytes: int) -> Buffer:
@@ -85,7 +85,7 @@ class MemoryPartition:
         return bytes(chunk)
 
     async def settled(self) -> None:
-        """Nobody else wrote to it."""
+        """Return at once, since there is no other writer."""
 
     def delete_before(self, offset: Offset) -> None:
         """Drop whole batches below `offset`."""
@@ -125,7 +125,7 @@ class MemoryTopics:
         self.acknowledges = acknowledges
         self.version = 0
         self.leader = NodeId(1)
-        """The node that leads every partition, as others are told."""
+        """The node that metadata names as the leader of every partition."""
         self._topics: dict[str, Topic] = {}
         self._partitions: dict[str, list[MemoryPartition]] = {}
         self._listeners: dict[str, LeadershipListener] = {}
@@ -151,7 +151,7 @@ class MemoryTopics:
         return sole(self.leader)
 
     def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
-        """Tell about each partition of a topic, now or when it is made: they are all led here."""
+        """Notify of each partition of a topic, now or when it is created: all are led here."""
         self._listeners[name] = listener
         self._tell(name)
 

@@ -141,7 +141,7 @@ class _Case:
 
 
 def _lost(case: _Case) -> Iterator[str]:
-    """A message that nobody accepted is in the dead letter topic."""
+    """A message that no worker accepted is in the dead letter topic."""
     if case.promise.delivery == AT_MOST_ONCE:
         return
     for place in case.truth.expected:
@@ -190,7 +190,7 @@ def _leaks(case: _Case) -> Spans:
 
 
 def _handed_out_ms(case: _Case) -> Callable[[Place], float]:
-    """Tells until when a message was surely handed out: messages are in order, so before what comes after it was."""
+    """Return until when a message was surely delivered: messages are in order, so before what comes after it was."""
     after: dict[tuple[int, bytes], list[tuple[int, int]]] = defaultdict(list)
     for place, ones in case.deliveries.items():
         published = case.truth.expected.get(place)
@@ -273,7 +273,7 @@ def _attempts(case: _Case) -> Iterator[str]:
 
 
 def _leases(case: _Case) -> Iterator[str]:
-    """A lease that was told begins between question and answer."""
+    """A lease starts between request and response."""
     for one in case.history.deliveries:
         leased_ms = one.deadline_ms - case.promise.lease_ms
         is_odd = not one.from_ms - TOLERANCE_MS <= leased_ms <= one.to_ms + TOLERANCE_MS
@@ -282,7 +282,7 @@ def _leases(case: _Case) -> Iterator[str]:
 
 
 def _shared(case: _Case) -> Iterator[str]:
-    """While a lease lasts, and its worker has not let go, nobody else gets the message."""
+    """While a lease lasts, and its worker has not released it, no other worker gets the message."""
     if case.promise.delivery != EXACTLY_ONCE:
         return
     for place, ones in case.deliveries.items():
@@ -293,7 +293,7 @@ def _shared(case: _Case) -> Iterator[str]:
 
 
 def _returned(case: _Case) -> Iterator[str]:
-    """What was accepted for sure is given to nobody. Attempts that are durable tell what came later, too."""
+    """A message that was surely accepted is not delivered again. Durable attempts show what came later, too."""
     if case.promise.delivery == AT_MOST_ONCE:
         return
     for place, ones in case.deliveries.items():

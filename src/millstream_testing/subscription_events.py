@@ -20,11 +20,11 @@ class Leased(msgspec.Struct, frozen=True, array_like=True):
     offset: int
     attempt: int
     deadline_ms: int
-    """When the lease ends, by the clock of its node; 0 where the client does not tell."""
+    """When the lease ends, by the clock of its node; 0 where the client does not report it."""
     checksum: int
     """Of its value."""
     node: int = -1
-    """Who gave it, where the client tells."""
+    """The node that leased it, where the client reports it."""
 
 
 class _Note(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=str.lower):
@@ -65,7 +65,7 @@ class SettleSent(_Note, frozen=True, kw_only=True):
     """Partition, offset and attempt of each."""
     delay_ms: int | None = None
     node: int = -1
-    """Who is told, where the client tells."""
+    """The node that was asked, where the client reports it."""
 
 
 class SettleAnswered(_Note, frozen=True, kw_only=True):
@@ -141,7 +141,7 @@ class WorkerJournal:
         return self._number
 
     def settle_answered(self, number: int, places: Sequence[tuple[int, int]], *, taken: bool) -> None:
-        """It was told what came of it."""
+        """Record the answer to a settlement."""
         self._note(SettleAnswered, number=number, places=list(places), taken=taken)
 
     def worker_left(self) -> None:

@@ -1,8 +1,8 @@
-"""What workers of a subscription saw, put together from what each of them wrote down.
+"""What the workers of a subscription saw, merged from their journals.
 
-Times are those of one machine, in milliseconds. When a message was leased is known within bounds: the worker had asked
-for it, and had it. Millstream's own client is also told when the lease ends, which tells the moment itself as long as
-nobody steps clocks.
+Times are those of one machine, in milliseconds. When a message was leased is known within bounds: between the worker's
+request and its response. Millstream's own client also gets the deadline of the lease, which gives the moment itself as
+long as clocks are not stepped.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Delivery(NamedTuple):
     to_ms: int
     """... and not after this."""
     deadline_ms: int
-    """When the lease ends; 0 if that was not told, as to Kafka's clients."""
+    """When the lease ends; 0 if unknown, as for Kafka's clients."""
     checksum: int
     node: int = -1
-    """Who gave it; -1 if that was not told."""
+    """The node that leased it; -1 if unknown."""
 
 
 class Settlement(NamedTuple):
@@ -73,7 +73,7 @@ class Settlement(NamedTuple):
     taken: bool
     delay_ms: int | None = None
     node: int = -1
-    """Who was told."""
+    """The node that was asked."""
 
     @property
     def is_sure(self) -> bool:
@@ -99,14 +99,14 @@ class Call(NamedTuple):
 
 
 class Span(NamedTuple):
-    """A stretch of time."""
+    """A period of time."""
 
     begin_ms: int
     end_ms: int
 
 
 class Spans:
-    """Stretches of time, some of which may overlap."""
+    """Periods of time, some of which may overlap."""
 
     def __init__(self, spans: Iterable[Span] = ()) -> None:
         self._spans: list[Span] = []
@@ -122,7 +122,7 @@ class Spans:
         return iter(self._spans)
 
     def touch(self, begin_ms: int, end_ms: int) -> bool:
-        """Whether one of them has a moment in common with another stretch."""
+        """Whether one of them has a moment in common with another period."""
         return self.next_ms(begin_ms) <= end_ms
 
     def next_ms(self, at_ms: int) -> float:

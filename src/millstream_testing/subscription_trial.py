@@ -317,14 +317,14 @@ class SubscriptionTrial:
     async def _drain(self) -> list[Finding]:
         """Wait until every queue is empty; what is left if that takes too long."""
         deadline = time.monotonic() + self._plan.drain_s_max
-        left = ["nobody tells"]
+        left = ["no node answers"]
         while left and time.monotonic() < deadline:
             await self._sleep(_PROBE_S)
             try:
                 async with self._client() as client:
                     left = self._left(await SubscriptionClient(client).describe(list(self._promises)))
             except (MillstreamError, OSError, TimeoutError) as error:
-                left = [f"nobody tells: {error!r}"]
+                left = [f"no node answers: {error!r}"]
         return [f"not empty after {self._plan.drain_s_max:g} s: {one}" for one in left]
 
     def _left(self, found: list[dict[str, list[dict[str, object]]]]) -> list[str]:
@@ -387,7 +387,7 @@ class SubscriptionTrial:
 
 
 def _bugs(node: Server) -> list[Finding]:
-    """What a node logged that nobody has thought of."""
+    """What a node logged unexpectedly."""
     lines = node.log.read_text(errors="replace").splitlines()
     places = [at for at, line in enumerate(lines) if line.startswith("Traceback")]
     return [f"{node.log.name}: {lines[max(0, at - 2)]}" for at in places[:3]]

@@ -1,4 +1,4 @@
-"""Somebody who asks every node all along who leads what: when leaders change, and whether a node is silent."""
+"""Polls every node for its leaders: records when leaders change and whether a node is silent."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from millstream_testing.subscription_events import Leased, Notebook, WorkerJourn
 TIMEOUT_S: Final = 8.0
 PAUSE_S: Final = 0.2
 POISON: Final = b"poison"
-"""The key of messages that nobody wants."""
+"""The key of messages that every worker rejects."""
 BATCH_MAX: Final = 20
 """How many messages a batch has at most."""
 

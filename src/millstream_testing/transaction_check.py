@@ -1,19 +1,18 @@
-"""The check of transactions: from what programs did and readers saw, it tells what the broker did wrong.
+"""The check of transactions: from what programs did and readers saw, it finds what the broker did wrong.
 
 What is found, beside what the clients did (`transaction_history.py`):
 
     aborted read        a reader of what is committed was given a message of an aborted transaction
-    read before commit  ... or of one that nobody had asked to commit at that time
+    read before commit  ... or of one that no client had asked to commit at that time
     torn                of a transaction some messages are there and others not; or its messages are there and the
                         offsets that it committed are not, or the other way round
     lost                a transaction that was committed left nothing; a message of the source that the group is past
                         was never worked on
-    doubled             a message at two offsets; two messages for one message of the source
-    skipped             a reader went past a message that was there for it; a program was not given one of its source
-    went back           a reader was given an earlier offset, or a group's committed offset went back
-    reordered           a producer's messages lie in a partition in another order than they were sent in
-    inconsistent        two messages at one offset, a message in another partition, an offset that nobody committed
-    phantom             read, but never written
+    doubled             a message at two offsets; two messages for one message of the source skipped             a
+    reader went past a message that was there for it; a program was not given one of its source went back           a
+    reader was given an earlier offset, or a group's committed offset went back reordered           a producer's
+    messages lie in a partition in another order than they were sent in inconsistent        two messages at one offset,
+    a message in another partition, an offset that no transaction committed phantom             read, but never written
 
 A transaction that was asked to commit and did not say how it ended may have committed or not, but not in part.
 
@@ -101,7 +100,7 @@ class _Check:
         self._reported_places: set[tuple[Kind, Place]] = set()
         self._torn: set[Key] = set()
         self._explained: set[Source] = set()
-        """What is lost or torn already, and not told twice."""
+        """What was reported as lost or torn, and is not reported twice."""
 
     def run(self) -> Report:
         self._count()
@@ -185,13 +184,13 @@ class _Check:
             if one.is_aborted:
                 self._add_once(Kind.ABORTED_READ, place, f"{what}, which was aborted")
             elif asked_at is None:
-                self._add_once(Kind.EARLY_READ, place, f"{what}, which nobody asked to commit")
+                self._add_once(Kind.EARLY_READ, place, f"{what}, which no client asked to commit")
             else:
                 self._visible.setdefault(message, place)
                 if at < asked_at:
                     early_ms = (asked_at - at) / 1e6
                     self._add_once(
-                        Kind.EARLY_READ, place, f"{what} {early_ms:.3f} ms before anybody asked to commit it"
+                        Kind.EARLY_READ, place, f"{what} {early_ms:.3f} ms before a client asked to commit it"
                     )
 
     def _find_reordered(self) -> None:
@@ -291,9 +290,9 @@ class _Check:
 
     def _judge_offset(self, observed_offsets: OffsetObserved, by: Sequence[Transaction]) -> None:
         place = (observed_offsets.topic, observed_offsets.partition, observed_offsets.offset)
-        what = f"{observed_offsets.observer} was told this offset of {observed_offsets.group}"
+        what = f"{observed_offsets.observer} saw this offset of {observed_offsets.group}"
         if not by:
-            self._report.add(Kind.INCONSISTENT, place, f"{what}, which nobody committed")
+            self._report.add(Kind.INCONSISTENT, place, f"{what}, which no transaction committed")
             return
         if any(one.may_be_committed and (one.commit_requested_at or 0) <= observed_offsets.at for one in by):
             return

@@ -42,7 +42,7 @@ class TransactionBegun(msgspec.Struct, frozen=True, tag="begun", tag_field="even
 
 
 class EndRequested(msgspec.Struct, frozen=True, tag="end_requested", tag_field="event"):
-    """The client is about to be told to commit or abort."""
+    """The program is about to ask its client to commit or abort."""
 
     producer: str
     number: int
@@ -89,7 +89,7 @@ class Polled(msgspec.Struct, frozen=True, tag="polled", tag_field="event"):
 
 
 class OffsetObserved(msgspec.Struct, frozen=True, tag="offset_observed", tag_field="event"):
-    """An observer was told the committed offset of a group."""
+    """An observer fetched the committed offset of a group."""
 
     observer: str
     group: str
@@ -102,7 +102,6 @@ class OffsetObserved(msgspec.Struct, frozen=True, tag="offset_observed", tag_fie
 Event: TypeAlias = (
     TransactionBegun | EndRequested | TransactionEnded | ConsumerStarted | Positioned | Polled | OffsetObserved
 )
-
 
 _DECODER = msgspec.json.Decoder(Event)
 

@@ -1,13 +1,13 @@
 """What programs did in transactions and what readers saw of it; `transaction_check.py` judges it.
 
 history = TransactionHistory()
-history.note(Begun("worker-1.2", 7, "group", "in", [Input(0, 40, 42)], [Output("out", 3, 0, 40), ...], at=...))
-history.note(Asked("worker-1.2", 7, commit=True, at=...))       # before the client is told to commit
-history.note(Ended("worker-1.2", 7, committed=True, at=...))    # when the client says that it is done
-history.note(Reads("audit", committed=True))                    # a reader, and its isolation level
+history.note(TransactionBegun("worker-1.2", 7, "group", "in", [Input(0, 40, 42)], [Output("out", 3, 0, 40)], at=...))
+history.note(EndRequested("worker-1.2", 7, commit=True, at=...))    # before the client commits
+history.note(TransactionEnded("worker-1.2", 7, committed=True, at=...))    # when the client says that it is done
+history.note(ConsumerStarted("audit", committed=True))          # a reader, and its isolation level
 history.note(Positioned("audit", "out", 3, 0))                  # it was assigned, or sought
 history.note(Polled("audit", "out", 3, 41, "worker-1.2", 7, 0, at=...))
-history.note(Told("offsets", "group", "in", 0, 42, at=...))     # the group's committed offset, as an observer saw it
+history.note(OffsetObserved("offsets", "group", "in", 0, 42, at=...))  # a committed offset, as an observer saw it
 report = check(history, complete=["audit"])                     # "audit" has read everything to the end
 """
 
@@ -60,7 +60,7 @@ class Transaction:
 
     @property
     def is_aborted(self) -> bool:
-        """Whether it cannot have committed: the client said so, or was only ever told to abort."""
+        """Whether it cannot have committed: the client reported it, or was only ever asked to abort."""
         return self.committed is False or (bool(self.end_requested) and self.commit_requested_at is None)
 
     @property
@@ -101,7 +101,7 @@ class TransactionHistory:
     _numbers: dict[Message, int] = field(default_factory=dict)
 
     def note(self, event: Event) -> None:
-        """Take one event; raise `ValueError` for one of a transaction or reader that nobody has spoken of."""
+        """Take one event; raise `ValueError` for one of an unknown transaction or reader."""
         match event:
             case TransactionBegun():
                 self.transactions[event.producer, event.number] = Transaction(event)
@@ -165,7 +165,7 @@ class TransactionHistory:
         polls = self.polls.get(place)
         if polls is None:
             if event.consumer not in self.readers:
-                raise ValueError(f"nobody has said what {event.consumer} reads")
+                raise ValueError(f"reader {event.consumer} was never started")
             polls = self.polls[place] = Polls()
         return polls
 

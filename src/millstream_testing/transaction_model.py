@@ -1,4 +1,6 @@
-"""A transaction coordinator whose log is a list, and partitions that know just enough to tell a torn transaction."""
+"""A transaction coordinator whose log is a list, and partitions that know just enough to recognize a torn
+transaction.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who looks on in a trial of transactions: readers of both isolation levels, and somebody who asks for offsets."""
+"""The observers of a transaction trial: readers of both isolation levels, and one that fetches offsets."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class OffsetObserver(threading.Thread):
         self.observed_offsets: dict[tuple[str, int], int] = {}
         """By group and partition, the last answer."""
         self.end_requested = 0
-        """How many rounds of questions were answered; one that began after some moment tells of that moment."""
+        """How many rounds of questions were answered; one that started after some moment covers that moment."""
 
     def run(self) -> None:
         """Ask until the trial ends."""
@@ -174,7 +174,7 @@ def ends_of(address: str, topics: Topics, *, committed: bool) -> dict[Place, int
         except KafkaException as error:
             # Leaders may still be changing; the client gives some of that up at once.
             if time.monotonic() > deadline:
-                raise TrialFailed(f"the partitions do not tell their ends: {error}") from error
+                raise TrialFailed(f"the ends of the partitions are unknown: {error}") from error
         time.sleep(_ASK_EVERY_S)
 
 

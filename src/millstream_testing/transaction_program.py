@@ -4,7 +4,7 @@
 
 TASK is a file with a `Task` as JSON; one with a command of its own becomes that program. SIGTERM ends the program
 between two transactions. The exit code is 0 then, `RENEW` when it needs a new life (fenced, or an error after which
-clients begin anew), and `STUCK` when something was tried in vain for longer than the task says.
+clients start over), and `STUCK` when something was tried in vain for longer than the task says.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ classic protocol and one of the newer one with confluent-kafka, one with aiokafk
 Apache Kafka's own client. Each program is a process of its own (`transaction_program.py`) that writes to several topics
 and commits its offsets in the same transactions, some of which it aborts. Nodes and programs are killed, stopped and
 paused, programs also doubled, at moments drawn from a seed; after each round every group has to get past what was
-written before it, within a bound. All along there are readers of both isolation levels, and somebody who asks for the
+written before it, within a bound. All along there are readers of both isolation levels, and one that fetches the
 offsets. At the end everything is read once more, by two clients, nothing may be open, and the history is checked
 (`transaction_check.py`).
 """
@@ -203,7 +203,7 @@ class TransactionTrial:
 
     @property
     def renewed(self) -> int:
-        """How often programs ended by themselves and began anew."""
+        """Return how often programs ended by themselves and were restarted."""
         return sum(worker.renewed for worker in self._workers)
 
     @property
@@ -414,7 +414,8 @@ class TransactionTrial:
         """Wait for an answer to questions that were asked after everything ended."""
         wanted = self._offsets.end_requested + 2
         self._wait(
-            lambda: "" if self._offsets.end_requested >= wanted else "nobody tells the offsets of the groups", "the end"
+            lambda: "" if self._offsets.end_requested >= wanted else "no node answers with the offsets of the groups",
+            "the end",
         )
 
     def _more(self) -> list[str]:
@@ -492,6 +493,6 @@ def _settings(group: str, number: int, seed: int, *, alone: bool) -> dict[str, d
         consumer |= {"session.timeout.ms": 5_000, "heartbeat.interval.ms": 500}
         consumer["partition.assignment.strategy"] = strategy
         if number == 0:
-            # In the newer protocol a name is only free again when its member is given up, which tells nothing new.
+            # In the newer protocol a name is only free again when its member is given up, which shows nothing new.
             consumer["group.instance.id"] = f"{group}-{number}"
     return {"consumer": consumer, "producer": {**client, "compression.type": compression}}

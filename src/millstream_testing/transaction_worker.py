@@ -104,7 +104,7 @@ class Worker(ABC):
         return self._random.random() < self.task.abort_share
 
     def end_requested(self, *, commit: bool) -> None:
-        """Note that the client is now told to commit or abort."""
+        """Record that the client is asked to commit or abort."""
         self._note(EndRequested(self.task.producer, self._number, commit, time.monotonic_ns()))
 
     def ended(self, *, committed: bool) -> None:

@@ -254,7 +254,7 @@ class Auditor:
         try:
             _, end = client.get_watermark_offsets(TopicPartition(*place), timeout=SETTLE_S_MAX)
         except KafkaException as error:
-            raise TrialFailed(f"partition {place} does not tell its end: {error}") from error
+            raise TrialFailed(f"partition {place} has no known end: {error}") from error
         return int(end)
 
 

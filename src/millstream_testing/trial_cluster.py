@@ -187,7 +187,7 @@ class TrialCluster:
                 list(pool.map(TrialNode.start, down))
 
     def stop(self) -> None:
-        """Stop all nodes cleanly, one after the other; the last ones have nobody to hand over to."""
+        """Stop all nodes cleanly, one after the other; the last ones cannot hand over."""
         for node in self.nodes.values():
             node.stop()
 

@@ -1,4 +1,4 @@
-"""One node on its own, with the face of a trial's cluster: no etcd, no PostgreSQL, nobody to take over."""
+"""One node on its own, with the face of a trial's cluster: no etcd, no PostgreSQL, no failover."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An endpoint that messages are pushed to: it keeps what it was sent, and answers as it is told."""
+"""An endpoint that messages are pushed to: it records what it was sent, and answers as scripted."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def double(worker: TrialWorker, random: Random) -> WorkerFault:
 
 
 def stop(worker: TrialWorker, random: Random) -> WorkerFault:
-    """Asked to end, and begun anew when it has."""
+    """Ask a worker to end, and restart it."""
     return WorkerFault(f"{worker.name} stopped", 0, [Step(0.0, worker.stop)])
 
 

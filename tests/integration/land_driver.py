@@ -36,9 +36,8 @@ from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.file_tasks import FileTasks
 from millstream.pipelines.jobs.land.job import LandJob
-from millstream.pipelines.jobs.land.manifest import Report
 from millstream.pipelines.jobs.land.plan import TopicRange
-from millstream.pipelines.jobs.land.task import LandTasks
+from millstream.pipelines.jobs.land.task import LandTasks, Report
 from millstream.pipelines.lake import compaction
 from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.delta_log import DeltaLog

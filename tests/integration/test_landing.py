@@ -28,9 +28,8 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.job import LandJob
-from millstream.pipelines.jobs.land.manifest import Report
 from millstream.pipelines.jobs.land.plan import TopicRange
-from millstream.pipelines.jobs.land.task import LandTasks
+from millstream.pipelines.jobs.land.task import LandTasks, Report
 from millstream_testing.page import samples_of
 from millstream_testing.server import Server
 
@@ -184,7 +183,7 @@ def test_payloads_become_columns_that_grow(shore: Shore, topic: str) -> None:
     assert rows[None]["id"] is None
     quarantined = {row["value"]: row["reason"] for row in shore.rows(topic, "__quarantine")}
     assert quarantined == {
-        b'{"id": "x"}': 'id: "x" is no long',
+        b'{"id": "x"}': 'id: "x" is not of type long',
         b"no json": "the payload is not JSON: Expecting value: line 1 column 1 (char 0)",
     }
 
@@ -209,7 +208,10 @@ def test_columns_of_whole_numbers_take_fractions_later(shore: Shore, topic: str)
     run(job)
     job.close()
     (refused,) = shore.rows(other, "__quarantine")
-    assert refused["reason"] == "n: 2.5 is no long; n stays long: a file of the table is missing, or cannot be read"
+    assert (
+        refused["reason"]
+        == "n: 2.5 is not of type long; n stays long: a file of the table is missing, or cannot be read"
+    )
     rows = {(row["partition"], row["offset"]): row for row in shore.rows(topic)}
     for partition, offset, _key, value in published:
         document = json.loads(value or b"")
@@ -220,7 +222,7 @@ def test_columns_of_whole_numbers_take_fractions_later(shore: Shore, topic: str)
     schema = pyarrow.schema(deltalake.DeltaTable(str(shore.lake / topic)).schema().to_arrow())
     kinds = {field.name: str(field.type) for field in schema}
     assert [kinds[name] for name in ("n", "id", "in")] == ["double", "int64", "struct<a: list<element: double>>"]
-    told = re.compile(r"id: [12]\.5 is no long; id stays long: it has \d+, which is beyond what doubles hold exactly")
+    told = re.compile(r"id: [12]\.5 is not of type long; id stays long: it has \d+, which doubles cannot hold exactly")
     assert [bool(told.fullmatch(row["reason"])) for row in shore.rows(topic, "__quarantine")] == [True, True]
 
 
@@ -239,7 +241,7 @@ def test_a_schema_that_is_given_anew_widens_the_table(shore: Shore, topic: str) 
     (refused,) = [
         row for path in shore.lake.glob("*__quarantine/*/*/*") for row in parquet.read_table(path).to_pylist()
     ]
-    assert refused["reason"].startswith("total: 1.5 is no long; total stays long: its table has")
+    assert refused["reason"].startswith("total: 1.5 is not of type long; total stays long: its table has")
     rows = [row for path in shore.lake.glob(f"{topic}/*/*/*") for row in parquet.ParquetFile(path).read().to_pylist()]
     assert sorted((row["offset"], row["total"], row["buyer"]["age"]) for row in rows) == [(0, 1.0, 2.0), (2, 2.5, 0.5)]
     assert {type(row["total"]) for row in rows} == {float}
@@ -258,8 +260,8 @@ def test_payloads_become_the_columns_that_are_given(shore: Shore, topic: str) ->
     assert rows[0]["at"].isoformat() == "2026-01-02T03:04:05+00:00"
     assert "more" not in rows[0]
     assert [row["reason"] for row in shore.rows(topic, "__quarantine")] == [
-        'at: "soon" is no timestamp',
-        "id: 3.5 is no long",
+        'at: "soon" is not of type timestamp',
+        "id: 3.5 is not of type long",
     ]
     assert sorted(shore.landed(topic) + shore.landed(topic, "__quarantine")) == published
 

@@ -104,7 +104,7 @@ class Trial:
             refused = self._rows(f"{name}__quarantine")
             both = [(row["partition"], row["offset"], row["value"]) for row in rows + refused]
             assert sorted(both) == sorted(published)
-            assert all(row["reason"] == 'id: "no number" is no long' for row in refused)
+            assert all(row["reason"] == 'id: "no number" is not of type long' for row in refused)
             assert len(refused) == sum(b'"no number"' in value for _, _, value in published)
             for row in rows:
                 document = json.loads(row["value"])

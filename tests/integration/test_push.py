@@ -169,7 +169,7 @@ async def test_a_message_too_large_to_be_pushed_is_given_up_and_others_go_on(ser
         await work.publish("small")
         assert await work.ended(2) == ["dropped", "accepted"]
         assert [request.body for request in work.hook.requests] == [b"small"]
-        assert "a message cannot be pushed: the message takes " in server.log.read_text()
+        assert "message cannot be pushed: the message has " in server.log.read_text()
 
 
 async def test_an_endpoint_that_is_away_is_waited_for_and_told(server: Server) -> None:

@@ -20,9 +20,9 @@ from millstream.core.errors import FilterError, InvalidSetting, UnknownGroup, Un
 from millstream.core.payload_columns import ColumnType, PayloadColumn, parse_columns
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.sql import read_select
-from millstream.pipelines.jobs.dry_run import dry_run
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.route.job import RouteJob
+from millstream.pipelines.jobs.transform.dry_run import dry_run
 from millstream.pipelines.jobs.transform.job import TransformJob
 from millstream.pipelines.jobs.transform.statement import explain_errors, relations
 from millstream.protocol.private.subscriptions import SubscriptionClient
@@ -109,7 +109,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     tables = json.dumps({"customers": table})
     job = TransformJob(shop.pipeline(sql, tables=tables), shop.context())
     # It may be landed only later: that is waited for as a topic is.
-    with pytest.raises(FileNotFoundError, match=r"there is no table 'customers' at .* yet"):
+    with pytest.raises(FileNotFoundError, match=r"table 'customers' does not exist at .* yet"):
         job.step()
     DeltaTable.create(table, pa.schema([("tier", pa.string()), ("discount", pa.int64())]))
     assert job.step().rows == 1
@@ -118,7 +118,7 @@ def test_a_lake_table_is_joined_in_its_newest_version(shop: Shop, monkeypatch: p
     assert job.step().rows == 3
     assert sorted((row["id"], row["discount"]) for row in shop.read()) == [(1, 10), (2, 10)]
     # From here on it is too large to be handed over by the driver.
-    monkeypatch.setattr("millstream.pipelines.jobs.lake_rows.HANDED_BYTES_MAX", 0)
+    monkeypatch.setattr("millstream.pipelines.jobs.transform.prepared_query.HANDED_BYTES_MAX", 0)
     write_deltalake(table, pa.table({"tier": ["silver"], "discount": [5]}), mode="append")
     shop.publish(shop.orders, orders(6, 1))
     assert job.step().rows == 1

@@ -20,8 +20,6 @@ from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.last_run import FILE_NAME as LAST_RUN_NAME
 from millstream.broker.cluster.last_run import FolderOwner
 from millstream.broker.cluster.membership import Membership, Node, is_any_address
-from millstream.broker.cluster.pipeline_owner import PipelineOwner, SoleOwner
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.store import CoordinationStore
@@ -34,6 +32,8 @@ from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import ConnectionLimits
 from millstream.broker.net.listener import Listener, bind, listen
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import PipelineOwner, SoleOwner
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.config import Config
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from millstream.broker.cluster.cluster_node import ClusterNode
     from millstream.broker.kafka.served_apis import ServedApis
     from millstream.broker.kafka.subscription_service import SubscriptionService
-    from millstream.broker.pipeline_board import PipelineBoard
+    from millstream.broker.pipelines.report_board import PipelineBoard
 
 _logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class ChildProcess(Protocol):
 class GatewayProcess(ChildProcess, Protocol):
     """The one that serves HTTP, also while the node is still starting."""
 
-    def tell(self, starting: str) -> None:
+    def report_starting(self, starting: str) -> None:
         """Have it answer why the node does not serve yet."""
 
     def serve_status(self, status: Callable[[], Mapping[str, Any]]) -> None:
@@ -267,7 +267,7 @@ class Broker:
     def _report_start(self, starting: str) -> None:
         """Have the gateway, if there is one, answer why the node is not up yet."""
         if self._gateway is not None:
-            self._gateway.tell(starting)
+            self._gateway.report_starting(starting)
 
     async def _bind_http(self) -> socket.socket:
         """Bind; a gateway whose broker was killed holds the address until it has noticed that."""
@@ -552,7 +552,7 @@ class Broker:
         """Have the gateway say why the node is not up yet, in good time before the loop stands still."""
         if self._gateway is None or self._http_socket is None:
             return
-        self._gateway.tell(reason)
+        self._gateway.report_starting(reason)
         listen(self._http_socket, flag="http")
         self._begin_gateway(self._gateway)
         with suppress(TimeoutError):

@@ -34,7 +34,7 @@ from millstream.cli.output import (
     print_table,
 )
 from millstream.cli.pipeline_options import Name
-from millstream.pipelines.jobs.headline import headline
+from millstream.pipelines.jobs.error_reason import headline
 
 if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client

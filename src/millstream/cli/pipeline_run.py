@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from millstream.client.admin.pipeline_storage import PipelineStorage
-    from millstream.pipelines.jobs.dry_run import DryRun
+    from millstream.pipelines.jobs.transform.dry_run import DryRun
     from millstream.pipelines.runtime.claim import Claim
     from millstream.pipelines.runtime.manual_run import ManualRun
     from millstream.pipelines.runtime.runner import Tally
@@ -80,9 +80,9 @@ def unwound_by_sigterm() -> Iterator[None]:
 
 def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
     """Start Spark, try the pipeline on the youngest messages, and tell what came out."""
-    from millstream.pipelines.jobs.dry_run import dry_run
     from millstream.pipelines.jobs.error_reason import reason_of
     from millstream.pipelines.jobs.job import JobContext
+    from millstream.pipelines.jobs.transform.dry_run import dry_run
     from millstream.pipelines.runtime.spark_session import open_session
 
     with unwound_by_sigterm(), tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
@@ -466,7 +466,7 @@ class _ByHand:
 
     def _leave(self, claim: Claim, scratch: str, reason: str) -> None:
         """End the process, although its first thread hangs, and leave nothing behind; called by the one who watches."""
-        from millstream.pipelines.runtime.scratch import remove_scratch
+        from millstream.pipelines.runtime.spark_session import remove_scratch
 
         print_note(f"millstream: {self._stalled(reason)}")
         claim.leave()

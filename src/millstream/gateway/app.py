@@ -37,10 +37,10 @@ from millstream.gateway.pressure import Pressure
 from millstream.protocol.wire.node_status import STUCK_S, UNREADY_S, BrokerStarting, Health
 
 Ask = Callable[[], Awaitable[dict[str, Any]]]
-"""Asks the broker for all its numbers; see `broker/kafka/apis/node_status.py` for the answer."""
+"""Requests the broker's metrics; `broker/kafka/apis/node_status.py` defines the answer."""
 
 AskHealth = Callable[[], Awaitable[Health]]
-"""Asks the broker how it is, without waiting for long."""
+"""Requests the broker's health, with a short timeout."""
 
 _NO_STORE = {"cache-control": "no-store"}
 
@@ -48,7 +48,7 @@ _NO_STORE = {"cache-control": "no-store"}
 def build_app(
     ask: Ask, health: AskHealth, services: Services | None = None, site: OriginCheck | None = None
 ) -> ASGIApp:
-    """Build the gateway's application over the ways to ask the broker, and the parts that the API works with."""
+    """Build the gateway's ASGI application."""
     named = site or OriginCheck()
     doors = _Pages(ask, health, services.pressure if services is not None else Pressure())
     pages = Starlette(
@@ -82,14 +82,15 @@ def build_app(
     beginning = PREFIX + "/"
 
     def serve_any(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
-        # Before any other routing, since most requests are for the API, and it answers for all that is below.
+        # Tested before any other routing, since most requests are for the API, which answers everything below its
+        # prefix.
         return (api if scope["path"].startswith(beginning) else own_pages)(scope, receive, send)
 
     return serve_any
 
 
 class _Pages:
-    """One method per route."""
+    """The pages beside the API, one method each."""
 
     def __init__(self, ask: Ask, health: AskHealth, pressure: Pressure) -> None:
         self._ask = ask
@@ -159,5 +160,5 @@ def _unavailable(request: Request, reasons: list[str]) -> JSONResponse:
 
 def _broker_unavailable(request: Request, error: Exception) -> JSONResponse:
     starts = isinstance(error, BrokerStarting)
-    reason = f"the broker starts: {error}" if starts else f"the broker does not answer: {error}"
+    reason = f"the broker is starting: {error}" if starts else f"the broker does not answer: {error}"
     return problem(request, HTTPStatus.SERVICE_UNAVAILABLE, reason, reasons=[reason])

@@ -1,12 +1,12 @@
-"""The broker's side of the HTTP gateway: a child process that is started, restarted and stopped from here.
+"""The broker's side of the HTTP gateway: starts, restarts and stops its child process.
 
-The listening socket belongs to the broker, which knows its address at once; the child inherits it. The child lives as
-long as its standard input is open: that is a socket whose other end only the broker holds, so the child ends with the
-broker even when the broker is killed hard. Connections that arrive while no child runs wait in the socket's backlog.
+The broker binds the listening socket, so it knows the address at once; the child inherits it. The child lives as long
+as its standard input is open: a socket whose other end only the broker holds, so the child ends with the broker even if
+that is killed. Connections that arrive while no child runs wait in the socket's backlog.
 
-Through that socket the broker says how it is, one line of JSON each time: why it does not answer yet while it starts,
-which works also while its loop stands still, as it does when logs are recovered; then its status whenever the child
-asks for it. No client can load this socket, so health checks do not depend on the Kafka port.
+Through that socket the broker reports its state, one JSON line each time: the reason why it is not ready while it
+starts (also while its loop is blocked by recovery), then its status whenever the child asks. Clients cannot load this
+socket, so health checks do not depend on the Kafka port.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from millstream.core.child_process import BACKOFF_MIN_S, SupervisedChild
 MODULE = "millstream.gateway.process"
 
 _REASON_MAX = 500
-"""Characters of a reason: a line of this is written to the socket as a whole or not at all."""
+"""The length of a reason, so that a line is written to the socket as a whole or not at all."""
 
 _REASONS_MAX = 20
 
 Status = Callable[[], Mapping[str, Any]]
-"""Describes the node: node id, version, and the reasons and warnings of `broker/kafka/apis/node_status.py`."""
+"""Describes the node: id, version, and the reasons and warnings of `broker/kafka/apis/node_status.py`."""
 
 
 class HttpChild(SupervisedChild):
@@ -58,19 +58,19 @@ class HttpChild(SupervisedChild):
         self._starting: str | None = None
         self._status: Status | None = None
 
-    def tell(self, starting: str) -> None:
-        """Have the child answer that the broker is not up yet, and why."""
+    def report_starting(self, starting: str) -> None:
+        """Report why the broker is not ready yet."""
         self._starting = starting
         self._write()
 
     def serve_status(self, status: Status) -> None:
-        """The broker has started: have the child answer with its status."""
+        """Report the broker's status from now on."""
         self._starting = None
         self._status = status
         self._write()
 
     async def stop(self) -> None:
-        """Let the child finish its requests, then end it; the listening socket is closed."""
+        """Stop the child once its requests are finished, and close the listening socket."""
         await super().stop()
         self._listening.close()
 
@@ -79,7 +79,8 @@ class HttpChild(SupervisedChild):
         self._line.setblocking(False)
         self._write()
         try:
-            # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+            # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
+            # order.
             process = await asyncio.create_subprocess_exec(
                 *self._command(),
                 stdin=child_end.fileno(),
@@ -96,7 +97,7 @@ class HttpChild(SupervisedChild):
         return process
 
     def _answer(self, line: socket.socket) -> None:
-        """The child asks how the broker is, or has gone."""
+        """Answer the child's status request; an empty line means that it has gone."""
         with suppress(OSError):
             if line.recv(1024):
                 self._write()
@@ -110,7 +111,7 @@ class HttpChild(SupervisedChild):
             "starting": None if self._starting is None else self._starting[:_REASON_MAX],
             "status": None if self._status is None else _clip(self._status()),
         }
-        # A child that does not read is not waited for, and one that is gone is started again and told then.
+        # Never wait for a child that does not read; one that has gone is restarted and gets the state then.
         with suppress(OSError):
             self._line.send((json.dumps(line, ensure_ascii=False) + "\n").encode())
 

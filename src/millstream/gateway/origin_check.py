@@ -1,10 +1,10 @@
-"""Which pages may use the gateway through somebody's browser: those that were loaded from it, by a name that it has.
+"""Which web pages may use the gateway through a browser: those loaded from it, under a name that is its own.
 
-A page of another site is told by its origin. One that has pointed its own name at this machine (DNS rebinding) looks
-like a page of the gateway, but for the name. So what a browser sends over plain HTTP has to name the gateway by an
-address, by a name that nobody on the Internet can own, or by one that is known here. Programs, also behind load
-balancers, are not asked for a name, since no page makes them send requests. Nor are browsers that came by TLS: they
-have checked it.
+A page of another site is recognized by its origin. One that has pointed its own name at this machine (DNS rebinding)
+looks like a page of the gateway except for the name. Requests that a browser sends over plain HTTP therefore have to
+name the gateway by an address, by a name that cannot be registered on the Internet, or by a configured one. Programs,
+also behind load balancers, are not checked, since no page controls them; nor are browsers that use TLS, which verifies
+the name.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ class OriginCheck:
         self._is_any = ANY in self._names
 
     def check(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse what a page of another site sent; over plain HTTP browsers tell it only by the page's origin."""
+        """Refuse requests of pages from other sites; over plain HTTP, only the origin shows them."""
         origin = headers.get(b"origin")
         if headers.get(b"sec-fetch-site") in _FOREIGN or (
             origin is not None and origin.partition(b"://")[2].lower() != headers.get(b"host", b"").lower()
         ):
-            raise Refused(HTTPStatus.FORBIDDEN, "pages of other sites may not use this")
+            raise Refused(HTTPStatus.FORBIDDEN, "cross-origin requests are not allowed")
         self.check_name(headers)
 
     def check_name(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse what a browser sent to a name that may be anybody's."""
+        """Refuse browser requests to a name that anyone could own."""
         if b"accept-language" not in headers and b"origin" not in headers and b"referer" not in headers:
-            # No browser: a page cannot keep it from naming languages.
+            # Not a browser: pages cannot suppress this header.
             return
         if self._is_any or b"sec-fetch-site" in headers or headers.get(b"origin", b"").startswith(b"https://"):
-            # Where a request comes from, browsers tell only when they go by TLS or to a name of the machine itself.
+            # Browsers send the fetch metadata only over TLS or to the machine itself.
             return
         host = _bare(headers.get(b"host", b"").decode("latin-1"))
         if not self._is_own(host):
             raise Refused(
                 HTTPStatus.FORBIDDEN,
-                f"{host!r} is not known as a name of this gateway, and a page of another site could have pointed it "
-                "here; if it is one, name it in the setting http-hosts (--http-hosts)",
+                f"{host!r} is not a known name of this gateway, and another site's page could have pointed it "
+                "here; if it is one, add it to the setting http-hosts (--http-hosts)",
             )
 
     def _is_own(self, host: str) -> bool:
-        # Names of the Internet have a dot; without one they are of the machine, its network or its containers.
+        # Names on the Internet have a dot; a name without one belongs to the machine, its network or its containers.
         if "." not in host or host in self._names or host.endswith(".localhost"):
             return True
         with suppress(ValueError):
@@ -64,7 +64,7 @@ class OriginCheck:
 
 
 def _bare(host: str) -> str:
-    """A host without its port."""
+    """Strip the port from a host."""
     if host.startswith("["):
         return host.partition("]")[0] + "]"
     return host.partition(":")[0].rstrip(".").lower()

@@ -1,4 +1,4 @@
-"""What the gateway takes on at once. More is answered with 429, so that nobody's request waits in a heap."""
+"""The gateway's limits: requests beyond them are answered with 429 instead of being queued."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from millstream.gateway.api.problem import Refused
 from millstream.gateway.api.route import Lane
 
 REQUESTS_MAX: Final = (2000, 512, 64)
-"""By lane."""
+"""Per lane."""
 
 BYTES_MAX: Final = (192 * 1024 * 1024, 192 * 1024 * 1024, 64 * 1024 * 1024)
-"""What the requests of a lane take together: their bodies, and the messages that they may be answered with. Those who
-wait for messages keep room for them, and publishers must not be turned away for that."""
+"""Memory of a lane's requests: their bodies, and the messages they may be answered with. Requests that wait for
+messages reserve memory, which must not keep publishers out."""
 
 RETRY_S: Final = 1
 PAUSE_S_MAX: Final = 0.5
-"""A publisher whom the broker asks to pause for longer than this is told so instead of being kept waiting."""
+"""A publisher that the broker throttles for longer is refused instead of being kept waiting."""
 
 
 class Pressure:
-    """Counts requests and the bytes of their bodies."""
+    """Counts requests and their memory."""
 
     def __init__(self, requests_max: tuple[int, ...] = REQUESTS_MAX, bytes_max: tuple[int, ...] = BYTES_MAX) -> None:
         self._requests_max = requests_max
@@ -30,23 +30,31 @@ class Pressure:
         self.bytes = [0] * len(Lane)
         self.turned_away = 0
         self.answers: dict[int, int] = {}
-        """How many, by status."""
+        """Answers by status."""
 
     def metrics(self) -> list[dict[str, Any]]:
-        """What is under way and what was answered, as a node's status tells its own numbers."""
+        """Return the requests in progress and the answers, in the form of a node's metrics."""
         lanes = [[number, {"lane": lane.name.lower()}] for lane, number in zip(Lane, self.requests, strict=True)]
         answers = [[number, {"status": str(int(status))}] for status, number in sorted(self.answers.items())]
         return [
-            _metric("millstream_http_requests", "gauge", "Requests to the API that are under way.", lanes),
-            _metric("millstream_http_bytes", "gauge", "What these may take in memory.", [[sum(self.bytes), {}]]),
-            _metric("millstream_http_answers_total", "counter", "Answers of the API.", answers),
+            _metric("millstream_http_requests", "gauge", "API requests in progress.", lanes),
             _metric(
-                "millstream_http_turned_away_total", "counter", "Requests answered with 429.", [[self.turned_away, {}]]
+                "millstream_http_bytes",
+                "gauge",
+                "Memory reserved for API requests in progress.",
+                [[sum(self.bytes), {}]],
+            ),
+            _metric("millstream_http_answers_total", "counter", "API answers by status.", answers),
+            _metric(
+                "millstream_http_turned_away_total",
+                "counter",
+                "API requests answered with 429.",
+                [[self.turned_away, {}]],
             ),
         ]
 
     def warnings(self) -> list[str]:
-        """What is full now, so that requests are refused."""
+        """Return the lanes that are full."""
         return [
             f"{lane.name.lower()} requests are refused: {number} are in progress"
             for lane, number in zip(Lane, self.requests, strict=True)
@@ -54,37 +62,37 @@ class Pressure:
         ]
 
     def enter(self, lane: Lane) -> None:
-        """Take on a request, or refuse it."""
+        """Admit a request or refuse it."""
         number = self.requests[lane]
         if number >= self._requests_max[lane]:
-            raise self._refused(f"{number} requests of this kind are under way")
+            raise self._refused(f"{number} requests of this kind are in progress")
         self.requests[lane] = number + 1
 
     def count(self, status: int) -> None:
-        """Note an answer."""
+        """Count an answer."""
         if status == HTTPStatus.TOO_MANY_REQUESTS:
             self.turned_away += 1
         self.answers[status] = self.answers.get(status, 0) + 1
 
     def leave(self, lane: Lane) -> None:
-        """A request is answered."""
+        """Remove an answered request."""
         self.requests[lane] -= 1
 
     def take(self, lane: Lane, size: int) -> None:
-        """Make room for a body or an answer, or refuse it."""
+        """Reserve memory for a body or an answer, or refuse the request."""
         taken = self.bytes[lane]
         if taken + size > self._bytes_max[lane]:
-            raise self._refused(f"{taken} bytes are under way")
+            raise self._refused(f"requests in progress hold {taken} bytes")
         self.bytes[lane] = taken + size
 
     def give_back(self, lane: Lane, size: int) -> None:
-        """So much is not needed any more."""
+        """Release memory."""
         self.bytes[lane] -= size
 
     def check_pause(self, pause_s: float) -> None:
-        """Refuse what would wait for long, since the broker asks to be left alone."""
+        """Refuse a publisher that would have to wait for long because the broker throttles it."""
         if pause_s > PAUSE_S_MAX:
-            raise self._refused("the broker asks publishers to pause", int(pause_s) + 1)
+            raise self._refused("the broker throttles publishers", int(pause_s) + 1)
 
     def _refused(self, why: str, retry_s: int = RETRY_S) -> Refused:
         return Refused(HTTPStatus.TOO_MANY_REQUESTS, f"{why}; try again later", headers={"retry-after": str(retry_s)})

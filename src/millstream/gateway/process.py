@@ -1,6 +1,6 @@
-"""The gateway's process: `python -m millstream.gateway.process OPTIONS`, started by `gateway/child.py` only.
+"""The gateway process: `python -m millstream.gateway.process OPTIONS`, started only by `gateway/child.py`.
 
-It is a client of the broker like any other, so that whatever HTTP asks for never stalls the log.
+It is a client of the broker like any other, so that HTTP requests never stall the log.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ ACCEPTS_PER_ROUND = 16
 """uvloop accepts one connection per handle and round of the loop; a health check has to pass those who connect and hang
 up all the time."""
 OPEN_FILES = 2 * (CONNECTIONS_MAX + SURPLUS_MAX)
-"""Clients' connections, and those to the brokers that requests wait on."""
+"""Client connections, and the connections to brokers that requests wait on."""
 KEEP_ALIVE_S = 75
-"""Longer than load balancers keep connections that nobody uses, so that none is closed while one sends a request."""
+"""Longer than load balancers keep idle connections, so that none is closed while a request is being sent."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but waiting to be told to stop instead of looking ten times a second."""
+    """uvicorn, but waiting for a stop event instead of polling ten times a second."""
 
     def __init__(self, app: Any) -> None:
         config = uvicorn.Config(
@@ -57,25 +57,25 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self._stop_requested = asyncio.Event()
         self.when_stopped: Callable[[], None] = lambda: None
-        """Called first when it is told to stop, so that nobody is kept waiting for what does not come any more."""
+        """Called first on stop, to release requests that wait for messages."""
 
     async def main_loop(self) -> None:
-        """Serve until told to stop."""
+        """Serve until stopped."""
         await self._stop_requested.wait()
 
     def stop(self) -> None:
-        """Finish the requests under way and end."""
+        """Finish the requests in progress and end."""
         self.should_exit = True
         self.when_stopped()
         self._stop_requested.set()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop on a signal; the broker, if it lives, starts another gateway."""
+        """Stop on a signal; the broker, if it runs, starts another gateway."""
         asyncio.get_running_loop().call_soon_threadsafe(self.stop)
 
 
 async def serve(listening: socket.socket, kafka_address: str, hosts: Sequence[str]) -> None:
-    """Serve until the broker hangs up."""
+    """Serve until the broker closes the pipe."""
     line = socket.socket(fileno=os.dup(sys.stdin.fileno()))
     line.setblocking(False)
     status, broker = BrokerStatus(kafka_address), BrokerStatusPipe(line)
@@ -96,13 +96,13 @@ def _handle_status(server: Server, line: socket.socket, broker: BrokerStatusPipe
     if piece:
         broker.feed(piece)
         return
-    # The socket is closed: the broker ends, or wants this process to.
+    # The socket is closed: the broker has ended, or wants this process to end.
     asyncio.get_running_loop().remove_reader(line.fileno())
     server.stop()
 
 
 def raise_open_files_limit() -> None:
-    """Let this process have all its connections open at once, as far as the system lets it.
+    """Raise the limit of open files so that all connections fit, as far as the system allows.
 
     A process that runs out of descriptors cannot accept the connection of a health check.
     """
@@ -113,7 +113,7 @@ def raise_open_files_limit() -> None:
 
 
 def main() -> None:
-    """Run the gateway as the broker asks."""
+    """Run the gateway with the broker's options."""
     options = json.loads(sys.argv[1])
     set_up_logging(options["log_level"], options["log_format"])
     import_lean_kio()

@@ -1,8 +1,8 @@
-"""HTTP on one connection: uvicorn's protocol with bounds on what comes before a request is whole.
+"""HTTP on one connection: uvicorn's protocol with limits on incomplete requests and slow clients.
 
-Clients that stall must not keep health checks out. Beyond `CONNECTIONS_MAX`, a new connection takes the place of one
-whose client has sent nothing for a while. If there is none, it becomes a surplus connection: it may send the head of a
-request, and only a health check is answered. Surplus connections that have not sent a head are closed for newer ones.
+Clients that stall must not keep health checks out. Beyond `CONNECTIONS_MAX`, a new connection replaces one whose client
+has sent nothing for a while. If there is none, it becomes a surplus connection: it may send the head of a request, and
+only a health check is answered. Surplus connections that have not sent a head are closed in favour of newer ones.
 
 A client may send requests ahead of their answers. Of those that follow the one in progress, about one is read; the rest
 stays as bytes, and nothing more is received before it is read.
@@ -21,15 +21,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from millstream.gateway.api.problem import CONTENT_TYPE, problem_document
 
 JOINED_BYTES_MAX: Final = 64 * 1024
-
-"""A longer body is not copied for it."""
-
+"""A longer body is not copied to be joined with its head."""
 
 _CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class JoinedTransport:
-    """A transport that keeps a head until something follows it, or the answer is over."""
+    """A transport that holds a response head back until the body follows or the response ends."""
 
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
@@ -43,7 +41,7 @@ class JoinedTransport:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send, but keep what is the first of an answer."""
+        """Send, holding back the head of a response."""
         if self._is_head_next:
             if data != _CONTINUE:
                 self._is_head_next = False
@@ -58,12 +56,12 @@ class JoinedTransport:
         self._write(data)
 
     def answered(self) -> None:
-        """An answer is over; one without a body has nothing that could follow its head."""
+        """Flush a response without a body."""
         self._flush()
         self._is_head_next = True
 
     def close(self) -> None:
-        """Send what is kept, and hang up."""
+        """Flush and close."""
         self._flush()
         self._transport.close()
 
@@ -78,13 +76,11 @@ CONNECTIONS_MAX: Final = 2048
 SURPLUS_MAX: Final = 256
 
 STALLED_S: Final = 5.0
-
-"""When all connections are taken, one gives way whose request is incomplete or idle and whose client has sent nothing
-for so long."""
+"""When all connections are taken, one is closed whose request is incomplete or idle and whose client has sent nothing
+for this long."""
 
 REPLACED_MAX: Final = 32
-
-"""So many give way at once, so that not every new connection looks at all others."""
+"""The number of connections that are closed at once, so that not every new connection examines all others."""
 
 HEALTH_PATHS: Final = frozenset({b"/healthz", b"/readyz"})
 
@@ -95,47 +91,43 @@ BODY_STEP_BYTES: Final = 8 * 1024
 """What is read in one step; whether requests were sent ahead is seen between two."""
 
 HEAD_S_MAX: Final = 30.0
-
-"""A connection that has not brought the head of its first request by then, or of another one that it has begun, is
-closed."""
+"""A connection that has not completed the head of its first request, or of one it has started, is closed after this
+time."""
 
 REFUSED_S_MAX: Final = 5.0
 
 REFUSED_BYTES_MAX: Final = 16 * 1024 * 1024
-
-"""A client that is refused may go on sending for so long and so much: hung up on earlier, it would not see why."""
+"""The time and bytes for which a refused client may go on sending; closed earlier, it would not see the answer."""
 
 WRITE_S_MAX: Final = 30.0
 
 WRITE_BYTES_MIN: Final = 64 * 1024
-
-"""A client that takes less than this of an answer in that time, while more is there, is hung up on."""
-
+"""A client that reads less than this of a response in that time, while more is available, is disconnected."""
 
 _HEAD_TOO_LARGE: Final = f"the path and the headers of a request take at most {HEAD_BYTES_MAX} bytes"
 
 
 class Protocol(HttpToolsProtocol):
-    """Bounds connections, heads of requests, the time that these may take, and that clients take for their answers."""
+    """Limits connections, request heads, and the time that clients take to send and to read."""
 
     _head_bytes = 0
     _is_in_head = True
     _is_begun = False
     _expected: asyncio.TimerHandle | None = None
     _refused_bytes = -1
-    """How much has come since the connection was refused; negative while it is not."""
+    """Bytes received since the connection was refused; negative while it is not."""
     _stuck: asyncio.TimerHandle | None = None
     _joined: JoinedTransport
     _ahead: bytes = b""
     """What came behind requests that are not answered yet."""
     _last_data_at = 0.0
-    """When the client last sent something, or was answered."""
+    """When the client last sent something or was answered."""
     surplus: ClassVar[dict[Protocol, None]] = {}
-    """Connections beyond the maximum, the oldest first."""
+    """Connections beyond the maximum, oldest first."""
     none_stalled_until: ClassVar[float] = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take on a connection, in the place of a stalled one if there are too many."""
+        """Accept a connection, replacing a stalled one if there are too many."""
         self._joined = JoinedTransport(transport)
         super().connection_made(cast("asyncio.Transport", self._joined))
         self._last_data_at = self.loop.time()
@@ -146,14 +138,14 @@ class Protocol(HttpToolsProtocol):
         self._start_head_timeout()
 
     def _replace_stalled(self) -> bool:
-        """Close the connections whose clients have been silent for the longest, if that is long enough."""
+        """Close the connections whose clients have been silent longest, if that is long enough."""
         if self._last_data_at < Protocol.none_stalled_until:
             return False
         waiting = [one for one in cast("set[Protocol]", self.connections) if one is not self and one.waits_for_client]
         silent = nsmallest(REPLACED_MAX, waiting, key=_last_data_time)
         stalled = [one for one in silent if self._last_data_at - one._last_data_at >= STALLED_S]
         if not stalled:
-            # None can have been silent for long enough before the first of these has.
+            # No other connection can have been silent for long enough before the first of these.
             Protocol.none_stalled_until = min(map(_last_data_time, silent), default=self._last_data_at) + STALLED_S
         for one in stalled:
             one.close_stalled()
@@ -161,18 +153,18 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def waits_for_client(self) -> bool:
-        """Whether nothing is being done for the client: its request is incomplete, or none has begun."""
+        """Whether the connection waits for its client: its request is incomplete, or none has started."""
         cycle = self.cycle
         return self not in self.surplus and (cycle is None or cycle.more_body or cycle.response_complete)
 
     def close_stalled(self) -> None:
-        """Close at once, and be counted no longer."""
+        """Close at once and stop counting the connection."""
         self.connections.discard(self)
         self.surplus.pop(self, None)
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is gone."""
+        """Forget the connection."""
         super().connection_lost(exc)
         self._ahead = b""
         self.surplus.pop(self, None)
@@ -180,7 +172,7 @@ class Protocol(HttpToolsProtocol):
         self._is_client_reading()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what has arrived."""
+        """Parse received data."""
         self._last_data_at = self.loop.time()
         if self._refused_bytes >= 0:
             self._discard(len(data))
@@ -216,19 +208,19 @@ class Protocol(HttpToolsProtocol):
         if self._head_bytes > HEAD_BYTES_MAX:
             self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
         elif self._is_begun and self._expected is None:
-            # Only for a head that comes in pieces: most come whole, and then there is nothing to wait for.
+            # Only for a head that arrives in pieces; most arrive whole.
             self._start_head_timeout()
 
     def on_message_begin(self) -> None:
-        """Another head begins."""
+        """Start the limits of another head."""
         self._is_begun = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The head is whole; if so much came at once that it may be too large, it is measured."""
+        """End the limits of the head, and measure it if so much arrived that it may be too large."""
         if self._head_bytes > HEAD_BYTES_MAX and self._head_size() > HEAD_BYTES_MAX:
             self._end(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, _HEAD_TOO_LARGE)
-            raise ValueError(_HEAD_TOO_LARGE)  # Nothing of the request is read any further.
+            raise ValueError(_HEAD_TOO_LARGE)  # The rest of the request is not read.
         if self in self.surplus:
             self._check_surplus()
         self._is_begun = False
@@ -237,7 +229,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def _check_surplus(self) -> None:
-        """Let a health check pass, as the newest of the surplus connections; refuse anything else."""
+        """Let a health check pass as the newest surplus connection; refuse anything else."""
         if self.url.partition(b"?")[0] not in HEALTH_PATHS:
             refusal = f"{CONNECTIONS_MAX} connections are open"
             self._end(HTTPStatus.SERVICE_UNAVAILABLE, refusal)
@@ -246,12 +238,12 @@ class Protocol(HttpToolsProtocol):
         self.surplus[self] = None
 
     def on_message_complete(self) -> None:
-        """The request is whole; what follows is the head of another one."""
+        """Expect the head of another request."""
         self._is_in_head = True
         self._head_bytes = 0
         if self.cycle.response_complete:
-            # The rest of a body whose request was answered before. uvicorn minds idle connections from an answer on,
-            # and stopped doing so when more of the body came.
+            # The rest of a body whose request was answered before. uvicorn watches idle connections from an answer on,
+            # and stopped doing so when more of the body arrived.
             self._head_received()
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -259,13 +251,13 @@ class Protocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The answer is whole; what is written next is the head of another one."""
+        """Expect the head of another response."""
         self._last_data_at = self.loop.time()
         self._joined.answered()
         if self in self.surplus:
             self.transport.close()
         elif self.cycle.response_complete and self.cycle.more_body:
-            # Answered before the body was whole, for example since it took too long: the rest has to come soon.
+            # Answered before the body was complete, for example because it took too long: the rest has to arrive soon.
             self._head_received()
             self._expected = self.loop.call_later(REFUSED_S_MAX, self.transport.abort)
         super().on_response_complete()
@@ -275,13 +267,13 @@ class Protocol(HttpToolsProtocol):
             self.loop.call_soon(self._read_ahead)
 
     def pause_writing(self) -> None:
-        """The client does not take its answer as fast as it comes."""
+        """Watch a client that reads its response slowly."""
         super().pause_writing()
         if self._stuck is None:
             self._watch_client_reading()
 
     def resume_writing(self) -> None:
-        """It has taken most of it."""
+        """Resume writing: the client has drained its response."""
         super().resume_writing()
         self._is_client_reading()
 
@@ -291,7 +283,7 @@ class Protocol(HttpToolsProtocol):
 
     def _check_client_reading(self, before: int) -> None:
         if before - self.transport.get_write_buffer_size() < WRITE_BYTES_MIN:
-            # To close it would keep what it does not take.
+            # Closing it would keep the unread data.
             self.transport.abort()
         else:
             self._watch_client_reading()
@@ -310,19 +302,21 @@ class Protocol(HttpToolsProtocol):
             self._expected = None
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, unless it was refused while it was read."""
+        """Answer malformed HTTP, unless the request was refused while it was parsed."""
         if self._refused_bytes < 0:
-            self._end(HTTPStatus.BAD_REQUEST, "this is no HTTP request")
+            self._end(HTTPStatus.BAD_REQUEST, "this is not an HTTP request")
 
     def _head_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _end(self, status: HTTPStatus, detail: str) -> None:
-        """Refuse all that comes on this connection: to close it while the client sends would keep this from it."""
+        """Refuse everything that arrives on this connection; closing it while the client sends would lose the
+        answer.
+        """
         self._refused_bytes = 0
         self._head_received()
         if self.cycle is not None and not self.cycle.response_complete:
-            # An answer is under way, into which this one would be mixed.
+            # A response is being sent, into which this one would be mixed.
             self.transport.close()
             return
         self._answer(status, detail)

@@ -1,4 +1,4 @@
-"""What a request takes in memory: its body, bounded in size and time, and what it may be answered with."""
+"""The memory of a request: its body, bounded in size and time, and its possible answer."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from millstream.gateway.pressure import Pressure
 
 BODY_BYTES_MAX: Final = 8 * 1024 * 1024
 BODY_S_MAX: Final = 30.0
-"""A body that takes longer to arrive is given up, since it keeps room from others."""
+"""A body that takes longer to arrive is abandoned, since it holds memory."""
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 
 class ClientDisconnected(Exception):
-    """The client has gone before its request was whole: nobody is there to be answered."""
+    """The client disconnected before its request was complete."""
 
 
 class RequestMemory:
-    """The room that one request takes."""
+    """The memory that one request holds."""
 
     __slots__ = ("_lane", "_pressure", "_taken")
 
@@ -34,9 +34,9 @@ class RequestMemory:
 
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> bytes:
         """Read the whole body, or raise `Refused`."""
-        told = headers.get(b"content-length")
-        if told is not None and told.isdigit():
-            self._take(int(told))
+        declared = headers.get(b"content-length")
+        if declared is not None and declared.isdigit():
+            self._take(int(declared))
         try:
             async with asyncio.timeout(BODY_S_MAX):
                 return await self._read_all(receive)
@@ -44,12 +44,12 @@ class RequestMemory:
             raise Refused(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {BODY_S_MAX:g} s") from None
 
     def reserve(self, size: int) -> None:
-        """Keep room for an answer that may become so large, or raise `Refused`."""
+        """Reserve memory for the largest possible answer, or raise `Refused`."""
         self._pressure.take(self._lane, size)
         self._taken += size
 
     def resize(self, size: int) -> None:
-        """Keep exactly so much room from now on, or raise `Refused` and keep what there was."""
+        """Change the reserved memory, or raise `Refused` and keep the old amount."""
         if size > self._taken:
             self._pressure.take(self._lane, size - self._taken)
         else:
@@ -57,7 +57,7 @@ class RequestMemory:
         self._taken = size
 
     def release(self) -> None:
-        """The request is answered."""
+        """Release everything."""
         self._pressure.give_back(self._lane, self._taken)
         self._taken = 0
 
@@ -76,6 +76,6 @@ class RequestMemory:
 
     def _take(self, size: int) -> None:
         if self._taken + size > BODY_BYTES_MAX:
-            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request takes at most {BODY_BYTES_MAX} bytes")
+            raise Refused(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a request body has at most {BODY_BYTES_MAX} bytes")
         self._pressure.take(self._lane, size)
         self._taken += size

@@ -1,3 +1,40 @@
-"""`millstream.spark.bulk.records()`: bulk jobs over topics that need no SQL."""
+"""Bulk jobs without SQL: the records of ranges, fetched and processed as Arrow outside the JVM.
 
-from millstream.pipelines.source.bulk import records as records
+ranges = spark.read.format("millstream").option("subscribe", "orders").option("mode", "ranges").load()
+
+def count(batches):
+    for batch in records(batches, "localhost:9092", columns=("value",)):
+        yield pa.RecordBatch.from_pydict({"rows": [batch.num_rows]})
+
+ranges.mapInArrow(count, "rows long")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import pyarrow as pa
+
+from millstream.pipelines.source.options import BROKERS, DEFAULT_BROKERS, read_options
+from millstream.pipelines.source.ranges import Range
+from millstream.pipelines.source.rows import read_range
+from millstream.pipelines.source.shape import default_schema, shape_of
+
+
+def records(
+    batches: Iterable[pa.RecordBatch],
+    brokers: str = DEFAULT_BROKERS,
+    *,
+    columns: Sequence[str] = (),
+    options: dict[str, str] | None = None,
+) -> Iterator[pa.RecordBatch]:
+    """Yield the records of the ranges in `batches`, in order, with all columns or the named ones.
+
+    `options` are reading options such as `isolation`, `filter`, `valueFormat` and `failOnDataLoss`.
+    """
+    given = {BROKERS: brokers, "columns": ",".join(columns), **(options or {})}
+    for batch in batches:
+        for row in batch.to_pylist():
+            chosen = read_options({**given, "subscribe": row["topic"]})
+            one = Range(row["topic"], row["partition"], row["start"], row["end"])
+            yield from read_range(one, chosen, shape_of(default_schema(chosen), chosen))

@@ -56,7 +56,7 @@ class Committed:
         """An acknowledgement is true only if the batch is committed at the offset that it names."""
         if next_offset > self.end or self._at(base_offset)[_SENT_FROM:] != sent[_SENT_FROM:]:
             raise Violation(
-                f"{self.name}: {whose} was told that its batch is at {base_offset}, but committed is up to {self.end} "
+                f"{self.name}: {whose} got offset {base_offset} for its batch, but committed is up to {self.end} "
                 f"and there {_short(self._at(base_offset))}"
             )
 

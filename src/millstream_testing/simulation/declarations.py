@@ -86,11 +86,11 @@ class SimulatedDeclarations:
         return await self._ask(take)
 
     async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
-        """Nobody is limited."""
+        """Limit no client."""
         return {}
 
     async def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
-        """Nobody is limited."""
+        """Limit no client."""
 
     async def group_settings(self) -> dict[str, dict[str, str]]:
         """No group has settings of its own."""

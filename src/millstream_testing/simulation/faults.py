@@ -77,7 +77,7 @@ class Scene(Protocol):
         """Have a topic ask for another number of replicas in sync."""
 
     def pause_store(self) -> None:
-        """Let the coordination store answer nobody."""
+        """Stop the coordination store from answering."""
 
     def resume_store(self) -> None:
         """Let it go on, with the requests that have come meanwhile."""
@@ -239,7 +239,7 @@ class Faults:
         network.late_chance = 0.0
 
     async def _store_away(self, duration_s: float) -> None:
-        self._record(f"the store answers nobody for {duration_s:.2f} s")
+        self._record(f"the store does not answer for {duration_s:.2f} s")
         self._scene.pause_store()
         await asyncio.sleep(duration_s)
         self._record("the store is back")

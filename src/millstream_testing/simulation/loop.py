@@ -49,7 +49,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.after_step: Callable[[Process], None] | None = None
         """Called after every callback, outside of it, with the process that ran: what it raises ends the run."""
         self.complaints: list[dict[str, Any]] = []
-        """What tasks and callbacks failed with while nobody looked."""
+        """Errors of tasks and callbacks that were not awaited."""
         self._chance = chance
         self._draw = chance.random
         self._steps_max = steps_max
@@ -132,7 +132,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keep what failed unseen, for whoever wants to know."""
+        """Record an error that was not awaited."""
         self.complaints.append(context)
 
     def _thread_delay_s(self) -> float:

@@ -22,7 +22,7 @@ SLOW_CHANCE = 0.05
 
 
 class LinkDown(Exception):
-    """A call got no answer: the request or the answer was lost, or nobody is there. It may have been carried out."""
+    """A call got no answer: the request or the answer was lost, or the target is down. It may have been executed."""
 
 
 class NotListening(LinkDown):
@@ -68,7 +68,7 @@ class Network:
         return sorted(self._cut)
 
     def disconnect(self, process: Process) -> None:
-        """A process ended, and its machine tells whoever waits for it."""
+        """Reset the connections of a process that ended."""
         for answer in self._open.pop(process, {}):
             self._loop.call_later(self.delay_s(), _fail, answer, LinkDown(f"{process.name} hung up"))
 
@@ -127,7 +127,7 @@ class Network:
             return
         process = self.endpoints.get(target)
         if process is None or not process.alive:
-            self._carry(_fail, answer, NotListening(f"nobody listens at {target}"))
+            self._carry(_fail, answer, NotListening(f"nothing listens at {target}"))
             return
         self._open.setdefault(process, {})[answer] = None
         self._loop.spawn(process, self._serve(source, process, serve, answer), name="served call")

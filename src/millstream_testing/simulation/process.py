@@ -39,7 +39,7 @@ class Process:
         return self.alive and not self.paused
 
     def keep(self, task: asyncio.Task[Any]) -> None:
-        """Hold on to a task: one that nobody refers to any more would run its `finally` after the process died."""
+        """Hold a reference to a task: one without any would run its `finally` after the process died."""
         tasks = self._tasks
         tasks.append(task)
         if len(tasks) > self._tasks_max:

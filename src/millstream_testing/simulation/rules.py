@@ -1,11 +1,11 @@
-"""The safety rules, checked after every step of a simulation. They know everything and believe nobody.
+"""The safety rules, checked after every step of a simulation. They see everything and trust no node.
 
 - A batch below the high watermark of any replica is committed: all replicas that reach so far have the same bytes.
-- Whoever begins to lead has everything that is committed.
-- Whoever the store counts as in sync or eligible has everything that is committed; a machine that crashed is left out
-  until the controller has let it in again.
+- A new leader has everything that is committed.
+- A replica that the store counts as in sync or eligible has everything that is committed; a machine that crashed is
+  left out until the controller has let it in again.
 - An epoch has one leader, and epochs never go back.
-- What was acknowledged with `acks=all` is committed where the producer was told; the batches of an idempotent producer
+- What was acknowledged with `acks=all` is committed at the acknowledged offset; the batches of an idempotent producer
   are committed in order, none twice and none left out. What a consumer read is committed.
 """
 
@@ -86,7 +86,7 @@ class Rules:
                 self._look(node, key, seen)
 
     def _watched(self, node: Holder) -> list[tuple[PartitionKey, _Seen]]:
-        """What was seen of every replica of a node, worked out anew only when it has others."""
+        """Return what was seen of a node's replicas, recomputed only when they change."""
         replicas = node.replicas()
         known = self._listed.get(node.node_id)
         if known is None or known[0] is not replicas:
@@ -193,7 +193,7 @@ class Rules:
         self._check_members(key)
 
     def _check_members(self, key: PartitionKey) -> None:
-        """Whoever may be elected has everything that is committed."""
+        """Check that every electable replica has everything that is committed."""
         state, committed = self.states.get(key), self.of(key)
         if state is None:
             return
@@ -216,7 +216,7 @@ class Rules:
     # -- what clients see -------------------------------------------------------------------------------------
 
     def acknowledged(self, key: PartitionKey, sent: bytes, base_offset: int, next_offset: int, whose: str) -> None:
-        """A producer was told that its batch is safe."""
+        """Check an acknowledged batch."""
         self.of(key).check_acknowledged(sent, base_offset, next_offset, whose)
 
     def consumed(self, key: PartitionKey, records: bytes, whose: str) -> int:

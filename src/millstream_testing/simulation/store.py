@@ -1,7 +1,7 @@
 """The coordination store of a simulation: the embedded one behind a network that delays, loses and cuts.
 
-A request can be carried out long after its caller gave up, and an answer can be lost after the change was made; what
-a watch tells can come late. Leases run out in virtual time.
+A request can be executed long after its caller gave up, and an answer can be lost after the change was made; what a
+watch reports can come late. Leases run out in virtual time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_S = 2.0
 
 
 class ObservedService(EmbeddedService):
-    """The service itself; whoever checks the rules is told of every change before anybody else hears of it."""
+    """The service itself; the rules see every change before any node does."""
 
     def __init__(self, clock: Clock, *, on_changed: Callable[[], None]) -> None:
         super().__init__(clock)

@@ -1,4 +1,4 @@
-"""What happened in a simulation, in order: told when a seed fails, and the same for the same seed."""
+"""The events of a simulation in order: printed when a seed fails, and the same for the same seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Trace:
         return self._loop.time() - self._began
 
     def note(self, source: str, event: str) -> None:
-        """Add a line that is told only when somebody looks, and counts for nothing."""
+        """Add a line that is printed on request only and does not enter the digest."""
         self._notes.append((len(self._lines), self.elapsed_s, source, event))
 
     def lines(self) -> list[str]:

@@ -105,7 +105,7 @@ class Producer(Client):
         self._stopping = True
 
     async def run(self, pause_s: float) -> None:
-        """Send until told to stop."""
+        """Send until stopped."""
         while not self._stopping:
             await self._send(self._next_batch())
             await asyncio.sleep(self._chance.expovariate(1 / pause_s))

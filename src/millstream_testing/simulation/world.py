@@ -1,6 +1,6 @@
 """A whole cluster in one seed: nodes, store, clients and faults; afterwards everything has to be well again.
 
-`simulate(seed)` runs one and tells how it ended. The same seed always goes the same way, so that a failure found among
+`simulate(seed)` runs one and returns the outcome. The same seed always goes the same way, so that a failure found among
 thousands can be looked at step by step.
 """
 
@@ -62,7 +62,7 @@ def simulate(seed: int, *, tracing: bool = False, faults: Sequence[str] = ()) ->
 
 
 def run_world(seed: int, make: Callable[[], World], *, tracing: bool) -> Outcome:
-    """Run the world of one seed and tell how it ended."""
+    """Run the world of one seed and return the outcome."""
     outcome = Outcome(seed)
     with seeded_entropy(seed), _logging(tracing=tracing) as handler:
         world = make()
@@ -160,7 +160,7 @@ class World:
             self.trace.record("world", f"the setting was refused: {error}")
 
     def pause_store(self) -> None:
-        """Let the coordination store answer nobody."""
+        """Stop the coordination store from answering."""
         self.loop.pause(self.network.endpoints[STORE])
 
     def resume_store(self) -> None:
@@ -325,7 +325,7 @@ _USUAL = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "ta
 
 @contextmanager
 def _logging(*, tracing: bool) -> Iterator[_LogHandler]:
-    """Hear what nodes log, and nobody else; without a trace only what is wrong, which is faster."""
+    """Capture the nodes' log lines; without a trace only errors, which is faster."""
     logger = logging.getLogger("millstream")
     before = logger.level, logger.propagate, list(logger.handlers)
     handler = _LogHandler(tracing=tracing)

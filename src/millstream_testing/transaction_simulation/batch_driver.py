@@ -1,6 +1,6 @@
 """A query that commits batches: a driver, and for each part of a batch one writer or several at once.
 
-Writers die, drivers begin anew and forget what they knew, batches are aborted by their driver, and sometimes a driver
+Writers die, drivers restart and forget what they knew, batches are aborted by their driver, and sometimes a driver
 names a writer that is not done.
 """
 
@@ -111,7 +111,7 @@ class BatchDriver(Caller):
             attempts.append(self._start(batch, self.chance.randrange(PARTS)))
         chosen = await self._wait_for(batch, attempts)
         if chosen is None or self.chance.random() < FORGET_CHANCE:
-            self.stage.record(self.name, "begins anew")
+            self.stage.record(self.name, "starts over")
             return
         if self.chance.random() < ABORT_CHANCE:
             await self._abort_batch(batch)
@@ -177,7 +177,7 @@ class BatchDriver(Caller):
 
 
 def _first(attempts: list[Attempt], part: int, *, hasty: bool) -> Attempt | None:
-    """An attempt that is prepared, or for somebody in haste one that has written everything."""
+    """An attempt that is prepared, or, in haste, one that has written everything."""
     mine = [attempt for attempt in attempts if attempt.part == part]
     ready = [attempt for attempt in mine if attempt.is_prepared or (hasty and attempt.transaction is not None)]
     return ready[0] if ready else None

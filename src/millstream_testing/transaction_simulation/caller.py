@@ -35,7 +35,7 @@ Operation = Callable[[TransactionNode], Awaitable[T]]
 
 TIMEOUT_S = 3.0
 PATIENT_TIMEOUT_S = 15.0
-"""Whoever must not send a request twice waits longer than anything takes."""
+"""A client that must not send a request twice waits longer than anything takes."""
 PAUSE_S = 0.25
 
 AGAIN = (

@@ -1,6 +1,6 @@
-"""What clients did and were told, and what follows from it for every transaction. The model believes no broker.
+"""What clients did and got acknowledged, and what follows for every transaction. The model trusts no broker.
 
-A transaction is told apart by the number in its records. Nothing becomes visible whose commit was never sent; what was
+A transaction is identified by the number in its records. Nothing becomes visible whose commit was never sent; what was
 acknowledged as committed is visible as a whole, what was acknowledged as aborted not at all, and everything else is
 one of both on every partition. Of the attempts at a batch exactly those become visible that one CompleteBatch named.
 """
@@ -31,7 +31,7 @@ class ModelTransaction:
     """Whether it committed an offset of its group, which is its number."""
     commit_sent: bool = False
     committed: bool = False
-    """Its client was told so."""
+    """Whether its client got that acknowledged."""
     doomed: str | None = None
     """Why it must never become visible."""
     outcomes: dict[TopicPartition, bool] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class _ModelBatch:
     """The members of every CompleteBatch that was sent."""
     winner: frozenset[int] | None = None
     is_over: bool = False
-    """Somebody was told that it is committed."""
+    """Whether a client got its commit acknowledged."""
     abort_sent: bool = False
     attempts: list[ModelTransaction] = field(default_factory=list)
 
@@ -75,13 +75,13 @@ class Model:
         return len(self.transactions)
 
     def initialized(self, transactional_id: str, instance: int, begun_before: int) -> None:
-        """A producer was told that it has the id: whatever others had under way when it asked is over."""
+        """Record that a producer got the id: everything that others had open when it asked is over."""
         for transaction in self._of_id.get(transactional_id, ()):
             if transaction.instance != instance and transaction.number < begun_before and not transaction.commit_sent:
                 self.doom(transaction, "a newer producer was initialized")
 
     def commit_acknowledged(self, transaction: ModelTransaction) -> None:
-        """A client was told that its transaction is committed."""
+        """Record an acknowledged commit."""
         if transaction.doomed is not None:
             raise Violation(
                 f"transaction {transaction.number} was acknowledged as committed, although {transaction.doomed}"
@@ -106,7 +106,7 @@ class Model:
         self._of(batch).completes.append(frozenset(transaction.number for transaction in members))
 
     def complete_acknowledged(self, batch: Batch, members: Iterable[ModelTransaction], *, by_this: bool) -> None:
-        """A driver was told that a batch is committed, by its own request or by one before it."""
+        """Record an acknowledged batch commit, by this request or an earlier one."""
         named = frozenset(transaction.number for transaction in members)
         of_batch = self._of(batch)
         if by_this:
@@ -119,24 +119,24 @@ class Model:
         self.batch_acknowledged(batch)
 
     def batch_acknowledged(self, batch: Batch) -> None:
-        """Somebody was told that a batch is committed."""
+        """Record that a batch was reported as committed."""
         of_batch = self._of(batch)
         of_batch.is_over = True
         if not of_batch.completes:
-            raise Violation(f"batch {batch} is told to be committed, but nobody asked for that")
+            raise Violation(f"batch {batch} is reported as committed, but no driver asked for that")
 
     def abort_sent(self, batch: Batch) -> None:
         """A driver asks for all attempts at a batch to be aborted."""
         self._of(batch).abort_sent = True
 
     def abort_acknowledged(self, batch: Batch, begun_before: int) -> None:
-        """A driver was told that all attempts are aborted: those that had begun when it asked."""
+        """Record that all attempts that had started when the driver asked are aborted."""
         for transaction in self._of(batch).attempts:
             if transaction.number < begun_before and not transaction.commit_sent:
                 self.doom(transaction, f"batch {batch} was aborted")
 
     def complete_refused(self, batch: Batch, *, all_prepared: bool, reason: str) -> None:
-        """A batch was not committed. Nobody but its driver may have ended what was prepared."""
+        """Record a refused batch commit; only its driver may have ended what was prepared."""
         of_batch = self._of(batch)
         if of_batch.is_over:
             raise Violation(f"batch {batch} is committed, but committing it again failed: {reason}")
@@ -169,7 +169,7 @@ class Model:
 
     def _check_may_commit(self, transaction: ModelTransaction, partition: TopicPartition) -> None:
         if not transaction.commit_sent:
-            raise Violation(f"{partition}: transaction {transaction.number} is committed, but nobody asked for that")
+            raise Violation(f"{partition}: transaction {transaction.number} is committed, but no client asked for that")
         if transaction.doomed is not None:
             raise Violation(
                 f"{partition}: transaction {transaction.number} is committed, although {transaction.doomed}"

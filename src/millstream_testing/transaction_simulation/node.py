@@ -235,7 +235,7 @@ class TransactionNode(SimulatedNode):
         fetched = await self.serving().groups.fetch(group, wanted)
         return fetched[partition.topic][partition.partition].offset
 
-    # -- for whoever checks -----------------------------------------------------------------------------------
+    # -- for the checks ---------------------------------------------------------------------------------------
 
     def unfinished(self) -> str | None:
         """What this node still has to do, if anything."""

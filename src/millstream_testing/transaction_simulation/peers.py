@@ -47,7 +47,7 @@ class SimulatedPeers:
 
     async def send_private(self, node: NodeId, api_key: int, body: bytes) -> memoryview:
         """Queues are not part of this simulation."""
-        raise BrokerUnreachable(f"node {node} has nobody to answer request {api_key}")
+        raise BrokerUnreachable(f"node {node} cannot answer request {api_key}")
 
     async def _call(self, node: NodeId, request: Any) -> Any:
         return await self._network.call(node_name(node), lambda: self._answer(node, request), timeout_s=ANSWER_S)
@@ -59,7 +59,7 @@ class SimulatedPeers:
 
 
 def _may_come_twice(request: Any) -> bool:
-    """A late marker of the first version ends the next transaction: it has no epoch of its own to be told by."""
+    """A late marker of the first version ends the next transaction: it has no epoch of its own to identify it."""
     return not isinstance(request, WriteTxnMarkersRequest) or all(
         marker.transaction_version >= EPOCH_PER_TRANSACTION for marker in request.markers
     )

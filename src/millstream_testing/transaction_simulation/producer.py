@@ -1,8 +1,8 @@
 """Transactional producers of the simulation, as real clients behave, in both versions of the protocol.
 
 Several of them may run under one transactional id: those that were replaced and do not know it yet go on until they are
-told. A producer of the first version sends nothing again that may still be on its way, since that version has no epoch
-to tell a late request by; those of the second version send as they like.
+fenced. A producer of the first version sends nothing again that may still be on its way, since that version has no
+epoch that identifies a late request; those of the second version send as they like.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Writer(Caller):
         return Where(COORDINATOR, self.transactional_id)
 
     async def initialize(self, *, expected: bool = False) -> None:
-        """Get an id and an epoch; whoever had them before is fenced."""
+        """Get an id and an epoch, fencing the previous owner."""
         model = self.stage.model
         last = (self.who.producer_id, self.who.epoch) if expected else None
         request = InitRequest(
@@ -142,7 +142,7 @@ class TransactionalProducer(Writer):
         self._stopping = True
 
     async def run(self) -> None:
-        """Go on until told to stop, or until another producer has taken over."""
+        """Run until stopped, or until another producer has taken over."""
         try:
             await self.initialize()
             while not self._stopping:

@@ -44,7 +44,7 @@ class Supervisor:
         return next((error for task in done if (error := task.exception()) is not None), None)
 
     async def run(self) -> None:
-        """Start producers until told to stop."""
+        """Start producers until stopped."""
         for instance in range(PRODUCERS_MAX):
             if self._stopping.is_set():
                 return

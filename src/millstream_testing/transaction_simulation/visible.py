@@ -1,4 +1,4 @@
-"""What of a partition is visible to whoever reads what is committed, worked out from its batches alone."""
+"""What `read_committed` consumers see of a partition, computed from its batches alone."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Visible:
             return
         if Decision(marker.producer_id, marker.producer_epoch, marker.commit) not in self._decisions:
             raise Violation(
-                f"{self.partition}: nobody has decided durably on the marker at {header.base_offset}: {marker}"
+                f"{self.partition}: no durable decision exists for the marker at {header.base_offset}: {marker}"
             )
         if opened is None:
             return

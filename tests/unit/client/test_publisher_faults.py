@@ -27,7 +27,7 @@ PRODUCE_FAULTS = (
     "broken sequence",
     "refused",
     "deleted",
-    "made anew",
+    "recreated",
 )
 METADATA_FAULTS = (
     ErrorCode.none,

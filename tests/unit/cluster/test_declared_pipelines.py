@@ -9,7 +9,7 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.pipelines import Pipelines
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import (
     InvalidPipeline,
     InvalidSetting,

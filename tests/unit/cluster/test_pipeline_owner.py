@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.pipeline_owner import ElectedOwner, SoleOwner
 from millstream.broker.cluster.store import Put
+from millstream.broker.pipelines.owner import ElectedOwner, SoleOwner
 from millstream_testing.node_group import NodeGroup
 
 

@@ -352,12 +352,12 @@ class ConsumerGroupHistory(RuleBasedStateMachine):
         consumer = client.consumer
         if not consumer.member_id:
             consumer.member_id = f"m{next(self.ids)}"
-        full = consumer.epoch <= 0 or consumer.lost_answer or client.told != client.choice
+        full = consumer.epoch <= 0 or consumer.lost_answer or client.received != client.choice
         consumer.topics, consumer.expression = client.choice["topics"], client.choice.get("expression", "")
         if "assignor" in client.choice:
             consumer.more["assignor"] = client.choice["assignor"]
         request = consumer.request(full=full)
-        client.told = client.choice
+        client.received = client.choice
         client.asked += 1
         client.under_way = True
         asked, beginnings = client.asked, self.beginnings

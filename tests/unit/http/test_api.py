@@ -247,7 +247,7 @@ async def test_what_is_not_answered_when_the_gateway_ends_passes_by_itself(servi
         await asyncio.wait([serving])
         assert serving.cancelled() is not is_stopped
     assert sent[0]["status"] == 503
-    assert "the node stops" in json.loads(sent[1]["body"])["detail"]
+    assert "the node is stopping" in json.loads(sent[1]["body"])["detail"]
     assert len(sent) == 2
 
 

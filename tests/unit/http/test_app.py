@@ -134,7 +134,7 @@ async def test_metrics_are_openmetrics_for_those_who_ask() -> None:
 async def test_an_unknown_path_is_a_problem_that_helps() -> None:
     answer = await get("/nothing", answering())
     assert answer.status_code == 404
-    assert answer.json()["detail"] == "nothing is served at /nothing; GET / lists what is"
+    assert answer.json()["detail"] == "there is no page /nothing; GET / lists all pages"
     assert answer.json()["instance"] == "/nothing"
 
 

@@ -71,15 +71,15 @@ async def test_giving_up_takes_the_child_along(listening: socket.socket, monkeyp
 async def test_a_gateway_tells_why_the_broker_does_not_answer_yet(listening: socket.socket) -> None:
     address = listening.getsockname()
     gateway = HttpChild(listening, "127.0.0.1:1")
-    gateway.tell("3 of 500 logs are recovered")
+    gateway.report_starting("3 of 500 logs are recovered")
     running = asyncio.create_task(gateway.run())
     await gateway.spawned()
     for path in ("/healthz", "/readyz", "/metrics"):
         answer = await get(address, path)
         assert answer.startswith(b"HTTP/1.1 503")
-        assert b"the broker starts: 3 of 500 logs are recovered" in answer
-    gateway.tell("é" * 5000)
-    gateway.tell("499 of 500 logs are recovered")
+        assert b"the broker is starting: 3 of 500 logs are recovered" in answer
+    gateway.report_starting("é" * 5000)
+    gateway.report_starting("499 of 500 logs are recovered")
     while b"499 of 500" not in await get(address, "/healthz"):
         await asyncio.sleep(0.01)
     gateway.serve_status(lambda: STATUS)
@@ -89,7 +89,7 @@ async def test_a_gateway_tells_why_the_broker_does_not_answer_yet(listening: soc
     assert b"the broker does not answer" in await get(address, "/metrics")
     await gateway.stop()
     await running
-    gateway.tell("nobody hears this")
+    gateway.report_starting("nobody hears this")
 
 
 async def test_health_follows_the_status_although_the_kafka_port_is_closed(listening: socket.socket) -> None:

@@ -89,7 +89,7 @@ async def test_a_message_too_large_for_http_keeps_nobody_from_the_others(
     monkeypatch.setattr(bounds, "MESSAGE_BYTES_MAX", 2 * MIB)
     leased = await unpacking.read_leased(None, answer(batch([b"a", large, b"b"], codec), (0, 2)), MIB)
     assert offsets(leased) == ([0, 2], [], [1])
-    assert "more than the 2097152 that are sent over HTTP" in leased.unreadable[0][1]
+    assert "at most 2097152 are sent over HTTP" in leased.unreadable[0][1]
 
 
 async def test_a_damaged_batch_keeps_nobody_from_the_others(unpacking: RecordReader) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import ClientInfo, PrivateApi
@@ -25,8 +24,9 @@ from millstream.broker.kafka.apis.pipeline_list import PipelineList
 from millstream.broker.kafka.apis.rule_change import RuleChange
 from millstream.broker.kafka.apis.subscription_create import NewSubscription, SubscriptionCreate
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.pipeline_advice import PipelineAdvice
-from millstream.broker.pipeline_board import STATES, PipelineBoard, PipelineReport
+from millstream.broker.pipelines.advice import PipelineAdvice
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.report_board import STATES, PipelineBoard, PipelineReport
 from millstream.client.admin.pipelines import PipelineClient, summary_of
 from millstream.core.errors import (
     BrokerUnreachable,

@@ -15,7 +15,6 @@ from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.subscriptions import Subscriptions
@@ -24,6 +23,7 @@ from millstream.broker.kafka.apis.node_status import NodeState
 from millstream.broker.kafka.served_apis import ApiDependencies, ServedApis
 from millstream.broker.net.budget import Budget
 from millstream.broker.node import Broker
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.subscriptions.expiry import Expiry
 from millstream.cli.protocol_reference import NOT_SERVED, api_entries
 from millstream.core.clock import SystemClock

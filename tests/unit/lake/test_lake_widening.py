@@ -140,7 +140,7 @@ def test_fields_of_structs_and_elements_of_arrays_are_widened(storage: Storage, 
         table, 0, [{"age": 1, "marks": [1, 2], "id": 2**60}, None, {"age": None, "marks": None, "id": 1}], schema
     )
     refused = widen(table, AGE, MARKS, ("buyer", "id"))
-    assert refused == {("buyer", "id"): f"it has {2**60}, which is beyond what doubles hold exactly"}
+    assert refused == {("buyer", "id"): f"it has {2**60}, which doubles cannot hold exactly"}
     found = [row["buyer"] for batch in table.scan(TOPIC, 0, 0, 3, ["buyer"]) for row in batch.to_pylist()]
     assert found == [{"age": 1.0, "marks": [1.0, 2.0], "id": 2**60}, None, {"age": None, "marks": None, "id": 1}]
     kind = (table.schema() or RAW).field("buyer").type

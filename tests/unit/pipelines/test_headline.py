@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from millstream.pipelines.jobs.headline import LENGTH_MAX, headline
+from millstream.pipelines.jobs.error_reason import HEADLINE_LENGTH_MAX, headline
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,4 @@ def test_what_is_too_long_is_cut_between_sentences_with_the_advice_as_far_as_it_
     reason = f"orders-0: offsets 5 to 16 are lost; {advice}"
     assert headline(reason) == reason
     assert headline("x" * 200 + "; " + "y" * 200) == "x" * 200 + " …"
-    assert len(headline("x" * 1000)) == LENGTH_MAX + 2
+    assert len(headline("x" * 1000)) == HEADLINE_LENGTH_MAX + 2

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land.decoding import Decoder
-from millstream.pipelines.jobs.land.inference import grown, type_of
+from millstream.pipelines.jobs.land.inference import column_of, field_of, grown, payload_fields, table_schema, type_of
 from millstream.pipelines.jobs.land.job import given_fields, merge_schema
-from millstream.pipelines.jobs.land.layout import column_of, field_of, payload_fields, table_schema
 from millstream.pipelines.lake.column_path import narrower
 
 FIELDS = pa.schema(
@@ -111,7 +110,7 @@ def test_what_was_found_decodes_everything_that_it_was_found_in(documents: list[
     assert second.found == first.found
     for before, after in zip(first.reasons.to_pylist(), second.reasons.to_pylist(), strict=True):
         # A number too large for a double makes a column of doubles, and does not fit into it.
-        assert after == before or str(after).endswith("is no double")
+        assert after == before or str(after).endswith("is not of type double")
 
 
 def test_every_type_takes_what_fits() -> None:
@@ -152,30 +151,30 @@ def test_nanoseconds_of_times_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("document", "reason"),
     [
-        ({"id": 1.5}, "id: 1.5 is no long"),
-        ({"id": "1"}, 'id: "1" is no long'),
-        ({"id": 2**63}, f"id: {2**63} is no long"),
+        ({"id": 1.5}, "id: 1.5 is not of type long"),
+        ({"id": "1"}, 'id: "1" is not of type long'),
+        ({"id": 2**63}, f"id: {2**63} is not of type long"),
         ({"small": 128}, "small: 128 is no byte"),
-        ({"amount": "1"}, 'amount: "1" is no double'),
-        ({"amount": True}, "amount: true is no double"),
-        (b'{"amount": 1e999}', "amount: 1e999 is no double"),
-        ({"paid": 1}, "paid: 1 is no boolean"),
-        ({"at": 17}, "at: 17 is no timestamp"),
-        ({"at": "soon"}, 'at: "soon" is no timestamp'),
-        ({"day": "2026-13-01"}, 'day: "2026-13-01" is no date'),
-        ({"price": 1.255}, "price: 1.255 is no decimal(10,2)"),
+        ({"amount": "1"}, 'amount: "1" is not of type double'),
+        ({"amount": True}, "amount: true is not of type double"),
+        (b'{"amount": 1e999}', "amount: 1e999 is not of type double"),
+        ({"paid": 1}, "paid: 1 is not of type boolean"),
+        ({"at": 17}, "at: 17 is not of type timestamp"),
+        ({"at": "soon"}, 'at: "soon" is not of type timestamp'),
+        ({"day": "2026-13-01"}, 'day: "2026-13-01" is not of type date'),
+        ({"price": 1.255}, "price: 1.255 is not of type decimal(10,2)"),
         ({"buyer": "Ann"}, 'buyer: "Ann" is no object'),
-        ({"buyer": {"age": "old"}}, 'buyer.age: "old" is no long'),
-        ({"lines": {}}, "lines: {} is no array"),
+        ({"buyer": {"age": "old"}}, 'buyer.age: "old" is not of type long'),
+        ({"lines": {}}, "lines: {} is not of type array"),
         ({"lines": [{"sku": "a"}, 3]}, "lines[1]: 3 is no object"),
         (b"", "the payload is empty"),
-        (b"[1]", "the payload is no JSON object but [1]"),
+        (b"[1]", "the payload is not a JSON object but [1]"),
         (b"\xff", "the payload is not UTF-8: byte 0 cannot be read"),
         (
             b'{"id":' + b"[" * 200 + b"]" * 200 + b"}",
-            "the payload has more than 200 objects and arrays within each other",
+            "the payload nests more than 200 objects and arrays",
         ),
-        (b'{"text":"\\ud800"}', "the payload has half of a surrogate pair, which is no character"),
+        (b'{"text":"\\ud800"}', "the payload contains an unpaired surrogate"),
     ],
 )
 def test_what_does_not_fit_has_a_reason(document: Any, reason: str) -> None:
@@ -246,7 +245,7 @@ def test_names_that_no_table_can_have_stay_in_the_payload() -> None:
 def test_a_value_is_in_the_column_of_its_name_however_that_is_spelled(evolves: bool, count: int) -> None:
     document = {"ID": 3001, "Amount": 5, "BUYER": {"Name": "Ann", "AGE": 7}, "Lines": [{"SKU": "a"}, None, {}]}
     rows, reasons = decode(*[document] * count, {"id": 1}, {"iD": "x"}, evolves=evolves)
-    assert reasons == [None] * (count + 1) + ['id: "x" is no long']
+    assert reasons == [None] * (count + 1) + ['id: "x" is not of type long']
     for row in rows[:count]:
         assert (row["id"], row["amount"], row["buyer"]) == (3001, 5.0, {"name": "Ann", "age": 7})
         assert row["lines"] == [{"sku": "a"}, None, {"sku": None}]
@@ -338,9 +337,9 @@ def test_why_a_column_stays_is_told(evolves: bool) -> None:
     decoded = decoder.decode(payloads({"n": 0.5}, {"o": {"l": [0.5]}}, {"n": "x"}, {"n": 1}))
     assert decoded.found == WHOLE
     assert decoded.reasons.to_pylist() == [
-        "n: 0.5 is no long; n stays long: it is too large",
-        "o.l[0]: 0.5 is no long; o.l[] stays long: so it is",
-        'n: "x" is no long',
+        "n: 0.5 is not of type long; n stays long: it is too large",
+        "o.l[0]: 0.5 is not of type long; o.l[] stays long: so it is",
+        'n: "x" is not of type long',
         None,
     ]
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from millstream.core.lake_url import QUARANTINE_SUFFIX
 from millstream.pipelines.jobs.land.decoding import Misfit, parsed, value_for
+from millstream.pipelines.jobs.land.inference import column_of, payload_fields
 from millstream.pipelines.jobs.land.job import ROUNDS_MAX
-from millstream.pipelines.jobs.land.layout import column_of, payload_fields
 from millstream.pipelines.jobs.land.plan import plans
 from millstream.pipelines.jobs.land.sources import Source
 from millstream.pipelines.jobs.land.task import _Landing

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from millstream.pipelines.jobs.land import duplicates
 from millstream.pipelines.jobs.land.duplicates import RecentIds, ids_of, keep_bounded, repeated
-from millstream.pipelines.jobs.land.manifest import Report, from_rows, to_arrow
+from millstream.pipelines.jobs.land.task import Report, from_rows, to_arrow
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.lake.written_file import Written
 

@@ -8,9 +8,8 @@ import pyarrow as pa
 import pytest
 
 from millstream.core.errors import LostData
-from millstream.pipelines.jobs.land.manifest import COLUMNS, Report, from_rows, to_arrow
 from millstream.pipelines.jobs.land.plan import TopicRange
-from millstream.pipelines.jobs.land.task import Reading
+from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Reading, Report, from_rows, to_arrow
 
 
 class Log:
@@ -79,6 +78,6 @@ def test_losses_of_several_stretches_are_summed_up_and_reported() -> None:
     )
     assert [len(offsets(reading, TopicRange("orders", number, 0, 10))) for number in logs] == [8, 7]
     told = to_arrow([Report(topic="orders", rows=15, lost=reading.lost)])
-    assert [part.split()[0] for part in COLUMNS.split(", ")] == told.schema.names
+    assert [part.split()[0] for part in REPORT_COLUMNS.split(", ")] == told.schema.names
     (report,) = from_rows(tuple(row.values()) for row in told.to_pylist())
     assert (report.rows, report.lost) == (15, 5)

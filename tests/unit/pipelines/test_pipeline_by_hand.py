@@ -15,7 +15,7 @@ from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.runtime import manual_run as by_hand_module
 from millstream.pipelines.runtime.manual_run import ManualRun, ManualRunWatch
 from millstream.pipelines.runtime.runner import Stalled
-from millstream.pipelines.runtime.spark_activity import Activity
+from millstream.pipelines.runtime.stall_watch import Activity
 from millstream_testing.pipeline_script import FreeClaim, Script, landing
 
 

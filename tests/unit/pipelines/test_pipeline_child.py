@@ -17,9 +17,9 @@ import pytest
 
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.declarations import CatalogDeclarations
-from millstream.broker.cluster.pipeline_owner import SoleOwner
-from millstream.broker.cluster.pipelines import Pipelines
-from millstream.broker.pipeline_board import PipelineBoard, PipelineReport
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import SoleOwner
+from millstream.broker.pipelines.report_board import PipelineBoard, PipelineReport
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
 from millstream.core.errors import CatalogUnavailable, InvalidSetting
@@ -153,12 +153,12 @@ async def test_one_that_fails_again_and_again_is_parked_and_harms_no_other(tmp_p
     async with scene_in(tmp_path) as scene:
         await scene.declare("good", "orders")
         await scene.declare("bad", "failing")
-        assert await scene.until_parked("bad") == "it fails as it is told to"
+        assert await scene.until_parked("bad") == "it fails as scripted"
         await scene.board.until(lambda: scene.board.report("good").rows > 2)
         assert scene.board.restarts == 0
         # Whoever starts it again has it tried again.
         await scene.declared.start("bad")
-        assert await scene.until_parked("bad") == "it fails as it is told to"
+        assert await scene.until_parked("bad") == "it fails as scripted"
 
 
 async def test_one_that_kills_the_driver_is_parked_and_harms_no_other(tmp_path: Path) -> None:

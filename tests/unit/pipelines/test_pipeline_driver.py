@@ -13,13 +13,12 @@ from typing import IO
 import msgspec
 import pytest
 
-from millstream.broker.pipeline_board import PipelineReport
+from millstream.broker.pipelines.report_board import PipelineReport
 from millstream.core.errors import InvalidRequest
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.pipelines.jobs.job import Job, JobContext, Step
-from millstream.pipelines.runtime.driver import CommandReader, Driver, EventWriter, run
+from millstream.pipelines.runtime.driver import CommandReader, Driver, EventWriter, Turns, run
 from millstream.pipelines.runtime.driver_messages import DriverCommand, DriverEvent, Options, Wanted
-from millstream.pipelines.runtime.turns import Turns
 from millstream_testing.pipeline_script import HANG_S, FreeClaim, Script, landing
 
 OPTIONS = Options(

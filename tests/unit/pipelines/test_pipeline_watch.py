@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from millstream.pipelines.runtime.runner import Progress
-from millstream.pipelines.runtime.spark_activity import Activity
-from millstream.pipelines.runtime.stall_watch import Watch
+from millstream.pipelines.runtime.stall_watch import Activity, Watch
 
 LOOK_S = 5.0
 

@@ -38,12 +38,12 @@ _IN_A_TASK = (
         (
             _NO_CREDENTIALS,
             "there are no credentials for the object store: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the "
-            "node, or the run by hand, is started",
+            "node, or the manual run, is started",
         ),
         (
             _IN_A_TASK,
-            "the folder '/proc/nolake' cannot be written or read: No such file or directory; tables are where `lake` "
-            "or `pipelines-lake` says",
+            "folder '/proc/nolake' cannot be written or read: No such file or directory; set another one with `lake` "
+            "or `pipelines-lake`",
         ),
     ],
 )

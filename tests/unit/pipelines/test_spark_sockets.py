@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from millstream.pipelines.runtime import scratch, spark_session
+from millstream.pipelines.runtime import spark_session
 
 
 def test_sockets_on_this_machine_are_in_a_folder_that_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,7 @@ def test_sockets_on_this_machine_are_in_a_folder_that_goes(tmp_path: Path, monke
     assert folders[2] is None
     assert all(Path(settings["spark.local.dir"]).is_dir() for settings in given)
     assert [Path(folder).is_dir() for folder in folders[:2] if folder] == [True, True]
-    scratch.remove_scratch()
+    spark_session.remove_scratch()
     assert [Path(folder).is_dir() for folder in folders[:2] if folder] == [False, False]
 
 
@@ -41,15 +41,15 @@ def test_a_folder_with_a_long_name_has_no_sockets() -> None:
 
 def test_what_a_killed_process_left_behind_goes_with_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left = tmp_path / f"{scratch.PREFIX}left"
+    left = tmp_path / f"{spark_session.PREFIX}left"
     left.joinpath("blockmgr").mkdir(parents=True)
-    mine = Path(scratch.make_scratch())
+    mine = Path(spark_session.make_scratch())
     assert not left.exists()
     # A folder whose process lives stays.
-    other = Path(scratch.make_scratch())
+    other = Path(spark_session.make_scratch())
     assert mine.is_dir()
     assert other.is_dir()
-    scratch.remove_scratch()
+    spark_session.remove_scratch()
     assert list(tmp_path.iterdir()) == []
 
 

@@ -23,8 +23,6 @@ from millstream.broker.cluster.declarations import AnnouncedDeclarations, Announ
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
 from millstream.broker.cluster.membership import Membership, Node
-from millstream.broker.cluster.pipeline_owner import ElectedOwner
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.registration import NodeDescription, Registration
 from millstream.broker.cluster.replica_link import ReplicaLinks
@@ -34,6 +32,8 @@ from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.broker.log.files import Files
 from millstream.broker.log.store import LogStore
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import ElectedOwner
 from millstream.broker.replication.in_sync import NOT_REGISTERED
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock

@@ -8,7 +8,6 @@ from typing import Any
 
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.producer_ids import ProducerIds
 from millstream.broker.cluster.quotas import ClientQuotas
 from millstream.broker.cluster.replica_lag import lagging_replicas
@@ -105,11 +104,12 @@ from millstream.broker.kafka.share_consumers import ShareConsumers
 from millstream.broker.kafka.share_offsets import ShareOffsets
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.kafka.transaction_service import TransactionService
-from millstream.broker.landed_board import LandedBoard
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Connection
-from millstream.broker.pipeline_advice import PipelineAdvice
-from millstream.broker.pipeline_board import PipelineBoard
+from millstream.broker.pipelines.advice import PipelineAdvice
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.landed_board import LandedBoard
+from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.metric import MetricSource

@@ -1,7 +1,7 @@
-"""CloudEvents over HTTP, in binary, structured and batched mode; stored as CloudEvents' binding for Kafka has it.
+"""CloudEvents over HTTP in binary, structured and batched mode, stored as CloudEvents' Kafka binding prescribes.
 
 Attributes become headers `ce_…`, the data is the message's value, `partitionkey` its key, and the event's id is the
-message's id: whoever publishes events of several sources to one topic gives them ids that differ.
+message id: events from several sources in one topic need ids that differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Attribute = Annotated[str, Meta(min_length=1, max_length=4096)]
 
 
 class CloudEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """An event in JSON. Other attributes are extensions: texts, numbers or booleans."""
+    """An event in JSON. Other attributes are extensions: strings, numbers or booleans."""
 
     specversion: Annotated[str, Meta(pattern="^1\\.0$")]
     id: Id
@@ -56,7 +56,7 @@ batch_decoder: Final = msgspec.json.Decoder(Annotated[list[_Members], Meta(min_l
 
 
 def from_headers(headers: Mapping[bytes, bytes], placed: Placed) -> Placed:
-    """An event in binary mode: the message that the request holds, with the event's attributes."""
+    """Read an event in binary mode: the message of the request, with the event's attributes."""
     attributes = {
         name[len(_PREFIX) :].decode("latin-1"): unquote_to_bytes(value)
         for name, value in headers.items()
@@ -64,16 +64,14 @@ def from_headers(headers: Mapping[bytes, bytes], placed: Placed) -> Placed:
     }
     for name in _REQUIRED:
         if not attributes.get(name):
-            raise invalid(f"an event needs the header ce-{name}")
+            raise invalid(f"the header ce-{name} is missing; an event needs it")
     if attributes["specversion"] != VERSION.encode():
-        raise invalid(
-            f"events of version {VERSION} are understood, not {attributes['specversion'].decode('latin-1')!r}"
-        )
+        raise invalid(f"CloudEvents {VERSION} is supported, not {attributes['specversion'].decode('latin-1')!r}")
     return _with_attributes(placed, attributes)
 
 
 def from_members(members: _Members) -> Placed:
-    """An event in structured mode."""
+    """Read an event in structured mode."""
     event = _checked(members)
     attributes: dict[str, bytes] = {"specversion": event.specversion.encode()}
     for name, raw in members.items():
@@ -95,19 +93,19 @@ def _checked(members: _Members) -> CloudEvent:
     try:
         return msgspec.json.decode(msgspec.json.encode(known), type=CloudEvent)
     except msgspec.ValidationError as error:
-        raise invalid(f"the event does not fit: {error}") from None
+        raise invalid(f"the event is invalid: {error}") from None
 
 
 def _attribute(name: str, raw: msgspec.Raw) -> bytes | None:
     if not (name.isascii() and name.isalnum() and name == name.lower() and len(name) <= _NAME_LENGTH_MAX):
-        raise invalid(f"{name!r} cannot be an attribute of an event; these have lower-case letters and digits")
+        raise invalid(f"{name!r} cannot be an event attribute; use lower-case letters and digits")
     value: Any = msgspec.json.decode(raw)
     if value is None:
         return None
     if isinstance(value, bool):
         return b"true" if value else b"false"
     if not isinstance(value, str | int):
-        raise invalid(f"the attribute {name!r} of an event is a text, a number or a boolean")
+        raise invalid(f"the event attribute {name!r} has to be a string, a number or a boolean")
     return str(value).encode()
 
 
@@ -120,7 +118,7 @@ def _data(event: CloudEvent, content_type: str | None) -> bytes | None:
         return None
     raw = bytes(event.data)
     if raw.startswith(b'"') and not _is_json(content_type or ""):
-        # A text of another type than JSON is the text itself.
+        # A string of a type other than JSON is the string itself.
         text: str = msgspec.json.decode(raw)
         return text.encode()
     return raw

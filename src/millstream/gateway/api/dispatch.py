@@ -1,7 +1,7 @@
-"""The API below `/v1` as an application: finds the route, checks what comes in, and answers in JSON.
+"""The API under `/v1` as an ASGI application: finds the route, validates the request, answers in JSON.
 
-Every request passes here, so this is plain ASGI: no object is made that is not needed. What is checked, and how, is
-what the routes say.
+Every request passes through here, so this is plain ASGI and creates no object that is not needed. Routes declare what
+is validated.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ S = TypeVar("S")
 
 
 class PathTree(Generic[S]):
-    """What serves each route, by the routes' paths: literal segments first, then names."""
+    """Handlers by path: literal segments first, then named ones."""
 
     def __init__(self) -> None:
         self._root: _Node[S] = _Node()
 
     def add(self, route: Route[Any, Any], served: S) -> None:
-        """Have something found at the path and method of a route."""
+        """Register a handler under the path and method of a route."""
         node = self._root
         for segment in route.path.removeprefix("/").split("/"):
             node = node.below(segment)
         node.routes[route.method] = served
 
     def find(self, method: str, raw_path: bytes) -> tuple[S, dict[str, str]]:
-        """What serves a method and a path, and the names in the path; raises `Refused` if nothing does."""
+        """Return the handler of a method and path with the names in the path; raise `Refused` if there is none."""
         node = self._root
         names: dict[str, str] = {}
         for segment in raw_path.split(b"/")[1:]:
@@ -58,7 +58,7 @@ class PathTree(Generic[S]):
                 raise _not_found(raw_path)
             raise Refused(
                 HTTPStatus.METHOD_NOT_ALLOWED,
-                f"{method} is not understood at {_shown(raw_path)}",
+                f"{method} is not supported at {_shown(raw_path)}",
                 headers={"allow": ", ".join(sorted(node.routes))},
             )
         return route, names
@@ -86,11 +86,11 @@ def _text(segment: bytes) -> str:
     try:
         return (unquote_to_bytes(segment) if b"%" in segment else segment).decode()
     except UnicodeDecodeError:
-        raise invalid("a name in the path is not UTF-8") from None
+        raise invalid("the path is not valid UTF-8") from None
 
 
 def _not_found(raw_path: bytes) -> Refused:
-    return Refused(HTTPStatus.NOT_FOUND, f"nothing is served at {_shown(raw_path)}; GET /openapi.json lists what is")
+    return Refused(HTTPStatus.NOT_FOUND, f"there is no route {_shown(raw_path)}; GET /openapi.json lists all routes")
 
 
 def _shown(raw_path: bytes) -> str:
@@ -99,27 +99,24 @@ def _shown(raw_path: bytes) -> str:
 
 _logger = logging.getLogger(__name__)
 
-
 QUERY_FIELDS_MAX: Final = 100
 
 PIECE_BYTES: Final = 64 * 1024
-
 
 Scope = MutableMapping[str, Any]
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-
 _encode_plain = msgspec.json.Encoder().encode
 
 
 def _encode(answer: Any) -> bytes:
-    """An answer as a line, so that it does not run into the prompt of a shell."""
+    """Encode an answer with a line end, so that a shell's prompt starts on a new line."""
     return _encode_plain(answer) + b"\n"
 
 
 class Api:
-    """Serves routes."""
+    """Serves a table of routes."""
 
     def __init__(self, routes: Iterable[Route[Any, Any]], services: Services, site: OriginCheck) -> None:
         self._tree: PathTree[_Reader] = PathTree()
@@ -130,7 +127,7 @@ class Api:
         self._pressure = services.pressure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; whatever goes wrong is a problem document."""
+        """Answer one request; every failure becomes a problem document."""
         try:
             await self._serve(scope, receive, send)
         except ClientDisconnected:
@@ -148,7 +145,7 @@ class Api:
             await self._send_problem(scope, send, stopped())
         except Exception:
             _logger.exception("a request failed", extra={"path": scope["path"]})
-            detail = "the gateway failed to answer; its log says why"
+            detail = "the gateway failed; see its log for the reason"
             await self._send_problem(scope, send, Refused(HTTPStatus.INTERNAL_SERVER_ERROR, detail))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -164,7 +161,7 @@ class Api:
             request = Request(reader.path(path), reader.query(scope["query_string"]), None, headers, memory)
             if route.body is not NoFields:
                 if b"content-encoding" in headers:
-                    raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "bodies are taken as they are, not compressed")
+                    raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed request bodies are not supported")
                 request.body = reader.body(headers, await memory.read(headers, receive))
             if lane is Lane.WAIT:
                 await self._wait(route, request, receive, send)
@@ -175,7 +172,7 @@ class Api:
             self._pressure.leave(lane)
 
     async def _wait(self, route: Route[Any, Any], request: Request[Any, Any], receive: Receive, send: Send) -> None:
-        """Serve a route that may wait; it is told when the client hangs up."""
+        """Serve a route that may wait; cancel it when the client disconnects."""
         gone = asyncio.ensure_future(_await_disconnect(receive))
         request.gone = gone
         is_delivered = False
@@ -185,7 +182,7 @@ class Api:
                 self._pressure.count(HTTPStatus.OK)
                 await send_events(send, answer.pieces, gone, self._services.stopping)
                 return
-            # A connection that was lost in this turn of the loop is heard of in the next.
+            # A connection that was lost in this turn of the loop is reported in the next.
             await asyncio.sleep(0)
             if not gone.done():
                 await self._send_answer(send, route, answer)
@@ -212,12 +209,12 @@ class Api:
         try:
             await _send(send, error.status, (b"content-type", CONTENT_TYPE.encode()), _encode(document), more)
         except RuntimeError:
-            # The answer had begun already; a stream that breaks off tells by itself that something went wrong.
-            _logger.warning("an answer broke off", extra={"path": scope["path"], "reason": error.detail})
+            # The answer has started already; a stream that breaks off shows the client that it failed.
+            _logger.warning("an answer was cut off", extra={"path": scope["path"], "reason": error.detail})
 
 
 class _Reader:
-    """Checks the query and the body of a route's requests."""
+    """Validates the path, query and body of one route's requests."""
 
     def __init__(self, route: Route[Any, Any]) -> None:
         self.route = route
@@ -232,7 +229,7 @@ class _Reader:
         self._body = None if route.body is bytes or route.body is NoFields else msgspec.json.Decoder(route.body)
 
     def path(self, names: dict[str, Any]) -> dict[str, Any]:
-        """What stands in the path, numbers as such."""
+        """Convert the numbers among the names in the path."""
         for name, kind in self._numbers.items():
             try:
                 names[name] = msgspec.convert(names[name], kind, strict=False)
@@ -241,7 +238,7 @@ class _Reader:
         return names
 
     def query(self, text: bytes) -> Any:
-        """The parameters behind the question mark."""
+        """Parse the query string."""
         if not text:
             if self._no_query is None:
                 self._no_query = self._convert({})
@@ -251,7 +248,7 @@ class _Reader:
                 text.decode("ascii"), keep_blank_values=True, errors="strict", max_num_fields=QUERY_FIELDS_MAX
             )
         except ValueError as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"the query cannot be read: {error}") from None
+            raise Refused(HTTPStatus.BAD_REQUEST, f"the query string cannot be parsed: {error}") from None
         given: dict[str, Any] = {}
         for name, value in pairs:
             if name in self._lists:
@@ -263,12 +260,12 @@ class _Reader:
         return self._convert(given)
 
     def body(self, headers: Mapping[bytes, bytes], data: bytes) -> Any:
-        """The body as the route wants it."""
+        """Decode the body to the route's type."""
         if self._body is None:
             return data
         content_type = headers.get(b"content-type")
         if content_type is not None and content_type.partition(b";")[0].strip().lower() != JSON.encode():
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the body has to be {JSON}", accepts=[JSON])
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"the content type has to be {JSON}", accepts=[JSON])
         return read_json(self._body, data or b"{}")
 
     def _convert(self, given: dict[str, Any]) -> Any:
@@ -279,13 +276,13 @@ class _Reader:
 
 
 def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
-    """Read JSON of a type, or raise `Refused` that says what is wrong with it."""
+    """Decode JSON to a type; raise `Refused` with the reason if it does not fit."""
     try:
         return decoder.decode(data)
     except msgspec.ValidationError as error:
-        raise invalid(f"the body does not fit: {error}") from None
+        raise invalid(f"the body is invalid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
+        raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
 
 async def _await_disconnect(receive: Receive) -> None:
@@ -305,6 +302,6 @@ async def _send(
     await send({"type": "http.response.start", "status": int(status), "headers": headers})
     if len(content) > PIECE_BYTES:
         await send({"type": "http.response.body", "body": content, "more_body": True})
-        # The end is sent when the client has taken most of it, so that what it keeps waiting is counted till then.
+        # The end is sent once the client has taken most of the content, so that its memory is accounted for until then.
         content = b""
     await send({"type": "http.response.body", "body": content})

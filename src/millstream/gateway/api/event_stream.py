@@ -1,4 +1,4 @@
-"""Server-sent events: one event for each message, a comment when nothing came for a while."""
+"""Server-sent events: one event per message, and a comment as keep-alive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 from millstream.gateway.api.route import EVENT_STREAM
 
 KEEP_ALIVE_S: Final = 15.0
-"""So that nobody on the way takes the connection for dead, and a client that is gone is noticed."""
+"""Keeps proxies from closing the connection, and detects clients that have gone."""
 
 _HEADERS: Final = [
     (b"content-type", EVENT_STREAM.encode()),
@@ -22,7 +22,7 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 def event(kind: str, data: bytes, event_id: str | None = None) -> bytes:
-    """One event; the data is one line, as JSON is."""
+    """Format one event; the data is a single line, as JSON is."""
     known = b"" if event_id is None else b"id: %s\n" % event_id.encode()
     return b"event: %s\n%sdata: %s\n\n" % (kind.encode(), known, data)
 
@@ -30,9 +30,9 @@ def event(kind: str, data: bytes, event_id: str | None = None) -> bytes:
 async def send_events(
     send: Send, pieces: AsyncGenerator[bytes, None], gone: asyncio.Future[None], stopping: asyncio.Future[None]
 ) -> None:
-    """Send pieces as they come, as fast as the client takes them, until it hangs up or the gateway stops."""
+    """Send pieces as fast as the client reads them, until it disconnects or the gateway stops."""
     await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
-    # At once, so that the client knows that it listens.
+    # Sent at once, so that the client knows that it is subscribed.
     await _send_piece(send, b": listening\n\n")
     sending = asyncio.ensure_future(_send_all(send, pieces))
     try:
@@ -49,14 +49,14 @@ async def send_events(
             with suppress(asyncio.CancelledError):
                 await sending
     if not sending.cancelled():
-        # What went wrong on the way is raised here, which breaks the stream off.
+        # An error of the sender is raised here and breaks the stream off.
         sending.result()
     if not gone.done():
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _send_all(send: Send, pieces: AsyncGenerator[bytes, None]) -> None:
-    # Closed when this is cancelled, too: then it gives back what it holds and was not sent.
+    # Closed on cancellation too: the generator then returns the leases of messages that were not sent.
     async with aclosing(pieces):
         async for piece in pieces:
             await _send_piece(send, piece)

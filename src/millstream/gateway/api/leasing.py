@@ -1,7 +1,8 @@
-"""Leases messages of a subscription, from whichever nodes lead its partitions, and gives back what nobody got.
+"""Leases messages of a subscription from the nodes that lead its partitions, and returns those that no client received.
 
-A node answers when it has messages, so all nodes are asked at once while a client waits, each on a connection of its
-own. When one has answered, the requests to the others are withdrawn, and what they have leased by then goes back.
+A node answers once it has messages, so while a client waits all nodes are asked at once, each on a connection of its
+own. As soon as one has answered, the requests to the others are cancelled, and what they have leased by then is
+returned.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 _logger = logging.getLogger(__name__)
 
 NODES_S: Final = 1.0
-"""For how long it is not asked again which nodes there are."""
+"""How long the list of nodes is cached."""
 
 PAUSE_S: Final = 0.1
 ANSWER_S: Final = 15.0
 GIVE_BACK_S: Final = 5.0
 HUNG_S: Final = 10.0
-"""For how long a node that did not answer in time is not asked before the others have been."""
+"""How long a node that did not answer in time is asked after all others."""
 _PASSING: Final = (*TRANSIENT, RequestTimedOut)
 
 
 class Leasing:
-    """Asks the nodes of one cluster for messages."""
+    """Leases messages from the nodes of one cluster."""
 
     def __init__(self, client: Client, reader: RecordReader) -> None:
         self._client = client
@@ -52,7 +53,7 @@ class Leasing:
         self._turn = 0
 
     async def receive(self, request: Receive) -> list[LeasedMessage]:
-        """Lease messages, and wait for some if there are none now; raises if no node could be asked."""
+        """Lease messages, waiting for some if there are none now; raise if no node could be asked."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + request.wait_ms / 1000
         nodes = await self._all_nodes()
@@ -68,7 +69,7 @@ class Leasing:
             refused.clear()
             messages = await self._confirmed(request, await self._first(nodes, waiting, refused))
             if not messages and loop.time() - asked_at < PAUSE_S:
-                # Leaders move: nodes answer at once that they have nothing.
+                # Leaders may have moved: the nodes answered at once that they have nothing.
                 self._nodes = []
                 await asyncio.sleep(min(PAUSE_S, left_s))
         if not messages and refused:
@@ -79,13 +80,13 @@ class Leasing:
         return messages
 
     async def close(self) -> None:
-        """Return what arrives late, for requests whose clients have gone."""
+        """Return messages that arrive late, for requests whose clients have gone."""
         await self._requests.close()
 
     async def give_back(self, subscription: str, worker: str, messages: Sequence[LeasedMessage]) -> None:
-        """Return what never got to the one it was leased for: that does not count as delivered.
+        """Return messages that never reached the client they were leased for; that does not count as a delivery.
 
-        What cannot be given back comes back by itself.
+        Leases that cannot be returned expire.
         """
         if messages:
             with suppress(MillstreamError, TimeoutError):
@@ -93,7 +94,7 @@ class Leasing:
                     await self._subscriptions.settle(subscription, worker, messages, Verb.RETURN, delay_ms=0)
 
     async def _confirmed(self, request: Receive, messages: list[LeasedMessage]) -> list[LeasedMessage]:
-        """The messages that nobody else can have got, however long their answers were on their way."""
+        """Keep the messages whose leases still hold, however long the answers were on their way."""
         try:
             return await self._subscriptions.confirmed(request.subscription, request.worker, messages)
         except asyncio.CancelledError:
@@ -103,7 +104,7 @@ class Leasing:
     async def _at_once(
         self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
     ) -> list[LeasedMessage]:
-        """One node after the other, since all of them together give no more than was asked for."""
+        """Ask one node after the other for messages that are available, up to the limits of the request."""
         messages: list[LeasedMessage] = []
         wanted = 0
         try:
@@ -117,12 +118,12 @@ class Leasing:
                     refused.append(error)
             wanted = _fitting(messages, request)
         finally:
-            # More than was asked for, or all of it when the client is gone or another node refuses.
+            # Surplus, or all of it when the client has gone or another node refuses.
             await self.give_back(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
     def _in_turn(self, nodes: Sequence[NodeId]) -> list[NodeId]:
-        """Each time beginning with another one, without those that hang, unless all do."""
+        """Rotate the nodes, leaving out those that hang unless all do."""
         now = asyncio.get_running_loop().time()
         self._hung_until = {node: until for node, until in self._hung_until.items() if now < until}
         self._turn += 1
@@ -133,7 +134,7 @@ class Leasing:
     async def _first(
         self, nodes: Sequence[NodeId], request: Receive, refused: list[MillstreamError]
     ) -> list[LeasedMessage]:
-        """All nodes at once, until one has something; nothing when none has."""
+        """Ask all nodes at once and return the first messages; nothing if none has any."""
         asking = [asyncio.ensure_future(self._from(node, request)) for node in nodes]
         is_wanted = False
         messages: list[LeasedMessage] = []
@@ -152,7 +153,7 @@ class Leasing:
             received = [task.result() for task in asking if not task.cancelled() and task.exception() is None]
             messages += chain.from_iterable(received)
             wanted = _fitting(messages, request) if is_wanted else 0
-            # More than was asked for, or all of it when nobody asks any more.
+            # Surplus, or all of it when the client has gone.
             await self.give_back(request.subscription, request.worker, messages[wanted:])
         return messages[:wanted]
 
@@ -177,14 +178,14 @@ class Leasing:
         return unpacked.messages
 
     async def _settle_rest(self, request: Receive, unpacked: ReadRecords) -> None:
-        """Return what was leased beyond the bytes asked for, and release what cannot be read."""
+        """Return messages leased beyond the requested bytes, and release those that cannot be read."""
         name, worker = request.subscription, request.worker
         try:
             await self.give_back(name, worker, unpacked.surplus)
             for message, reason in unpacked.unreadable:
                 extra = {"subscription": name, "partition": f"{message.topic}-{message.partition}"}
                 _logger.warning(
-                    "a message cannot be delivered: %s", reason, extra={**extra, "offset": message.record.offset}
+                    "message cannot be delivered: %s", reason, extra={**extra, "offset": message.record.offset}
                 )
                 with suppress(MillstreamError):
                     await self._subscriptions.settle(name, worker, [message], Verb.RELEASE, reason=reason)
@@ -201,7 +202,7 @@ class Leasing:
 
 
 def _fitting(messages: Sequence[LeasedMessage], request: Receive) -> int:
-    """Count the messages that fit the request's limits, at least one; compressed batches hold more than their size."""
+    """Count the messages within the request's limits, at least one; compressed batches hold more than their size."""
     left_bytes = request.max_bytes
     for count, message in enumerate(messages[: request.max_records]):
         left_bytes -= message.size

@@ -1,4 +1,4 @@
-"""A stored message as HTTP clients get it: in the same words in which they may publish one."""
+"""Stored messages as JSON documents, with the members that publishing accepts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from millstream.protocol.records.record import Headers, Record
 _RAW = msgspec.json.Decoder(msgspec.Raw)
 _CONTROLS = bytes(range(0x20))
 _ESCAPED_BYTES = 6
-"""What JSON makes of a control character."""
+"""The length of an escaped control character in JSON."""
 _MEMBERS_BYTES = 1024
-"""What a message's document takes beside its key, its value and its headers, about."""
+"""The approximate size of a document without key, value and headers."""
 
 
 class ReceivedMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message. Its value is `json` if its content type says so, else `value`, or `base64` if it is no text.
+    """A message. Its value is in `json` if the content type says so, otherwise in `value`, or in `base64` if it is not
+    text.
 
-    A message whose value is null has none of them.
+    A null value sets none of them.
     """
 
     id: str
@@ -37,33 +38,35 @@ class ReceivedMessage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     base64: str | None = None
     headers: dict[str, str] = {}
     headers_base64: dict[str, str] = {}
-    """Those whose values are no texts."""
+    """Headers whose values are not text."""
 
 
 class LeasedDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=True):
-    """A message that is leased to whoever got it, until the deadline."""
+    """A message leased to the client that received it, until the deadline."""
 
     lease: str
-    """What to settle it with, at any node."""
+    """The token that settles the message, at any node."""
     attempt: int
     deadline: str
 
 
 def message_bytes(record: Record) -> int:
-    """What the contents of a message take: its key, its value and its headers."""
+    """Return the size of a message's key, value and headers."""
     headers = sum(len(name) + len(value or b"") for name, value in record.headers)
     return len(record.key or b"") + len(record.value or b"") + headers
 
 
 def document_bytes(record: Record) -> int:
-    """What a message takes as JSON at most: control characters are escaped, what is no text is encoded."""
+    """Return the largest possible size of a message as JSON: control characters are escaped, binary values encoded."""
     contents = [record.key, record.value, *(value for _, value in record.headers)]
     names = sum(_ESCAPED_BYTES * len(name) for name, _ in record.headers)
     return _MEMBERS_BYTES + names + sum(_json_bytes(one) for one in contents if one)
 
 
 def held_bytes(record: Record) -> int:
-    """What a message takes in memory until it is sent: its contents, as bytes and as text, and its document, twice."""
+    """Return the memory that a message takes until it is sent: its contents as bytes and text, and its document
+    twice.
+    """
     return 2 * (message_bytes(record) + document_bytes(record))
 
 
@@ -74,7 +77,7 @@ def _json_bytes(content: bytes) -> int:
 
 
 def members_of(topic: str, topic_id: object, partition: int, record: Record) -> dict[str, Any]:
-    """What a message is made of, by the names of its document."""
+    """Return the members of a message's document."""
     members: dict[str, Any] = {
         "id": message_id(topic_id, partition, record.offset, record.headers),
         "topic": topic,
@@ -103,12 +106,12 @@ def members_of(topic: str, topic_id: object, partition: int, record: Record) -> 
 
 
 def received(topic: str, topic_id: object, partition: int, record: Record) -> ReceivedMessage:
-    """A message as it is shown."""
+    """Return a message as a document."""
     return ReceivedMessage(**members_of(topic, topic_id, partition, record))
 
 
 def in_one_line(document: bytes) -> bytes:
-    """JSON without line ends, which what was published may have had."""
+    """Remove line ends, which published JSON may contain."""
     return msgspec.json.format(document, indent=-1) if b"\n" in document or b"\r" in document else document
 
 

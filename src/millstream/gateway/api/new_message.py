@@ -1,4 +1,4 @@
-"""A message as it comes over HTTP: a body with headers, or one of a JSON batch."""
+"""Messages as they arrive over HTTP: a request body with headers, or one element of a JSON batch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ DELIVER_AT: Final = "deliver-at"
 ID_LENGTH_MAX: Final = 1024
 DELAY_S_MAX: Final = 366 * 24 * 3600
 
-
 _DEFAULT_CONTENT_TYPES: Final = frozenset({"application/x-www-form-urlencoded", "application/octet-stream"})
-"""What programs say when they were not told what they send."""
+"""Content types that HTTP clients send by default, which say nothing about the message."""
 
 _PREFIX: Final = b"message-"
 _HEADER_PREFIX: Final = b"message-header-"
@@ -37,30 +36,32 @@ Delay = Annotated[float, Meta(ge=0, le=DELAY_S_MAX)]
 
 
 class MessageHeaders(msgspec.Struct, frozen=True, kw_only=True, rename="kebab"):
-    """The headers of a request that say something about the message in its body."""
+    """Request headers that describe the message in the body."""
 
-    message_key: Annotated[str | None, Meta(description="Messages of one key go to one partition, in order.")] = None
-    message_id: Annotated[
-        Id | None, Meta(description="What the message is called; without it, by where it is stored.")
+    message_key: Annotated[
+        str | None, Meta(description="Messages with the same key go to the same partition, in order.")
     ] = None
+    message_id: Annotated[Id | None, Meta(description="The message id. Default: topic id, partition and offset.")] = (
+        None
+    )
     message_partition: Annotated[
-        PartitionNumber | None, Meta(description="The partition, instead of the one that the key chooses.")
+        PartitionNumber | None, Meta(description="The partition, instead of the one that the key selects.")
     ] = None
     message_deliver_at: Annotated[
         str | None,
-        Meta(description="Not to be delivered by subscriptions before this: RFC 3339, or milliseconds since 1970."),
+        Meta(description="Subscriptions deliver the message no earlier: RFC 3339, or milliseconds since 1970."),
     ] = None
     message_delay: Annotated[
-        Delay | None, Meta(description="Not to be delivered by subscriptions before so many seconds have passed.")
+        Delay | None, Meta(description="Subscriptions deliver the message after this many seconds.")
     ] = None
-    correlation_id: Annotated[str | None, Meta(description="Kept with the message.")] = None
-    traceparent: Annotated[str | None, Meta(description="W3C trace context, kept with the message.")] = None
-    tracestate: Annotated[str | None, Meta(description="W3C trace context, kept with the message.")] = None
-    baggage: Annotated[str | None, Meta(description="W3C baggage, kept with the message.")] = None
+    correlation_id: Annotated[str | None, Meta(description="Stored with the message.")] = None
+    traceparent: Annotated[str | None, Meta(description="W3C trace context, stored with the message.")] = None
+    tracestate: Annotated[str | None, Meta(description="W3C trace context, stored with the message.")] = None
+    baggage: Annotated[str | None, Meta(description="W3C baggage, stored with the message.")] = None
 
 
 class NewMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One message of a JSON batch. At most one of `value`, `json` and `base64`; without any, its value is null."""
+    """One message of a JSON batch, with at most one of `value`, `json` and `base64`; without any, its value is null."""
 
     value: str | None = None
     json: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
@@ -82,7 +83,7 @@ class MessageBatch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Placed(NamedTuple):
-    """A message, and the partition if it was named."""
+    """A record to store, and its partition if one was given."""
 
     record: NewRecord
     partition: int | None
@@ -90,13 +91,13 @@ class Placed(NamedTuple):
 
 
 _OF_REQUEST: Final = (CORRELATION_ID, "traceparent", "tracestate", "baggage")
-"""Headers of a request that are kept with every message in it."""
+"""Request headers that are stored with every message of the request."""
 
 _KNOWN: Final = {field.encode_name.encode() for field in msgspec.structs.fields(MessageHeaders)}
 
 
 def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
-    """The message of a request whose body is the value."""
+    """Read the message of a request whose body is the value."""
     key = message_id = None
     partition: int | None = None
     due_ms: int | None = None
@@ -117,11 +118,13 @@ def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
                 partition = _partition(value)
             elif name in (b"message-deliver-at", b"message-delay"):
                 if due_ms is not None:
-                    raise invalid("a message has Message-Delay or Message-Deliver-At, not both")
+                    raise invalid("give Message-Delay or Message-Deliver-At, not both")
                 is_time = name == b"message-deliver-at"
                 due_ms = _time_ms(value.decode("latin-1")) if is_time else _after_ms(_delay(value))
             else:
-                raise invalid(f"header {name.decode('latin-1')!r} is not known; others begin with Message-Header-")
+                raise invalid(
+                    f"header {name.decode('latin-1')!r} is unknown; start headers of your own with Message-Header-"
+                )
         elif name in _KNOWN:
             stored.append((name.decode(), value))
     if due_ms is not None:
@@ -130,7 +133,7 @@ def from_request(headers: Mapping[bytes, bytes], body: bytes) -> Placed:
 
 
 def from_batch(message: NewMessage) -> Placed:
-    """One message of a JSON batch as it is stored."""
+    """Read one message of a JSON batch."""
     stored: list[tuple[str, bytes | None]] = []
     if message.json is not msgspec.UNSET:
         stored.append((CONTENT_TYPE, b"application/json"))
@@ -140,7 +143,7 @@ def from_batch(message: NewMessage) -> Placed:
         stored.append((CORRELATION_ID, message.correlation_id.encode()))
     if message.deliver_at is not None or message.delay is not None:
         if message.deliver_at is not None and message.delay is not None:
-            raise invalid("a message has `delay` or `deliver_at`, not both")
+            raise invalid("give `delay` or `deliver_at`, not both")
         due_ms = _time_ms(message.deliver_at) if message.deliver_at is not None else _after_ms(message.delay or 0)
         stored.append((DELIVER_AT, b"%d" % due_ms))
     if message.headers:
@@ -151,7 +154,7 @@ def from_batch(message: NewMessage) -> Placed:
 
 
 def with_request(placed: Placed, headers: Mapping[bytes, bytes]) -> Placed:
-    """A message of a batch, with what the request says of all of them where the message does not say it itself."""
+    """Add the request's headers to a message of a batch, unless the message sets them itself."""
     own = {name for name, _ in placed.record.headers}
     shared = [(name, value) for name in _OF_REQUEST if name not in own and (value := headers.get(name.encode()))]
     if not shared:
@@ -162,7 +165,7 @@ def with_request(placed: Placed, headers: Mapping[bytes, bytes]) -> Placed:
 def _key(message: NewMessage) -> bytes | None:
     if message.key_base64 is not None:
         if message.key is not None:
-            raise invalid("a message has `key` or `key_base64`, not both")
+            raise invalid("give `key` or `key_base64`, not both")
         return from_base64(message.key_base64, "key_base64")
     return None if message.key is None else _encoded(message.key)
 
@@ -170,7 +173,7 @@ def _key(message: NewMessage) -> bytes | None:
 def _value(message: NewMessage) -> bytes | None:
     given = (message.value is not None) + (message.json is not msgspec.UNSET) + (message.base64 is not None)
     if given > 1:
-        raise invalid("a message has one of `value`, `json` and `base64`")
+        raise invalid("give one of `value`, `json` and `base64`")
     if message.value is not None:
         return _encoded(message.value)
     if message.base64 is not None:
@@ -179,11 +182,11 @@ def _value(message: NewMessage) -> bytes | None:
 
 
 def from_base64(text: str, name: str) -> bytes:
-    """Bytes that came as text."""
+    """Decode base64; raise `Refused` that names the member."""
     try:
         return base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
-        raise invalid(f"{name} is no base64") from None
+        raise invalid(f"{name} is not valid base64") from None
 
 
 def _encoded(text: str) -> bytes:
@@ -198,7 +201,7 @@ def _checked_id(value: bytes) -> bytes:
 
 def _partition(value: bytes) -> int:
     if not value.isdigit() or len(value) > 9:
-        raise invalid(f"Message-Partition is a number, not {value.decode('latin-1')!r}")
+        raise invalid(f"Message-Partition has to be a number, not {value.decode('latin-1')!r}")
     return int(value)
 
 
@@ -208,7 +211,7 @@ def _delay(value: bytes) -> float:
     except ValueError:
         seconds = -1
     if not 0 <= seconds <= DELAY_S_MAX:
-        raise invalid(f"Message-Delay is 0 to {DELAY_S_MAX} seconds, not {value.decode('latin-1')!r}")
+        raise invalid(f"Message-Delay has to be 0 to {DELAY_S_MAX} seconds, not {value.decode('latin-1')!r}")
     return seconds
 
 
@@ -224,5 +227,5 @@ def _time_ms(text: str) -> int:
     except ValueError:
         moment = None
     if moment is None or moment.tzinfo is None:
-        raise invalid(f"{text!r} is no time; write it as 2026-01-31T12:00:00Z, or as milliseconds since 1970")
+        raise invalid(f"{text!r} is not a time; write it as 2026-01-31T12:00:00Z, or as milliseconds since 1970")
     return max(0, int(moment.timestamp() * 1000))

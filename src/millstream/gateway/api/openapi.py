@@ -1,5 +1,5 @@
-"""The OpenAPI document, made from the routes and the types that check what comes in; and the page at `/docs`, which
-says the same for people, without a script and with nothing from elsewhere.
+"""The OpenAPI document, generated from the routes and the types that validate requests, and the page `/docs`, which
+shows it without scripts or external resources.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _COUNTER_SUFFIX = "_total"
 
 
 def render(metrics: Iterable[Mapping[str, Any]], accept: str) -> tuple[bytes, str]:
-    """Render the metrics of a node's status as the scraper wants them: the text and its content type."""
+    """Render a node's metrics in the format the scraper accepts; return the text and its content type."""
     encode, content_type = choose_encoder(accept)
     registry = CollectorRegistry()
     registry.register(_Snapshot(metrics))
@@ -35,7 +35,7 @@ def render(metrics: Iterable[Mapping[str, Any]], accept: str) -> tuple[bytes, st
 
 
 class _Snapshot(Collector):
-    """Hands the metrics of one status to the encoder."""
+    """Passes the metrics of one status to the Prometheus encoder."""
 
     def __init__(self, metrics: Iterable[Mapping[str, Any]]) -> None:
         self._metrics = metrics
@@ -44,7 +44,7 @@ class _Snapshot(Collector):
         return map(_family, self._metrics)
 
     def describe(self) -> Iterable[Metric]:
-        # Said up front, so that registering does not collect everything a first time.
+        # Declared up front, so that registering does not collect everything once.
         return ()
 
 
@@ -73,26 +73,24 @@ _REF: Final = "#/components/schemas/{name}"
 
 _REFUSAL_REF: Final = "#/components/responses/"
 
-
 _REFUSALS: Final = {
-    HTTPStatus.BAD_REQUEST: "What was sent cannot be read.",
-    HTTPStatus.FORBIDDEN: "Pages of other sites may not use this.",
-    HTTPStatus.NOT_FOUND: "There is no such thing.",
-    HTTPStatus.CONFLICT: "Something is in the way.",
-    HTTPStatus.UNPROCESSABLE_ENTITY: "What was sent can be read, but cannot be done.",
-    HTTPStatus.TOO_MANY_REQUESTS: "Too much is under way; `Retry-After` says when to try again.",
+    HTTPStatus.BAD_REQUEST: "The request is malformed.",
+    HTTPStatus.FORBIDDEN: "Cross-origin requests are not allowed.",
+    HTTPStatus.NOT_FOUND: "The resource does not exist.",
+    HTTPStatus.CONFLICT: "The request conflicts with the current state, for example because the name is taken.",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "The request is well-formed but invalid.",
+    HTTPStatus.TOO_MANY_REQUESTS: "Too many requests are in progress; `Retry-After` says when to try again.",
     HTTPStatus.INTERNAL_SERVER_ERROR: "The gateway failed.",
-    HTTPStatus.BAD_GATEWAY: "The broker's answer was not understood.",
-    HTTPStatus.SERVICE_UNAVAILABLE: "The broker cannot do this now; it passes by itself.",
-    HTTPStatus.GATEWAY_TIMEOUT: "The broker did not answer in time; whether it was done is not known.",
+    HTTPStatus.BAD_GATEWAY: "The broker's answer was invalid.",
+    HTTPStatus.SERVICE_UNAVAILABLE: "The broker is temporarily unable to do this; try again.",
+    HTTPStatus.GATEWAY_TIMEOUT: "The broker did not answer in time; the request may have been executed.",
 }
 
 _BODY_REFUSALS: Final = {
     HTTPStatus.REQUEST_TIMEOUT: "The body did not arrive in time.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body, or a message in it, is too large.",
-    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "The body is of a type that is not understood here.",
+    HTTPStatus.UNSUPPORTED_MEDIA_TYPE: "The content type is not supported here.",
 }
-
 
 _STYLE: Final = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
@@ -104,7 +102,6 @@ _STYLE: Final = (
 
 _STYLE_HASH: Final = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
 
-
 DOCS_HEADERS: Final = {
     "content-security-policy": f"default-src 'none'; style-src 'sha256-{_STYLE_HASH}'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'",
@@ -114,7 +111,7 @@ DOCS_HEADERS: Final = {
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What went wrong, as RFC 9457 has it; some kinds have members of their own."""
+    """An error, as RFC 9457 defines it; some types have further members."""
 
     type: str
     title: str
@@ -124,7 +121,7 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 def openapi_document(routes: Iterable[Route[Any, Any]]) -> dict[str, Any]:
-    """The whole page."""
+    """Build the document."""
     listed = list(routes)
     schemas = _Schemas(listed)
     paths: dict[str, dict[str, Any]] = {}
@@ -135,7 +132,7 @@ def openapi_document(routes: Iterable[Route[Any, Any]]) -> dict[str, Any]:
         "info": {
             "title": "Millstream",
             "version": __version__,
-            "description": "Publish, receive and settle messages, and look after topics, subscriptions and the rest.",
+            "description": "Publish, receive and settle messages, and administer topics, subscriptions and pipelines.",
         },
         "paths": paths,
         "components": {"schemas": schemas.components, "responses": _refusals(schemas)},
@@ -143,7 +140,7 @@ def openapi_document(routes: Iterable[Route[Any, Any]]) -> dict[str, Any]:
 
 
 class _Schemas:
-    """The schemas of all types that routes name."""
+    """The JSON schemas of all types that routes use."""
 
     def __init__(self, routes: Iterable[Route[Any, Any]]) -> None:
         types: list[Any] = [Problem]
@@ -205,7 +202,7 @@ def _responses(route: Route[Any, Any], schemas: _Schemas) -> dict[str, Any]:
 
 
 def _refusals(schemas: _Schemas) -> dict[str, Any]:
-    """What every route may answer instead."""
+    """Describe the error responses that every route may give."""
     content = {PROBLEM: {"schema": schemas.of(Problem)}}
     described = sorted({**_REFUSALS, **_BODY_REFUSALS}.items())
     return {
@@ -234,20 +231,20 @@ def _parameters(kind: type, where: str) -> list[dict[str, Any]]:
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema of a parameter, which is there or not, and never null."""
+    """Drop null from the schema of a parameter, which is present or absent but never null."""
     choices = [one for one in schema.get("anyOf", ()) if one != {"type": "null"}]
     kept = {name: value for name, value in schema.items() if name != "anyOf" and (name, value) != ("default", None)}
     return {**kept, **choices[0]} if len(choices) == 1 else {**kept, **({"anyOf": choices} if choices else {})}
 
 
 def docs_page(document: Mapping[str, Any]) -> bytes:
-    """The page of an OpenAPI document."""
+    """Render an OpenAPI document as an HTML page."""
     info = document["info"]
     title = f"{info['title']} {info['version']}"
     services = [
         f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>",
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1><p>{escape(info['description'])}</p>",
-        '<p>The same for programs: <a href="/openapi.json">/openapi.json</a></p>',
+        '<p>For programs: <a href="/openapi.json">/openapi.json</a></p>',
         *_operations(document),
         "<h2>Types</h2>",
         *(_type_section(name, schema) for name, schema in sorted(document["components"]["schemas"].items())),
@@ -306,7 +303,7 @@ def _contents(contents: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Any) -> str:
-    """A schema in a few words; one that has a name leads to it."""
+    """Describe a schema in a few words, with a link if it has a name."""
     if isinstance(schema, bool):
         return ""
     if "$ref" in schema:

@@ -1,4 +1,4 @@
-"""Errors over HTTP: problem documents as RFC 9457 describes them, and which status each error of the tree has."""
+"""HTTP errors: RFC 9457 problem documents, and the status of each error class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millstream.core import errors
 
 CONTENT_TYPE: Final = "application/problem+json"
 RETRY_S: Final = 1
-"""When to try again what passes by itself."""
+"""The `Retry-After` of transient errors."""
 
 _STATUSES: Final[tuple[tuple[type[errors.MillstreamError], HTTPStatus], ...]] = (
     (errors.InvalidRequest, HTTPStatus.UNPROCESSABLE_ENTITY),
@@ -45,7 +45,7 @@ _STATUSES: Final[tuple[tuple[type[errors.MillstreamError], HTTPStatus], ...]] = 
 
 
 class Refused(Exception):
-    """The gateway answers a request with a problem; `more` holds members that only this kind of problem has."""
+    """The gateway refuses a request; `more` holds members that only this type of problem has."""
 
     def __init__(
         self, status: HTTPStatus, detail: str, *, headers: Mapping[str, str] | None = None, **more: Any
@@ -58,39 +58,39 @@ class Refused(Exception):
 
 
 def invalid(detail: str) -> Refused:
-    """What was sent can be read, but cannot be done."""
+    """Refuse a request that is well-formed but invalid."""
     return Refused(HTTPStatus.UNPROCESSABLE_ENTITY, detail)
 
 
 def stopped() -> Refused:
-    """The gateway ends, and has waited for the answer for as long as it could."""
+    """Refuse a request because the gateway is stopping and the answer did not arrive in time."""
     return Refused(
         HTTPStatus.SERVICE_UNAVAILABLE,
-        "the node stops, and whether it has done this is not known; ask another one, or again",
+        "the node is stopping and the outcome is unknown; check it, or send the request to another node",
         headers={"retry-after": str(RETRY_S)},
     )
 
 
 def status_of(error: errors.MillstreamError) -> HTTPStatus:
-    """The status that an error of the tree is answered with."""
+    """Return the status of an error class."""
     found = (status for kind, status in _STATUSES if isinstance(error, kind))
     return next(found, HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
 def refusal_of(error: errors.MillstreamError) -> Refused:
-    """An error of the tree as it is answered; what passes by itself says when to try again."""
+    """Convert an error to its refusal, with `Retry-After` if it is transient."""
     return Refused(status_of(error), str(error), headers=retry_after(error))
 
 
 def retry_after(error: errors.MillstreamError) -> dict[str, str]:
-    """The header that says when to try again what passes by itself."""
+    """Return the `Retry-After` header of a transient error."""
     if isinstance(error, errors.QuotaExceeded):
         return {"retry-after": str(math.ceil(error.wait_s))}
     return {"retry-after": str(RETRY_S)} if status_of(error) is HTTPStatus.SERVICE_UNAVAILABLE else {}
 
 
 def problem_document(path: str, status: int, detail: str, more: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of a problem document."""
+    """Return the members of a problem document."""
     return {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -102,10 +102,10 @@ def problem_document(path: str, status: int, detail: str, more: Mapping[str, Any
 
 
 class JSONLine(JSONResponse):
-    """JSON that ends its line."""
+    """JSON that ends with a line feed."""
 
     def render(self, content: Any) -> bytes:
-        """The document, and the end of the line."""
+        """Encode the document."""
         return super().render(content) + b"\n"
 
 
@@ -115,11 +115,11 @@ def problem(request: Request, status: int, detail: str, **more: Any) -> JSONResp
 
 
 def refused(request: Request, error: Exception) -> JSONResponse:
-    """Answer what routing refuses: a path or a method that is not there."""
+    """Answer an unknown path or method."""
     status = error.status_code if isinstance(error, HTTPException) else HTTPStatus.INTERNAL_SERVER_ERROR
     details = {
-        HTTPStatus.NOT_FOUND: f"nothing is served at {request.url.path}; GET / lists what is",
-        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.method} is not understood at {request.url.path}",
+        HTTPStatus.NOT_FOUND: f"there is no page {request.url.path}; GET / lists all pages",
+        HTTPStatus.METHOD_NOT_ALLOWED: f"{request.method} is not supported at {request.url.path}",
     }
     response = problem(request, status, details.get(HTTPStatus(status), str(error)))
     response.headers.update(getattr(error, "headers", None) or {})
@@ -127,5 +127,5 @@ def refused(request: Request, error: Exception) -> JSONResponse:
 
 
 def failed(request: Request, error: Exception) -> JSONResponse:
-    """Answer when the gateway itself went wrong; the log has the traceback."""
-    return problem(request, HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed to answer; its log says why")
+    """Answer after an internal error; the log has the traceback."""
+    return problem(request, HTTPStatus.INTERNAL_SERVER_ERROR, "the gateway failed; see its log for the reason")

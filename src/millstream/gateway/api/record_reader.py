@@ -28,13 +28,13 @@ INLINE_RECORDS_MAX: Final = 4000
 """A batch that decompresses to more, or holds more records, is read by the thread."""
 
 MESSAGE_BYTES_MAX: Final = 32 * 1024 * 1024
-"""No larger message is sent over HTTP, as it is and as JSON, in which a control character takes six bytes."""
+"""The largest message sent over HTTP, as bytes and as JSON, where a control character takes six bytes."""
 
 Measure = Callable[[Record], int]
 
 
 class Slice(NamedTuple):
-    """Some records of a batch, and where to go on; `oversized` says why the record before that place is left out."""
+    """Some records of a batch and where to continue; `oversized` says why the record before that offset is left out."""
 
     records: list[Record]
     next_offset: int
@@ -42,24 +42,24 @@ class Slice(NamedTuple):
 
 
 class ReadRecords(NamedTuple):
-    """What an answer of a node leases, by what is done with it."""
+    """The messages that a node's answer leases, by what has to be done with them."""
 
     messages: list[LeasedMessage]
     surplus: list[LeasedMessage]
-    """Those beyond the bytes that were asked for, without their contents."""
+    """Messages beyond the requested bytes, without their contents."""
     unreadable: list[tuple[LeasedMessage, str]]
-    """Those that cannot be sent, without their contents, and why."""
+    """Messages that cannot be sent, without their contents, each with the reason."""
 
 
 class RecordReader:
-    """Reads batches; shared by all requests of a process. `measure` tells what a message takes when it is sent."""
+    """Reads batches for all requests of a process. `measure` returns the size that a message has when it is sent."""
 
     def __init__(self, *, measure: Measure = document_bytes) -> None:
         self._measure = measure
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="unpacking")
 
     def close(self) -> None:
-        """Forget what is still to be read."""
+        """Cancel pending reads."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def read(
@@ -79,7 +79,7 @@ class RecordReader:
             try:
                 return _read(batches, header, ranges, bytes_max, INLINE_BYTES_MAX, self._measure)
             except CorruptBatch:
-                # Perhaps only too large to be read here.
+                # It may only be too large to be read on the loop.
                 pass
         loop = asyncio.get_running_loop()
         slice_bytes = max(bytes_max, large_bytes_max)
@@ -123,7 +123,7 @@ class RecordReader:
     async def _read_leased_batch(
         self, batches: bytes, header: BatchHeader, batch: _LeasedBatch, bytes_max: int, unpacked: ReadRecords
     ) -> int:
-        """Read the leased messages of one batch; returns how many bytes those that are kept take."""
+        """Read the leased messages of one batch; return the bytes of those that are kept."""
         start = batch.leases[0].first
         used = 0
         try:
@@ -157,25 +157,25 @@ class _LeasedBatch:
         self._by_offset = {offset: one for one in leases for offset in range(one.first, one.last + 1)}
 
     def ranges(self, start: int) -> list[OffsetRange]:
-        """The leased offsets from one on."""
+        """Return the leased offset ranges from an offset on."""
         return [OffsetRange(max(one.first, start), one.last + 1) for one in self.leases if one.last >= start]
 
     def message(self, record: Record) -> LeasedMessage:
-        """A record with its lease."""
+        """Attach the lease to a record."""
         lease = self._by_offset[record.offset]
         return LeasedMessage(*self._place, lease.attempt, lease.deadline_ms, record, *self._lasts)
 
     def stub(self, offset: int) -> LeasedMessage:
-        """A leased message without its contents."""
+        """Return a leased message without its contents."""
         return self.message(Record(Offset(offset), 0, None, None, ()))
 
     def held(self, start: int) -> Iterator[LeasedMessage]:
-        """Every leased message from an offset on, without its contents."""
+        """Return every leased message from an offset on, without contents."""
         return (self.stub(offset) for offset in self._by_offset if offset >= start)
 
 
 def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) -> Iterator[LeasedRange]:
-    """The parts of the leases, which ascend, that lie in a batch."""
+    """Return the parts of the leases, which ascend, that lie in a batch."""
     for number in range(at, len(leases)):
         one = leases[number]
         if one.first > header.last_offset:
@@ -203,7 +203,7 @@ def _read(
                 return Slice(records, record.offset)
             records.append(record)
     except OversizedRecord as error:
-        reason = f"the message takes {error.size} bytes, more than the {MESSAGE_BYTES_MAX} that are sent over HTTP"
+        reason = f"the message has {error.size} bytes; at most {MESSAGE_BYTES_MAX} are sent over HTTP"
         return Slice(records, error.offset + 1, reason)
     return Slice(records, header.next_offset)
 

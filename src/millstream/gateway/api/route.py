@@ -1,4 +1,4 @@
-"""What the API serves, one route each: the types that check what comes in are those that the OpenAPI page tells of."""
+"""Routes of the API: the types that validate requests also generate the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PartitionNumber = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 OffsetNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _AnyName = Annotated[str, Meta(min_length=1, max_length=249)]
 _NAMES: Final[dict[str, Any]] = {"topic": TopicName, "partition": PartitionNumber, "offset": OffsetNumber}
-"""What stands in a path under these names; everything else is a text."""
+"""The types of names in paths; all others are text."""
 
 
 class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -39,17 +39,17 @@ class NoFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Lane(IntEnum):
-    """Requests that are counted together, so that those of one kind leave room for the others."""
+    """Requests that share a limit, so that one kind cannot crowd out the others."""
 
     PUBLISH = 0
     WAIT = 1
-    """Those that wait for messages, with a connection to the broker each."""
+    """Requests that wait for messages, each with a connection to the broker."""
     ADMIN = 2
 
 
 @dataclass(slots=True)
 class Request(Generic[Q, B]):
-    """One request, checked."""
+    """A validated request."""
 
     path: Mapping[str, Any]
     query: Q
@@ -57,14 +57,14 @@ class Request(Generic[Q, B]):
     headers: Mapping[bytes, bytes]
     memory: RequestMemory
     gone: Future[None] | None = None
-    """Done when the client has hung up; only for those that wait."""
+    """Done when the client has disconnected; only for requests that wait."""
     undelivered: Callable[[], Awaitable[None]] | None = None
-    """Set by a route that waits: awaited if the client does not get the answer."""
+    """Set by a route that waits: awaited if the client does not receive the answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """An answer with another status than the route's usual one."""
+    """An answer with a status other than the route's usual one."""
 
     status: HTTPStatus
     content: Any
@@ -72,7 +72,7 @@ class Response:
 
 @dataclass(frozen=True, slots=True)
 class StreamResponse:
-    """An answer that goes on: pieces of an event stream."""
+    """An answer without end: pieces of an event stream."""
 
     pieces: AsyncGenerator[bytes, None]
 
@@ -83,33 +83,33 @@ class Route(Generic[Q, B]):
 
     method: str
     path: str
-    """As in OpenAPI, with names in braces; below `/v1`."""
+    """As in OpenAPI, with names in braces; relative to `/v1`."""
     summary: str
     tag: str
     handle: Callable[[Services, Request[Q, B]], Awaitable[Any]]
     answer: type | None
-    """What comes back; None for nothing."""
+    """The type of the answer; None if it has no body."""
     other_answer: type | None = None
-    """What comes back for bodies of another form."""
+    """The type of the answer to bodies in another form."""
     query: type[Q]
     body: type[B]
-    """`bytes` takes the body as it is; `forms` tells what it may be."""
+    """`bytes` passes the body on unparsed; `forms` lists what it may be."""
     forms: Mapping[str, type] = field(default_factory=dict)
-    """Other content types than JSON, and what they hold."""
+    """Content types other than JSON, with the types they hold."""
     headers: type | None = None
-    """The headers it understands, for the OpenAPI page; what reads them is made from the same type."""
+    """The request headers for the OpenAPI document; handlers read them by the same type."""
     status: HTTPStatus = HTTPStatus.OK
     more: Mapping[HTTPStatus, str] = field(default_factory=dict)
-    """Other statuses of the same answer, and what they mean."""
+    """Further statuses of the same answer, with their meaning."""
     lane: Lane = Lane.ADMIN
     streams: bool = False
 
     @property
     def answers(self) -> tuple[type, ...]:
-        """What may come back."""
+        """Return the possible answer types."""
         return tuple(one for one in (self.answer, self.other_answer) if one is not None)
 
     @property
     def names(self) -> dict[str, Any]:
-        """The names in the path, and the type of what stands for each."""
+        """Return the names in the path with their types."""
         return {name: _NAMES.get(name, _AnyName) for name in _NAME.findall(self.path)}

@@ -1,4 +1,4 @@
-"""What every route of the API works with: clients of the cluster, one publisher, and what bounds them."""
+"""The services that every route uses: clients of the cluster, one publisher, and their limits."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from millstream.protocol.wire.client import Client
 CLIENT_ID: Final = "millstream-gateway"
 TIMEOUT_S: Final = 15.0
 PUBLISH_S: Final = 30.0
-"""Most who wait for an answer over HTTP do not wait for longer."""
+"""Few HTTP clients wait longer for an answer."""
 
 
 class Services:
-    """The gateway's own parts; made on the loop, closed in the reverse order."""
+    """The gateway's shared services; created on the loop, closed in reverse order."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class Services:
     ) -> None:
         self._starting = starting
         self.client = _connect(kafka_address)
-        # When publishers or readers go beyond their quotas the broker asks their client to pause, and nobody else.
+        # The broker throttles a client as a whole, so publishers and readers have one each.
         self.publishing = _connect(kafka_address)
         self.reading = _connect(kafka_address)
         self.publisher = Publisher(self.publishing, timeout_s=PUBLISH_S)
@@ -46,27 +46,27 @@ class Services:
         self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def check_started(self) -> None:
-        """Refuse what comes while the broker starts."""
+        """Refuse requests while the broker starts."""
         reason = self._starting()
         if reason is not None:
             raise Refused(
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                f"the broker starts: {reason}",
+                f"the broker is starting: {reason}",
                 headers={"retry-after": str(RETRY_S)},
                 reasons=[reason],
             )
 
     def new_worker(self, name: str | None) -> str:
-        """Who holds what is leased now: a name that the client gives, or one that nobody else has."""
+        """Return the name of a worker: the client's own, or a unique one."""
         return f"http/{name}" if name else f"http/{secrets.token_hex(8)}"
 
     def stop(self) -> None:
-        """Send those away who wait for messages."""
+        """Release the requests that wait for messages."""
         if not self.stopping.done():
             self.stopping.set_result(None)
 
     async def close(self) -> None:
-        """Let what was published become acknowledged, then close all connections."""
+        """Wait until published messages are acknowledged, then close all connections."""
         self.stop()
         self.reader.close()
         await self.publisher.close()

@@ -1,4 +1,4 @@
-"""Settings in bodies of JSON: texts, and numbers and booleans, which people write as such."""
+"""Settings in JSON bodies: strings, and numbers and booleans written as such."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ChangedSettings = Annotated[
 
 
 def texts_of(given: Mapping[str, Any]) -> dict[str, str]:
-    """Settings as the texts that they stand for; raise `Refused` that names the one that is none."""
-    return {name: _text(name, value, "a text, a number, true or false") for name, value in given.items()}
+    """Convert settings to text; raise `Refused` that names the one that does not fit."""
+    return {name: _text(name, value, "a string, a number, true or false") for name, value in given.items()}
 
 
 def changes_of(given: Mapping[str, Any]) -> dict[str, str | None]:
-    """Changes of settings; null takes one back to its default."""
-    kinds = "a text, a number, true, false or null"
+    """Convert changes of settings; null resets one to its default."""
+    kinds = "a string, a number, true, false or null"
     return {name: None if value is None else _text(name, value, kinds) for name, value in given.items()}
 
 
@@ -42,4 +42,4 @@ def _text(name: str, value: Any, kinds: str) -> str:
     if isinstance(value, int | float):
         return str(value)
     kind = "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else "null"
-    raise invalid(f"the setting {name!r} is {kinds}, not {kind}")
+    raise invalid(f"the setting {name!r} has to be {kinds}, not {kind}")

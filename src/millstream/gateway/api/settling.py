@@ -1,4 +1,4 @@
-"""Settles leases at whoever leads their partitions now, so that any node's gateway may be told."""
+"""Settles leases at the current leaders of their partitions, from any node's gateway."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millstream.protocol.wire.error_codes import TRANSIENT
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """Which message is held, and by whom."""
+    """The message that is leased, and the worker that holds it."""
 
     topic: str
     partition: Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -40,13 +40,13 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def token_of(message: LeasedMessage, worker: str) -> str:
-    """The token of a message that a worker holds."""
+    """Return the token of a leased message."""
     lease = Lease(message.topic, message.partition, message.record.offset, message.attempt, worker)
     return base64.urlsafe_b64encode(_encode(lease)).decode().rstrip("=")
 
 
 def read_token(text: str) -> Lease:
-    """The lease that a token tells of, or `Refused`."""
+    """Decode a token; raise `Refused` if it is not one."""
     try:
         return _decoder.decode(base64.b64decode(text + "=" * (-len(text) % 4), b"-_", validate=True))
     except (msgspec.DecodeError, binascii.Error, ValueError, RecursionError):
@@ -54,8 +54,8 @@ def read_token(text: str) -> Lease:
 
 
 def not_a_lease(text: str) -> Refused:
-    """Somebody settles with something else than what a message came with."""
-    return invalid(f"{text[:100]!r} is no lease; a lease is the `lease` of a message that was received")
+    """Refuse a token that is not the `lease` of a received message."""
+    return invalid(f"{text[:100]!r} is not a lease; use the `lease` of a received message")
 
 
 SETTLE_S: Final = 10.0
@@ -66,7 +66,7 @@ _NO_ID: Final = UUID(int=0)
 
 
 class Verdict(NamedTuple):
-    """What a client says of one message."""
+    """What a client decides about one message."""
 
     lease: Lease
     verb: int
@@ -75,7 +75,7 @@ class Verdict(NamedTuple):
 
 
 async def settle(client: Client, subscription: str, verdicts: Sequence[Verdict]) -> list[MillstreamError | None]:
-    """Settle each, again and at the new leader when one moves; what went wrong with each of them."""
+    """Settle each lease, retrying at the new leader when one moves; return an error or None for each."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + SETTLE_S
     outcomes: list[MillstreamError | None] = [None] * len(verdicts)
@@ -90,7 +90,7 @@ async def settle(client: Client, subscription: str, verdicts: Sequence[Verdict])
             return outcomes
         await asyncio.sleep(PAUSE_S)
         with suppress(MillstreamError):
-            # The client learns who leads now; if nobody tells, what was settled is settled all the same.
+            # Refreshes the leaders. If no node answers, leases that were settled stay settled.
             await client.metadata({verdicts[at].lease.topic for at in left})
 
 
@@ -101,9 +101,10 @@ async def _find_out(
     repeated: Iterable[int],
     outcomes: list[MillstreamError | None],
 ) -> None:
-    """Ask what became of what was accepted more than once: the first may have been heard, and its answer lost.
+    """Look up messages that were accepted more than once: the first request may have succeeded and its answer been
+    lost.
 
-    Then nobody holds the message any more, which is what the second is answered with.
+    The message is then held by no worker, which is how the second request was answered.
     """
     with suppress(MillstreamError, TimeoutError):
         async with asyncio.timeout(SETTLE_S):

@@ -1,10 +1,10 @@
-"""Where an endpoint may be: its name is looked up here, and connected to is what was checked, never the name again.
+"""Address checks for push endpoints: a name is resolved here, and the checked address is connected to, never the name.
 
-Whoever declares a subscription decides where this node sends requests to. Without the node's permission these do not
-go to addresses that only the node can reach: those in IANA's registries of special-purpose addresses (private,
-loopback, link-local, where clouds keep the credentials of a machine, shared, reserved ...), and IPv6 addresses that
-carry an IPv4 address, unless it is a public one. The tables are written out here, since Python's change from release to
-release and follow the registries' column "globally reachable", which also holds for addresses that no endpoint has.
+The declaration of a subscription decides where this node sends requests. Unless the node permits it, they do not go to
+addresses that only the node can reach: those in IANA's registries of special-purpose addresses (private, loopback,
+link-local, where clouds keep a machine's credentials, shared, reserved …), and IPv6 addresses that embed an IPv4
+address, unless that is public. The tables are spelled out here, since Python's change between releases and follow the
+registries' column "globally reachable", which also holds for addresses that no endpoint has.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millstream.core.errors import PolicyViolation
 _logger = logging.getLogger(__name__)
 
 KEPT_S: Final = 30.0
-"""How long an answer is used."""
+"""How long a resolved address is cached."""
 ADDRESSES_MAX: Final = 8
 
 SPECIAL_IPV4: Final = tuple(
@@ -50,7 +50,7 @@ SPECIAL_IPV4: Final = tuple(
     )
 )
 GLOBAL_IPV6: Final = IPv6Network("2000::/3")
-"""All that is assigned for use between networks; what lies outside is special, or not in use."""
+"""All addresses assigned for use between networks; others are special or unused."""
 SPECIAL_IPV6: Final = tuple(
     map(
         IPv6Network,
@@ -66,11 +66,11 @@ SPECIAL_IPV6: Final = tuple(
 _MAPPED: Final = IPv6Network("::ffff:0:0/96")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
 _ISATAP: Final = frozenset({0x5EFE, 0x0200_5EFE})
-"""What stands before the IPv4 address that an interface identifier carries."""
+"""The prefixes of interface identifiers that embed an IPv4 address."""
 
 
 class Addresses:
-    """The addresses of one host, looked up anew after a while."""
+    """The addresses of one host, resolved again after a while."""
 
     def __init__(self, host: str, *, private_allowed: bool) -> None:
         self._host = host
@@ -79,39 +79,41 @@ class Addresses:
         self._until = 0.0
 
     async def find(self) -> list[str]:
-        """Addresses that may be connected to: `PolicyViolation` when there is none, `OSError` for an unknown name."""
+        """Return addresses that may be connected to; raise `PolicyViolation` if there is none, `OSError` for an unknown
+        name.
+        """
         loop = asyncio.get_running_loop()
         if self._known and loop.time() < self._until:
             return self._known
         try:
             found = await loop.getaddrinfo(self._host, None, type=socket.SOCK_STREAM)
         except UnicodeError as error:
-            raise OSError(f"{self._host} cannot be the name of a host") from error
+            raise OSError(f"{self._host} is not a valid host name") from error
         listed = dict.fromkeys(str(entry[4][0]) for entry in found)
         allowed = [one for one in listed if self._private_allowed or is_public(one)]
         if not allowed:
-            # Whoever reads the reason of a dead letter need not learn what names in this network stand for.
+            # The reason of a dead letter must not reveal what names resolve to in this network.
             extra = {"host": self._host, "addresses": list(listed)[:ADDRESSES_MAX]}
-            _logger.warning("an endpoint is where messages may not be pushed to", extra=extra)
+            _logger.warning("push to a private address refused", extra=extra)
             raise PolicyViolation(
-                f"{self._host} is at an address to which messages may not be pushed; a node that may has the setting "
-                "push-private-addresses"
+                f"{self._host} resolves to a private address, to which this node does not push; allow it with "
+                "the setting push-private-addresses"
             )
         self._known, self._until = allowed[:ADDRESSES_MAX], loop.time() + KEPT_S
         return self._known
 
     def forget(self) -> None:
-        """Look the host up again next time."""
+        """Resolve the host again next time."""
         self._known = []
 
     def prefer(self, address: str) -> None:
-        """Begin with an address that has answered."""
+        """Try an address first that has answered."""
         if address in self._known[1:]:
             self._known = [address, *(one for one in self._known if one != address)]
 
 
 def is_public(text: str) -> bool:
-    """Whether an address is one that anybody could reach."""
+    """Whether an address is globally reachable."""
     try:
         address = ip_address(text.partition("%")[0])
     except ValueError:

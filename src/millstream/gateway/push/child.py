@@ -1,7 +1,7 @@
-"""The broker's side of push: a child process that runs while a subscription is pushed, and is told which ones are.
+"""The broker's side of push: a child process that runs while a subscription has a push endpoint.
 
-It is a client of the broker like any other, so that whatever an endpoint does never stalls the log. What it is told,
-secrets included, goes through the pipe that also keeps it alive.
+It is a client of the broker like any other, so that endpoints never stall the log. The subscriptions, secrets included,
+go through the pipe that also keeps the process alive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 
 MODULE = "millstream.gateway.push.process"
 STOP_S: Final = 10.0
-"""How long it may take to stop: a little longer than the process gives what is under way."""
+"""How long stopping may take: slightly longer than the process gives messages in flight."""
 REPORT_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
@@ -36,7 +36,7 @@ class _Reports(msgspec.Struct, frozen=True):
 
 
 class PushChild(SupervisedChild):
-    """Keeps the push process running while there is something to push."""
+    """Runs the push process while there is something to push."""
 
     name = "the push process"
 
@@ -70,11 +70,11 @@ class PushChild(SupervisedChild):
 
     @property
     def stop_s(self) -> float:
-        """How long it may take to stop."""
+        """How long stopping may take."""
         return STOP_S
 
     async def stop(self) -> None:
-        """Let what is under way end, then end it."""
+        """Stop the process once messages in flight are settled."""
         self._stopping.set()
         self._news.set()
         await super().stop()
@@ -86,7 +86,8 @@ class PushChild(SupervisedChild):
 
     async def _spawn(self) -> Process:
         self._worker = f"push/{self._node_id}/{uuid4().hex[:8]}"
-        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+        # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
+        # order.
         return await asyncio.create_subprocess_exec(
             *self._command(), stdin=PIPE, stdout=PIPE, start_new_session=True, limit=REPORT_BYTES_MAX
         )
@@ -98,7 +99,7 @@ class PushChild(SupervisedChild):
 
     async def _ended(self, process: Process) -> int:
         sending = asyncio.get_running_loop().create_task(
-            self._send_subscriptions(process), name="tell the push process"
+            self._send_subscriptions(process), name="send subscriptions to the push process"
         )
         try:
             await self._read_reports(process)
@@ -108,11 +109,11 @@ class PushChild(SupervisedChild):
             await asyncio.gather(sending, return_exceptions=True)
             self._board.clear()
             self._board.restarts = self.restarts
-            # What it has not given back goes to others at once.
+            # Messages that it has not returned go to other workers at once.
             self._worker_gone(self._worker)
 
     async def _send_subscriptions(self, process: Process) -> None:
-        """Tell what is pushed, each time that changes; nothing more to push means that the process ends."""
+        """Send the subscriptions whenever they change; close the pipe when there is nothing left to push."""
         if process.stdin is None:
             return
         with suppress(ConnectionError):
@@ -135,17 +136,17 @@ class PushChild(SupervisedChild):
                     return
                 self._board.take(msgspec.json.decode(line, type=_Reports).reports)
             except ValueError as error:
-                # Also a line that is too long; reading goes on behind it.
+                # Lines that are too long fail too; reading continues after them.
                 _logger.warning("a report of the push process cannot be read", extra={"error": str(error)})
 
     def _look(self) -> None:
-        """Something about the subscriptions may have changed."""
+        """Follow a change of the subscriptions."""
         found = []
         for declared in self._declared.all():
             try:
                 pushed = push_subscription(declared, self._declared.settings_of(declared))
             except MillstreamError as error:
-                # A newer node may have declared what cannot be read here.
+                # A newer node may have declared settings that are unknown here.
                 _logger.debug("a subscription cannot be read", extra={"error": str(error)})
                 continue
             if pushed is not None:

@@ -1,11 +1,10 @@
-"""How much an endpoint takes: found out by its answers, as TCP finds out how much a network takes.
+"""How much an endpoint can take, learned from its answers as TCP learns the capacity of a network.
 
-It begins with one request at a time. While all goes well the limit grows, first by one with each answer, later by one
-with each round of them; a failure halves it. When everything that is under way fails, and three requests at least, the
-endpoint counts as down: it is left alone for a while, and then asked with one message, until it answers. One that takes
-no connection is down at once, however few are under way. When five different messages have failed in a row it is the
-endpoint that is to blame, and no longer the messages: those that fail then have used no attempt. So an endpoint that is
-down does not use up the attempts of what waits for it.
+It starts with one request at a time. While requests succeed the limit grows, first by one per answer, later by one per
+round; a failure halves it. When everything in flight fails, and at least three requests, the endpoint counts as down:
+it rests for a while and is then probed with one message until it answers. An endpoint that refuses connections is down
+at once. When five different messages have failed in a row, the endpoint is to blame rather than the messages, and
+further failures use no attempts; so an endpoint that is down does not exhaust the attempts of waiting messages.
 """
 
 from __future__ import annotations
@@ -18,40 +17,37 @@ from typing import Final, NamedTuple
 RETRY_AFTER_S_MAX: Final = 24 * 3600.0
 
 BACKOFF_MS_MIN: Final = 1000
-
-"""How long a message waits after its first failure when the subscription declares no backoff."""
-
+"""The delay after a message's first failure if the subscription declares no backoff."""
 
 _OF_MESSAGE: Final = frozenset({400, 406, 409, 411, 412, 413, 414, 415, 416, 421, 422, 424, 428, 431})
-
-"""Answers that are about the message that was sent. All others would be the same for any message."""
+"""Statuses that concern the message. All others would be the same for any message."""
 
 
 class Verdict(Enum):
-    """What became of a request."""
+    """The outcome of a request."""
 
     ACCEPTED = "accepted"
     """The message is done."""
     REFUSED = "refused"
-    """The endpoint is well, but does not want this message."""
+    """The endpoint works but does not want this message."""
     FAILED = "failed"
-    """The endpoint has answered, but it is not well, or asks for patience."""
+    """The endpoint answered that it cannot work now."""
     UNREACHABLE = "unreachable"
     """There was no answer."""
 
 
 class Answer(NamedTuple):
-    """What came back: the status, or 0 and the reason why there is none."""
+    """An endpoint's answer: the status, or 0 and the reason why there is none."""
 
     status: int
     text: str = ""
     retry_after_s: float | None = None
     is_unsent: bool = False
-    """Whether there was no connection, so that nothing of the message can have come to the endpoint."""
+    """Whether no connection was made, so that the endpoint cannot have received the message."""
 
     @property
     def verdict(self) -> Verdict:
-        """What it means."""
+        """Return the outcome."""
         if 200 <= self.status < 300:
             return Verdict.ACCEPTED
         if not self.status:
@@ -60,12 +56,12 @@ class Answer(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why the message was not accepted, in a line."""
+        """Return, in one line, why the message was not accepted."""
         outcome = f"the endpoint answered {self.status}" if self.status else "the endpoint did not answer"
         return f"{outcome}: {self.text}" if self.text else outcome
 
     def delay_ms(self, attempt: int, *, backoff_min_ms: int, backoff_max_ms: int) -> int | None:
-        """How long the message waits before it is sent again; None for what the subscription declares."""
+        """Return the delay before the next attempt; None for the subscription's backoff."""
         if self.retry_after_s is not None:
             return int(self.retry_after_s * 1000)
         if backoff_min_ms:
@@ -74,7 +70,7 @@ class Answer(NamedTuple):
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds that a Retry-After header asks for: a number, or a time of day."""
+    """Parse a Retry-After header, a number of seconds or a date."""
     if not value:
         return None
     text = value.strip()
@@ -88,12 +84,10 @@ def retry_after(value: str | None) -> float | None:
 
 
 DOWN_AFTER: Final = 3
-
-"""So many failures in a row at least, without a success between them, and the endpoint is down."""
+"""An endpoint is down after at least this many failures in a row."""
 
 BLAMED_AFTER: Final = 5
-
-"""So many different messages in a row, and it cannot be them."""
+"""After this many different messages in a row, the endpoint is to blame."""
 
 REST_S_MIN: Final = 1.0
 
@@ -101,7 +95,7 @@ REST_S_MAX: Final = 60.0
 
 
 class Endpoint:
-    """One endpoint as one node sees it. Time is any clock that only grows, in seconds."""
+    """One endpoint as one node sees it; time is a monotonic clock in seconds."""
 
     def __init__(self, cap: int) -> None:
         self._cap = float(cap)
@@ -109,7 +103,7 @@ class Endpoint:
         self._threshold = self._cap
         self._failures = 0
         self._failed: set[tuple[int, int]] = set()
-        # How many were under way when the first failure came: when as many have failed in a row, all have.
+        # The requests in flight at the first failure: when as many have failed in a row, all have.
         self._at_first_failure = 1
         self._rest_s = REST_S_MIN
         self._shrunk_at = float("-inf")
@@ -119,12 +113,12 @@ class Endpoint:
 
     @property
     def limit(self) -> int:
-        """How many requests may be under way."""
+        """Return how many requests may be in flight."""
         return 1 if self.is_down else int(self._limit)
 
     @property
     def state(self) -> str:
-        """In one word: unused, up, failing or down."""
+        """Return the state: unused, up, failing or down."""
         if self.is_down:
             return "down"
         if not self.is_used:
@@ -133,23 +127,23 @@ class Endpoint:
 
     @property
     def is_to_blame(self) -> bool:
-        """Whether it is down for certain: too many different messages have failed for it to be one of them."""
+        """Whether so many different messages have failed that none of them can be the cause."""
         return self.is_down and len(self._failed) >= BLAMED_AFTER
 
     def room(self, under_way: int, now: float) -> int:
-        """How many more requests may begin."""
+        """Return how many more requests may start."""
         return 0 if now < self._resting_until else max(0, self.limit - under_way)
 
     def rest_left(self, now: float) -> float:
-        """For how long it is left alone."""
+        """Return how much longer the endpoint rests."""
         return max(0.0, self._resting_until - now)
 
     def rest(self, seconds: float, now: float) -> None:
-        """It has asked to be left alone."""
+        """Let the endpoint rest, as it asked."""
         self._resting_until = max(self._resting_until, now + min(seconds, REST_S_MAX))
 
     def succeeded(self, under_way: int) -> None:
-        """It has answered well, with so many requests under way, this one among them."""
+        """Record a success, with the number of requests in flight including this one."""
         self.is_used = True
         self._failures = 0
         self._failed.clear()
@@ -157,7 +151,7 @@ class Endpoint:
             self.is_down = False
             self._limit, self._rest_s = 1.0, REST_S_MIN
             self._resting_until = float("-inf")
-        # A limit that is not reached says nothing about a larger one.
+        # A limit that is not reached says nothing about a higher one.
         if 2 * under_way >= int(self._limit):
             step = 1.0 if self._limit < self._threshold else 1.0 / self._limit
             self._limit = min(self._cap, self._limit + step)
@@ -171,10 +165,10 @@ class Endpoint:
         message: tuple[int, int] = (0, 0),
         is_unsent: bool = False,
     ) -> None:
-        """It has not answered, or said that it cannot.
+        """Record a failure.
 
-        `began` is when it was asked, `under_way` how many requests are, this one among them, `message` the partition
-        and offset of what it was sent, and `is_unsent` says that it took no connection.
+        `began` is when the request started, `under_way` the number in flight including this one, `message` the
+        partition and offset that were sent, and `is_unsent` says that no connection was made.
         """
         self.is_used = True
         if len(self._failed) < BLAMED_AFTER:
@@ -183,7 +177,7 @@ class Endpoint:
             self._at_first_failure = under_way
         self._failures += 1
         failures_max = max(1 if is_unsent else DOWN_AFTER, self._at_first_failure)
-        # Of those that were under way at the same time, the first has said what there is to say.
+        # Of requests in flight at the same time, only the first failure counts.
         is_news = began >= self._shrunk_at
         if is_news:
             self._limit = max(1.0, self._limit / 2)
@@ -195,5 +189,5 @@ class Endpoint:
             self._rest_s = min(2 * self._rest_s, REST_S_MAX)
 
     def refused(self) -> None:
-        """It has answered that it does not want this message, which says that it is there."""
+        """Record that the endpoint refused a message, which shows that it works."""
         self.is_used = True

@@ -1,7 +1,7 @@
-"""A message as the body and the headers of a request: a CloudEvent in one of its two forms, or as it is.
+"""Messages as HTTP requests: a CloudEvent in binary or structured mode, or the raw message.
 
-Headers `ce_…` of the message, which CloudEvents' binding for Kafka has, are the event's attributes; what is missing is
-filled in. The message's place and the number of the attempt are extension attributes.
+Headers `ce_…`, as in CloudEvents' Kafka binding, are the event's attributes; missing ones are filled in. The message's
+position and attempt are extension attributes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEFAULT_TYPE: Final = "millstream.message"
 _STORED: Final = "ce_"
 _JSON: Final = "application/json"
 _BYTES: Final = "application/octet-stream"
-# What a header of CloudEvents holds as it is; quotes, percent signs, spaces and everything else is written with %.
+# Characters that CloudEvents headers hold unescaped; all others are percent-encoded.
 _PLAIN: Final = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 _NAME_SAFE: Final = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.")
 _DATE_MS_MAX: Final = 253_402_300_799_999
@@ -36,7 +36,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class Content(NamedTuple):
-    """What is sent of a message: its id as a header holds it, further headers, and the body."""
+    """The request of a message: its id for the header, further headers, and the body."""
 
     message_id: bytes
     headers: Headers
@@ -44,7 +44,7 @@ class Content(NamedTuple):
 
 
 def content_of(message: LeasedMessage, layout: str) -> Content:
-    """A message in the form that its subscription wants."""
+    """Format a message as its subscription declares."""
     headers = _by_name(message.record.headers)
     message_id = _id_of(message, headers)
     if layout == RAW:
@@ -62,7 +62,7 @@ def content_of(message: LeasedMessage, layout: str) -> Content:
 
 
 def _attributes(message: LeasedMessage, headers: dict[str, bytes], message_id: bytes) -> dict[str, str]:
-    """The attributes of the event, those that it has first."""
+    """Return the event's attributes, its own first."""
     record = message.record
     found = {
         name[len(_STORED) :]: _text(value)
@@ -131,7 +131,7 @@ def _data(kind: str, value: bytes | None) -> dict[str, Any]:
 
 
 def _content_type(headers: dict[str, bytes], value: bytes) -> str:
-    """What the publisher has said of the value; what it shows, if nothing was said."""
+    """Return the declared content type, or one that the value suggests."""
     declared = headers.get(CONTENT_TYPE) or headers.get("ce_datacontenttype")
     if declared:
         return _text(declared)
@@ -140,7 +140,7 @@ def _content_type(headers: dict[str, bytes], value: bytes) -> str:
 
 def _is_json(value: bytes) -> bool:
     try:
-        # Also what lies within strings has to be text, or the whole document could not be read.
+        # Strings within the document have to be valid text too, or it could not be parsed.
         value.decode()
         msgspec.json.decode(value)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -158,7 +158,7 @@ def _trace(headers: dict[str, bytes]) -> Headers:
 
 
 def _by_name(headers: Iterable[tuple[str, bytes | None]]) -> dict[str, bytes]:
-    """Headers by name; of several with one name the first, as everywhere here."""
+    """Map headers by name; the first of several with the same name wins, as everywhere here."""
     found: dict[str, bytes] = {}
     for name, value in headers:
         found.setdefault(name, value or b"")
@@ -185,5 +185,5 @@ def _quoted(value: bytes) -> bytes:
 
 
 def _header_value(value: bytes) -> bytes:
-    """A value as it is, but for what no header can hold."""
+    """Remove what a header cannot hold."""
     return bytes(code for code in value if 0x20 <= code < 0x7F)

@@ -1,8 +1,7 @@
-"""The push process: `python -m millstream.gateway.push.process OPTIONS`, started by `gateway/push/child.py` only.
+"""The push process: `python -m millstream.gateway.push.process OPTIONS`, started only by `gateway/push/child.py`.
 
-Through its standard input it is told, one line of JSON each time, which subscriptions are pushed; through its standard
-output it tells how that goes. It ends when its standard input does: what is under way may end, and is settled; what is
-not done soon is given back.
+It reads the subscriptions to push from standard input, one JSON line each time, and reports on standard output. It ends
+when standard input does: messages in flight may finish and are settled; the rest is returned.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from millstream.protocol.wire.pool import Pool
 _logger = logging.getLogger(__name__)
 
 DRAIN_S: Final = 5.0
-"""How long messages that are being sent may take once the process is to end."""
+"""How long messages in flight may take once the process has to end."""
 GIVE_BACK_S: Final = 2.0
 REPORT_S: Final = 0.5
-"""How often what has changed is told at most."""
+"""The minimum time between reports."""
 RATES_S: Final = 2.0
 ANSWER_S: Final = 30.0
 WAITING_MAX: Final = 10_000
-"""How many subscriptions are pushed at once, each with a connection while it waits for messages."""
+"""The most subscriptions that are pushed, each with a connection while it waits for messages."""
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker says when it starts the process."""
+    """The broker's options for the process."""
 
     kafka: str
     worker: str
@@ -59,13 +58,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushCommand(msgspec.Struct, frozen=True):
-    """A line from the broker: everything that is pushed now."""
+    """A line from the broker: every subscription to push."""
 
     subscriptions: list[PushSubscription]
 
 
 class Reports(msgspec.Struct, frozen=True):
-    """A line to the broker: how everything goes."""
+    """A line to the broker: the state of every subscription."""
 
     reports: list[PushReport]
 
@@ -86,7 +85,7 @@ class Line:
         return frame[response_body_at(key, 0, frame) :]
 
     async def receive(self, wanted: Receive) -> ReadRecords:
-        """Wait for messages of this node and read them within bounds; a call that is given up leaves nothing leased."""
+        """Receive messages from this node, within limits; a cancelled call leaves nothing leased."""
         leased = await self._requests.ask(self._pool, wanted, timeout_s=wanted.wait_ms / 1000 + ANSWER_S)
         if leased.answer.error:
             raise error_from_code(leased.answer.error, leased.answer.message)
@@ -97,14 +96,14 @@ class Line:
             raise
 
     async def close(self) -> None:
-        """Return what arrives late, and close all connections."""
+        """Return messages that arrive late, and close all connections."""
         await self._requests.close()
         await self._pool.close()
         self._unpacking.close()
 
 
 class PushProcess:
-    """Everything that is pushed from this node."""
+    """All pushers of this node."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -112,13 +111,13 @@ class PushProcess:
         self._client = Client.connect(options.kafka, client_id="push", timeout_s=ANSWER_S)
         self._trust = trusted()
         self._pushers: dict[str, Pusher] = {}
-        # Also those that end because they are not wanted any more.
+        # Includes pushers that are ending.
         self._running: dict[asyncio.Task[None], Pusher] = {}
         self._news = asyncio.Event()
         self._has_rates = False
 
     async def declare(self, subscriptions: list[PushSubscription]) -> None:
-        """Push these from now on, and nothing else."""
+        """Push exactly these subscriptions from now on."""
         wanted = {one.subscription_id: one for one in subscriptions}
         for known in [one for one in self._pushers if one not in wanted]:
             self._pushers.pop(known).stop()
@@ -131,7 +130,7 @@ class PushProcess:
         self._news.set()
 
     async def end(self) -> None:
-        """Let what is under way end; give back what does not in time."""
+        """Let messages in flight finish; return the rest when time is up."""
         for pusher in self._running.values():
             pusher.stop()
         if self._running:
@@ -144,7 +143,7 @@ class PushProcess:
         await self._client.close()
 
     async def report(self) -> bytes:
-        """What has changed, as a line, when something has; rates change also when nothing happens any more."""
+        """Return changed reports as a line; rates change even when nothing happens."""
         with suppress(TimeoutError):
             async with asyncio.timeout(RATES_S if self._has_rates else None):
                 await self._news.wait()
@@ -182,13 +181,13 @@ class PushProcess:
         pusher = self._running.pop(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            # The broker starts another process, which begins anew with everything.
+            # The broker starts another process, which starts over.
             _logger.critical("push failed", extra={"subscription": pusher.declared.name}, exc_info=error)
             sys.exit(1)
 
 
 async def push(options: Options) -> None:
-    """Push until the broker hangs up."""
+    """Push until the broker closes the pipe."""
     loop = asyncio.get_running_loop()
     heard = asyncio.StreamReader(limit=LINE_BYTES_MAX)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(heard), sys.stdin)
@@ -216,7 +215,7 @@ async def _report_changes(process: PushProcess, output: asyncio.StreamWriter) ->
 
 
 def main() -> None:
-    """Run as the broker asks."""
+    """Run with the broker's options."""
     options = msgspec.json.decode(sys.argv[1], type=Options)
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()

@@ -1,4 +1,4 @@
-"""A subscription whose messages are pushed, as the broker tells its push process of it."""
+"""A subscription with a push endpoint, as the broker sends it to the push process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from millstream.core.subscription import Subscription, SubscriptionSettings
 
 
 class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
-    """What has to be known to push; the secrets go through a pipe and nowhere else."""
+    """The settings of push; secrets go through the pipe and nowhere else."""
 
     name: str
     subscription_id: str
@@ -27,12 +27,12 @@ class PushSubscription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def host(self) -> str:
-        """The endpoint as it may be named in a log."""
+        """Return the endpoint's host, for logs."""
         return urlsplit(self.url).hostname or ""
 
 
 def push_subscription(declared: Subscription, settings: SubscriptionSettings) -> PushSubscription | None:
-    """What is told of a subscription; None if its messages are not pushed."""
+    """Return a subscription's push settings; None if it has no endpoint."""
     if not settings.push_url:
         return None
     return PushSubscription(

@@ -1,10 +1,9 @@
-"""Push for one subscription on one node: messages are leased from this node alone, sent, and settled by the answers.
+"""Push for one subscription on one node: leases messages from this node, sends them, and settles them by the answers.
 
-What is under way follows the endpoint (`endpoint`). A lease is extended while its message is being sent. When the
-endpoint counts as down, one message is kept and sent again after each rest, so that waiting for the endpoint costs no
-attempts. When it has got the message some times, and never took it, another message gets its turn, in case it is the
-message; while it takes no connection it cannot be, and when many different messages have failed neither: these are
-returned, which is no attempt.
+The endpoint's limit (`endpoint.py`) bounds the requests in flight. Leases are extended while messages are being sent.
+When the endpoint is down, one message is kept and sent again after each rest, so that waiting costs no attempts. After
+several failed probes another message gets its turn, in case the message is the cause; not while the endpoint refuses
+connections, or when many different messages have failed: those are returned, which is not an attempt.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from millstream.protocol.private.subscription_messages import Receive
 from millstream.protocol.private.subscriptions import LeasedMessage
 
 RATE_S: Final = 10.0
-
-"""Rates are those of the last so many seconds."""
+"""The window of the rates."""
 
 
 class Statistics:
-    """The numbers of one subscription."""
+    """The statistics of one subscription."""
 
     def __init__(self, subscription: str) -> None:
         self._subscription = subscription
@@ -46,11 +44,11 @@ class Statistics:
         self._last_status = 0
         self._last_error = ""
         self._last_error_ms = 0
-        # Counts of some moments: when, how many were accepted, how many were not.
+        # Samples: time, accepted, not accepted.
         self._moments: deque[tuple[float, int, int]] = deque([(float("-inf"), 0, 0)], maxlen=64)
 
     def note(self, answer: Answer, seconds: float, now_ms: int) -> None:
-        """A request has ended."""
+        """Count a finished request."""
         self._counts[answer.verdict] += 1
         self._seconds.observe(seconds)
         self._last_status = answer.status
@@ -58,7 +56,7 @@ class Statistics:
             self._last_error, self._last_error_ms = answer.reason, now_ms
 
     def report(self, endpoint: Endpoint, in_flight: int, now: float) -> PushReport:
-        """How it stands now."""
+        """Return the current report."""
         counts, distribution = self._counts, self._seconds.distribution()
         accepted = counts[Verdict.ACCEPTED]
         failed = sum(counts.values()) - accepted
@@ -90,33 +88,27 @@ class Statistics:
 
 _logger = logging.getLogger(__name__)
 
-
 WAIT_MS: Final = 30_000
 
 RECEIVE_BYTES: Final = 4 * 1024 * 1024
 
 IN_FLIGHT_BYTES_MAX: Final = 16 * 1024 * 1024
-
-"""How much is held of one subscription; one message is always taken."""
+"""The most bytes of one subscription in memory; one message is always taken."""
 
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 
 PROBES_MAX: Final = 5
-
-"""How often an endpoint that is down gets one message before another is tried."""
+"""How often a message probes an endpoint that is down before another is tried."""
 
 RETURN_MS_MIN: Final = 1000
 
 REASON_LENGTH_MAX: Final = 500
 
 _OF_ENDPOINT: Final = (Verdict.FAILED, Verdict.UNREACHABLE)
-
-"""What is the endpoint's doing, and would be the same for any message."""
-
+"""Outcomes that the endpoint causes, whatever the message."""
 
 ReceiveFrom = Callable[[Receive], Awaitable[ReadRecords]]
-
-"""Leases messages from this node, on a connection of its own."""
+"""Leases messages from this node on a connection of its own."""
 
 
 class Pusher:
@@ -149,9 +141,9 @@ class Pusher:
         self._stopping = asyncio.Event()
 
     async def change(self, declared: PushSubscription, sender: Sender) -> None:
-        """Go on with other settings, and what is known of the endpoint forgotten; what is under way ends as it began.
+        """Continue with other settings, forgetting the endpoint's history; messages in flight finish as they started.
 
-        Messages that were asked for already come to the new endpoint.
+        Messages that were requested before go to the new endpoint.
         """
         before, self._sender = self._sender, sender
         self.declared = declared
@@ -161,21 +153,21 @@ class Pusher:
         await before.close()
 
     def report(self) -> PushReport:
-        """How it goes."""
+        """Return the current report."""
         now = asyncio.get_running_loop().time()
         return self._statistics.report(self._endpoint, len(self._in_flight), now)
 
     async def run(self) -> None:
-        """Push until `stop`; then what is under way ends, is settled, or given back."""
+        """Push until `stop`; then settle or return what is in flight."""
         loop = asyncio.get_running_loop()
         extending = loop.create_task(self._keep_leases(), name=f"leases of {self.declared.name}")
         pushing = loop.create_task(self._push(), name=f"messages of {self.declared.name}")
         try:
             await asyncio.wait((extending, pushing), return_when=asyncio.FIRST_COMPLETED)
-            # Without leases that are kept nothing is sent: what has gone wrong there ends all of it.
+            # Nothing is sent without leases that are extended, so an error of either task ends both.
             (pushing if pushing.done() else extending).result()
             if self._in_flight:
-                # Those that were sent already keep their leases until they have their answers.
+                # Messages that were sent keep their leases until they are answered.
                 await asyncio.wait(self._in_flight)
         finally:
             extending.cancel()
@@ -184,12 +176,12 @@ class Pusher:
             await self._sender.close()
 
     def stop(self) -> None:
-        """Take no more messages, and let those under way end."""
+        """Take no more messages, and let those in flight finish."""
         self._stopping.set()
         self._changed.set()
 
     def hurry(self) -> None:
-        """Give back what has not ended."""
+        """Return messages that have not finished."""
         for task in self._in_flight:
             task.cancel()
 
@@ -205,8 +197,10 @@ class Pusher:
             try:
                 messages = await self._confirmed(await self._readable(await self._take(room)))
             except MillstreamError as error:
-                # It moves to another node, or the broker is about to end; whoever declares it anew is heard of.
-                _logger.debug("no messages to push", extra={"subscription": self.declared.name, "error": str(error)})
+                # The partition moves to another node, or the broker is stopping; a new declaration wakes this loop.
+                _logger.debug(
+                    "cannot receive messages to push", extra={"subscription": self.declared.name, "error": str(error)}
+                )
                 await self._wait(pause_s)
                 pause_s = min(2 * pause_s, RETRY_S_MAX)
                 continue
@@ -218,7 +212,7 @@ class Pusher:
         if self._bytes >= IN_FLIGHT_BYTES_MAX:
             return 0
         room = self._endpoint.room(len(self._in_flight), self._now)
-        # While most of what may be under way is, asking for one message at a time would cost more than it brings.
+        # While most of the limit is in use, requesting one message at a time would cost more than it brings.
         return 0 if self._in_flight and 4 * room < self._endpoint.limit else room
 
     async def _take(self, room: int) -> ReadRecords:
@@ -231,18 +225,18 @@ class Pusher:
         finally:
             stopping.cancel()
             if not taking.done():
-                # The broker notices that nobody waits for the answer, and gives the messages to others.
+                # The broker notices that the request was cancelled and delivers the messages to other workers.
                 taking.cancel()
         with suppress(asyncio.CancelledError):
             return await taking
         return ReadRecords([], [], [])
 
     async def _readable(self, taken: ReadRecords) -> list[LeasedMessage]:
-        """Return what was leased beyond the bytes asked for, release what cannot be read, and keep the rest."""
+        """Return messages leased beyond the requested bytes, release those that cannot be read, and keep the rest."""
         name = self.declared.name
         for message, reason in taken.unreadable:
             place = {"partition": f"{message.topic}-{message.partition}", "offset": message.record.offset}
-            _logger.warning("a message cannot be pushed: %s", reason, extra={"subscription": name, **place})
+            _logger.warning("message cannot be pushed: %s", reason, extra={"subscription": name, **place})
         await asyncio.gather(
             *(self._settler.settle(one, Verb.RETURN, delay_ms=0) for one in taken.surplus),
             *(
@@ -253,14 +247,14 @@ class Pusher:
         return taken.messages
 
     async def _confirmed(self, messages: list[LeasedMessage]) -> list[LeasedMessage]:
-        """The messages that nobody else can have got, however long their answer was on its way."""
+        """Keep the messages whose leases still hold, however long the answer was on its way."""
         if all(message.is_fresh for message in messages):
             return messages
         extended = await asyncio.gather(*map(self._extended, messages))
         return [message for message in extended if message is not None]
 
     async def _extended(self, message: LeasedMessage) -> LeasedMessage | None:
-        """The same message with a longer lease; None if it is not held any more."""
+        """Extend a message's lease; return None if it is lost."""
         sent_at = monotonic()
         is_held = await self._settler.settle(message, Verb.EXTEND, delay_ms=message.lease_ms)
         extended = message.extended(sent_at)
@@ -288,15 +282,15 @@ class Pusher:
         if self._probe is task:
             self._probe = None
         if not task.cancelled() and (error := task.exception()) is not None:
-            _logger.error("a message could not be pushed", extra={"subscription": self.declared.name}, exc_info=error)
+            _logger.error("push of a message failed", extra={"subscription": self.declared.name}, exc_info=error)
         self._changed.set()
         self._when_changed()
 
     async def _deliver(self, message: LeasedMessage) -> None:
-        """Send a message until it is settled, or given back since there is no more time."""
+        """Send a message until it is settled, or return it when time is up."""
         endpoint, sender = self._endpoint, self._sender
         sent = 0
-        """How often the endpoint may have got it."""
+        """How often the endpoint may have received it."""
         try:
             content = content_of(message, self.declared.layout)
             while True:
@@ -312,14 +306,14 @@ class Pusher:
                     await self._give_back(message, sent)
                     return
                 if not await self._is_held():
-                    # Whoever has it now sends it.
+                    # Another worker has it.
                     return
             await self._settle(endpoint, message, answer)
         except asyncio.CancelledError:
             await self._give_back(message, sent)
 
     async def _give_back(self, message: LeasedMessage, sent: int) -> None:
-        """Leave a message to whoever pushes next; that it was never sent does not count as a delivery."""
+        """Return a message; one that was never sent does not count as delivered."""
         verb = Verb.RELEASE if sent else Verb.RETURN
         await self._settler.settle(message, verb, delay_ms=0, reason="the node stops")
 
@@ -342,11 +336,11 @@ class Pusher:
         self._when_changed()
 
     def _is_kept(self, endpoint: Endpoint, answer: Answer) -> bool:
-        """Whether the message of this task waits here for the endpoint to come back: one of them does."""
+        """Whether this message waits here for the endpoint to recover; one of them does."""
         if answer.verdict not in _OF_ENDPOINT or not endpoint.is_down:
             return False
         if self.declared.delivery == AT_MOST_ONCE:
-            # The endpoint may have got it, though it did not say so.
+            # The endpoint may have received it without answering.
             return False
         if endpoint is not self._endpoint or self._stopping.is_set():
             return False
@@ -365,10 +359,10 @@ class Pusher:
             return
         declared = self.declared
         if declared.delivery == AT_MOST_ONCE:
-            # It was done when it was handed out.
+            # It was done when it was delivered.
             return
         if answer.verdict in _OF_ENDPOINT and endpoint.is_to_blame:
-            # After a while, so that another one is tried first.
+            # Delayed, so that another message is tried first.
             rest_ms = int(2000 * endpoint.rest_left(self._now))
             await self._settler.settle(message, Verb.RETURN, delay_ms=max(rest_ms, RETURN_MS_MIN), reason=answer.reason)
             return
@@ -380,18 +374,18 @@ class Pusher:
     # -- holding them ----------------------------------------------------------------------------------------
 
     async def _keep_leases(self) -> None:
-        """Extend the leases of messages that are being sent for long, while there are any."""
+        """Extend the leases of messages that take long to send."""
         while True:
             await self._busy.wait()
             self._redeclared.clear()
             with suppress(TimeoutError):
-                # Another length of leases counts at once.
+                # A changed lease duration takes effect at once.
                 async with asyncio.timeout(self.declared.lease_ms / 3000):
                     await self._redeclared.wait()
             if self.declared.delivery == AT_MOST_ONCE:
                 continue
             soon = monotonic() + self.declared.lease_ms / 2000
-            # Another length of leases may have been declared.
+            # The lease duration may have changed.
             due = {
                 task: self._extended(message._replace(lease_ms=self.declared.lease_ms))
                 for task, message in self._in_flight.items()

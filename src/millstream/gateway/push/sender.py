@@ -1,8 +1,8 @@
-"""The requests to one endpoint: over kept connections, to addresses that were checked, bounded in time and size.
+"""Requests to one endpoint, over persistent connections to checked addresses, limited in time and size.
 
-A name is looked up and checked here, and the connection goes to the address that was checked, while the request still
-names the host; so a name that points elsewhere a moment later leads nowhere. Redirects are followed within the host.
-No proxy of the environment is used, no cookie kept, and of an answer no more than a little is read.
+A name is resolved and checked here, and the connection goes to the checked address while the request still names the
+host, so a name that changes a moment later has no effect. Redirects are followed within the host. Proxies of the
+environment are not used, cookies are not kept, and only the start of an answer is read.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIGNATURE = b"webhook-signature"
 
 
 def signature(keys: Iterable[bytes], message_id: bytes, timestamp_s: int, body: bytes) -> bytes:
-    """The value of the header: one signature for each key."""
+    """Return the signature header: one signature per key."""
     signed = b"%b.%d.%b" % (message_id, timestamp_s, body)
     return b" ".join(b"v1," + base64.b64encode(hmac.digest(key, signed, "sha256")) for key in keys)
 
@@ -47,20 +47,20 @@ IDLE_S: Final = 30.0
 
 
 def spare_lookups() -> None:
-    """Say once and for all that sniffio is not there, for a process that does nothing but send.
+    """Mark sniffio as missing, for a process that only sends.
 
-    httpcore looks for it with every lock that it takes, in all folders where modules may be.
+    httpcore searches the whole module path for it with every lock that it takes.
     """
     if find_spec("sniffio") is None:
         sys.modules["sniffio"] = None  # type: ignore[assignment]
 
 
 class Lanes:
-    """Lends connections; whoever borrows minds how many."""
+    """Lends connections; borrowers bound their number."""
 
     def __init__(self, trust: ssl.SSLContext) -> None:
         self._trust = trust
-        # The one that was not used for longest is first.
+        # Least recently used first.
         self._free: deque[tuple[float, httpx.AsyncHTTPTransport]] = deque()
         self._sweep: asyncio.TimerHandle | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -68,12 +68,12 @@ class Lanes:
 
     @asynccontextmanager
     async def lent(self) -> AsyncIterator[httpx.AsyncHTTPTransport]:
-        """A connection for one request; it is opened when it is used."""
+        """Lend a connection for one request; it is opened on first use."""
         lane = self._free.pop()[1] if self._free else self._make()
         try:
             yield lane
         except BaseException:
-            # What is left on it belongs to nobody.
+            # The connection may hold the rest of an answer.
             await lane.aclose()
             raise
         if self._is_closed:
@@ -84,7 +84,7 @@ class Lanes:
             self._sweep = asyncio.get_running_loop().call_later(IDLE_S, self._close_idle)
 
     async def close(self) -> None:
-        """Close all of them."""
+        """Close all connections."""
         self._is_closed = True
         if self._sweep is not None:
             self._sweep.cancel()
@@ -98,7 +98,7 @@ class Lanes:
         return httpx.AsyncHTTPTransport(verify=self._trust, limits=limits, trust_env=False)
 
     def _close_idle(self) -> None:
-        """Close what was not used for a while."""
+        """Close idle connections."""
         self._sweep = None
         loop = asyncio.get_running_loop()
         while self._free and self._free[0][0] <= loop.time() - IDLE_S:
@@ -112,12 +112,10 @@ class Lanes:
 REDIRECTS_MAX: Final = 3
 
 TEXT_BYTES_MAX: Final = 300
-
-"""How much of an answer that says no is kept for the reason."""
+"""How much of an error answer is kept for the reason."""
 
 READ_BYTES_MAX: Final = 64 * 1024
-
-"""How much of an answer is read so that its connection can be used again; of a longer one it is closed."""
+"""How much of an answer is read so that its connection can be reused; with a longer one it is closed."""
 
 PLACED_MAX: Final = 64
 
@@ -132,14 +130,14 @@ _USER_AGENT: Final = f"Millstream/{__version__}".encode()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a subscription's messages go, and with what."""
+    """Where and how a subscription's messages are sent."""
 
     url: str
     headers: dict[str, str]
     keys: tuple[bytes, ...]
     timeout_s: float
     is_once: bool = False
-    """Whether nothing is sent again that the endpoint may have got."""
+    """Whether nothing is resent that the endpoint may have received."""
 
 
 class Sender:
@@ -163,12 +161,12 @@ class Sender:
         await self._lanes.close()
 
     async def post(self, content: Content) -> Answer:
-        """Send a message; what went wrong is in the answer."""
+        """Send a message; failures are part of the answer."""
         try:
             async with asyncio.timeout(self._target.timeout_s):
                 return await self._follow(content)
         except TimeoutError:
-            return Answer(0, f"nothing within {self._target.timeout_s:g} s")
+            return Answer(0, f"no answer within {self._target.timeout_s:g} s")
         except PolicyViolation as refused:
             return Answer(0, str(refused))
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ssl.SSLError) as error:
@@ -183,12 +181,12 @@ class Sender:
                 return answer
             following = None if location is None else url.join(location)
             if following is None or not _is_within(url, following):
-                return answer._replace(text="it redirects to another host, which is not followed")
+                return answer._replace(text="it redirects to another host, which is not allowed")
             url = following
         return answer._replace(text=f"it redirects more than {REDIRECTS_MAX} times")
 
     async def _send(self, url: httpx.URL, content: Content) -> tuple[Answer, str | None]:
-        """Send to the first address that takes a connection."""
+        """Send to the first address that accepts a connection."""
         failed: Exception | None = None
         for address in await self._addresses.find():
             try:
@@ -199,11 +197,11 @@ class Sender:
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as broken:
                 if self._target.is_once:
                     raise
-                # A connection that was kept may have been closed by the other end just now; another one tells.
+                # A persistent connection may just have been closed by the peer; a new one decides.
                 try:
                     answered = await self._exchange(url, address, content)
                 except _UNSENT:
-                    # The first may have come to the endpoint, and even be what has ended it.
+                    # The first request may have reached the endpoint, and may even have crashed it.
                     raise broken from None
             self._addresses.prefer(address)
             return answered
@@ -232,13 +230,13 @@ class Sender:
             content=content.body,
             extensions={
                 "sni_hostname": self._host,
-                # Shorter for the connection, so that it is told when there is none from when there is no answer.
+                # Shorter for connecting, which distinguishes an unreachable endpoint from one that does not answer.
                 "timeout": {"connect": timeout_s / 2, **dict.fromkeys(("read", "write", "pool"), timeout_s)},
             },
         )
 
     def _at(self, url: httpx.URL, address: str) -> httpx.URL:
-        """The URL with the address in the place of the host."""
+        """Replace the host of a URL by an address."""
         found = self._placed.get((url, address))
         if found is None:
             if len(self._placed) >= PLACED_MAX:
@@ -248,7 +246,7 @@ class Sender:
 
 
 def trusted() -> ssl.SSLContext:
-    """The authorities that the machine trusts, and those that come with Python's libraries."""
+    """Return the certificate authorities of the machine and of Python's libraries."""
     context = ssl.create_default_context()
     context.load_verify_locations(certifi.where())
     return context
@@ -272,7 +270,7 @@ async def _read(response: httpx.Response) -> tuple[Answer, str | None]:
 
 
 def _is_within(url: httpx.URL, following: httpx.URL) -> bool:
-    """Whether a redirect stays with the host: the same place, or the same host with TLS instead of without."""
+    """Whether a redirect stays on the host: the same origin, or an upgrade to TLS."""
     if following.host != url.host or following.userinfo:
         return False
     if following.scheme == url.scheme:

@@ -1,4 +1,4 @@
-"""What is said of leased messages to the node that leads them: gathered while a request is under way, sent together."""
+"""Settles leased messages at the node that leads them, gathering settlements while a request is in flight."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 _logger = logging.getLogger(__name__)
 
 SETTLES_MAX: Final = 1000
-"""How many messages one request is about."""
+"""The most messages in one request."""
 ELSEWHERE_S: Final = 5.0
 
 Ask = Callable[[int, bytes], Awaitable[memoryview]]
-"""Sends one of Millstream's own requests to this node."""
+"""Sends a private request to this node."""
 
 
 class _Settlement(NamedTuple):
@@ -52,7 +52,7 @@ class Settler:
         self._moving: set[asyncio.Task[None]] = set()
 
     async def settle(self, message: LeasedMessage, verb: int, *, delay_ms: int | None = None, reason: str = "") -> bool:
-        """Say something of a message; whether it holds, and durably."""
+        """Settle a message; return whether it is settled durably."""
         offset = message.record.offset
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         settled = SettledRange(offset, offset, verb, delay_ms, reason, message.attempt)
@@ -63,7 +63,7 @@ class Settler:
 
     async def _send(self) -> None:
         try:
-            # What else is said in this turn of the loop goes along.
+            # Lets settlements of this turn of the loop join.
             await asyncio.sleep(0)
             while self._pending:
                 settlements, self._pending = self._pending[:SETTLES_MAX], self._pending[SETTLES_MAX:]
@@ -96,7 +96,7 @@ class Settler:
                 else:
                     moved.append(one)
             if moved:
-                # Aside, since a leader that is away keeps nobody else waiting.
+                # In a task of its own, so that an unreachable leader delays no other settlement.
                 task = asyncio.get_running_loop().create_task(self._settle_elsewhere(*place, moved))
                 self._moving.add(task)
                 task.add_done_callback(self._moving.discard)
@@ -106,7 +106,7 @@ class Settler:
             await self._settle_at_leader(topic, partition, settlements)
 
     async def _settle_at_leader(self, topic: str, partition: int, settlements: list[_Settlement]) -> None:
-        """The partition is led by another node now, which has the leases too."""
+        """Settle at another node that leads the partition now and has its leases."""
         part = PartitionSettles(topic, partition, [one.settled for one in settlements])
 
         async def attempt(leader: NodeId) -> SettleAnswer:
@@ -139,13 +139,13 @@ class Settler:
         if answer.error:
             raise error_from_code(answer.error, answer.message)
         if [len(outcomes) for outcomes in answer.results] != [len(part.verbs) for part in parts]:
-            raise ProtocolViolation("the broker's answer does not fit what was said")
+            raise ProtocolViolation("the broker's answer does not match the request")
         return answer
 
 
 @contextmanager
 def _answering(settlements: list[_Settlement]) -> Iterator[None]:
-    """Whatever goes wrong meanwhile, everybody gets an answer, since each of them holds up a place for a request."""
+    """Resolve every settlement even on failure, since each holds a place among the requests in flight."""
     try:
         yield
     except Exception as error:

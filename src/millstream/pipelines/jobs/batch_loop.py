@@ -1,9 +1,9 @@
-"""Batches from topics to topics, exactly once and without a checkpoint: the commit of a batch is the truth.
+"""Batches from topics to topics, exactly once and without a checkpoint: the commit of a batch is the source of truth.
 
-The rows of a batch and the offsets of the pipeline's group become valid with one record at the coordinator, which also
-keeps the number of the batch. So whoever begins asks for both and goes on from there, on any machine, whatever happened
-to the one before. The number is asked for first: if somebody else commits a batch in between, the number is taken
-already when this one is to be committed, and it is not.
+One record at the coordinator makes the rows of a batch and the offsets of the pipeline's group valid, and stores the
+number of the batch. A run therefore asks for both when it starts and continues from there, on any machine, whatever
+happened to the one before. It asks for the number first: if another run commits a batch in between, the number is taken
+and this run's batch is not committed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,20 @@ from millstream.core.pipeline import LATEST, SKIP, MovingSettings, Pipeline
 from millstream.pipelines.jobs.group_offsets import Offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.runtime.fault import kind_in
-from millstream.pipelines.source.batch_commit import Batch, Part, abort_batch, abort_undecided, writing_link
+from millstream.pipelines.source.batch_commit import (
+    OFFSETS_TASK,
+    Batch,
+    Part,
+    abort_batch,
+    abort_undecided,
+    prepare_offsets,
+    writing_link,
+)
 from millstream.pipelines.source.link import Link
 from millstream.pipelines.source.offset_resolver import OffsetResolver, Partitions
-from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
+from millstream.pipelines.source.options import BROKERS, SourceOffsets, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range, admitted, ranges_between
-from millstream.pipelines.source.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
-from millstream.protocol.private.transactions import GroupMember, TransactionalProducer, Transactions
+from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -39,10 +46,10 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 WAIT_S: Final = 0.5
-"""How long a step waits for messages when there are none; whoever is to stop waits for that."""
+"""How long a step waits for messages; stopping waits for it."""
 
 TASK_ROWS_MIN: Final = 5000
-"""A task is worth so many records, unless a partition has fewer."""
+"""The fewest records that are worth a task, unless a partition has fewer."""
 
 PART_SCHEMA: Final = "part binary"
 CLIENT_ID: Final = "millstream-pipeline"
@@ -50,50 +57,50 @@ CLIENT_ID: Final = "millstream-pipeline"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One batch: its number, and from where to where it goes."""
+    """One batch: its number and its offset ranges."""
 
     batch: Batch
     ranges: tuple[Range, ...]
-    """What is read, at most one range of each partition, so that the order within partitions is kept."""
+    """At most one range per partition, which keeps the order within partitions."""
     end: Offsets
     rows: int
     lag: int
     lost: int = 0
-    """How many offsets lie before it that retention has deleted unread."""
+    """Offsets before the batch that retention deleted unread."""
 
     def counts(self, **more: int) -> dict[str, int]:
-        """What is counted of it when it is committed."""
+        """Return what is counted when the batch is committed."""
         return {**more, "lost": self.lost} if self.lost else more
 
     def numbers(self, spark: SparkSession) -> DataFrame:
-        """The numbers of the ranges, shared out among so many tasks as are worth it."""
+        """Return the numbers of the ranges as rows, spread over as many tasks as are worth it."""
         return numbers_of(spark, self.ranges)
 
     def of(self, topic: str) -> list[Range]:
-        """What is read of one topic."""
+        """Return the ranges of one topic."""
         return [one for one in self.ranges if one.topic == topic]
 
 
 @dataclass(slots=True)
 class _Known:
-    """What the last commit of this loop has left behind, so that it need not be asked for."""
+    """The state after this loop's last commit, which saves asking the coordinator for it."""
 
     number: int
     offsets: dict[str, dict[int, int]]
 
 
 def query_of(pipeline_id: UUID) -> str:
-    """What the coordinator knows the batches of a pipeline by."""
+    """Return the name of a pipeline's batches at the coordinator."""
     return f"pipeline/{pipeline_id}"
 
 
 def stream_of(pipeline_id: UUID) -> str:
-    """What the attempts of a pipeline's streams have in their names: each of these is a query of its own."""
+    """Return the part that the transactional ids of a pipeline's streams share; each stream is a query of its own."""
     return pipeline_id.hex
 
 
 class BatchLoop:
-    """Plans batches over topics, and commits them."""
+    """Plans batches over topics and commits them."""
 
     def __init__(self, pipeline: Pipeline, context: JobContext, settings: MovingSettings) -> None:
         self._pipeline = pipeline
@@ -102,25 +109,25 @@ class BatchLoop:
         self._query = query_of(pipeline.pipeline_id)
         self._known: _Known | None = None
         self._is_alone = False
-        """Whether what runs before this one have left undecided was looked for."""
+        """Whether undecided transactions of earlier runs have been looked for."""
         self.options = WriteOptions(brokers=context.brokers, client_id=CLIENT_ID)
 
     @property
     def link(self) -> Link:
-        """The connection of this process."""
+        """The client of this process."""
         return writing_link(self.options)
 
     def options_for(self, topic: str) -> WriteOptions:
-        """How rows are written to one topic."""
+        """Return the write options for one topic."""
         return replace(self.options, topic=topic)
 
     def survey(self, topics: Sequence[str]) -> OffsetResolver:
-        """Asks about topics, as far as what is in them is committed."""
+        """Return a resolver of the committed offsets of some topics."""
         given = {BROKERS: self._context.brokers, "subscribe": ",".join(topics), "kafka.client.id": CLIENT_ID}
         return OffsetResolver(read_options(given))
 
     def plan(self, topics: Sequence[str]) -> Plan:
-        """The next batch of some topics; it has no rows if there are none."""
+        """Plan the next batch of some topics; it has no rows if there are no messages."""
         survey = self.survey(topics)
         known = self._known or self._ask()
         partitions = survey.partitions()
@@ -135,15 +142,15 @@ class BatchLoop:
     def _start(
         self, survey: OffsetResolver, known: _Known, partitions: Partitions, latest: Offsets
     ) -> tuple[Offsets, int]:
-        """Where the batch begins, and how many offsets it leaves out."""
+        """Return where the batch starts, and how many offsets it leaves out."""
         has_all = all(n in known.offsets.get(topic, {}) for topic, numbers in partitions.items() for n in numbers)
         skips = self._settings.on_lost == SKIP
-        # Whether offsets are still there that are known is found out when they are fetched, unless that may be so.
+        # Whether known offsets still exist shows when they are fetched, unless lost ones are skipped.
         earliest = latest if has_all and not skips else survey.earliest(partitions)
         start: dict[str, dict[int, int]] = {}
         for topic, numbers in partitions.items():
             committed = known.offsets.get(topic, {})
-            # A partition that comes to a topic which is read already begins with its first message.
+            # A partition added to a topic that is already being read starts at its first message.
             at_end = not committed and self._settings.start == LATEST
             otherwise = (latest if at_end else earliest)[topic]
             start[topic] = {number: committed.get(number, otherwise[number]) for number in numbers}
@@ -151,21 +158,21 @@ class BatchLoop:
         return skipping(start, earliest) if skips else (start, 0)
 
     def is_new(self, plan: Plan) -> bool:
-        """Whether a plan names partitions that the group has no offset for yet: they are committed even without rows.
+        """Whether a plan has partitions without a committed offset: they are committed even without rows.
 
-        Else what comes before the first batch would be skipped by a run that begins at the end again.
+        Otherwise a later run that starts at the end would skip messages that arrive before the first batch.
         """
         known = self._known.offsets if self._known is not None else {}
         return any(number not in known.get(topic, {}) for topic, numbers in plan.end.items() for number in numbers)
 
     def commit(self, plan: Plan, frame: DataFrame | None, is_good: Callable[[], bool] = lambda: True) -> int | None:
-        """Run the job whose rows are the parts of a batch, and commit these and the offsets.
+        """Run the job whose rows are the parts of a batch, and commit them with the offsets.
 
-        The answer is how many rows were written; None if nothing was, since somebody else has committed the batch or,
-        when all rows were written, it `is_good` no more.
+        Return the number of rows written; None if nothing was, because another run has committed the batch or because
+        `is_good` failed after all rows were written.
         """
         known = self._known
-        # What is known counts for nothing until this has gone well.
+        # The state is unknown until the commit has succeeded.
         self._known = None
         link = self.link
         offsets = link.start(self.prepare_offsets(plan.batch, plan.end))
@@ -190,31 +197,30 @@ class BatchLoop:
         return sum(part.rows for part in parts)
 
     def wait(self, plan: Plan) -> Step:
-        """Wait a moment for messages, when there are none."""
+        """Wait a moment for messages if there are none."""
         self.survey(list(plan.end)).wait_for_more(plan.end, WAIT_S)
         return Step()
 
     def committed(self) -> Offsets:
-        """What the group has committed, when all that runs before this one have left undecided is taken back."""
+        """Return the group's committed offsets, after aborting undecided transactions of earlier runs."""
         return self._ask().offsets
 
     async def prepare_offsets(self, batch: Batch, end: Offsets) -> TransactionalProducer:
-        """The member of a batch that commits where it ends, if this one still runs the pipeline."""
-        member = GroupMember(*self._context.member())
-        source = SourceOffsets(self._pipeline.group, end, member)
+        """Prepare the member of a batch that commits its end offsets, if this run still owns the pipeline."""
+        source = SourceOffsets(self._pipeline.group, end, self._context.member())
         transactions = Transactions(self.link.client)
         return await prepare_offsets(transactions, batch.new_attempt(OFFSETS_TASK), source)
 
     def is_taken(self, batch: Batch) -> bool:
-        """Whether there is a batch of this number: somebody else has gone on from here."""
+        """Whether a batch of this number is committed: another run has continued from here."""
         return self.last_batch(batch.query) >= batch.number
 
     def last_batch(self, query: str) -> int:
-        """The number of the last batch of a query that was committed; -1 if none is known."""
+        """Return the number of a query's last committed batch; -1 if none is known."""
         return self.link.call(Transactions(self.link.client).last_batch(query))
 
     def give_up(self, batch: Batch, offsets: Future[TransactionalProducer]) -> None:
-        """Take back what was prepared of a batch, as far as that can be done now; else the next run does it."""
+        """Abort what was prepared of a batch, as far as possible; otherwise the next run does it."""
         with suppress(MillstreamError):
             offsets.result()
         with suppress(MillstreamError):
@@ -224,12 +230,12 @@ class BatchLoop:
 
     def _ask(self) -> _Known:
         if not self._is_alone:
-            # What a stream of this pipeline has left undecided would hold up the offsets for ever.
+            # An undecided transaction of an earlier stream would block the offsets forever.
             self._is_alone = abort_undecided(self.options, stream_of(self._pipeline.pipeline_id))
         return self.link.call(self._look(self.link))
 
     def _was_done(self, plan: Plan) -> bool:
-        """Whether a batch that was committed before is this one: the answer to its commit may have been lost."""
+        """Whether the committed batch is this one: the answer to its commit may have been lost."""
         self._known = known = self._ask()
         ends = {topic: known.offsets.get(topic, {}) for topic in plan.end}
         return known.number == plan.batch.number + 1 and all(
@@ -243,42 +249,42 @@ class BatchLoop:
         while True:
             number = await transactions.last_batch(self._query) + 1
             try:
-                # What a run before this one has left undecided would hold up the offsets for ever.
+                # An undecided transaction of an earlier run would block the offsets forever.
                 await transactions.abort_batch(self._query, number)
             except InvalidTransactionState:
-                # It was committed just now.
+                # It has just been committed.
                 continue
             return _Known(number, await stable_offsets(link.client, self._pipeline.group))
 
 
 def numbers_of(spark: SparkSession, ranges: Sequence[Range]) -> DataFrame:
-    """The numbers of ranges as rows; few records are one task, since a task costs more than they do."""
+    """Return the numbers of ranges as rows; few records are one task, since a task costs more than they do."""
     rows = sum(map(len, ranges))
     wished = min(ceil(rows / TASK_ROWS_MIN), spark.sparkContext.defaultParallelism * 2)
     return spark.range(0, len(ranges), 1, max(1, min(len(ranges), wished)))
 
 
 def as_row(part: Part) -> Iterator[pa.RecordBatch]:
-    """What a task has written, as its only row."""
+    """Encode the part that a task has written as its only row."""
     yield pa.RecordBatch.from_pydict({"part": pa.array([pickle.dumps(part)], pa.binary())})
 
 
 def read_part(row: bytes | bytearray) -> Part:
-    """The same on the driver; only tasks of this job have made it."""
+    """Decode the part that a task of this job has encoded."""
     part = pickle.loads(bytes(row))
     if not isinstance(part, Part):
-        raise TypeError(f"a task gave {type(part).__name__} and not a part of a batch")
+        raise TypeError(f"a task returned {type(part).__name__} instead of a part of a batch")
     return part
 
 
 def is_refused(error: BaseException) -> bool:
-    """Whether a batch failed since its coordinator refused it, here or in a task."""
+    """Whether a batch failed because its coordinator refused it, here or in a task."""
     kind = kind_in(error)
     return kind is not None and issubclass(kind, TransactionRejected)
 
 
 def skipping(start: Offsets, earliest: Offsets) -> tuple[Offsets, int]:
-    """Where to begin without what is deleted, and how many offsets that leaves out."""
+    """Return where to start after deleted offsets, and how many were left out."""
     moved = {
         topic: {number: max(offset, earliest[topic][number]) for number, offset in offsets.items()}
         for topic, offsets in start.items()
@@ -292,8 +298,8 @@ def _check_reached(start: Offsets, latest: Offsets) -> None:
             end = latest[topic][number]
             if offset > end:
                 raise OffsetOutOfRange(
-                    f"{topic}-{number} ends at {end}, and the pipeline has read up to {offset}: the topic was made "
-                    "anew, or its end was lost; move the pipeline's group with `millstream group reset`",
+                    f"{topic}-{number} ends at {end}, but the pipeline has read up to {offset}: the topic was "
+                    "recreated, or lost its end; move the pipeline's group with `millstream group reset`",
                     start=0,
                     end=end,
                 )

@@ -1,4 +1,4 @@
-"""What an error says to people: what Spark raises carries the traces of two languages, and the reason in between."""
+"""The reason of a pipeline's error, for people: Spark's errors carry the stack traces of two languages around it."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ _CODE: Final = re.compile(r"<Code>(.*?)</Code>(?:.*?<Message>(.*?)</Message>)?",
 _STEP: Final = "↳"
 
 _CREDENTIALS_HOSTS: Final = ("169.254.169.254", "169.254.170.2", "metadata.google.internal")
-
-"""Where a machine in a cloud is asked for credentials when there are no others."""
+"""Metadata services that cloud machines ask for credentials."""
 
 _DISK: Final = re.compile(
     r"(?:FileNotFoundError|PermissionError|NotADirectoryError|FileExistsError|OSError): \[Errno \d+\] (.+?): '(.+?)'"
@@ -30,7 +29,7 @@ _DISK: Final = re.compile(
 
 
 def place_error(text: str) -> str | None:
-    """What an error says of a place of tables, as a sentence; None if it is about something else."""
+    """Explain an error about the location of tables in a sentence; None for any other error."""
     plain = _COLOUR.sub("", text)
     stores = list(_STORE.finditer(plain))
     if stores:
@@ -39,7 +38,7 @@ def place_error(text: str) -> str | None:
     if disk is None:
         return None
     reason, path = disk.groups()
-    return f"the folder {path!r} cannot be written or read: {reason}; tables are where `lake` or `pipelines-lake` says"
+    return f"folder {path!r} cannot be written or read: {reason}; set another one with `lake` or `pipelines-lake`"
 
 
 def _of_store(text: str) -> str | None:
@@ -50,7 +49,7 @@ def _of_store(text: str) -> str | None:
     if url.hostname in _CREDENTIALS_HOSTS:
         return (
             "there are no credentials for the object store: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY where the "
-            "node, or the run by hand, is started"
+            "node, or the manual run, is started"
         )
     bucket = url.path.strip("/").partition("/")[0]
     about = f"bucket {bucket!r} at {url.scheme}://{url.netloc}" if bucket else f"{url.scheme}://{url.netloc}"
@@ -62,31 +61,27 @@ def _store_reason(text: str) -> str:
     if code is not None:
         return f"{code[1]} ({code[2]})" if code[2] else code[1]
     steps = [step.strip() for step in text.split(_STEP)]
-    # What comes last is the cause of what stands before it.
+    # The last step is the cause.
     return steps[-1].partition("\n")[0].strip()
 
 
 LENGTH_MAX: Final = 4000
 
-
 _LOSS_REMEDY: Final = f"set {ON_LOST}={SKIP} for the pipeline: millstream pipeline update {{}} --set {ON_LOST}={SKIP}"
-
-"""What the owner of a pipeline does about lost messages: the options of its queries are not in reach."""
-
+"""The remedy for lost messages: the owner of a pipeline cannot set the options of its queries."""
 
 _TRACEBACK: Final = "Traceback (most recent call last):"
 
 _JVM_TRACE: Final = "\n\tat "
 
 _QUERY: Final = "\n=== Streaming Query ==="
+"""Spark appends its plan of the statement, in many lines."""
 
-"""What Spark says behind it is how it runs the statement, in many lines."""
-
-"""What tables of Delta put into what they say."""
+"""The mark that Delta tables put into their messages."""
 
 
 def reason_of(error: BaseException, *, name: str = "NAME") -> str:
-    """The sentences of an error that help the owner of the pipeline of a name, and no more than can be shown."""
+    """Return the sentences of an error that help the owner of a pipeline, within a length limit."""
     if not isinstance(error, MillstreamError):
         about_place = place_error(f"{type(error).__name__}: {error}")
         if about_place is not None:
@@ -105,6 +100,33 @@ def _without_traces(text: str) -> str:
     _, found, trace = message.rpartition(_TRACEBACK)
     if not found:
         return message.strip()
-    # Lines of a traceback that stand at the margin are the error itself.
+    # Unindented lines of a traceback are the error itself.
     lines = [line for line in trace.splitlines() if line and not line[0].isspace()]
     return "\n".join(lines).strip() or message.strip()
+
+
+HEADLINE_LENGTH_MAX: Final = 240
+_ENDS: Final = ("; ", ". ", ", ", " ")
+"""Where a line may be cut, best first."""
+
+
+def headline(reason: str) -> str:
+    """Return an error in one line: its first sentence, joined with the next line if the first only announces it."""
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    if not lines:
+        return ""
+    text = lines[0]
+    for line in lines[1:]:
+        # `AnalysisException:` and `Job aborted due to stage failure:` mean nothing without what follows.
+        if not text.endswith(":"):
+            break
+        text = f"{text} {line}"
+    return text if len(text) <= HEADLINE_LENGTH_MAX else _cut(text)
+
+
+def _cut(text: str) -> str:
+    for end in _ENDS:
+        at = text.rfind(end, HEADLINE_LENGTH_MAX // 2, HEADLINE_LENGTH_MAX)
+        if at > 0:
+            return f"{text[:at]} …"
+    return f"{text[:HEADLINE_LENGTH_MAX]} …"

@@ -1,4 +1,4 @@
-"""How far a pipeline is: the offsets of its consumer group."""
+"""A pipeline's progress: the offsets of its consumer group."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from typing import Any, Final
 
 from millstream.core.errors import CoordinatorUnavailable
 from millstream.core.ids import NodeId
-from millstream.pipelines.jobs.job import GroupMember
-from millstream.protocol.private.transactions import GROUP_COORDINATOR
+from millstream.protocol.private.transactions import GROUP_COORDINATOR, GroupMember
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 _UNSTABLE: Final = 88
 
 Offsets = Mapping[str, Mapping[int, int]]
-"""By topic and partition: the next offset to take."""
+"""The next offset to read, by topic and partition."""
 
 
 async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]]:
-    """What a group has committed; where a transaction is about to change that, its end is waited for."""
+    """Return a group's committed offsets, waiting for transactions that are about to change them."""
     from kio.schema.offset_fetch.v9 import request
 
     messages: Any = request
@@ -35,7 +34,7 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
         for topic in answer.topics:
             for one in topic.partitions:
                 if one.error_code == _UNSTABLE:
-                    # It passes by itself, as all that a coordinator asks to be tried again.
+                    # Transient, like everything that a coordinator asks to retry.
                     raise CoordinatorUnavailable(
                         f"an open transaction holds the offset of group {group!r} in {topic.name}-{one.partition_index}"
                     )
@@ -49,7 +48,7 @@ async def stable_offsets(client: Client, group: str) -> dict[str, dict[int, int]
 
 
 async def commit_offsets(client: Client, group: str, offsets: Offsets, member: GroupMember) -> None:
-    """Commit offsets of work that is durable already, so that the group shows it."""
+    """Commit the offsets of work that is already durable, so that the group shows it."""
     from kio.schema.offset_commit.v9 import request
 
     messages: Any = request

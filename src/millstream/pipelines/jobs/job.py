@@ -1,13 +1,14 @@
-"""What a job is to the driver: something that does one batch after the other, in a thread of its own."""
+"""The interface of jobs: the driver runs one batch after the other, in a thread per pipeline."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from millstream.core.pipeline import Pipeline, Rule
+from millstream.protocol.private.transactions import GroupMember
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -15,39 +16,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one batch did, and when the next is due."""
+    """The result of one batch, and when the next is due."""
 
     rows: int = 0
-    """Messages that were taken."""
+    """Messages that were read."""
     lag: int = 0
-    """Messages that are there and were not taken yet."""
+    """Messages that are not read yet."""
     wait_s: float = 0.0
-    """How long there is nothing to do, as far as is known; 0 when there is more."""
+    """How long there is nothing to do, as far as known; 0 if there is more."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """More numbers of this batch, by name: files, quarantined rows and such. They are summed up."""
+    """Further counts of the batch by name (files, quarantined rows …), which are summed up."""
     is_open: bool = False
-    """Whether a batch goes on beyond the step, of which nothing is done yet: no sign that the job gets on."""
-
-
-class GroupMember(NamedTuple):
-    """Who runs a pipeline, as its consumer group knows it; the group refuses offsets of anybody else.
-
-    As it stands here it is nobody, whom a group without members takes offsets from.
-    """
-
-    member_id: str = ""
-    generation: int = -1
-    instance_id: str | None = None
+    """Whether a batch continues after the step and has finished nothing yet, which is no sign of progress."""
 
 
 class Job(Protocol):
-    """A pipeline that runs. Everything it did is durable when `step` returns, or can be done again."""
+    """A running pipeline. Everything it did is durable when `step` returns, or can be repeated."""
 
     def step(self) -> Step:
-        """Do one batch of what there is; called again and again by one thread."""
+        """Run one batch; called repeatedly by one thread."""
 
     def close(self) -> None:
-        """Let go of everything; called once, by the same thread."""
+        """Release everything; called once, by the same thread."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,25 +46,25 @@ class JobContext:
 
     spark: SparkSession
     brokers: str
-    """Where the broker is, as clients write it."""
+    """The bootstrap servers."""
     lake: str
-    """Where tables are, unless the pipeline says so itself: a folder or a URL."""
+    """The folder or URL of the tables, unless the pipeline sets its own."""
     folder: str
-    """Where a job keeps what it must find again, such as checkpoints; shared by all nodes of a cluster."""
+    """The folder of checkpoints and other state; shared by all nodes of a cluster."""
     member: Callable[[], GroupMember] = GroupMember
-    """Who the job is in the group of its pipeline, now; offsets that are committed say it."""
+    """Returns the job's current member of the pipeline's group, which committed offsets carry."""
     lake_is_shared: bool = True
-    """Whether the lake is that of the nodes, and no other one that somebody who runs a job by hand wants."""
+    """Whether the lake is the nodes' own, and not one chosen for a manual run."""
     rules: tuple[Rule, ...] = ()
-    """The rules of a route; a job whose rules change is told so by a new context."""
+    """The rules of a route; changed rules come with a new context."""
     stopping: threading.Event = field(default_factory=threading.Event)
-    """Set when the job is to end: whoever waits, waits for this."""
+    """Set when the job has to end; every wait includes it."""
     progress: Callable[[], None] = lambda: None
-    """Called, by any thread, when a part of a step is done of which Spark does not know; long steps have many."""
+    """Called by any thread when a part of a step is done that Spark does not see; long steps have many."""
 
 
 class JobKind(Protocol):
     """Makes jobs of one kind."""
 
     def __call__(self, pipeline: Pipeline, context: JobContext) -> Job:
-        """A job for a pipeline; raises an error of the tree in `core/errors.py` when it cannot be run as declared."""
+        """Make a job for a pipeline; raise an error of `core/errors.py` if it cannot be run as declared."""

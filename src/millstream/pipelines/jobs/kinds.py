@@ -15,7 +15,7 @@ from millstream.pipelines.jobs.job import Job, JobContext, JobKind
 
 
 class LazyJobKind:
-    """A kind of job that is imported when the first of it is made."""
+    """A kind of job that is imported when the first one is made."""
 
     def __init__(self, kind: PipelineKind) -> None:
         self.module = f"millstream.pipelines.jobs.{kind}.job"

@@ -1,4 +1,4 @@
-"""The files that a Delta table has at a version of its log, with what is known of each without opening it."""
+"""The files of a Delta table at a version of its log, with what is known of each without opening it."""
 
 from __future__ import annotations
 
@@ -19,35 +19,37 @@ class ActiveFile:
     path: str
     bytes: int
     partitions: tuple[int, int] | None
-    """The smallest and the largest number of a partition in it."""
+    """The smallest and largest partition number in it."""
     offsets: tuple[int, int] | None
     day: date
     hour: int
 
     @property
     def topic_id(self) -> str:
-        """The topic whose rows it has: names of files begin with it. Empty when another program wrote the file."""
+        """Return the id of the topic whose rows it holds, from the file name; empty if another program wrote the
+        file.
+        """
         return topic_of(self.path)
 
     @property
     def hour_start(self) -> datetime:
-        """The hour in which it was landed."""
+        """Return the hour in which it was landed."""
         return datetime(self.day.year, self.day.month, self.day.day, tzinfo=UTC) + timedelta(hours=self.hour)
 
     @property
     def partition_values(self) -> dict[str, str | None]:
-        """What its folders say, as the log has it."""
+        """Return its partition values, as the log has them."""
         return {APPEND_DAY: self.day.isoformat(), APPEND_HOUR: str(self.hour)}
 
 
 def topic_of(path: str) -> str:
-    """The topic whose rows a file has, by its name; empty when another program wrote it."""
+    """Return the topic id in a file name; empty if another program wrote the file."""
     topic_id, found, _rest = path.rpartition("/")[2].partition("_")
     return topic_id if found else ""
 
 
 def active_files(table: deltalake.DeltaTable) -> Iterator[ActiveFile]:
-    """The files of a table as its handle read it last."""
+    """Return the files of a table as its handle last read it."""
     found = pa.table(table.get_add_actions(flatten=True))
     names = ("path", "size_bytes", f"partition.{APPEND_DAY}", f"partition.{APPEND_HOUR}")
     bounds = [_column(found, f"{bound}.{name}") for name in ("partition", "offset") for bound in ("min", "max")]
@@ -64,7 +66,7 @@ def active_files(table: deltalake.DeltaTable) -> Iterator[ActiveFile]:
 
 
 def _column(found: pa.Table, name: str) -> list[int | None]:
-    """A column of bounds, which is not there when no file has any."""
+    """Return a column of bounds, which is missing if no file has any."""
     if name in found.schema.names:
         values: list[int | None] = found.column(name).to_pylist()
         return values

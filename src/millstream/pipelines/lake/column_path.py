@@ -1,6 +1,6 @@
-"""Places of values in the columns of a table: a column, a field of a struct, the elements of an array.
+"""Paths of values in a table's columns: a column, a field of a struct, the elements of an array.
 
-They are told by their way from the top, since a name may have dots in it.
+A path is a tuple of names, since a name may contain dots.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ELEMENT: Final = "[]"
 
 
 def narrower(known: pa.DataType | pa.Schema, wanted: pa.DataType | pa.Schema, above: Place = ()) -> Iterator[Place]:
-    """The places that are long, and double in what is wanted."""
+    """Yield the paths that are long in one type and double in the wanted one."""
     one, other = _kind(known), _kind(wanted)
     if pa.types.is_struct(one) and pa.types.is_struct(other):
         for field in one:
@@ -30,7 +30,7 @@ def narrower(known: pa.DataType | pa.Schema, wanted: pa.DataType | pa.Schema, ab
 
 
 def retyped(schema: pa.Schema, places: Collection[Place], kind: pa.DataType) -> pa.Schema:
-    """A schema with a type at some of its places; those that it does not have are passed over."""
+    """Return a schema with a type at some of its paths; unknown paths are ignored."""
     wanted = frozenset(places)
     return pa.schema([field.with_type(_retyped(field.type, wanted, kind, (field.name,))) for field in schema])
 
@@ -48,7 +48,7 @@ def _retyped(known: pa.DataType, places: frozenset[Place], kind: pa.DataType, ab
 
 
 def values_at(column: pa.Array, way: Place) -> pa.Array | None:
-    """The values at a place of a column, by the rest of the way to it; None if the column has no such place."""
+    """Return the values at a path of a column; None if the column has no such path."""
     if not way:
         return column
     if pa.types.is_list(column.type) and way[0] == ELEMENT:
@@ -58,7 +58,7 @@ def values_at(column: pa.Array, way: Place) -> pa.Array | None:
 
 
 def path_text(place: Place) -> str:
-    """A place as people read it."""
+    """Format a path for people."""
     return ".".join(place).replace(f".{ELEMENT}", ELEMENT)
 
 

@@ -1,4 +1,4 @@
-"""The columns of lake tables: what every table has, and how found ones become part of it without ever wedging it."""
+"""The columns of lake tables: those of every table, and how inferred ones are added without ever blocking landing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.core.errors import ColumnMismatch, StalePlan
 APPEND_DAY: Final = "append_day"
 APPEND_HOUR: Final = "append_hour"
 TOPIC_ID: Final = "topic_id"
-"""Which topic a message was in: one that is made anew under its old name has other messages at the same offsets."""
+"""The topic of a message: a topic recreated under its old name has other messages at the same offsets."""
 PARTITION_COLUMNS: Final = (APPEND_DAY, APPEND_HOUR)
 
 _HEADERS: Final = pa.list_(pa.struct([pa.field("key", pa.string()), pa.field("value", pa.binary())]))
@@ -33,7 +33,7 @@ RAW: Final = pa.schema(
         *_APPENDED,
     ]
 )
-"""What every table begins with: the message as it was, its topic, and the hour in which it was landed."""
+"""The columns of every table: the message, its topic, and the hour in which it was landed."""
 
 QUARANTINE: Final = pa.schema(
     [
@@ -47,16 +47,16 @@ QUARANTINE: Final = pa.schema(
         *_APPENDED,
     ]
 )
-"""What a table of quarantined messages has."""
+"""The columns of a quarantine table."""
 
 
 def file_schema(schema: pa.Schema) -> pa.Schema:
-    """The columns that stand in files: those by which files are laid out are said by their folders."""
+    """Return the columns stored in files; partition columns are in the folder names."""
     return pa.schema([field for field in schema if field.name not in PARTITION_COLUMNS])
 
 
 def widest(kind: pa.DataType) -> pa.DataType:
-    """The type under which values of a type are kept: with few of them, columns rarely have to be widened later."""
+    """Return the type under which values are stored: with few types, columns rarely have to be widened."""
     if pa.types.is_integer(kind):
         return pa.int64()
     if pa.types.is_floating(kind):
@@ -77,10 +77,10 @@ def widest(kind: pa.DataType) -> pa.DataType:
 
 
 def extended(schema: pa.Schema, found: pa.Schema) -> pa.Schema:
-    """The schema and the columns that were found besides, each under its widest type.
+    """Add inferred columns, each under its widest type.
 
-    The type that came first wins: a found column of another type changes nothing, and it is for whoever decodes to say
-    which values do not fit. Fields of structs are added like columns.
+    The first type wins: an inferred column of another type changes nothing, and the decoder reports values that do not
+    fit. Fields of structs are added like columns.
     """
     columns = {field.name: field for field in schema}
     for field in found:
@@ -91,7 +91,7 @@ def extended(schema: pa.Schema, found: pa.Schema) -> pa.Schema:
 
 
 def _joined(known: pa.DataType, found: pa.DataType) -> pa.DataType:
-    """A type with the fields of structs that another has besides."""
+    """Add the struct fields of another type."""
     if pa.types.is_struct(known) and pa.types.is_struct(found):
         inner = extended(pa.schema(list(known)), pa.schema(list(found)))
         return pa.struct(list(inner))
@@ -101,10 +101,10 @@ def _joined(known: pa.DataType, found: pa.DataType) -> pa.DataType:
 
 
 def added_columns(table: pa.Schema, wanted: pa.Schema) -> list[pa.Field]:
-    """The columns that a table has to get, or to get fields in, before files of a schema are committed.
+    """Return the columns that a table has to gain, itself or in structs, before files of a schema are committed.
 
-    Raises `ColumnMismatch` when the table has one of them under another type: such files cannot be read as part of it.
-    Where files have whole numbers of payloads for doubles it is `StalePlan`: another run has widened the column.
+    Raise `ColumnMismatch` if the table has one of them under another type: such files cannot be read as part of it.
+    Files with long payload columns where the table has double raise `StalePlan`: another run has widened the column.
     """
     added = []
     for field in wanted:
@@ -120,7 +120,7 @@ def added_columns(table: pa.Schema, wanted: pa.Schema) -> list[pa.Field]:
 
 
 def _check_fits(name: str, known: pa.DataType, written: pa.DataType) -> None:
-    """Raise `ColumnMismatch` unless files with this type can be read under the other, missing fields apart."""
+    """Raise `ColumnMismatch` unless files with this type can be read under the other, apart from missing fields."""
     if pa.types.is_struct(known) and pa.types.is_struct(written):
         for field in written:
             position = known.get_field_index(field.name)
@@ -131,11 +131,11 @@ def _check_fits(name: str, known: pa.DataType, written: pa.DataType) -> None:
     elif not same_type(known, written):
         is_widened = pa.types.is_float64(known) and pa.types.is_int64(written) and name not in RAW.names
         kind = StalePlan if is_widened else ColumnMismatch
-        raise kind(f"column {name!r} of the table is {known}, and the files have it as {written}")
+        raise kind(f"column {name!r} is {known} in the table and {written} in the files")
 
 
 def same_type(one: pa.DataType, other: pa.DataType) -> bool:
-    """Whether two types are the same, however the elements of their lists and maps are called."""
+    """Whether two types are equal, whatever the elements of their lists and maps are called."""
     if pa.types.is_list(one) and pa.types.is_list(other):
         return same_type(one.value_type, other.value_type)
     if pa.types.is_map(one) and pa.types.is_map(other):

@@ -1,7 +1,7 @@
-"""Makes small files of hours that are over into large ones, by one commit of removes and adds for each hour.
+"""Compacts the small files of past hours, with one commit of removes and adds per hour.
 
-The commit is for exactly the version of the log in which all files that it replaces were seen, so two compactions at
-the same time replace them once, and what is landed meanwhile is left alone.
+The commit is for exactly the version of the log in which all replaced files were seen, so concurrent compactions
+replace them once, and files landed meanwhile are left alone.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ ATTEMPTS_MAX: Final = 100
 
 
 class Compacted(NamedTuple):
-    """What a compaction did."""
+    """The result of a compaction."""
 
     files_before: int = 0
     files_after: int = 0
     rows: int = 0
 
     def plus(self, other: Compacted) -> Compacted:
-        """The sum of both."""
+        """Return the sum of both."""
         return Compacted(*(mine + its for mine, its in zip(self, other, strict=True)))
 
 
 def compact(
     log: DeltaLog, *, before: datetime, small_bytes: int, progress: Callable[[], None] = lambda: None
 ) -> Compacted:
-    """Compact what was landed in hours that were over before a moment; `progress` is called now and then."""
+    """Compact the files of hours that ended before a time; `progress` is called from time to time."""
     table = log.refresh()
     total = Compacted()
     if table is None:
@@ -56,7 +56,7 @@ def compact(
 
 
 def _rounds(files: list[ActiveFile], before: datetime, small_bytes: int) -> Iterator[list[ActiveFile]]:
-    """The small files of an hour and a topic that are made into large ones by one commit each."""
+    """Yield the small files of an hour and topic that one commit compacts."""
     hours: dict[tuple[datetime, str], list[ActiveFile]] = defaultdict(list)
     for file in files:
         if file.bytes < small_bytes and file.hour_start + timedelta(hours=1) <= before:
@@ -75,7 +75,7 @@ def _rounds(files: list[ActiveFile], before: datetime, small_bytes: int) -> Iter
 def _rewritten(
     log: DeltaLog, files: list[ActiveFile], schema: pa.Schema, progress: Callable[[], None]
 ) -> list[Written]:
-    """New files with the rows of others, in order."""
+    """Write the rows of files, in order, to new ones."""
     writer = TaskWriter(log.storage, schema, files[0].topic_id, landed=files[0].hour_start)
     source = log.storage.files()
     try:
@@ -89,7 +89,7 @@ def _rewritten(
 
 
 def _replaced(log: DeltaLog, files: list[ActiveFile], written: list[Written]) -> bool:
-    """Replace files by others; False when one of them is not part of the table any more."""
+    """Replace files by others; False if one of them is not part of the table any more."""
     paths = {file.path for file in files}
     for _attempt in range(ATTEMPTS_MAX):
         log.refresh()

@@ -1,9 +1,9 @@
-"""The log of one Delta table, in which a commit is accepted only if no other came since the log was read.
+"""The log of a Delta table, in which a commit is accepted only if no other came since the log was read.
 
-The library would place a commit behind others that it thinks do not matter, and does not hold application versions
-against what is stored. So it is never let to: every commit is for exactly the version after the one that was read, and
-whoever is late reads again and decides again. One file that is created only if it is not there yet decides who is late,
-on disks as in object stores.
+The library would rebase a commit over others that it considers harmless, and does not compare application versions with
+the stored ones. It is never allowed to: every commit is for exactly the version after the one that was read, and a run
+that is late reads and decides again. One file that is created only if it does not exist decides who is late, on disks
+as in object stores.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from deltalake.exceptions import CommitFailedError, DeltaError, TableNotFoundErr
 from deltalake.transaction import AddAction, RemoveAction
 
 from millstream.pipelines.lake.columns import PARTITION_COLUMNS, added_columns
-from millstream.pipelines.lake.stats import BOUNDED
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.written_file import BOUNDED, Written
 
 _CONFIGURATION: Final = {
-    # Checkpoints keep opening a table quick; old commits are deleted once a checkpoint has what they say.
+    # Checkpoints keep opening a table fast; old commits are deleted once a checkpoint covers them.
     "delta.checkpointInterval": "50",
     "delta.logRetentionDuration": "interval 30 days",
     "delta.dataSkippingStatsColumns": ",".join(BOUNDED),
@@ -35,7 +34,7 @@ _CONFIGURATION: Final = {
 
 
 class DeltaLog:
-    """A table as it was when it was last read."""
+    """A table as it was last read."""
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
@@ -43,7 +42,7 @@ class DeltaLog:
         self._files = storage.files()
 
     def refresh(self) -> deltalake.DeltaTable | None:
-        """Read what was committed since; the table, or None as long as there is none."""
+        """Read new commits; return the table, or None while there is none."""
         if self._table is not None and self._exists(self._table.version()):
             self._table.update_incremental()
             return self._table
@@ -54,16 +53,18 @@ class DeltaLog:
         return self._table
 
     def _exists(self, version: int) -> bool:
-        """Whether a commit still is: whoever deleted the table wants another one, and not the rest of the old."""
+        """Whether a commit still exists: after the table was deleted, a new one is created instead of continuing the
+        old.
+        """
         return bool(self._files.get_file_info(_commit_path(version)).type == pyarrow.fs.FileType.File)
 
     def schema(self) -> pa.Schema | None:
-        """The columns of the table as it is now."""
+        """Return the table's current columns."""
         table = self.refresh()
         return None if table is None else schema_of(table)
 
     def require(self, schema: pa.Schema) -> deltalake.DeltaTable:
-        """The table with all columns of a schema: created, or with the missing ones added."""
+        """Return the table with all columns of a schema, creating it or adding the missing ones."""
         while True:
             table = self.refresh()
             if table is None:
@@ -104,10 +105,10 @@ class DeltaLog:
         *,
         metadata: dict[str, Any] | None = None,
     ) -> bool:
-        """Commit as the version after the one that was read, with versions of applications; False when too late."""
+        """Commit the version after the one that was read, with application versions; False if it is too late."""
         table = self._table
         if table is None:
-            raise ValueError(f"there is no table at {self.storage.url}")
+            raise ValueError(f"no table exists at {self.storage.url}")
         properties = deltalake.CommitProperties(
             custom_metadata=metadata,
             max_commit_retries=0,
@@ -116,13 +117,13 @@ class DeltaLog:
         return self._write(table, actions, "append", table.schema(), properties)
 
     def replace_all(self, files: Iterable[Written], schema: pa.Schema) -> bool:
-        """Have these files for all that the table had when it was read, under other columns; False when too late.
+        """Replace all files that the table had when it was read, under other columns; False if it is too late.
 
-        It is one commit, for exactly that version: the library removes what the handle knows, and nothing else.
+        It is one commit, for exactly that version: the library removes what the handle knows and nothing else.
         """
         table = self._table
         if table is None:
-            raise ValueError(f"there is no table at {self.storage.url}")
+            raise ValueError(f"no table exists at {self.storage.url}")
         properties = deltalake.CommitProperties(max_commit_retries=0)
         return self._write(table, added(files), "overwrite", deltalake.Schema.from_arrow(schema), properties)
 
@@ -147,13 +148,13 @@ class DeltaLog:
         return True
 
     def _check_moved(self, version: int) -> None:
-        """Raise the error that is being handled, unless it was that another commit came first."""
+        """Raise the error being handled, unless another commit came first."""
         table = self.refresh()
         if table is None or table.version() <= version:
             raise
 
     def vacuum(self, grace: timedelta) -> int:
-        """Delete files that are no part of the table and older than the grace, in whole hours; how many there were."""
+        """Delete unreferenced files older than the grace period, in whole hours; return how many."""
         table = self.refresh()
         if table is None:
             return 0
@@ -162,9 +163,9 @@ class DeltaLog:
         return len(deleted)
 
     def commit_info(self, version: int) -> dict[str, Any]:
-        """What was said with a commit, from its own file.
+        """Return the metadata of a commit, from its own file.
 
-        The library tells the history from its end, which another commit may have moved since the table was read.
+        The library counts the history from its end, which another commit may have moved since the table was read.
         """
         try:
             with self._files.open_input_stream(_commit_path(version)) as stream:
@@ -179,23 +180,23 @@ class DeltaLog:
         return bool({file.path for file in files} & set(self.paths()))
 
     def paths(self) -> list[str]:
-        """The files of the table as it was last read."""
+        """Return the files of the table as last read."""
         if self._table is None:
             return []
         return [str(path) for path in pa.table(self._table.get_add_actions()).column("path").to_pylist()]
 
 
 def _commit_path(version: int) -> str:
-    """Where the commit of a version is."""
+    """Return the path of a version's commit."""
     return f"_delta_log/{version:020d}.json"
 
 
 def schema_of(table: deltalake.DeltaTable) -> pa.Schema:
-    """The columns of a table as Arrow has them."""
+    """Return the columns of a table as an Arrow schema."""
     return pa.schema(table.schema().to_arrow())
 
 
 def added(files: Iterable[Written], *, data_change: bool = True) -> list[AddAction]:
-    """Files as entries of a log."""
+    """Return files as `add` actions of a log."""
     now = int(time.time() * 1000)
     return [AddAction(file.path, file.bytes, file.partition_values, now, data_change, file.stats) for file in files]

@@ -12,14 +12,14 @@ from millstream.pipelines.lake.table import LakeTable
 
 
 def open_table(url: str, *, format: str = "delta", options: Mapping[str, str] | None = None) -> LakeTable:
-    """The table at a folder or a URL, which may not exist yet.
+    """Open the table at a folder or URL, which may not exist yet.
 
-    Object stores are reached by the usual environment (`AWS_ACCESS_KEY_ID`, `AWS_REGION`, `AWS_ENDPOINT_URL` …), and by
-    options of the same names. Tables are for one thread; whoever has several opens one in each.
+    Object stores are configured by the usual environment variables (`AWS_ACCESS_KEY_ID`, `AWS_REGION`,
+    `AWS_ENDPOINT_URL` …) and by options of the same names. A table belongs to one thread; open one per thread.
     """
     storage = Storage.at(url, options)
     if format == "delta":
         return DeltaTable(storage)
     if format == "parquet":
         return ParquetTable(storage)
-    raise InvalidSetting(f"a table is of format delta or parquet, not {format!r}")
+    raise InvalidSetting(f"the format of a table is delta or parquet, not {format!r}")

@@ -1,6 +1,6 @@
-"""What tasks do with single files of a table whose columns are widened: look into them, and write them anew.
+"""Work of tasks on single files of a table whose columns are widened: checking and rewriting them.
 
-Both can be pickled, and tell what came of a file as a text.
+Both can be pickled, and return a result as text.
 """
 
 from __future__ import annotations
@@ -26,72 +26,72 @@ from millstream.pipelines.lake.task_writer import BATCH_ROWS, OpenFile, read_gro
 from millstream.pipelines.lake.written_file import Written, from_json, to_json
 
 EXACT_MAX: Final = 2**53
-"""Up to here a double holds every whole number."""
+"""Doubles hold every integer up to here."""
 _OWN: Final = re.compile(r"[^.]+(?:\.[0-9a-f]{16})?\.parquet")
-"""How files are called that Millstream wrote, once or anew."""
+"""The names of files that Millstream wrote or rewrote."""
 
 
 class Files(Protocol):
-    """Where files are read from."""
+    """The source of files."""
 
     def files(self) -> Any:
-        """A file system of Arrow, or what opens files as one does."""
+        """Return an Arrow file system, or an object that opens files like one."""
 
 
 class FileWork(Protocol):
-    """What is done with each of many files, in any order, by tasks anywhere."""
+    """Work on each of many files, in any order, by tasks anywhere."""
 
     @property
     def attempt(self) -> str:
-        """What the names of files have that it writes."""
+        """Return the attempt, which is part of the names of written files."""
 
     def __call__(self, file: ActiveFile) -> str:
-        """Do it, and tell what came of it."""
+        """Process a file and return the result."""
 
     def discard(self, results: Iterable[str]) -> None:
-        """Undo what was told of files, since nobody will hear of it."""
+        """Undo results that will not be used."""
 
 
 Run = Callable[[FileWork, Sequence[ActiveFile]], Mapping[str, str]]
-"""Does work with files and gives what was told of each, by its path."""
+"""Runs work on files and returns the results by path."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """Finds whole numbers that a double does not hold, in the places that are to become double."""
+    """Finds integers that a double cannot hold, at the paths that are to become double."""
 
     source: Files
     places: tuple[Place, ...]
     attempt: str = ""
 
     def __call__(self, file: ActiveFile) -> str:
-        """For each place such a number, or null."""
+        """Return such a number or null for each path."""
         try:
             with self.source.files().open_input_file(file.path) as opened:
                 parquet = pq.ParquetFile(opened)
                 return json.dumps([_inexact(parquet, place) for place in self.places])
         except FileNotFoundError:
-            # Whoever deletes plain files wants to be rid of them; a Delta table without one fails when it is rewritten.
+            # Plain files may have been deleted on purpose; a Delta table without one fails when it is rewritten.
             return json.dumps([None] * len(self.places))
 
     def discard(self, results: Iterable[str]) -> None:
-        """Nothing was done."""
+        """Nothing to undo."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewrite:
-    """Writes files anew by a schema; names say of which file each is, and which attempt wrote it."""
+    """Rewrites files under another schema; names contain the original file and the attempt."""
 
     source: Files
     storage: Storage
-    """Where they are written to."""
+    """Where the new files go."""
     schema: pa.Schema
     may_be_deleted: bool = False
-    """Whether files that are not there were deleted by somebody who wants it so."""
+    """Whether missing files were deleted on purpose."""
     attempt: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
 
     def __call__(self, file: ActiveFile) -> str:
-        """The file that has its rows now; none if it is gone."""
+        """Return the rewritten file; none if the original is gone."""
         source, schema = self.source.files(), file_schema(self.schema)
         try:
             groups = row_groups(source, [file.path])
@@ -110,7 +110,7 @@ class Rewrite:
             raise
 
     def discard(self, results: Iterable[str]) -> None:
-        """Delete what was written."""
+        """Delete the rewritten files."""
         for result in results:
             self.delete(from_json(result))
 
@@ -121,28 +121,28 @@ class Rewrite:
 
 
 def numbers_found(result: str) -> list[int | None]:
-    """What a look has told of a file."""
+    """Decode the result of a check."""
     return msgspec.json.decode(result, type=list[int | None])
 
 
 def renamed(path: str, attempt: str) -> str:
-    """The path of a file that has the rows of another."""
+    """Return the path of a rewritten file."""
     folder, slash, name = path.rpartition("/")
     stem = name.partition(".")[0]
     if not _OWN.fullmatch(name):
-        # Other programs tell files apart by what stands behind the first point.
+        # Other programs distinguish files by what precedes the first dot.
         stem = f"{stem}-{hashlib.sha256(name.encode()).hexdigest()[:32]}"
     return f"{folder}{slash}{stem}.{attempt}.parquet"
 
 
 def first_name(path: str) -> str:
-    """The path that a file had before it was written anew, however often that was."""
+    """Return the path of the original file, however often it was rewritten."""
     folder, slash, name = path.rpartition("/")
     return f"{folder}{slash}{name.partition('.')[0]}.parquet"
 
 
 def _inexact(file: pq.ParquetFile, place: Place) -> int | None:
-    """A number of a file that a double does not hold; None if there is none."""
+    """Return a number in a file that a double cannot hold; None if there is none."""
     if place[0] not in file.schema_arrow.names:
         return None
     position = file.schema_arrow.get_field_index(place[0])
@@ -161,7 +161,7 @@ def _inexact(file: pq.ParquetFile, place: Place) -> int | None:
 
 
 def _bounds(group: Any, column: str) -> tuple[int, int] | None:
-    """The bounds of a column in a group of rows, if it has any."""
+    """Return the bounds of a column in a row group, if it has any."""
     for at in range(group.num_columns):
         chunk = group.column(at)
         if chunk.path_in_schema == column:
@@ -172,7 +172,7 @@ def _bounds(group: Any, column: str) -> tuple[int, int] | None:
 
 
 def _farthest(column: pa.Array, way: Place) -> int | None:
-    """The number that is farthest from zero at a place of a column."""
+    """Return the number farthest from zero at a path of a column."""
     values = values_at(column, way)
     if values is None or not pa.types.is_integer(values.type):
         return None

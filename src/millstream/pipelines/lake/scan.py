@@ -1,6 +1,6 @@
-"""Reads a range of offsets out of a table, in order: what a log has given up is still there.
+"""Reads an offset range from a table, in order, including what the log has deleted.
 
-Nothing is written, so that whoever may only read can do it.
+Nothing is written, so read-only access suffices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millstream.pipelines.lake.task_writer import RowGroup, ordered, row_groups
 
 
 class Rows(NamedTuple):
-    """Rows of one partition from an offset to before another."""
+    """The rows of one partition's offset range."""
 
     topic_id: str
     partition: int
@@ -34,36 +34,36 @@ class Rows(NamedTuple):
         return file.offsets is None or (file.offsets[0] < self.end and self.start <= file.offsets[1])
 
     def may_be_of(self, group: RowGroup) -> bool:
-        """Whether a group of rows can have any of them."""
+        """Whether a row group can have any of them."""
         if not group.low[0] <= self.partition <= group.high[0]:
             return False
         return group.low[1] < self.end and self.start <= group.high[1]
 
     def of(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        """Those of a batch."""
+        """Select them from a batch."""
         offsets = batch.column("offset")
         within = pc.and_(pc.greater_equal(offsets, self.start), pc.less(offsets, self.end))
         wanted = pc.and_(pc.equal(batch.column("partition"), self.partition), within)
         if TOPIC_ID in batch.schema.names:
-            # Rows from before there was this column do not say it.
+            # Rows from before the column existed have no topic id.
             wanted = pc.and_(wanted, pc.equal(batch.column(TOPIC_ID).fill_null(self.topic_id), self.topic_id))
         return batch if pc.all(wanted).as_py() else batch.filter(wanted)
 
 
 def paths_of(table: deltalake.DeltaTable, rows: Rows) -> list[str]:
-    """The files of a table that can have some of the rows."""
+    """Return the files of a table that can have some of the rows."""
     return [file.path for file in active_files(table) if rows.may_be_in(file)]
 
 
 def scan(
     files: Any, paths: Sequence[str], schema: pa.Schema, rows: Rows, columns: Sequence[str] | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Rows that are in some files, which a table of a schema has."""
+    """Yield the rows of some files of a table."""
     stored = file_schema(schema)
     wanted = list(columns) if columns is not None else stored.names
     needed = {*wanted, "partition", "offset"}
     if not all(map(topic_of, paths)):
-        # Another program has put files together, which may be of several topics.
+        # Another program has merged files, possibly of several topics.
         needed.add(TOPIC_ID)
     groups = [group for group in row_groups(files, paths) if rows.may_be_of(group)]
     for batch in ordered(files, groups, pa.schema([field for field in stored if field.name in needed])):

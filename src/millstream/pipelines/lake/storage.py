@@ -1,4 +1,4 @@
-"""Where a table is: a folder, or a place in an object store that is reached as the environment says."""
+"""The location of a table: a folder, or an object store that the environment configures."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ STAGED: Final = "_staged"
 
 @dataclass(frozen=True)
 class Storage:
-    """A folder of files. It is small and goes to tasks as it is; connections are made where it is used."""
+    """A folder of files. It is small and is sent to tasks; connections are made where it is used."""
 
     url: str
     options: Mapping[str, str] = field(default_factory=dict)
-    """What the object store is reached by, beside the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` …)."""
+    """Options of the object store, in addition to the environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL` …)."""
 
     @classmethod
     def at(cls, url: str, options: Mapping[str, str] | None = None) -> Storage:
-        """The storage at a path or a URL; raises `InvalidSetting` for URLs that mean nothing here."""
+        """Return the storage at a path or URL; raise `InvalidSetting` for unsupported URLs."""
         check_lake_url(url)
         scheme, colon, _rest = url.partition("://")
         if not colon:
@@ -43,33 +43,35 @@ class Storage:
 
     @classmethod
     def reached_from_here(cls, url: str) -> Storage:
-        """The same with what the environment says, so that tasks on other machines reach it as this process does."""
+        """Return the storage with the options of the environment, so that tasks on other machines reach it as this
+        process does.
+        """
         return cls.at(url, {name: value for name, value in os.environ.items() if name.startswith("AWS_")})
 
     def table(self, version: int | None = None) -> DeltaTable:
-        """The Delta table that is here, at a version or as it is now."""
+        """Open the Delta table at a version or at its latest one."""
         return DeltaTable(self.url, version=version, storage_options=dict(self.options))
 
     @property
     def folder(self) -> Path | None:
-        """The folder, when this is one of this machine."""
+        """Return the local folder, if it is one."""
         return None if "://" in self.url else Path(self.url)
 
     def beside(self, ending: str) -> Storage:
-        """The storage whose name has an ending more."""
+        """Return the storage with a suffix added to its name."""
         return Storage(f"{self.url}{ending}", self.options)
 
     def staged(self) -> Storage:
-        """Where files wait that nobody is to see yet: a folder beside this one that no pattern for tables finds."""
+        """Return the staging folder, which lies beside this one and which no pattern for tables matches."""
         parent, _slash, name = self.url.rpartition("/")
         if not name or parent.endswith(":/"):
-            raise InvalidSetting(f"{self.url!r} has no room beside it: name a folder in it")
+            raise InvalidSetting(f"{self.url!r} is a root; choose a folder in it")
         if name == STAGED:
-            raise InvalidSetting(f"{self.url!r} is where files of other tables wait: choose another name")
+            raise InvalidSetting(f"{self.url!r} is a staging folder; choose another name")
         return Storage(f"{parent}/{STAGED}/{name}", self.options)
 
     def publish(self, path: str, shown: str) -> None:
-        """Bring a staged file to where it is seen, as a whole; one that was brought by another is left alone."""
+        """Move a staged file into place atomically; one that another run has moved is left alone."""
         source = self.staged()
         if self.folder is not None and source.folder is not None:
             self.make_parent(shown)
@@ -80,11 +82,11 @@ class Storage:
         parent, _slash, name = self.url.rpartition("/")
         around = Storage(parent, self.options).files()
         with contextlib.suppress(FileNotFoundError):
-            # The store copies the file and deletes the first; a second mover overwrites it by the same bytes.
+            # The store copies the file and deletes the original; a second mover writes the same bytes.
             around.move(f"{STAGED}/{name}/{path}", f"{name}/{shown}")
 
     def data_files(self, folder: str = "") -> Iterator[str]:
-        """The files of all hours, or of the folder of one."""
+        """Return the data files of all hours, or of one folder."""
         files = self.files()
         if folder:
             for found in files.get_file_info(pyarrow.fs.FileSelector(folder, allow_not_found=True)):
@@ -98,23 +100,23 @@ class Storage:
                         yield found.path
 
     def files(self) -> Any:
-        """The files as a file system of Arrow whose paths begin here."""
+        """Return an Arrow file system rooted here."""
         if self.folder is not None:
             return pyarrow.fs.SubTreeFileSystem(self.url, pyarrow.fs.LocalFileSystem())
         return pyarrow.fs.PyFileSystem(DeltaStorageHandler(self.url, dict(self.options)))
 
     def make_parent(self, path: str) -> None:
-        """Make the folder that a file is to be in; object stores have none."""
+        """Create the folder of a file; object stores have none."""
         if self.folder is not None:
             (self.folder / path).parent.mkdir(parents=True, exist_ok=True)
 
     def delete(self, path: str) -> None:
-        """Delete a file that no table has, if that can be done; whoever cannot leaves it to the vacuum."""
+        """Delete an unreferenced file if possible; otherwise it is left to the vacuum."""
         with contextlib.suppress(OSError, pa.ArrowException, DeltaError):
             self.files().delete_file(path)
 
     def sync(self, path: str) -> None:
-        """Wait until a file and all names on its path are on disk; object stores answer no sooner anyway."""
+        """Sync a file and all folders of its path; object stores answer only once data is durable."""
         if self.folder is not None:
             file = self.folder / path
             _sync(file)
@@ -123,7 +125,7 @@ class Storage:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what a file or a folder has."""
+    """Sync a file or folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -132,7 +134,7 @@ def _sync(path: Path) -> None:
 
 
 def _with_plain_http(options: Mapping[str, str]) -> dict[str, str]:
-    """Options that allow an endpoint without TLS when the one that is asked for has none."""
+    """Allow an endpoint without TLS if the configured one has none."""
     given = {name.lower(): value for name, value in options.items()}
     names = ("aws_endpoint_url", "aws_endpoint_url_s3", "aws_endpoint", "endpoint_url", "endpoint")
     endpoints = [given.get(name, os.environ.get(name.upper(), "")) for name in names]

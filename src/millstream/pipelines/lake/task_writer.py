@@ -1,4 +1,4 @@
-"""Writes rows of one topic into Parquet files of a table, in a task; no table has them before they are committed."""
+"""Writes the rows of one topic to Parquet files in a task; a later commit makes them part of the table."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from millstream.pipelines.lake.columns import APPEND_DAY, APPEND_HOUR, TOPIC_ID, file_schema
-from millstream.pipelines.lake.stats import has_group_bounds, stats_json
 from millstream.pipelines.lake.storage import Storage
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.written_file import Written, has_group_bounds, stats_json
 
 _LOWEST: Final = -(2**62)
 
@@ -29,7 +28,7 @@ BATCH_ROWS: Final = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """One group, and between which rows, by partition and offset, all of its rows are."""
+    """One row group, and the bounds of its rows by partition and offset."""
 
     path: str
     index: int
@@ -38,7 +37,7 @@ class RowGroup:
 
 
 def row_groups(files: Any, paths: Iterable[str]) -> list[RowGroup]:
-    """The groups of rows that files have, from their footers."""
+    """Return the row groups of files, from their footers."""
     found = []
     for path in paths:
         footer = pq.read_metadata(files.open_input_file(path))
@@ -52,7 +51,7 @@ def row_groups(files: Any, paths: Iterable[str]) -> list[RowGroup]:
 
 
 def _bounds(group: Any, position: int | None) -> tuple[int, int]:
-    """The smallest and the largest value of a column in a group; anything when it does not say."""
+    """Return the bounds of a column in a row group; unbounded if it has none."""
     statistics = None if position is None else group.column(position).statistics
     if statistics is None or not statistics.has_min_max:
         return _LOWEST, _HIGHEST
@@ -60,10 +59,10 @@ def _bounds(group: Any, position: int | None) -> tuple[int, int]:
 
 
 def ordered(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """All rows by partition and offset, with the columns of a schema, which has these two.
+    """Yield all rows by partition and offset, with the columns of a schema, which includes these two.
 
-    What tasks wrote has one partition in a group and is in order, so that one group is held at a time. Groups that lie
-    across each other, as other programs may leave them, are held and sorted together.
+    Row groups written by tasks hold one partition each and are in order, so one group is held at a time. Overlapping
+    groups, as other programs may leave them, are held and sorted together.
     """
     for together in _apart(groups):
         table = pa.concat_tables([read_group(files, group, schema) for group in together])
@@ -73,7 +72,7 @@ def ordered(files: Any, groups: Iterable[RowGroup], schema: pa.Schema) -> Iterat
 
 
 def _apart(groups: Iterable[RowGroup]) -> Iterator[list[RowGroup]]:
-    """Groups in their order, those together that lie across each other."""
+    """Yield groups in order, overlapping ones together."""
     together: list[RowGroup] = []
     high = (_LOWEST, _LOWEST)
     for group in sorted(groups, key=lambda group: (group.low, group.path, group.index)):
@@ -87,7 +86,7 @@ def _apart(groups: Iterable[RowGroup]) -> Iterator[list[RowGroup]]:
 
 
 def read_group(files: Any, group: RowGroup, schema: pa.Schema) -> pa.Table:
-    """The rows of one group; columns that came later are null in it."""
+    """Read one row group; columns added later are null in it."""
     with files.open_input_file(group.path) as source:
         file = pq.ParquetFile(source)
         there = [name for name in schema.names if name in file.schema_arrow.names]
@@ -106,19 +105,17 @@ GROUP_BYTES: Final = 64 * 1024 * 1024
 GROUP_ROWS: Final = 1024 * 1024
 
 _COUNTED: Final = ("offset", "timestamp")
-
-"""Columns whose values mostly go up: differences take the least room."""
+"""Mostly ascending columns, for which delta encoding is smallest."""
 
 _REPEATED: Final = ("partition", "timestamp_type", "reason", TOPIC_ID)
-
-"""Columns that have few values. Dictionaries of keys and payloads would be begun and given up."""
+"""Columns with few values. Dictionaries of keys and payloads would be started and given up."""
 
 
 class TaskWriter:
-    """Takes batches, and tells at the end which files they are in.
+    """Takes batches, and returns at the end which files they are in.
 
-    It can be pickled until the first batch. Files have names of their own, so that attempts of one task never meet. A
-    group of rows holds one partition only, in the order in which its rows came: scans rely on it.
+    It can be pickled until the first batch. File names are unique, so attempts at one task never collide. A row group
+    holds one partition only, in the order in which its rows came: scans rely on it.
     """
 
     def __init__(
@@ -146,23 +143,23 @@ class TaskWriter:
 
     @property
     def storage(self) -> Storage:
-        """Where its files are."""
+        """Return the storage of its files."""
         return self._storage
 
     @property
     def folder(self) -> str:
-        """The folder of the hour that its files are in."""
+        """Return the folder of the hour of its files."""
         return "/".join(f"{name}={value}" for name, value in self._values.items())
 
     @property
     def prefix(self) -> str:
-        """What the names of its files begin with; with an attempt, those of no other."""
+        """Return the prefix of its file names, unique if there is an attempt."""
         return f"{self._topic_id}_{self._attempt}"
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Take rows in the order of their offsets; columns that they lack are null, and any besides are refused.
+        """Write rows in the order of their offsets; missing columns are null, unknown ones are refused.
 
-        Rows that do not say of which topic they are, are of that of the writer.
+        Rows without a topic id get the writer's.
         """
         for partition, rows in _by_partition(_shaped(self._with_topic(batch), self._schema)):
             if partition != self._partition:
@@ -183,7 +180,7 @@ class TaskWriter:
         return batch.set_column(at, TOPIC_ID, topic_ids.fill_null(self._topic_id)) if topic_ids.null_count else batch
 
     def close(self) -> list[Written]:
-        """Finish; the files are durable, and nobody sees them until they are committed. More may be written after."""
+        """Finish and return the files, which are durable but invisible until committed. More may be written after."""
         self._end_group()
         self._end_file()
         written, self._written = self._written, []
@@ -191,7 +188,7 @@ class TaskWriter:
         return written
 
     def abort(self) -> None:
-        """Forget what was written and delete it, as far as that can be done; the rest is left to the vacuum."""
+        """Delete what was written, as far as possible; the rest is left to the vacuum."""
         written, self._written = self._written, []
         self._rows, self._rows_bytes, self._partition = [], 0, None
         if self._file is not None:
@@ -200,7 +197,7 @@ class TaskWriter:
         self.discard(written)
 
     def discard(self, written: Iterable[Written]) -> None:
-        """Delete files that it told of and that nobody will commit: on a full disk they would keep it full."""
+        """Delete returned files that will not be committed: they would keep a full disk full."""
         for file in written:
             self._storage.delete(file.path)
 
@@ -223,7 +220,7 @@ class TaskWriter:
 
 
 class OpenFile:
-    """A file that is being written."""
+    """A file being written."""
 
     def __init__(self, storage: Storage, path: str, schema: pa.Schema) -> None:
         self._storage = storage
@@ -249,15 +246,15 @@ class OpenFile:
 
     @property
     def bytes(self) -> int:
-        """How large it is so far."""
+        """Return its size so far."""
         return int(self._stream.tell())
 
     def write_group(self, rows: pa.Table) -> None:
-        """Write rows as one group."""
+        """Write rows as one row group."""
         self._writer.write_table(rows, row_group_size=max(1, len(rows)))
 
     def close(self, values: dict[str, str]) -> Written:
-        """Finish it: it is durable then. The values are those of its folders."""
+        """Finish it durably; `values` are those of its folders."""
         self._writer.close()
         size = self.bytes
         self._stream.close()
@@ -267,7 +264,7 @@ class OpenFile:
 
     def abort(self) -> None:
         """Delete it."""
-        # Nobody needs the end of the file, which could not be written on a full disk.
+        # The footer is not needed, and could not be written on a full disk.
         self._writer.is_open = False
         self._delete()
 
@@ -278,12 +275,12 @@ class OpenFile:
 
 
 def _shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """A batch with the columns of a schema; what it has besides is a mistake of the caller."""
+    """Return a batch with the columns of a schema; further columns are a mistake of the caller."""
     if batch.schema.equals(schema):
         return batch
     besides = set(batch.schema.names) - set(schema.names)
     if besides:
-        raise ValueError(f"rows have columns that the table is not to get: {', '.join(sorted(besides))}")
+        raise ValueError(f"rows have columns that the table does not have: {', '.join(sorted(besides))}")
     columns = [
         batch.column(field.name).cast(field.type)
         if field.name in batch.schema.names
@@ -294,7 +291,7 @@ def _shaped(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
 
 
 def _by_partition(batch: pa.RecordBatch) -> Iterator[tuple[int, pa.RecordBatch]]:
-    """A batch in pieces that each have rows of one partition; almost always it is one piece."""
+    """Split a batch by partition; almost always it is one piece."""
     if not len(batch):
         return
     partitions = batch.column("partition")

@@ -1,9 +1,9 @@
-"""Columns of whole numbers become columns of doubles: every file is written anew, and one commit changes all of it.
+"""Widens long columns to double: every file is rewritten, and one commit replaces them all.
 
-Delta knows no such change of a type that readers of today understand. So the files of the table are written with the
-column under its new type and take the place of all that there were, together with the new columns, by one commit for
-exactly the version in which these were seen. What is landed or compacted meanwhile makes it come too late: then only
-what is new is written, and it is tried again.
+Delta has no such type change that today's readers understand. The table's files are therefore written with the column
+under its new type and replace all others, together with the new schema, by one commit for exactly the version in which
+these were seen. Files landed or compacted meanwhile make it come too late: then only the new files are written, and it
+is tried again.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Widening:
         self._bytes_max = bytes_max
         self._may_be_deleted = may_be_deleted
         self._written: dict[str, list[Written]] = {}
-        """By the path of each file that was written anew, what has its rows."""
+        """The rewritten files, by the path of the original."""
 
     def widen(self, places: Sequence[Place]) -> dict[Place, str]:
-        """Have places double that are long; for those that stay as they are, why."""
+        """Make long paths double; return the reasons for those that stay long."""
         table = self._log.refresh()
         if table is None:
             return {}
@@ -54,25 +54,25 @@ class Widening:
 
     def _too_large(self, size: int) -> str:
         return (
-            f"its table has {size / _GIB:.1f} GiB, and is rewritten up to {self._bytes_max / _GIB:.1f} GiB only: "
-            "raise widen.max.bytes of the pipeline to have it done"
+            f"its table has {size / _GIB:.1f} GiB, and the limit is {self._bytes_max / _GIB:.1f} GiB: "
+            "raise widen.max.bytes of the pipeline to widen it"
         )
 
     def _inexact(self, files: Sequence[ActiveFile], places: Sequence[Place]) -> dict[Place, str]:
-        """The places that have numbers which would not be the same as doubles, and why they stay as they are."""
+        """Return the paths with numbers that doubles cannot hold, with the reasons."""
         look = Look(source=self._source, places=tuple(places))
         refused: dict[Place, str] = {}
         for found in self._run(look, files).values() if files else ():
             for place, number in zip(places, numbers_found(found), strict=True):
                 if number is not None:
-                    refused[place] = f"it has {number}, which is beyond what doubles hold exactly"
+                    refused[place] = f"it has {number}, which doubles cannot hold exactly"
         return refused
 
     def _replace(self, places: Sequence[Place]) -> None:
         for _attempt in range(ATTEMPTS_MAX):
             table = self._log.refresh()
             if table is None or not self._is_wanted(table, places):
-                # Somebody else did it, or deleted the table.
+                # Another run did it, or deleted the table.
                 self._discard(kept=self._log.paths())
                 return
             files = list(active_files(table))
@@ -84,7 +84,7 @@ class Widening:
                 return
         self._log.refresh()
         self._discard(kept=self._log.paths())
-        raise Conflict(f"others commit to {self._log.storage.url} all the time: its columns could not be widened")
+        raise Conflict(f"columns of {self._log.storage.url} could not be widened: other writers commit all the time")
 
     def _is_wanted(self, table: deltalake.DeltaTable, places: Sequence[Place]) -> bool:
         schema = schema_of(table)
@@ -97,13 +97,13 @@ class Widening:
         try:
             done = self._run(rewrite, files) if files else {}
         except BaseException:
-            # What was written for an earlier attempt was refused, and this one is not tried.
+            # Files of an earlier attempt were refused, and this one is not tried.
             self._discard(kept=self._log.paths())
             raise
         self._written.update({path: from_json(result) for path, result in done.items()})
 
     def _discard(self, kept: Sequence[str]) -> None:
-        """Delete what was written and is no part of the table: the commit that named it was refused."""
+        """Delete written files that are not part of the table: the commit that named them was refused."""
         held = set(kept)
         for files in self._written.values():
             for file in files:

@@ -1,6 +1,6 @@
-"""The broker's side of pipelines: a driver that runs while one is due and this node is the one that runs them.
+"""The broker's side of pipelines: a driver process that runs while a pipeline is due and this node owns them.
 
-It is a client of the broker like any other, so that nothing that Spark does stalls the log.
+It is a client of the broker like any other, so that Spark never stalls the log.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Final
 
 import msgspec
 
-from millstream.broker.cluster.pipeline_owner import PipelineOwner
-from millstream.broker.cluster.pipelines import Pipelines
-from millstream.broker.pipeline_board import PipelineBoard
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.owner import PipelineOwner
+from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.client.admin.pipeline_storage import storage_in
 from millstream.core.child_process import SupervisedChild
 from millstream.core.config import Config
@@ -36,21 +36,21 @@ _logger = logging.getLogger(__name__)
 
 MODULE = "millstream.pipelines.runtime.driver"
 LOG_NAME: Final = "spark.log"
-"""What Spark writes, in the data folder: it is much, and not in the form of the node's own log."""
+"""Spark's output in the data folder: it is long, and not in the node's log format."""
 STOP_S: Final = 12.0
-"""How long it may take to stop: a little longer than the driver gives its steps and Java."""
+"""How long stopping may take: slightly longer than the driver gives its steps and Java."""
 BACKOFF_S_MIN: Final = 1.0
 PARK_PAUSE_S: Final = 5.0
 LOOK_S: Final = 5.0
-"""How often it is looked whether what was missing has been installed: nobody tells of that."""
+"""How often to check whether missing packages have been installed."""
 SILENT_S: Final = 60.0
-"""A driver says something every few seconds; one that has not for so long hangs."""
+"""A driver sends something every few seconds; one that is silent for this long hangs."""
 SILENT_LOOKS: Final = 6
 LINE_BYTES_MAX: Final = 64 * 1024 * 1024
 
 
 def driver_options(config: Config, kafka: str) -> Options:
-    """What a node with these settings says to its driver, which reaches it there; other machines may not."""
+    """Return the driver options of a node, which it reaches at the given address; other machines may not."""
     data = os.path.abspath(config.data)
     is_local = config.pipelines_master.partition("[")[0] in ("", "local")
     places = storage_in(data, lake=config.pipelines_lake, folder=config.pipelines_folder)
@@ -69,14 +69,14 @@ def driver_options(config: Config, kafka: str) -> Options:
 
 
 def idle_reason_of(config: Config) -> str:
-    """Why a node with these settings does not run pipelines, as a sentence; empty when it does."""
+    """Return, as a sentence, why a node runs no pipelines; empty if it does."""
     return missing_packages() if config.pipelines_enabled else "this node runs no pipelines: pipelines-enabled is off"
 
 
 class PipelineChild(SupervisedChild):
-    """Keeps the driver running while there is something for it to do."""
+    """Runs the driver while there is something to run."""
 
-    name = "the driver of pipelines"
+    name = "the pipeline driver"
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class PipelineChild(SupervisedChild):
         backoff_min_s: float = BACKOFF_S_MIN,
         silent_s: float = SILENT_S,
     ) -> None:
-        """`missing` says why nothing can be run here, if nothing can: what has to be installed, or set."""
+        """Take `missing`, which returns why nothing can be run here: what has to be installed or set."""
         super().__init__(backoff_min_s=backoff_min_s)
         self._options = options
         self._declared = declared
@@ -107,7 +107,7 @@ class PipelineChild(SupervisedChild):
         self._groups = LeftoverGroups(options.kafka, lambda name: declared.get(name) is not None)
         self._attempts: Counter[str] = Counter()
         self._parked: dict[str, tuple[Pipeline, str]] = {}
-        """Those that are run no more, and of which the catalog does not know it yet."""
+        """Parked pipelines that the catalog does not know of yet."""
         self._news = asyncio.Event()
         self._to_park = asyncio.Event()
         declared.when_changed(self._look)
@@ -116,7 +116,7 @@ class PipelineChild(SupervisedChild):
 
     @property
     def stop_s(self) -> float:
-        """How long it may take to stop."""
+        """How long stopping may take."""
         return STOP_S
 
     async def run(self) -> None:
@@ -133,7 +133,7 @@ class PipelineChild(SupervisedChild):
             raise failed.exceptions[0] from None
 
     async def stop(self) -> None:
-        """Have the driver end, and another node run the pipelines if there is one."""
+        """Stop the driver, and let another node run the pipelines."""
         self._stopping.set()
         self._news.set()
         await super().stop()
@@ -155,13 +155,14 @@ class PipelineChild(SupervisedChild):
     async def _spawn(self) -> Process:
         self._update_board(is_running=True)
         command = [sys.executable, "-m", self._module, msgspec.json.encode(self._options).decode()]
-        # In a session of its own, so that a Ctrl-C in the terminal reaches the broker alone, which stops in order.
+        # In a session of its own, so that Ctrl-C in a terminal reaches only the broker, which stops its children in
+        # order.
         return await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, start_new_session=True, limit=LINE_BYTES_MAX
         )
 
     def _kill(self, process: Process) -> None:
-        """End it at once, with its Java: it is the first of a group of its own."""
+        """Kill it with its Java: it leads a process group of its own."""
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
 
@@ -172,7 +173,7 @@ class PipelineChild(SupervisedChild):
 
     async def _ended(self, process: Process) -> int:
         sending = asyncio.get_running_loop().create_task(
-            self._send_wanted(process), name="tell the driver of pipelines"
+            self._send_wanted(process), name="send pipelines to the driver"
         )
         code = -1
         try:
@@ -182,7 +183,7 @@ class PipelineChild(SupervisedChild):
         finally:
             sending.cancel()
             await asyncio.gather(sending, return_exceptions=True)
-            # A Java that hangs would stay behind; nobody else has the number as long as it is there.
+            # A Java that hangs would stay behind; its group id is not reused while it runs.
             self._kill(process)
             self._driver_ended(code)
 
@@ -196,7 +197,7 @@ class PipelineChild(SupervisedChild):
         self._update_board(is_running=False)
 
     async def _send_wanted(self, process: Process) -> None:
-        """Tell what is due, each time that changes; nothing more to do means that the driver ends."""
+        """Send what is due whenever that changes; close the pipe when there is nothing left to run."""
         if process.stdin is None:
             return
         with suppress(ConnectionError):
@@ -224,7 +225,7 @@ class PipelineChild(SupervisedChild):
                     return
                 event = msgspec.json.decode(line, type=DriverEvent)
             except ValueError as error:
-                # Also a line that is too long; reading goes on behind it.
+                # Lines that are too long fail too; reading continues after them.
                 _logger.warning("a report of the driver cannot be read", extra={"error": str(error)})
                 continue
             self._driver_reports.apply(event)
@@ -236,13 +237,13 @@ class PipelineChild(SupervisedChild):
                 self._lags.look()
 
     async def _line(self, process: Process, stream: asyncio.StreamReader) -> bytes:
-        """What it says next; one that says nothing is killed, and starts anew."""
-        # Looked at several times, so that a broker that was stopped itself finds what was said meanwhile.
+        """Return the driver's next line; kill a driver that stays silent."""
+        # Checked several times, so that a broker that was suspended itself finds what was sent meanwhile.
         for _ in range(SILENT_LOOKS):
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._silent_s / SILENT_LOOKS):
                     return await stream.readline()
-        _logger.error("the driver of pipelines hangs and is killed", extra={"pid": process.pid})
+        _logger.error("the pipeline driver hangs and is killed", extra={"pid": process.pid})
         self._driver_reports.apply(
             DriverEvent(failed=f"the driver was silent for {self._silent_s:.0f} s, and was killed")
         )
@@ -252,12 +253,12 @@ class PipelineChild(SupervisedChild):
     # -- what is due ----------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Something about the pipelines may have changed, or who runs them."""
+        """Follow a change of the pipelines or of their owner."""
         declared = self._declared.all()
         self._driver_reports.forget(one.name for one in declared)
         self._groups.take(one.name for one in declared)
         due = [one for one in declared if one.is_due and not self._is_parked_here(one)]
-        # What is missing may have been installed since; it is looked for only when there is something to run.
+        # Missing packages may have been installed since; this is only checked when there is something to run.
         self._idle_reason = self._missing() if due else ""
         self._due = due
         self._warn()
@@ -267,18 +268,18 @@ class PipelineChild(SupervisedChild):
 
     @property
     def _reports_here(self) -> bool:
-        """Whether it is for this node to say how pipelines do."""
+        """Whether this node reports on pipelines."""
         return self._owner.is_mine or (bool(self._idle_reason) and not self._owner.is_elsewhere)
 
     def _measured(self) -> list[Pipeline]:
-        """The pipelines of which this node tells what waits for them: also those that are stopped or parked."""
+        """Return the pipelines whose lag this node reports, stopped and parked ones included."""
         return self._declared.all() if self._reports_here else []
 
     def _warn(self) -> None:
-        """Say once in the log that pipelines wait, and what for."""
+        """Log once that pipelines wait, and why."""
         idle_reason = self._idle_reason if self._reports_here else ""
         if idle_reason and idle_reason != self._warned_of:
-            _logger.warning("pipelines are declared and not run", extra={"reason": idle_reason})
+            _logger.warning("pipelines are declared but not run", extra={"reason": idle_reason})
         self._warned_of = idle_reason
 
     def _update_board(self, *, is_running: bool) -> None:
@@ -293,7 +294,7 @@ class PipelineChild(SupervisedChild):
     # -- what fails again and again -------------------------------------------------------------------------
 
     def _park(self, name: str, reason: str) -> None:
-        """Run a pipeline no more, and have the catalog say so."""
+        """Stop running a pipeline, and record it in the catalog."""
         found = next((one for one in self._due if one.name == name), None)
         if found is not None:
             self._attempts[name] += 1

@@ -1,10 +1,10 @@
-"""Who runs a pipeline: the only member of its consumer group.
+"""The claim on a pipeline: the run that holds it is the only member of its consumer group.
 
-The membership shows in the ordinary tools, ends with its session when its process dies, and works the same on one node
-and on many. Whoever is put out cannot commit offsets any more, since these carry the member and its generation.
+The membership is visible to ordinary tools, ends with its session when the process dies, and works the same on one node
+and on many. A fenced member cannot commit offsets any more, since these carry the member and its generation.
 
-The drivers that nodes start share an instance id, so one that is started anew takes the place of the one before it at
-once and shuts it out. A run by hand has none: it finds the group occupied, and the other way round.
+The drivers that nodes start share an instance id, so a restarted one replaces and fences its predecessor at once. A
+manual run has none: it finds the group occupied, and the other way round.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import GROUP_PREFIX, GROUP_TYPE
-from millstream.pipelines.jobs.job import GroupMember
 from millstream.pipelines.source.link import Link
+from millstream.protocol.private.transactions import GroupMember
 from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ DRIVER_INSTANCE: Final = "driver"
 SESSION_S: Final = 10.0
 BEAT_S: Final = 3.0
 LEAVE_S: Final = 2.0
-"""How long a goodbye may take; the group notices anyway."""
+"""How long leaving may take; otherwise the session expires."""
 
 _PROTOCOL: Final = "one"
 _JOINS_MAX: Final = 10
@@ -51,7 +51,7 @@ _PUT_OUT: Final = (FencedInstance, IllegalGeneration, UnknownMember)
 
 
 class Claim:
-    """The right to run one pipeline. All methods are called by threads that do not run a loop."""
+    """The right to run one pipeline. All methods are called by threads without an event loop."""
 
     def __init__(
         self,
@@ -62,10 +62,10 @@ class Claim:
         is_declared: bool = False,
         when_lost: Callable[[], None] = lambda: None,
     ) -> None:
-        """`when_lost` is called, on the link's loop, when the group has put this member out.
+        """Claim a group; `when_lost` is called on the link's loop when the group has fenced this member.
 
-        The group of a pipeline that `is_declared`, as all are that drivers run, goes with its declaration, also if
-        that goes while it is run.
+        The group of a pipeline that `is_declared`, as all are that drivers run, is deleted with its declaration, even
+        while it is run.
         """
         self._link = link
         self._group = group
@@ -77,26 +77,28 @@ class Claim:
         self._is_held = False
 
     def member(self) -> GroupMember:
-        """Who this is in the group now."""
+        """Return the current member."""
         return self._me
 
     @property
     def is_held(self) -> bool:
-        """Whether this is the member, as far as is known here."""
+        """Whether this is the member, as far as known here."""
         return self._is_held
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the group has said so lately; else the broker may be away, or somebody else may run the pipeline."""
+        """Whether the group has confirmed it recently; otherwise the broker may be unreachable, or another run may own
+        the pipeline.
+        """
         return self.is_held and time.monotonic() - self._last_beat < SESSION_S
 
     def take(self) -> None:
-        """Become the member; raise `GroupNotEmpty`, which says who it is, when somebody else runs the pipeline."""
+        """Become the member; raise `GroupNotEmpty`, which names the current one, if the pipeline is being run."""
         self._link.call(self._take())
         self._keeping = self._link.start(self._keep())
 
     def leave(self) -> None:
-        """Let others run it; never raises because the broker is away, since the session ends anyway."""
+        """Leave the group; never raises if the broker is unreachable, since the session expires anyway."""
         if self._keeping is not None:
             self._keeping.cancel()
             self._keeping = None
@@ -116,7 +118,7 @@ class Claim:
         self._last_beat = time.monotonic()
 
     async def _join_alone(self) -> None:
-        """Join until there is nobody else: whoever was there first leads, and others who come give way."""
+        """Join until there is no other member: the first one leads, and later ones give way."""
         for _ in range(_JOINS_MAX):
             with suppress(RebalanceInProgress, InconsistentProtocol, *_PUT_OUT):
                 if await self._join():
@@ -139,7 +141,7 @@ class Claim:
                 )
 
     async def _join(self) -> bool:
-        """Take part in a generation of the group; False when there are others in it, who will go."""
+        """Join a generation of the group; False if it has other members, which will leave."""
         from kio.schema.join_group.v9 import request
 
         messages: Any = request
@@ -161,10 +163,10 @@ class Claim:
         if joined.error_code == _MEMBER_ID_REQUIRED:
             return False
         if joined.leader != joined.member_id:
-            # Both came at the same moment, and one has to give way.
+            # Both joined at the same moment, and one has to give way.
             await self._leave()
             await self._refuse_others()
-            raise GroupNotEmpty(f"somebody else has just begun to run it, as a member of group {self._group!r}")
+            raise GroupNotEmpty(f"another run has just started, as a member of group {self._group!r}")
         await self._sync()
         return all(other.member_id == joined.member_id for other in joined.members)
 
@@ -185,7 +187,7 @@ class Claim:
         await self._ask(asked, lambda answer: answer.error_code)
 
     async def _keep(self) -> None:
-        """Say again and again that this process lives, until the group puts it out."""
+        """Send heartbeats until the group fences this member."""
         try:
             while True:
                 await asyncio.sleep(BEAT_S)
@@ -196,13 +198,13 @@ class Claim:
                 except _PUT_OUT:
                     raise
                 except MillstreamError as error:
-                    # The job finds out by itself what it cannot do meanwhile.
+                    # The job notices by itself what it cannot do meanwhile.
                     _logger.debug("no heartbeat", extra={"group": self._group, "error": str(error)})
                     continue
                 self._last_beat = time.monotonic()
         except MillstreamError as error:
             self._is_held = False
-            _logger.warning("somebody else runs a pipeline now", extra={"group": self._group, "error": str(error)})
+            _logger.warning("another run has taken over a pipeline", extra={"group": self._group, "error": str(error)})
             self._when_lost()
 
     async def _beat(self) -> None:

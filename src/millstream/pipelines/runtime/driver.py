@@ -1,9 +1,9 @@
-"""The driver: `python -m millstream.pipelines.runtime.driver OPTIONS`, started by `runtime/child.py` only.
+"""The driver process: `python -m millstream.pipelines.runtime.driver OPTIONS`, started only by `runtime/child.py`.
 
-It has one Spark session, which all pipelines of the node share fairly, and a thread for each of them. Through its
-standard input it is told, one line of JSON each time, what is to run; through its standard output it tells how that
-goes. It ends when its standard input does: steps that are under way are given up, which is safe. While Spark still
-starts, which may take long, it ends at once with everything that it has started.
+It has one Spark session, which all pipelines of the node share fairly, and a thread for each of them. It reads the
+pipelines to run from standard input, one JSON line each time, and reports on standard output. It ends when standard
+input does: running steps are abandoned, which is safe. While Spark is still starting, which may take long, it ends at
+once with everything that it has started.
 """
 
 from __future__ import annotations
@@ -29,30 +29,59 @@ from millstream.pipelines.jobs.kinds import JOBS
 from millstream.pipelines.runtime.claim import DRIVER_INSTANCE, Claim
 from millstream.pipelines.runtime.driver_messages import DRIVER_CLIENT, DriverCommand, DriverEvent, Options, Wanted
 from millstream.pipelines.runtime.runner import BACKOFF_S_MIN, HeldClaim, Runner, Surroundings
-from millstream.pipelines.runtime.spark_activity import Activity, activity_of
-from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch
-from millstream.pipelines.runtime.turns import Turns
+from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Activity, Watch, activity_of
 from millstream.pipelines.source.link import Link
 from millstream.protocol.messages.lean_kio import import_lean_kio
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+
+class Turns:
+    """Pipelines that were running when a driver died, which take turns until a step of theirs has succeeded.
+
+    So if the driver dies again there is one suspect, not all of them.
+    """
+
+    def __init__(self) -> None:
+        self._turn = threading.Lock()
+        self._suspects: set[str] = set()
+        self._holder = ""
+
+    def suspect(self, name: str) -> None:
+        """Let a pipeline take turns with other suspects from its next step on."""
+        self._suspects.add(name)
+
+    def take(self, name: str) -> None:
+        """Wait for a suspect's turn, before a step."""
+        if name in self._suspects:
+            self._turn.acquire()
+            self._holder = name
+
+    def give_back(self, name: str, *, is_well: bool) -> None:
+        """End the turn after a step; success clears a suspect."""
+        if is_well:
+            self._suspects.discard(name)
+        if self._holder == name:
+            self._holder = ""
+            self._turn.release()
+
+
 _logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 30.0
 REPORT_S: Final = 0.5
-"""How often what has changed is told at most."""
+"""The minimum time between reports."""
 RATES_S: Final = 5.0
-"""How often rates are told when nothing else changes."""
+"""How often rates are reported when nothing else changes."""
 END_S: Final = 5.0
-"""How long steps may take to notice that they are given up."""
+"""How long steps may take to notice that they are abandoned."""
 STUCK: Final = 71
 """The exit code of a driver that has to be replaced."""
 
 
 class EventWriter:
-    """Writes lines to the broker, whole ones, from any thread."""
+    """Writes whole lines to the broker, from any thread."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
@@ -61,25 +90,27 @@ class EventWriter:
     def send(self, event: DriverEvent) -> None:
         """Write a line at once."""
         with self._lock, suppress(OSError, ValueError):
-            # A broker that is gone has closed the other pipe as well, and that is what ends this process.
+            # A broker that is gone has closed the other pipe too, which ends this process.
             self._stream.write(msgspec.json.encode(event) + b"\n")
             self._stream.flush()
 
 
 class CommandReader:
-    """Hears the lines of the broker, from the beginning on, and that it has hung up."""
+    """Reads the broker's lines, and notices from the start when it closes the pipe."""
 
     def __init__(self, stream: IO[bytes], leave: Callable[[], None]) -> None:
-        """`leave` ends the process with all that it has started; for a broker that is gone before there is work."""
+        """Read a stream; `leave` ends the process with all that it has started, if the broker goes before there is
+        work.
+        """
         self._stream = stream
         self._leave = leave
         self._lines: SimpleQueue[bytes] = SimpleQueue()
         self._lock = threading.Lock()
         self._is_up = False
-        threading.Thread(target=self._read_lines, name="hear the broker", daemon=True).start()
+        threading.Thread(target=self._read_lines, name="read the broker's commands", daemon=True).start()
 
     def lines(self) -> Iterator[bytes]:
-        """What is said, from now on in order, until the broker hangs up."""
+        """Yield the lines until the broker closes the pipe."""
         with self._lock:
             self._is_up = True
         return iter(self._lines.get, b"")
@@ -94,12 +125,12 @@ class CommandReader:
 
 
 def exit_now() -> None:
-    """End this process, and the Java that it may just be starting."""
-    from millstream.pipelines.runtime.scratch import remove_scratch
+    """Kill this process and the Java that it may just be starting."""
+    from millstream.pipelines.runtime.spark_session import remove_scratch
 
     remove_scratch()
     if os.getpgrp() == os.getpid():
-        # The broker starts it as the first of a group, so that Java, which nobody has a handle of yet, is in it too.
+        # The broker starts it as the leader of a group, so Java, for which there is no handle yet, is in it too.
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
@@ -115,14 +146,14 @@ class _Running:
 
     def _run(self) -> None:
         if self._after is not None:
-            # Of the same pipeline, and told to end: two of them would be in each other's way.
+            # The previous runner of the same pipeline, which is ending: two would interfere.
             self._after.thread.join()
             self._after = None
         self.runner.run()
 
 
 class Driver:
-    """Everything that this process runs."""
+    """All pipelines of this process."""
 
     def __init__(
         self,
@@ -138,7 +169,7 @@ class Driver:
         cancel_s: float = CANCEL_S,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
-        """`leave` ends the process at once, with an exit code."""
+        """Run pipelines; `leave` ends the process at once, with an exit code."""
         self._options = options
         self._spark: Any = spark
         self._send = send
@@ -158,7 +189,7 @@ class Driver:
         threading.Thread(target=watch.run, args=(self._over,), name="watch", daemon=True).start()
 
     def declare(self, wanted: list[Wanted]) -> None:
-        """Run these from now on, and nothing else."""
+        """Run exactly these pipelines from now on."""
         by_name = {one.pipeline.name: one for one in wanted}
         for name in [name for name in self._running if name not in by_name]:
             self._end(name)
@@ -219,7 +250,7 @@ class Driver:
 
     def _begun(self, name: str) -> None:
         if self._spark is not None:
-            # Both belong to the thread, and a pool of its own is what makes the scheduler fair.
+            # Both are properties of the thread, and a pool per pipeline makes the scheduler fair.
             self._spark.sparkContext.setJobGroup(name, f"pipeline {name}", interruptOnCancel=True)
             self._spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
         self._send(DriverEvent(begun=name))
@@ -230,7 +261,7 @@ class Driver:
 
     def _cancel(self, name: str) -> None:
         if self._spark is not None:
-            # A Java that hangs would hold up whoever asks, who has others to look after.
+            # In a thread, since a Java that hangs would block the caller, which serves other pipelines.
             threading.Thread(target=self._cancel_group, args=(name,), name=f"cancel {name}", daemon=True).start()
 
     def _cancel_group(self, name: str) -> None:
@@ -240,7 +271,7 @@ class Driver:
     # -- what hangs -----------------------------------------------------------------------------------------
 
     def _runners(self) -> list[Runner]:
-        """Those that run, and those that are to end and have not yet."""
+        """Return the running pipelines, including those that are ending."""
         known = (*list(self._running.values()), *list(self._ending.values()))
         return [one.runner for one in known if one.thread.is_alive()]
 
@@ -262,19 +293,19 @@ class Driver:
 
 
 def _is_another(running: _Running, one: Wanted) -> bool:
-    """Whether a pipeline was deleted and declared anew under its name, or is to be tried again."""
+    """Whether a pipeline was deleted and declared again under its name, or has to be retried."""
     return running.runner.declared.pipeline_id != one.pipeline.pipeline_id or running.attempt != one.attempt
 
 
 def _send_heartbeats(events: EventWriter) -> None:
-    """Say something now and then, also before there is anything to tell: a driver that is silent is replaced."""
+    """Send something regularly, even before there is anything to report: a silent driver is replaced."""
     while True:
         events.send(DriverEvent())
         time.sleep(RATES_S)
 
 
 def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Callable[[], None] = exit_now) -> None:
-    """Drive until the broker hangs up."""
+    """Drive until the broker closes the pipe."""
     from millstream.pipelines.runtime.spark_session import close_session, open_session
 
     ears = CommandReader(commands, leave)
@@ -303,11 +334,11 @@ def run(options: Options, commands: IO[bytes], events: EventWriter, *, leave: Ca
 
 
 def main() -> None:
-    """Run as the broker asks."""
+    """Run with the broker's options."""
     options = msgspec.json.decode(sys.argv[1], type=Options)
     set_up_logging(options.log_level, options.log_format, stream=sys.stderr)
     import_lean_kio()
-    # Whatever else writes to the standard output writes to the log: what is said to the broker goes past it.
+    # Everything else that is written to standard output goes to the log.
     events = EventWriter(os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     code = 0
@@ -317,7 +348,7 @@ def main() -> None:
         _logger.critical("the pipelines cannot be run", extra={"error": reason_of(error)})
         code = 1
     logging.shutdown()
-    # A step that hangs does not keep the process.
+    # A step that hangs must not keep the process alive.
     os._exit(code)
 
 

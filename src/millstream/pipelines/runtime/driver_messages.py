@@ -1,4 +1,4 @@
-"""What the broker and the driver of its pipelines say to each other: lines of JSON through the driver's pipes."""
+"""Messages between the broker and its pipeline driver: JSON lines through the driver's pipes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from typing import Final
 
 import msgspec
 
-from millstream.broker.pipeline_board import PipelineReport
+from millstream.broker.pipelines.report_board import PipelineReport
 from millstream.core.pipeline import Pipeline
 
 DRIVER_CLIENT: Final = "pipelines-node-"
-"""How the client ids of drivers begin; the id of the node follows."""
+"""The prefix of drivers' client ids; the node id follows."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
-    """What the broker says when it starts the process."""
+    """The broker's options for the process."""
 
     kafka: str
     node: int
@@ -24,36 +24,36 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     memory: str
     spark: dict[str, str]
     log: str
-    """The file that takes what Spark writes."""
+    """The file of Spark's output."""
     log_level: str
     log_format: str
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A pipeline that is to run."""
+    """A pipeline to run."""
 
     pipeline: Pipeline
     attempt: int = 0
-    """Another number means to begin anew with one that was parked."""
+    """A changed number restarts a parked pipeline."""
     is_suspect: bool = False
-    """It was under way when a driver died, so it runs beside no other that was."""
+    """Whether it was running when a driver died, so that it never runs beside another suspect."""
 
 
 class DriverCommand(msgspec.Struct, frozen=True):
-    """A line from the broker: everything that is to run now."""
+    """A line from the broker: every pipeline to run."""
 
     wanted: list[Wanted]
 
 
 class DriverEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line to the broker: how everything goes, or that a step of a pipeline has begun or ended."""
+    """A line to the broker: reports, or the start or end of a pipeline's step."""
 
     reports: list[PipelineReport] | None = None
     begun: str = ""
     ended: str = ""
     is_well: bool = False
-    """Whether the step that ended went well."""
+    """Whether the step that ended succeeded."""
     failed: str = ""
-    """Why the driver cannot work at all, or has to be replaced."""
+    """Why the driver cannot work, or has to be replaced."""
     stuck: str = ""
-    """The pipeline because of which it has to be replaced, if there is one."""
+    """The pipeline that caused it, if there is one."""

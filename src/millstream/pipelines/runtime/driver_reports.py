@@ -1,7 +1,7 @@
-"""What the broker knows of the pipelines that its driver runs, over the lives of several drivers.
+"""The broker's knowledge of the pipelines that its driver runs, across several drivers.
 
-A driver counts from its own start; here what earlier ones counted is added. Who was under way when a driver died is
-remembered too: three deaths in a row, without a step that went well between, are taken for the pipeline's doing.
+A driver counts from its own start; the counts of earlier ones are added here. The pipelines that were running when a
+driver died are remembered too: three deaths in a row, without a successful step in between, are blamed on the pipeline.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from millstream.broker.pipeline_board import PipelineReport, State
+from millstream.broker.pipelines.report_board import PipelineReport, State
 from millstream.core.pipeline import Pipeline
 from millstream.pipelines.runtime.driver_messages import DriverEvent
 from millstream.pipelines.runtime.spark_session import DIED
@@ -29,17 +29,17 @@ class DriverReports:
         self._reports: dict[str, PipelineReport] = {}
         self._earlier: dict[str, PipelineReport] = {}
         self._kept: frozenset[str] | None = None
-        """Those that are declared, once that was said."""
+        """The declared pipelines, once known."""
         self._under_way: set[str] = set()
         self._deaths: Counter[str] = Counter()
         self._failed = ""
         self._stuck = ""
         self._ended = ("", 0)
         self._down_ms = 0
-        """Since when drivers have died without one that told anything between."""
+        """Since when drivers have died without one that reported in between."""
 
     def apply(self, event: DriverEvent) -> None:
-        """Take over what the driver says."""
+        """Apply an event of the driver."""
         if event.reports is not None:
             reports = {one.name: one for one in event.reports}
             for name, known in self._reports.items():
@@ -59,14 +59,14 @@ class DriverReports:
             self._stuck = event.stuck
 
     def _keep(self, report: PipelineReport) -> None:
-        """Count on from what a run did that was stopped or parked, or is begun anew."""
+        """Keep the counts of a run that was stopped, parked or restarted."""
         if self._kept is None or report.name in self._kept:
             self._earlier[report.name] = self._with_earlier(report)
 
     def driver_ended(self, code: int, *, is_death: bool) -> None:
-        """The driver is no more; if nobody asked for that, whoever was under way may be to blame.
+        """Record the end of the driver; an unexpected one makes the running pipelines suspects.
 
-        A driver that was replaced because of one pipeline has said so, and the others are not suspected.
+        A driver that was replaced because of one pipeline has reported it, and the others are not suspected.
         """
         under_way, self._under_way = self._under_way, set()
         reason, self._failed = self._failed, ""
@@ -84,29 +84,31 @@ class DriverReports:
         self._reports = {}
 
     def is_suspect(self, name: str) -> bool:
-        """Whether it was under way when the last driver died."""
+        """Whether it was running when the last driver died."""
         return self._deaths[name] > 0
 
     def blamed(self) -> list[tuple[str, str]]:
-        """Those that were under way in too many deaths, with the reason of the last; told once."""
+        """Return the pipelines with too many deaths, with the last reason; each once."""
         found = [name for name, deaths in self._deaths.items() if deaths >= DEATHS_MAX]
         for name in found:
             del self._deaths[name]
         return [(name, self._ended[0]) for name in found]
 
     def forget(self, names: Iterable[str]) -> None:
-        """Keep nothing of pipelines that are gone."""
+        """Forget pipelines that were deleted."""
         self._kept = kept = frozenset(names)
         for known in (self._earlier, self._deaths):
             for name in [name for name in known if name not in kept]:
                 del known[name]
 
     def reports(self, due: Iterable[Pipeline], *, is_running: bool, idle_reason: str) -> list[PipelineReport]:
-        """How each of them does; one that no driver has told of waits, for a reason if there is one."""
+        """Return a report for each pipeline; one without a driver's report is waiting, with the reason if there is
+        one.
+        """
         return [self._report_of(one, is_running=is_running, idle_reason=idle_reason) for one in due]
 
     def reports_of_rest(self, declared: Iterable[Pipeline]) -> list[PipelineReport]:
-        """How those did that are run no more, as far as they were run here."""
+        """Return the last reports of pipelines that are not run any more, as far as they ran here."""
         return [
             self._with_earlier(
                 PipelineReport(name=one.name, state="parked" if one.is_wanted else "stopped", node=self._node)
@@ -130,7 +132,7 @@ class DriverReports:
         return msgspec.structs.replace(total, last_error=reason, last_error_ms=at_ms, failing_ms=self._down_ms)
 
     def _ended_with(self, report: PipelineReport) -> PipelineReport:
-        """One that was begun anew because of the death of its driver."""
+        """Mark a report as restarted because its driver died."""
         reason, at_ms = self._ended
         return msgspec.structs.replace(report, restarts=report.restarts + 1, last_error=reason, last_error_ms=at_ms)
 
@@ -151,7 +153,7 @@ class DriverReports:
 
 
 def _was_restarted(known: PipelineReport, report: PipelineReport) -> bool:
-    """Whether a report is one of a later run in the same driver, which counts from its own beginning."""
+    """Whether a report is of a later run in the same driver, which counts from its own start."""
     return (report.rows, report.batches, report.restarts, report.stalls) != (
         max(known.rows, report.rows),
         max(known.batches, report.batches),

@@ -1,8 +1,8 @@
-"""Where a failure of a pipeline comes from: from outside, which passes, or from what was declared, which does not.
+"""The cause of a pipeline's failure: outside, which passes, or the declaration, which does not.
 
-What fails in a task of Spark comes as a text with the traces of two languages. So what Millstream's own tasks raise is
-judged where it is raised, and carries that with it as a line of its own. For everything else the kinds of errors that
-the text names are looked up, and what object stores, disks and Spark itself say is known by its words.
+An error of a Spark task arrives as text with the stack traces of two languages. Millstream's own tasks therefore
+classify their errors where they are raised, and add a line that says so. For all others the error names in the text are
+looked up, and the messages of object stores, disks and Spark are recognized by their words.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     Task = Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]
-    """What `mapInArrow` takes."""
+    """The argument of `mapInArrow`."""
 
 
 class Fault(Enum):
-    """What a failure says about the pipeline."""
+    """The cause of a failure."""
 
     OUTSIDE = "outside"
-    """Something that it uses is away: it goes on when that is back, however long it takes."""
+    """A dependency is unavailable: the pipeline continues once it is back, however long that takes."""
     DECLARED = "declared"
-    """What was declared, or the data, cannot be worked with: that is the same each time."""
+    """The declaration or the data is wrong: every attempt fails alike."""
     UNKNOWN = "unknown"
 
 
@@ -49,11 +49,11 @@ _OUTSIDE: Final[tuple[type[BaseException], ...]] = (
     EOFError,
 )
 _NOT_OUTSIDE: Final[tuple[type[BaseException], ...]] = (NotADirectoryError, IsADirectoryError, FileExistsError)
-"""A place that something else is at."""
+"""The path is taken by something else."""
 _DECLARED: Final[tuple[type[BaseException], ...]] = (errors.InvalidRequest, errors.LostData, errors.ColumnMismatch)
 
 _JAVA_LOST: Final = ("Py4JNetworkError", "Py4JError")
-"""What is raised when Java does not answer any more. What it raises itself comes as another kind."""
+"""Raised when Java does not answer any more. Java's own errors are of other classes."""
 _REFUSED_BY_SPARK: Final = {
     "ParseException",
     "AnalysisException",
@@ -62,12 +62,12 @@ _REFUSED_BY_SPARK: Final = {
     "DateTimeException",
     "NumberFormatException",
 }
-"""What Spark raises for statements, and for values that these cannot take; named, since it may not be installed."""
+"""Spark's errors about statements and values, by name, since it may not be installed."""
 
 MARK: Final = re.compile(r"^\[millstream fault: (outside|declared|unknown), (\w+)\]$", re.MULTILINE)
-"""What a task says of its error: where it comes from, and the nearest kind that is known everywhere."""
+"""The line that a task adds to its error: the cause, and the nearest class that is known everywhere."""
 _NAMED: Final = re.compile(r"^(?:.*: )?(?:[a-z_]\w*\.)*([A-Z]\w+)(?::|$)", re.MULTILINE)
-"""The name of an error at the beginning of a line, or behind what Spark says before it."""
+"""The name of an error at the start of a line, or after Spark's prefix."""
 _WORDS: Final = re.compile(
     r"Generic \w+ error|error sending request|os error \d+|\[Errno \d+\]|Connection refused|Connection reset|"
     r"No space left on device|Disk quota exceeded|Read-only file system|Input/output error|"
@@ -78,7 +78,7 @@ _WORDS: Final = re.compile(
 
 
 def fault_of(error: BaseException) -> Fault:
-    """Where a failure comes from, as far as it can be told."""
+    """Return the cause of a failure, as far as known."""
     names = {kind.__name__ for kind in type(error).__mro__}
     if names & _REFUSED_BY_SPARK:
         return Fault.DECLARED
@@ -92,13 +92,13 @@ def fault_of(error: BaseException) -> Fault:
         return Fault(marks[-1][0])
     known = [fault for kind in (type(error), *_named_in(text)) if (fault := _fault_of_kind(kind)) != Fault.UNKNOWN]
     if known:
-        # Of errors that follow from each other the last is what was raised.
+        # Of chained errors, the last is the one that was raised.
         return known[-1]
     return Fault.OUTSIDE if _WORDS.search(text) else Fault.UNKNOWN
 
 
 def kind_in(error: BaseException) -> type[BaseException] | None:
-    """The kind of an error, or of the one in a task of Millstream's that it tells of; None if that is not known."""
+    """Return the class of an error, or of the task error that it reports; None if unknown."""
     if isinstance(error, errors.MillstreamError):
         return type(error)
     marks = MARK.findall(str(error))
@@ -106,13 +106,13 @@ def kind_in(error: BaseException) -> type[BaseException] | None:
 
 
 class Marked:
-    """A task whose errors say where they come from, in a line that `fault_of` reads on the driver."""
+    """A task that adds the cause to its errors, in a line that `fault_of` reads on the driver."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Do the task."""
+        """Run the task."""
         try:
             yield from self._task(batches)
         except Exception as error:
@@ -122,7 +122,7 @@ class Marked:
 
 
 def _fault_here(error: BaseException | None) -> Fault:
-    """The same for an error where it is raised, or for what it follows from; only of libraries the words are read."""
+    """Classify an error where it is raised, or the error it follows from; words are read only of libraries' errors."""
     while error is not None:
         fault = _fault_of_kind(type(error))
         if fault != Fault.UNKNOWN:
@@ -134,7 +134,7 @@ def _fault_here(error: BaseException | None) -> Fault:
 
 
 def is_java_lost(error: BaseException) -> bool:
-    """Whether a failure may be of Java that has ended in the middle of it."""
+    """Whether a failure may be caused by Java having ended."""
     return type(error).__name__ in _JAVA_LOST or isinstance(error, ConnectionError | EOFError)
 
 

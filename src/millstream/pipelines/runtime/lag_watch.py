@@ -1,6 +1,6 @@
-"""How many messages wait for each pipeline: asked of the brokers every few seconds, whoever runs it and whether or not.
+"""Measures the lag of every pipeline at the brokers every few seconds, whether or not it is running.
 
-What a driver says of that is from its last batch, and one that fails, is parked or was stopped says nothing at all.
+The lag in a driver's report is from its last batch, and a pipeline that fails, is parked or was stopped reports none.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _logger = logging.getLogger(__name__)
 CLIENT_ID: Final = "millstream-pipeline-lag"
 LOOK_S: Final = 5.0
 PAUSE_S_MIN: Final = 1.0
-"""So long is at least between two looks, however often something changes."""
+"""The minimum time between measurements, however often something changes."""
 SHARE_MAX: Final = 10
-"""A look that takes long is followed by a pause so many times as long."""
+"""The pause after a slow measurement, as a multiple of its duration."""
 PAUSE_S_MAX: Final = 30.0
-"""And no longer than this: it may have taken long because a node did not answer."""
+"""The longest pause: a measurement may have been slow because a node did not answer."""
 TIMEOUT_S: Final = 10.0
 
 
 class LagWatch:
-    """Keeps knowing how far the declared pipelines are behind."""
+    """Tracks the lag of the declared pipelines."""
 
     def __init__(
         self,
@@ -39,23 +39,23 @@ class LagWatch:
         declared: Callable[[], Sequence[Pipeline]],
         take: Callable[[Mapping[str, int]], None],
     ) -> None:
-        """`declared` tells which pipelines are to be looked at now, `take` is told what waits for each."""
+        """Measure the pipelines that `declared` returns, and pass the lags to `take`."""
         self._brokers = brokers
         self._declared = declared
         self._take = take
         self._news = asyncio.Event()
         self._lags: dict[str, int] = {}
         self._read: dict[tuple[UUID, int], Reader | None] = {}
-        """What was worked out of each version of a pipeline: statements and rules may be long."""
+        """The readers of each version of a pipeline; statements and rules may be long."""
 
     def look(self) -> None:
-        """Have a look soon: something has changed."""
+        """Measure soon, since something has changed."""
         self._news.set()
 
     async def run(self) -> None:
-        """Look until it is cancelled; a background task of the broker."""
+        """Measure until cancelled; a background task of the broker."""
         while True:
-            # Nothing is asked while no pipeline is declared.
+            # No connection is made while no pipeline is declared.
             while not self._declared():
                 self._lags.clear()
                 await self._wait(None)
@@ -63,7 +63,7 @@ class LagWatch:
                 async with Client.connect(self._brokers, client_id=CLIENT_ID, timeout_s=TIMEOUT_S) as client:
                     await self._keep_looking(client)
             except (MillstreamError, OSError) as error:
-                _logger.debug("what waits for pipelines is not known", extra={"error": str(error)})
+                _logger.debug("the lag of pipelines is unknown", extra={"error": str(error)})
                 await asyncio.sleep(LOOK_S)
 
     async def _keep_looking(self, client: Client) -> None:
@@ -72,10 +72,10 @@ class LagWatch:
             began = time.monotonic()
             found = await backlogs.lags(self._readers(declared))
             names = {one.name for one in declared}
-            # Of what could not be asked just now the last that was known holds.
+            # The last known lag holds for what could not be measured now.
             self._lags = {name: lag for name, lag in {**self._lags, **found}.items() if name in names}
             if self._declared():
-                # Else it is for another node to tell by now.
+                # Otherwise another node reports by now.
                 self._take(dict(self._lags))
             took_s = time.monotonic() - began
             await asyncio.sleep(min(max(PAUSE_S_MIN, took_s * SHARE_MAX), PAUSE_S_MAX))

@@ -1,7 +1,7 @@
-"""The groups of pipelines that were deleted while a driver that is dead still counted as their member.
+"""Deletes the groups of deleted pipelines whose dead driver still counted as a member.
 
-Whoever runs a pipeline takes its group away when it hears of the deletion, and whoever deletes one that nobody runs
-does so at once. But a driver that was killed stays the member until its session ends, and does nothing any more.
+A run deletes its pipeline's group when it learns of the deletion, and deleting a pipeline that is not running deletes
+the group at once. But a driver that was killed stays a member until its session expires.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _logger = logging.getLogger(__name__)
 
 CLIENT_ID: Final = "millstream-pipeline-groups"
 PAUSE_S: Final = 12.0
-"""A little longer than the session of a driver."""
+"""Slightly longer than a driver's session."""
 TIMEOUT_S: Final = 10.0
 
 
 class LeftoverGroups:
-    """Looks after the groups of pipelines that are gone; on every node, since the one that ran them may be gone too."""
+    """Deletes the groups of deleted pipelines; on every node, since the one that ran them may be gone too."""
 
     def __init__(self, brokers: str, is_declared: Callable[[str], bool], *, pause_s: float = PAUSE_S) -> None:
         self._brokers = brokers
@@ -38,14 +38,14 @@ class LeftoverGroups:
         self._news = asyncio.Event()
 
     def take(self, declared: Iterable[str]) -> None:
-        """The pipelines that there are now; what is missing was deleted."""
+        """Compare with the declared pipelines; missing ones were deleted."""
         before, self._known = self._known, frozenset(declared)
         self._undeclared |= before - self._known
         if self._undeclared:
             self._news.set()
 
     async def run(self) -> None:
-        """Take groups away until it is cancelled; a background task of the broker."""
+        """Delete groups until cancelled; a background task of the broker."""
         while True:
             await self._news.wait()
             await asyncio.sleep(self._pause_s)
@@ -55,7 +55,7 @@ class LeftoverGroups:
                     for name in sorted(self._undeclared):
                         await self._settle(client, name)
             except (MillstreamError, OSError) as error:
-                _logger.debug("groups of deleted pipelines are looked at later", extra={"error": str(error)})
+                _logger.debug("groups of deleted pipelines will be checked again", extra={"error": str(error)})
             if self._undeclared:
                 self._news.set()
 
@@ -64,11 +64,11 @@ class LeftoverGroups:
             if await self._is_settled(client, name):
                 self._undeclared.discard(name)
         except MillstreamError as error:
-            # Its coordinator is away; those of others may be there.
-            _logger.debug("a group is looked at later", extra={"pipeline": name, "error": str(error)})
+            # Its coordinator is unavailable; those of other groups may not be.
+            _logger.debug("a group will be checked again", extra={"pipeline": name, "error": str(error)})
 
     async def _is_settled(self, client: Client, name: str) -> bool:
-        """Whether nothing is left of a pipeline that is gone, or what is left is somebody else's by now."""
+        """Whether nothing is left of a deleted pipeline, or its group has another owner."""
         if self._is_declared(name):
             return True
         try:
@@ -76,7 +76,7 @@ class LeftoverGroups:
         except UnknownGroup:
             return True
         if found.members:
-            # Whoever runs one of this name by hand, without declaring it, keeps its progress.
+            # A manual run of an undeclared pipeline keeps its progress.
             return not all(one.client_id.startswith(DRIVER_CLIENT) for one in found.members)
         await PipelineClient(client).forget_deleted(name)
         return True

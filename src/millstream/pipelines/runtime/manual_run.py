@@ -1,4 +1,4 @@
-"""One pipeline that somebody runs by hand, in the thread that asks for it: until nothing is left, or without end."""
+"""A manual run of one pipeline in the calling thread: until nothing is left, or without end."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import Job, JobContext, JobKind
 from millstream.pipelines.jobs.kinds import JOBS
 from millstream.pipelines.runtime.runner import HeldClaim, Progress, Stalled, Tally
-from millstream.pipelines.runtime.spark_activity import activity_of
 from millstream.pipelines.runtime.spark_session import kill_java
-from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch
+from millstream.pipelines.runtime.stall_watch import CANCEL_S, LOOK_S, Watch, activity_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -25,7 +24,7 @@ END_S: Final = 5.0
 
 
 class ManualRun:
-    """A run of a pipeline whose claim is held; what it took is in `tally`, also when it fails."""
+    """A run of a pipeline whose claim is held; its counts are in `tally`, even if it fails."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class ManualRun:
         cancel: Callable[[], None] = lambda: None,
         jobs: Mapping[PipelineKind, JobKind] = JOBS,
     ) -> None:
-        """The claim sets `context.stopping` when it is lost. `cancel` ends what Spark is doing."""
+        """The claim sets `context.stopping` when it is lost; `cancel` cancels Spark's jobs."""
         self._pipeline = pipeline
         self.progress = Progress()
         self._context = replace(context, rules=pipeline.rules, member=claim.member, progress=self.progress.sign)
@@ -49,9 +48,9 @@ class ManualRun:
         self.tally = Tally()
 
     def run(self, *, once: bool) -> None:
-        """Do steps; `once` ends when everything that was there at the beginning is taken.
+        """Run steps; `once` ends after everything that existed at the start.
 
-        Raises `Stalled` if a step was given up by whoever watches.
+        Raise `Stalled` if the watch cancelled a step.
         """
         self.progress.work()
         job = self._jobs[self._pipeline.kind](self._pipeline, self._context)
@@ -60,11 +59,11 @@ class ManualRun:
         except Exception:
             if not self._given_up:
                 raise
-            # What a cancelled step says of itself explains nothing.
+            # A cancelled step's own error explains nothing.
             raise Stalled(self._given_up) from None
         finally:
             self.progress.rest()
-            # Whatever it could not let go of ends with the process.
+            # What it could not release ends with the process.
             with suppress(Exception):
                 job.close()
 
@@ -85,7 +84,7 @@ class ManualRun:
                 return
             self._rest(step.wait_s)
         if not self._claim.is_held:
-            raise GroupNotEmpty(f"somebody else has taken over pipeline {self._pipeline.name!r}")
+            raise GroupNotEmpty(f"another run has taken over pipeline {self._pipeline.name!r}")
 
     def _rest(self, seconds: float) -> None:
         if seconds:
@@ -93,31 +92,31 @@ class ManualRun:
             self._context.stopping.wait(seconds)
             self.progress.work()
 
-    # -- for whoever watches ----------------------------------------------------------------------------------
+    # -- for the watch ----------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
-        """The name of the pipeline."""
+        """Return the pipeline's name."""
         return self._pipeline.name
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it was asked to end."""
         return self._context.stopping.is_set()
 
     @property
     def stall_s(self) -> float:
-        """For how long a step may be without any progress; 0 means for ever."""
+        """Return how long a step may go without progress; 0 means forever."""
         try:
             return self._pipeline.settings.stall_ms / 1000
         except MillstreamError:
-            # The job says so too, and is not made.
+            # The job raises the same error when it is made.
             return 0.0
 
     def give_up(self, reason: str) -> None:
-        """Have the step that is under way fail for a reason."""
+        """Cancel the running step for a reason."""
         self._given_up = reason
-        # A Java that hangs would hold up whoever asks, and the run is then ended with it.
+        # In a thread, since a Java that hangs would block the caller; the run is then ended with it.
         threading.Thread(target=self._try_to_cancel, name="cancel", daemon=True).start()
 
     def _try_to_cancel(self) -> None:
@@ -125,12 +124,12 @@ class ManualRun:
             self._cancel()
 
     def request_end(self, reason: str) -> None:
-        """Say what the reason is when it ends now."""
+        """Set the reason of an end that follows."""
         self._given_up = reason
 
 
 class ManualRunWatch:
-    """Watches a run by hand as a driver is watched, in a thread of its own, while it is entered."""
+    """Watches a manual run as a driver is watched, in a thread of its own, while entered."""
 
     def __init__(
         self,
@@ -141,7 +140,9 @@ class ManualRunWatch:
         look_s: float = LOOK_S,
         cancel_s: float = CANCEL_S,
     ) -> None:
-        """`leave` ends the process, for a reason: what hangs although its Java is gone cannot be ended otherwise."""
+        """Watch a run; `leave` ends the process, since what hangs although its Java is gone cannot be ended
+        otherwise.
+        """
         self._running = running
         self._spark = spark
         self._leave = leave

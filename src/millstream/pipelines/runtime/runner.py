@@ -1,8 +1,8 @@
-"""Runs one pipeline in a thread: claims it, does one step after the other, and begins anew when something fails.
+"""Runs one pipeline in a thread: claims it, runs step after step, and restarts after a failure.
 
-What a job did is durable when its step returns or can be done again, so a runner may end at any moment. What fails
-because something outside is away is tried until that is back. A pipeline that fails again and again for other reasons,
-without a step that succeeds between, is parked: it is left alone until somebody changes or starts it.
+A step is durable when it returns or can be repeated, so a runner may end at any moment. Failures of dependencies are
+retried until these are back. A pipeline that fails repeatedly for other reasons, without a successful step in between,
+is parked until it is changed or started.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from millstream.broker.pipeline_board import PipelineReport, State
+from millstream.broker.pipelines.report_board import PipelineReport, State
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.jobs.job import GroupMember, Job, JobContext, JobKind, Step
+from millstream.pipelines.jobs.job import Job, JobContext, JobKind, Step
 from millstream.pipelines.runtime.fault import Fault, fault_of, is_java_lost
+from millstream.protocol.private.transactions import GroupMember
 
 WINDOW_S: Final = 60.0
-
-"""How far back the rate looks."""
+"""The window of the rate."""
 
 _SPAN_S_MIN: Final = 1.0
 
@@ -47,7 +47,7 @@ class Tally:
         self.batches = 0
 
     def add(self, step: Step) -> None:
-        """One more step; one that took nothing is no batch."""
+        """Add a step; one without messages is not a batch."""
         self.lag = step.lag
         self.is_started = True
         self._counts.update(step.counts)
@@ -58,14 +58,14 @@ class Tally:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The other numbers of all steps together."""
+        """Return the further counts of all steps."""
         return dict(self._counts)
 
     @property
     def rows_per_s(self) -> float:
-        """Messages each second, over the last minute or since the beginning."""
+        """Return messages per second, over the last minute or since the start."""
         now = self._clock()
-        # A copy, since the thread that reports is not the one that adds.
+        # A copy, since the reporting thread is not the one that adds.
         lately = [one for one in list(self._lately) if one[0] >= now - WINDOW_S]
         since = max(self._began, now - WINDOW_S)
         if len(lately) == _STEPS_MAX:
@@ -74,41 +74,38 @@ class Tally:
 
 
 class Progress:
-    """Whether a pipeline is at work, and how often it has got a piece further."""
+    """Whether a pipeline is working, and how often it has progressed."""
 
     def __init__(self) -> None:
         self.is_working = False
-        """Not so while it waits: for messages, for its turn, or for a pause to be over."""
+        """False while it waits: for messages, for its turn, or for a pause to end."""
         self.signs = 0
         self.still_s = 0.0
-        """For how long it has been at work without a sign, as the watch has seen."""
+        """How long it has worked without a sign of progress, as the watch has seen."""
 
     def sign(self) -> None:
-        """Something of the work is done. May be called by any thread."""
-        # Of two threads that do this at the same moment one may be lost, and the number is another one all the same.
+        """Record progress; may be called by any thread."""
+        # Of two concurrent increments one may be lost, and the number still changes.
         self.signs += 1
 
     def work(self) -> None:
-        """From now on it is to get on."""
+        """Expect progress from now on."""
         self.is_working = True
         self.sign()
 
     def rest(self) -> None:
-        """From now on it waits."""
+        """Expect no progress from now on."""
         self.is_working = False
         self.sign()
 
 
 _logger = logging.getLogger(__name__)
 
-
 FAILURES_MAX: Final = 10
-
-"""So many in a row park a pipeline, over some minutes, when it is not known where they come from."""
+"""Failures in a row, over some minutes, that park a pipeline when their cause is unknown."""
 
 WEIGHTS: Final = {Fault.OUTSIDE: 0, Fault.UNKNOWN: 1, Fault.DECLARED: FAILURES_MAX // 2}
-
-"""How much a failure counts: what is declared wrongly is tried once more and not ten times."""
+"""The weight of a failure: a wrong declaration is retried once, not ten times."""
 
 BACKOFF_S_MIN: Final = 1.0
 
@@ -117,54 +114,53 @@ BACKOFF_S_MAX: Final = 60.0
 _DOUBLINGS_MAX: Final = 16
 
 OCCUPIED_S: Final = 3.0
-
-"""How often it is looked whether somebody else still runs the pipeline, or its topic is still missing."""
+"""How often to check whether another run still owns the pipeline, or its topic is still missing."""
 
 
 class Stalled(MillstreamError):
-    """A step made no progress and was given up."""
+    """A step made no progress and was cancelled."""
 
 
 class HeldClaim(Protocol):
-    """A claim, as the runner uses it."""
+    """The claim, as the runner uses it."""
 
     def member(self) -> GroupMember:
-        """Who this is in the group."""
+        """Return the current member."""
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether the broker has answered lately."""
+        """Whether the broker has answered recently."""
 
     @property
     def is_held(self) -> bool:
-        """Whether nobody else has taken over."""
+        """Whether no other run has taken over."""
 
     def take(self) -> None:
-        """Get it, or raise `GroupNotEmpty`."""
+        """Take the claim, or raise `GroupNotEmpty`."""
 
     def leave(self) -> None:
-        """Give it up."""
+        """Release it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """What the driver gives to a runner."""
+    """What the driver provides to a runner."""
 
     make: JobKind
     context: Callable[[], JobContext]
-    """What jobs use, except what belongs to one pipeline."""
+    """Returns the context of jobs, without what belongs to one pipeline."""
     claim: Callable[[str, Callable[[], None]], HeldClaim]
-    """The claim on a group; the second is called when it is lost."""
+    """Makes the claim on a group; the second argument is called when it is lost."""
     turn: Callable[[], None] = lambda: None
-    """Called before each step, by the runner's thread; waits until it may be done."""
+    """Called before each step by the runner's thread; waits for its turn."""
     begun: Callable[[], None] = lambda: None
-    """Called then."""
+    """Called when the step starts."""
     ended: Callable[[bool], None] = lambda _well: None
-    """Called after each step, with whether it went well."""
+    """Called after each step, with whether it succeeded."""
     lost: Callable[[], None] = lambda: None
-    """Called instead when Java was lost in it: the driver may end with it, and the step is still under way then."""
+    """Called instead when Java was lost during it: the driver may end with it while the step is running."""
     cancel: Callable[[], None] = lambda: None
-    """Ends what Spark is doing for this pipeline."""
+    """Cancels Spark's jobs for this pipeline."""
     changed: Callable[[], None] = lambda: None
     """Called when there is something new to report."""
     backoff_s: float = BACKOFF_S_MIN
@@ -173,7 +169,7 @@ class Surroundings:
 
 
 class Runner:
-    """One pipeline that is run, until `stop`, or until it is parked."""
+    """Runs one pipeline until `stop`, or until it is parked."""
 
     def __init__(self, pipeline: Pipeline, around: Surroundings, *, node: int = -1) -> None:
         self._around = around
@@ -182,18 +178,18 @@ class Runner:
         self._lock = threading.Lock()
         self._declared = pipeline
         self._job_ends = threading.Event()
-        """Set when the job that runs now is to end: for good, for a new one, or because the claim was lost."""
+        """Set when the current job has to end: for good, for a new one, or because the claim was lost."""
         self._ended = threading.Event()
         self._claim = around.claim(pipeline.group, self._end_job)
         self._failures = 0
-        """In a row, as much as they count."""
+        """Failures in a row, by weight."""
         self._tries = 0
-        """Failures in a row, whatever they come from."""
+        """Failures in a row, of any cause."""
         self._failing_ms = 0
         self._restarts = 0
         self._stalls = 0
         self._given_up = ""
-        """Why the step that is under way was given up, if it was."""
+        """Why the running step was cancelled, if it was."""
         self.progress = Progress()
         self._state: State = "starting"
         self._error = ""
@@ -201,51 +197,51 @@ class Runner:
 
     @property
     def declared(self) -> Pipeline:
-        """What is run."""
+        """Return the pipeline."""
         return self._declared
 
     @property
     def name(self) -> str:
-        """The name of the pipeline."""
+        """Return the pipeline's name."""
         return self._declared.name
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it was asked to end."""
         return self._ended.is_set()
 
     @property
     def stall_s(self) -> float:
-        """For how long a step may be without any progress; 0 means for ever."""
+        """Return how long a step may go without progress; 0 means forever."""
         try:
             return self._declared.settings.stall_ms / 1000
         except MillstreamError:
-            # The job says so too, and is not made.
+            # The job raises the same error when it is made.
             return 0.0
 
     def give_up(self, reason: str) -> None:
-        """Have the step that is under way fail for a reason; called by the one who watches."""
+        """Cancel the running step for a reason; called by the watch."""
         self._given_up = reason
         self._stalls += 1
         _logger.warning("a pipeline is cancelled", extra={"pipeline": self.name, "reason": reason})
         self._around.cancel()
 
     def change(self, pipeline: Pipeline) -> None:
-        """Go on with other settings or rules, after the step that is under way."""
+        """Continue with other settings or rules after the running step."""
         with self._lock:
             self._declared = pipeline
             self._failures = self._tries = 0
             self._job_ends.set()
 
     def stop(self) -> None:
-        """Have `run` end soon; a step that is under way is given up."""
+        """End `run` soon, cancelling a running step."""
         with self._lock:
             self._ended.set()
             self._job_ends.set()
         self._around.cancel()
 
     def report(self) -> PipelineReport:
-        """How it does."""
+        """Return the current report."""
         return PipelineReport(
             name=self._declared.name,
             state=self._state,
@@ -264,7 +260,7 @@ class Runner:
         )
 
     def run(self) -> None:
-        """Do steps until `stop`, or until it has failed too often; in a thread of its own."""
+        """Run steps until `stop`, or until it has failed too often; in a thread of its own."""
         self.progress.work()
         try:
             while not self._ended.is_set() and self._state != "parked":
@@ -276,7 +272,7 @@ class Runner:
                 self._be("stopped")
 
     def _attempt(self) -> None:
-        """Run one job, from its making to its end."""
+        """Run one job, from its creation to its end."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -315,7 +311,7 @@ class Runner:
         self.progress.is_working = True
         self._around.begun()
         if self._ended.is_set():
-            # It had to wait for its turn, and was stopped meanwhile.
+            # It waited for its turn and was stopped meanwhile.
             self._around.ended(False)
             return 0.0
         if self._state in ("starting", "waiting"):
@@ -342,22 +338,22 @@ class Runner:
 
     def _failed(self, error: Exception, stopping: threading.Event) -> None:
         if self._ended.is_set():
-            # It was told to end, and what it did was cancelled.
+            # It was asked to end, and its work was cancelled.
             return
         if self._given_up:
-            # What a cancelled step says of itself explains nothing.
+            # A cancelled step's own error explains nothing.
             error, self._given_up = Stalled(self._given_up), ""
         self.progress.sign()
         self._note(error)
         if isinstance(error, UnknownTopic):
-            # Whoever declared it may make the topic later.
+            # The topic may be created later.
             self._be("waiting")
             self._rest(stopping, self._around.occupied_s)
             return
         self._restarts += 1
         self._tries += 1
         self._failing_ms = self._failing_ms or self._error_ms
-        # What happens while the broker cannot be reached says nothing about the pipeline.
+        # Failures while the broker is unreachable say nothing about the pipeline.
         fault = fault_of(error) if self._claim.is_confirmed else Fault.OUTSIDE
         self._failures += WEIGHTS[fault]
         if self._failures >= FAILURES_MAX:
@@ -365,7 +361,7 @@ class Runner:
             self._be("parked")
             return
         _logger.warning(
-            "a pipeline failed and is begun anew",
+            "a pipeline failed and is restarted",
             extra={"pipeline": self._declared.name, "error": self._error},
             exc_info=error if fault == Fault.UNKNOWN and not isinstance(error, MillstreamError) else None,
         )
@@ -379,7 +375,7 @@ class Runner:
         self.progress.work()
 
     def _close(self, job: Job) -> None:
-        # Whatever it could not let go of ends with the driver.
+        # What it could not release ends with the driver.
         with suppress(Exception):
             job.close()
 

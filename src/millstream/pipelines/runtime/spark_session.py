@@ -1,36 +1,104 @@
-"""The Spark session of pipelines: shared fairly by all of them, and silent beside its own log."""
+"""The Spark session of pipelines: shared fairly by all of them, and silent except for its own log.
+
+Spark's temporary files (blocks, sockets, libraries) go to a scratch folder that belongs to the process. Spark leaves it
+behind when it is killed, so a process locks its folder, and the next one removes folders that no process locks.
+"""
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from millstream.core.errors import MillstreamError
 from millstream.pipelines.jobs.error_reason import reason_of
-from millstream.pipelines.runtime.scratch import make_scratch, remove_scratch, temporary_files_in
 from millstream.pipelines.source.session import session
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+PREFIX: Final = "millstream-scratch-"
+
+_held: dict[str, int] = {}
+
+
+def make_scratch() -> str:
+    """Create this process's scratch folder, which exists until `remove_scratch` or the end of the process."""
+    remove_left_behind()
+    while True:
+        folder = tempfile.mkdtemp(prefix=PREFIX)
+        lock = _locked(folder)
+        # Another process that cleans up may have been faster than the lock.
+        if lock is not None and os.path.isdir(folder):
+            _held[folder] = lock
+            # Registered before Spark's own handler, so it runs after Java has ended.
+            atexit.register(remove_scratch)
+            return folder
+
+
+@contextmanager
+def temporary_files_in(folder: str) -> Iterator[None]:
+    """Redirect the temporary files of libraries to a folder: a process that exits at once leaves them behind."""
+    before = tempfile.tempdir
+    tempfile.tempdir = folder
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
+
+
+def remove_scratch() -> None:
+    """Remove the folders of this process."""
+    while _held:
+        folder, lock = _held.popitem()
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_left_behind() -> None:
+    """Remove the folders of processes that have ended."""
+    for folder in map(str, Path(tempfile.gettempdir()).glob(f"{PREFIX}*")):
+        lock = _locked(folder)
+        if lock is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+            os.close(lock)
+
+
+def _locked(folder: str) -> int | None:
+    """Lock a folder and return the lock's descriptor; None if another process holds it, or locking fails."""
+    try:
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    with suppress(OSError):
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return opened
+    os.close(opened)
+    return None
+
 
 DIED: Final = 70
 """The exit code of a driver whose Java has died."""
 
 _CLOSE_S: Final = 4.0
 _FOLDER_BYTES_MAX: Final = 60
-"""Spark names a socket by a UUID, with a few characters around it."""
+"""Spark names a socket by a UUID with a few characters around it."""
 _LOG_TAIL: Final = 1000
 _JAVA_OPTIONS: Final = "-XX:+ExitOnOutOfMemoryError"
-"""Half dead it would fail one pipeline after the other; whoever started the driver starts another one."""
+"""A Java without memory would fail one pipeline after the other; the broker starts another driver."""
 _SETTINGS: Final = {
     "spark.scheduler.mode": "FAIR",
     "spark.log.level": "ERROR",
-    # A task that goes on after it was cancelled keeps a place; on workers its executor is replaced.
+    # A task that continues after it was cancelled keeps its slot; on workers its executor is replaced.
     "spark.task.reaper.enabled": "true",
     "spark.task.reaper.killTimeout": "60s",
 }
@@ -40,10 +108,10 @@ _closing = threading.Event()
 def open_session(
     master: str, *, memory: str, settings: Mapping[str, str], log: str, ends_with_java: bool = False
 ) -> SparkSession:
-    """Start Spark; without a master it runs in this process, on all cores of the machine but one.
+    """Start Spark; without a master it runs in this process, on all cores but one.
 
-    What Java writes goes to the file `log`; that of the run before is kept beside it. A process that lives for the
-    session ends with its Java.
+    Java's output goes to the file `log`; that of the previous run is kept beside it. With `ends_with_java` the process
+    ends with its Java.
     """
     scratch = make_scratch()
     chosen = {**_SETTINGS, **_in_scratch(master, scratch), "spark.driver.memory": memory, **settings}
@@ -66,10 +134,10 @@ class SparkFailed(MillstreamError):
 
 
 def close_session(spark: SparkSession) -> None:
-    """End Spark; Java stops by itself when its standard input ends, and has not long to do so."""
+    """Stop Spark; Java ends when its standard input does, within a time limit."""
     _closing.set()
     java = _java_of(spark)
-    # From here on Spark's own threads would complain that Java is gone.
+    # From here on Spark's threads would complain that Java is gone.
     sys.stderr.flush()
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     java.stdin.close()
@@ -81,12 +149,12 @@ def close_session(spark: SparkSession) -> None:
 
 
 def kill_java(spark: SparkSession) -> None:
-    """End Spark at once, whatever it does: who waits for it fails."""
+    """Kill Java; calls into it fail."""
     _java_of(spark).kill()
 
 
 def _in_scratch(master: str, folder: str) -> dict[str, str]:
-    """Have everything that Spark writes on the side be in a folder, since it leaves it behind when it is killed."""
+    """Return settings that put all temporary files into a folder, since Spark leaves them behind when it is killed."""
     settings = {
         "spark.local.dir": folder,
         "spark.driver.extraJavaOptions": f'{_JAVA_OPTIONS} "-Djava.io.tmpdir={folder}"',
@@ -94,14 +162,14 @@ def _in_scratch(master: str, folder: str) -> dict[str, str]:
     if master.partition("[")[0] not in ("", "local"):
         return settings
     if len(os.fsencode(folder)) > _FOLDER_BYTES_MAX:
-        # The path of a socket may have 107 bytes; over loopback it goes too.
+        # The path of a socket has at most 107 bytes; loopback works too.
         return {**settings, "spark.python.unix.domain.socket.enabled": "false"}
     return {**settings, "spark.python.unix.domain.socket.dir": folder}
 
 
 @contextmanager
 def _written_to(log: str) -> Iterator[None]:
-    """Have what processes that are started meanwhile write go to a file."""
+    """Redirect the output of child processes to a file."""
     os.makedirs(os.path.dirname(log), exist_ok=True)
     with suppress(FileNotFoundError):
         os.replace(log, f"{log}.1")

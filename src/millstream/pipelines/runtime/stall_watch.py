@@ -1,8 +1,8 @@
-"""Notices pipelines that are at work and get nowhere: a job that hangs, a statement that never ends, a silent store.
+"""Detects pipelines that make no progress: a job that hangs, a statement that never ends, a silent object store.
 
-A sign of progress is what a pipeline tells itself, and everything that Spark does for it: tasks that end, rows that are
-counted. What is without one for as long as its setting says is cancelled and counts as a failure. If it goes on hanging
-after that, the driver has to be replaced: a thread cannot be ended from outside.
+Signs of progress are a pipeline's own and everything that Spark does for it: tasks that end, rows that are counted. A
+pipeline without one for as long as its setting allows is cancelled, which counts as a failure. If it still hangs after
+that, the driver has to be replaced: a thread cannot be ended from outside.
 """
 
 from __future__ import annotations
@@ -10,23 +10,112 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Final, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from millstream.pipelines.runtime.runner import Progress
-from millstream.pipelines.runtime.spark_activity import Activity
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_COUNTED: Final = frozenset({"sum", "size"})
+"""Spark metrics that grow only when rows are processed; times may grow by themselves."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """Spark's activity at one moment, by pool; every pipeline has a pool of its own, under its name."""
+
+    seen: Mapping[str, Hashable] = field(default_factory=dict)
+    """For each pool with work, a value that stays equal while nothing progresses."""
+    tasks: Mapping[str, int] = field(default_factory=dict)
+    """The running tasks of these pools; none for one that waits for others."""
+    orphaned: Mapping[str, int] = field(default_factory=dict)
+    """The tasks of pools that run on although they were cancelled."""
+
+    def waits_for_pool(self, pool: str) -> bool:
+        """Whether a pool has work of which nothing runs, because others occupy all slots."""
+        taken = sum(self.tasks.values()) + sum(self.orphaned.values())
+        return self.tasks.get(pool) == 0 and taken > 0
+
+
+def activity_of(spark: SparkSession) -> Activity:
+    """Ask Spark. Executors report the progress of tasks every ten seconds, unless configured otherwise."""
+    context: Any = spark.sparkContext
+    store = context._jsc.sc().statusStore()
+    stages = {stage.stageId(): stage for stage in _each(store.activeStages())}
+    seen: dict[str, set[Hashable]] = {}
+    tasks: dict[str, int] = {}
+    for job in context.statusTracker().getActiveJobsIds():
+        job_and_sql = store.jobWithAssociatedSql(job)
+        # A stage that several jobs wait for is run by one of them.
+        mine = [stages.pop(number) for number in _each(job_and_sql._1().stageIds()) if number in stages]
+        if mine:
+            pool = mine[0].schedulingPool()
+            tasks[pool] = tasks.get(pool, 0) + sum(stage.numActiveTasks() for stage in mine)
+            seen.setdefault(pool, set()).update((*map(_moved, mine), _counted(spark, job_and_sql._2())))
+    return Activity({pool: frozenset(moved) for pool, moved in seen.items()}, tasks, _orphaned(spark, store))
+
+
+def _orphaned(spark: SparkSession, store: Any) -> dict[str, int]:
+    """Return the tasks of cancelled stages; a task that ignores that runs on and keeps its slot."""
+    session: Any = spark
+    jvm, gateway = session._jvm, session.sparkContext._gateway
+    failed = jvm.java.util.List.of(jvm.org.apache.spark.status.api.v1.StageStatus.FAILED)
+    details = (False, False, gateway.new_array(jvm.double, 0), jvm.java.util.List.of())
+    found: dict[str, int] = {}
+    for stage in _each(store.stageList(failed, *details)):
+        running = stage.numActiveTasks()
+        if running:
+            pool = stage.schedulingPool()
+            found[pool] = found.get(pool, 0) + running
+    return found
+
+
+def _moved(stage: Any) -> tuple[int, ...]:
+    return (
+        stage.stageId(),
+        stage.attemptId(),
+        stage.numCompleteTasks(),
+        stage.numFailedTasks(),
+        stage.inputRecords(),
+        stage.outputRecords(),
+        stage.shuffleReadRecords(),
+        stage.shuffleWriteRecords(),
+    )
+
+
+def _counted(spark: SparkSession, number: Any) -> Hashable:
+    """Return the metrics of a query, if there is one."""
+    session: Any = spark
+    plans = session._jsparkSession.sharedState().statusStore()
+    plan = plans.execution(number.get()) if number.isDefined() else number
+    if plan.isEmpty():
+        return ()
+    values = plans.executionMetrics(number.get())
+    metrics = [one.accumulatorId() for one in _each(plan.get().metrics()) if one.metricType() in _COUNTED]
+    return tuple((metric, values.apply(metric)) for metric in sorted(metrics) if values.contains(metric))
+
+
+def _each(sequence: Any) -> Iterator[Any]:
+    """Yield the elements of a Scala sequence."""
+    iterator = sequence.iterator()
+    while iterator.hasNext():
+        yield iterator.next()
+
 
 _logger = logging.getLogger(__name__)
 
 LOOK_S: Final = 5.0
 CANCEL_S: Final = 240.0
-"""How long what was cancelled, or told to end, may take to end: an object store that is silent is asked for three
-minutes, and whoever waits for it takes no place of others."""
+"""How long a cancelled or ending pipeline may take to end: a silent object store is asked for three minutes, and
+waiting for it takes no slot."""
 ORPHAN_S: Final = 60.0
-"""How long tasks that were cancelled may take to end, when others need their places."""
+"""How long cancelled tasks may take to end when others need their slots."""
 JAVA_S: Final = 120.0
-"""How long Java may take to say what it does. It says so at once unless it hangs as a whole."""
+"""How long Java may take to report its activity; it does so at once unless it hangs as a whole."""
 
 
 class Working(Protocol):
@@ -34,26 +123,26 @@ class Working(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Return its name."""
 
     @property
     def progress(self) -> Progress:
-        """The signs that it gives."""
+        """Return its progress."""
 
     @property
     def is_ending(self) -> bool:
-        """Whether it was told to end."""
+        """Whether it was asked to end."""
 
     @property
     def stall_s(self) -> float:
-        """For how long it may be without a sign; 0 means for ever."""
+        """Return how long it may go without progress; 0 means forever."""
 
     def give_up(self, reason: str) -> None:
-        """Cancel what it does."""
+        """Cancel its work."""
 
 
 class _Seen:
-    """What was seen of one pipeline until now."""
+    """The last observations of one pipeline."""
 
     def __init__(self) -> None:
         self.signs = -1
@@ -62,7 +151,7 @@ class _Seen:
 
 
 class Watch:
-    """Looks at all pipelines of a driver again and again, in a thread of its own."""
+    """Watches all pipelines of a driver in a thread of its own."""
 
     def __init__(
         self,
@@ -76,7 +165,7 @@ class Watch:
         java_s: float = JAVA_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`replace` has the driver replaced, because of a pipeline or of none, for a reason."""
+        """Watch pipelines; `replace` replaces the driver, because of a pipeline or of none, for a reason."""
         self._working = working
         self._activity = activity
         self._replace = replace
@@ -89,21 +178,21 @@ class Watch:
         self._seen: dict[Working, _Seen] = {}
         self._known = Activity()
         self._answer: Future[Activity] | None = None
-        # A Java that does not answer must not hold up the one who would notice.
+        # A Java that does not answer must not block the thread that has to notice it.
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="ask Spark")
         self._silent_s = 0.0
         self._orphaned_s: dict[str, float] = {}
 
     def run(self, over: threading.Event) -> None:
-        """Look until it is over."""
+        """Watch until `over` is set."""
         while not over.wait(self._look_s):
             self.look()
         self._asking.shutdown(wait=False)
 
     def look(self) -> None:
-        """Look once."""
+        """Check all pipelines once."""
         now = self._clock()
-        # A process or a machine that was stopped for a while has not hung for that long.
+        # A process or machine that was suspended has not hung for that long.
         passed_s = min(now - self._looked, 2 * self._look_s)
         self._looked = now
         self._seen = {one: self._seen.get(one, _Seen()) for one in self._working()}
@@ -111,11 +200,11 @@ class Watch:
             self._ask(passed_s)
             self._look_for_orphans(passed_s)
         for one, seen in self._seen.items():
-            # As long as Java says nothing, nobody knows who is at fault.
+            # While Java does not answer, the culprit is unknown.
             self._judge(one, seen, 0.0 if self._silent_s else passed_s)
 
     def _ask(self, passed_s: float) -> None:
-        """Have Java tell what it does; if it does not, what it told last is all that is known."""
+        """Ask Java for its activity; if it does not answer, the last answer holds."""
         if self._answer is None:
             self._answer = self._asking.submit(self._activity)
         try:
@@ -126,8 +215,8 @@ class Watch:
                 self._replace("", f"Java has not answered for {self._silent_s:.0f} s")
             return
         except Exception as error:
-            # Java is about to end, or does not know a job any more that it has just named.
-            _logger.debug("Spark did not say what it does", extra={"error": str(error)})
+            # Java is ending, or has forgotten a job that it has just named.
+            _logger.debug("Spark did not report its activity", extra={"error": str(error)})
         self._answer = None
         self._silent_s = 0.0
 
@@ -153,9 +242,9 @@ class Watch:
             one.give_up(f"{reason} and was cancelled")
 
     def _look_for_orphans(self, passed_s: float) -> None:
-        """Tasks that run on after they were cancelled take the places of others, if there are not enough."""
+        """Replace the driver if cancelled tasks run on and others lack their slots."""
         remains = self._known.orphaned if any(not running for running in self._known.tasks.values()) else {}
         self._orphaned_s = {name: self._orphaned_s.get(name, 0.0) + passed_s for name in remains}
         for name, lasting_s in self._orphaned_s.items():
             if lasting_s >= self._orphan_s:
-                self._replace(name, f"it was cancelled, and after {lasting_s:.0f} s its tasks still ran on")
+                self._replace(name, f"it was cancelled, and its tasks were still running after {lasting_s:.0f} s")

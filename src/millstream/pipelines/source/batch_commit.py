@@ -1,7 +1,7 @@
-"""The parts of a batch, which tasks write and the driver commits or aborts together.
+"""The atomic commit of a batch: tasks write its parts, and the driver commits or aborts them together.
 
-Every attempt at a task writes in a transaction of its own. Its id says which batch of which query it belongs to and by
-which run of the driver it was tried; a stream adds a name that its driver can find its attempts by.
+Every attempt at a task writes in a transaction of its own. Its id contains the query, the batch and the run of the
+driver; a stream adds a name by which its driver can find its attempts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Final
 from uuid import uuid4
 
 from pyspark.sql.datasource import WriterCommitMessage
@@ -17,25 +18,27 @@ from pyspark.sql.datasource import WriterCommitMessage
 from millstream.client.admin.transactions import ONGOING, PREPARED, list_transactions
 from millstream.core.errors import BrokerUnreachable, InvalidSetting, InvalidTransactionState, RequestTimedOut
 from millstream.pipelines.source.link import Link, link_to
-from millstream.pipelines.source.options import WriteOptions
-from millstream.pipelines.source.source_offsets import OFFSETS_TASK, SourceOffsets, prepare_offsets
+from millstream.pipelines.source.options import SourceOffsets, WriteOptions
 from millstream.pipelines.source.target_topic import supports_batch_commit
 from millstream.pipelines.source.worker_heap import freeze_worker_heap
 from millstream.protocol.private.transactions import TransactionalProducer, Transactions
 
+OFFSETS_TASK: Final = 1_000_000_000
+"""The number of the task that commits offsets, which Spark never uses."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch of a query as one run of the driver writes it."""
+    """A batch of a query in one run of the driver."""
 
     query: str
     number: int
     run: str = ""
     stream: str = ""
-    """What the driver of a stream knows it by; Spark tells it neither the query nor the run when it is to abort."""
+    """The stream's name; when Spark asks to abort, it gives neither the query nor the run."""
 
     def new_attempt(self, task: int) -> str:
-        """A transactional id for one attempt at one task."""
+        """Return a transactional id for one attempt at one task."""
         attempt = uuid4().hex[:12]
         named = f"{self.stream}.{attempt}" if self.stream else attempt
         return f"spark/{self.query}/{self.number}/{task}/{f'{self.run}-{named}' if self.run else named}"
@@ -43,24 +46,34 @@ class Batch:
 
 @dataclass(frozen=True)
 class Part(WriterCommitMessage):
-    """What one task wrote, for the driver: the member of the batch that is to be committed, if there is one."""
+    """What one task wrote: the transaction to commit, if there is one."""
 
     batch: Batch
     rows: int
     member: TransactionalProducer | None
 
 
+async def prepare_offsets(
+    transactions: Transactions, transactional_id: str, source: SourceOffsets
+) -> TransactionalProducer:
+    """Prepare the member of a batch that commits its source offsets."""
+    member = await transactions.begin(transactional_id)
+    await transactions.commit_offsets(member, source.group, source.offsets, source.member)
+    await transactions.prepare(member)
+    return member
+
+
 def commit_parts(
     options: WriteOptions, messages: Sequence[WriterCommitMessage | None], batch: Batch | None = None
 ) -> None:
-    """Commit a batch at once: all of its parts, and the offsets that go with them even if there is no part."""
+    """Commit a batch atomically: all of its parts, and the source offsets even if there is no part."""
     parts = [part for part in messages if isinstance(part, Part)]
     members = [part.member for part in parts if part.member is not None]
     batch = batch or (parts[0].batch if parts else None)
     if batch is not None and (members or options.source is not None):
         link = writing_link(options)
         if not supports_batch_commit(link):
-            raise InvalidSetting("sourceOffsets needs Millstream's batch commit, which this broker does not know")
+            raise InvalidSetting("sourceOffsets needs Millstream's batch commit, which this broker does not support")
         link.call(_commit(link, options.source, batch, members))
     freeze_worker_heap()
 
@@ -77,7 +90,7 @@ async def _commit(
 
 
 def abort_batch(options: WriteOptions, batch: Batch) -> None:
-    """Abort every attempt at a batch, and those that its run still begins."""
+    """Abort every attempt at a batch, including those that its run still starts."""
     link = writing_link(options)
     if supports_batch_commit(link):
         link.call(Transactions(link.client).abort_batch(batch.query, batch.number, run=batch.run))
@@ -86,7 +99,7 @@ def abort_batch(options: WriteOptions, batch: Batch) -> None:
 def abort_stream(
     options: WriteOptions, stream: str, number: int, messages: Sequence[WriterCommitMessage | None]
 ) -> None:
-    """Abort a batch of a stream, whose query is known from parts that came back, or from ids that have its name."""
+    """Abort a batch of a stream, whose query is known from returned parts or from transactional ids with its name."""
     batch = next((part.batch for part in messages if isinstance(part, Part)), None)
     if batch is None and stream:
         batch = _last_tried(writing_link(options), stream, number)
@@ -95,7 +108,7 @@ def abort_stream(
 
 
 def abort_undecided(options: WriteOptions, stream: str) -> bool:
-    """Abort what earlier runs of a stream have begun and not decided; whether all nodes could be asked for that."""
+    """Abort undecided transactions of a stream's earlier runs; return whether all nodes could be asked."""
     link = writing_link(options)
     if not supports_batch_commit(link):
         return True
@@ -103,18 +116,18 @@ def abort_undecided(options: WriteOptions, stream: str) -> bool:
     try:
         left = link.call(list_transactions(link.client, states=(ONGOING, PREPARED), matching=pattern))
     except (BrokerUnreachable, RequestTimedOut):
-        # A node is away. Offsets that are held up show when they are asked for.
+        # A node is unavailable. Blocked offsets show when they are fetched.
         return False
     found = (re.fullmatch(pattern, one.transactional_id) for one in left)
     for batch in {Batch(each[1], int(each[2]), each[3]) for each in found if each is not None}:
         with suppress(InvalidTransactionState):
-            # Else it was committed just now.
+            # Otherwise it has just been committed.
             abort_batch(options, batch)
     return True
 
 
 def writing_link(options: WriteOptions) -> Link:
-    """The connection of this process for writing; a task or a commit waits for brokers that just start again."""
+    """Return this process's client for writing; tasks and commits wait for brokers that restart."""
     return link_to(
         options.brokers, client_id=options.client_id, timeout_s=options.timeout_s, patience_s=options.timeout_s
     )
@@ -127,6 +140,6 @@ def _last_tried(link: Link, stream: str, number: int) -> Batch | None:
     found = link.call(list_transactions(link.client, matching=pattern))
     if not found:
         return None
-    # Attempts of earlier runs are known for days. Producer ids grow, so the youngest tells which run this is.
+    # Attempts of earlier runs are known for days. Producer ids grow, so the newest one shows the current run.
     youngest = re.fullmatch(pattern, max(found, key=lambda one: one.producer_id).transactional_id)
     return None if youngest is None else Batch(youngest[1], number, youngest[2] or "", stream)

@@ -1,7 +1,7 @@
-"""How deeply a JSON text is nested, found before it is parsed: parsers call themselves for every level.
+"""The nesting depth of JSON texts, checked before parsing: parsers recurse for every level.
 
-The compiled parser of Arrow runs out of its stack in a payload of a hundred thousand brackets, which ends the process
-and not the payload; that of Python gives up at some depth which depends on who calls it.
+Arrow's compiled parser overflows its stack on a payload of a hundred thousand brackets, which ends the process;
+Python's gives up at a depth that depends on the caller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 NESTING_MAX: Final = 200
-"""How many objects and arrays may stand within each other."""
+"""The most levels of objects and arrays."""
 
 _STRINGS: Final = r'(?s)"(?:[^"\\]|\\.)*"'
 _STEPS: Final = np.zeros(256, np.int8)
@@ -27,17 +27,17 @@ def is_text_too_deep(text: str) -> bool:
 
 
 def is_too_deep(texts: pa.Array) -> bool:
-    """Whether one of some texts is nested too deeply to be parsed."""
+    """Whether any of the texts is nested too deeply to be parsed."""
     opened = pc.add(pc.count_substring(texts, "{"), pc.count_substring(texts, "["))
-    # Hardly any text opens so many that it has to be looked at any closer.
+    # Hardly any text has enough brackets to need a closer look.
     many = texts.filter(pc.greater(opened, NESTING_MAX))
     if not len(many):
         return False
-    # Brackets within strings open nothing.
+    # Brackets within strings do not count.
     return any(_depth(text) > NESTING_MAX for text in pc.replace_substring_regex(many, _STRINGS, ""))
 
 
 def _depth(text: pa.StringScalar) -> int:
-    """The depth of a text without strings; exact as far as a parser gets in it."""
+    """Return the depth of a text without strings; exact as far as a parser gets."""
     steps = _STEPS[np.frombuffer(text.as_buffer(), np.uint8)]
     return int(np.cumsum(steps, dtype=np.int32).max(initial=0))

@@ -1,9 +1,8 @@
-"""What a query gets from landed tables because the log does not have it any more.
+"""Reads from landed tables what the log no longer has.
 
-A topic that a pipeline lands has its older messages in a table of the lake. A query that begins with
-`startingOffsets=earliest-landed`, or at a time before the log begins, takes offsets before the first of the log from
-the table and goes on in the log: the first offset that the log still has is where one ends and the other begins, so no
-message is missing and none comes twice.
+A landing pipeline keeps a topic's older messages in a lake table. A query that starts with
+`startingOffsets=earliest-landed`, or at a time before the log starts, reads offsets before the log start from the table
+and continues in the log: the log start offset separates the two, so no message is missing or repeated.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _LAKE_NAMES = {"timestampType": "timestamp_type"}
 
 
 class Taken(NamedTuple):
-    """What tables have of some ranges, and where the log has to go on."""
+    """The parts of ranges that tables have, and where the log continues."""
 
     ranges: list[Range]
     starts: dict[str, dict[int, int]]
 
 
 class LandedHistory:
-    """Looks beyond the log, for the topics of one query that are landed."""
+    """Finds messages before the log start, for the landed topics of one query."""
 
     def __init__(self, survey: OffsetResolver, options: ReadOptions) -> None:
         self._survey = survey
@@ -50,7 +49,7 @@ class LandedHistory:
         self._opened: dict[str, tuple[Table, LakeTable] | None] = {}
 
     def lowered(self, start: Offsets, there: Partitions) -> dict[str, dict[int, int]]:
-        """Where the query begins when what is landed counts too: never later than in the log alone."""
+        """Return the start offsets including landed messages: never later than in the log alone."""
         position = self._options.starting
         lowered = self._lowered(start, there, position)
         if isinstance(position, ByTime | Timestamps) and not position.or_latest:
@@ -58,7 +57,7 @@ class LandedHistory:
         return lowered
 
     def lowered_end(self, end: dict[str, dict[int, int]], there: Partitions) -> dict[str, dict[int, int]]:
-        """Where the query ends: a time before the log begins is one at which the table has something younger."""
+        """Return the end offsets: for a time before the log start, the table knows the offset."""
         position = self._options.ending
         return self._lowered(end, there, position) if isinstance(position, ByTime | Timestamps) else end
 
@@ -72,7 +71,7 @@ class LandedHistory:
             for number, offset in offsets.items():
                 beginning = first[topic][number]
                 if offset > beginning:
-                    # The log itself has what is older, so nothing that is wanted lies before it.
+                    # The log has older messages, so nothing that is wanted precedes it.
                     continue
                 time_ms = _time_ms(position, topic, number)
                 found = _first_in(Range(topic, number, 0, beginning, landed[0]), time_ms)
@@ -80,7 +79,7 @@ class LandedHistory:
         return lowered
 
     def _check_some(self, start: Offsets, lowered: Offsets) -> None:
-        """Raise `InvalidSetting` where neither the log nor a table has something as young as was asked for."""
+        """Raise `InvalidSetting` if neither the log nor a table has messages since the requested time."""
         ends = self._survey.latest({topic: list(offsets) for topic, offsets in start.items()})
         for topic, offsets in lowered.items():
             for number, offset in offsets.items():
@@ -89,7 +88,7 @@ class LandedHistory:
                     raise nothing_since(topic, number, time_ms)
 
     def taken(self, starts: Offsets, ends: Offsets) -> Taken:
-        """Take from the tables what lies before the log, as far as they have it."""
+        """Take what precedes the log from the tables, as far as they have it."""
         first = self._survey.earliest({topic: list(offsets) for topic, offsets in starts.items()})
         ranges: list[Range] = []
         left: dict[str, dict[int, int]] = {}
@@ -116,7 +115,7 @@ class LandedHistory:
 
     @cached_property
     def _landings(self) -> list[tuple[LandSettings, str]]:
-        """What pipelines land, and where."""
+        """Return the landing pipelines and their lakes."""
         return self._link.call(_landings(self._link, self._options.lake))
 
     @cached_property
@@ -125,7 +124,7 @@ class LandedHistory:
         return {name: str(topic.topic_id) for name, topic in found.topics.items()}
 
     def _landed(self, topic: str) -> tuple[Table, LakeTable] | None:
-        """The table of a topic; None if no pipeline lands it, or nothing is landed yet."""
+        """Return the table of a topic; None if no pipeline lands it, or nothing is landed yet."""
         if topic not in self._opened:
             self._opened[topic] = self._open(topic)
         return self._opened[topic]
@@ -138,14 +137,14 @@ class LandedHistory:
                 return None if opened.schema() is None else (table, opened)
         if isinstance(self._options.starting, FromLake):
             raise InvalidSetting(
-                f"startingOffsets is earliest-landed, and no pipeline lands topic {topic!r}; declare one with: "
+                f"startingOffsets is earliest-landed, but no pipeline lands topic {topic!r}; declare one with: "
                 f"millstream pipeline create land NAME --topic {topic}"
             )
         return None
 
 
 def _first_in(one: Range, time_ms: int | None) -> int | None:
-    """The first offset that a table has of a range, of messages that are not older than a time."""
+    """Return the first offset of a range that a table has, for messages since a time."""
     columns = ("offset",) if time_ms is None else ("offset", "timestamp")
     for batch in _rows(one, columns):
         wanted = batch
@@ -180,7 +179,7 @@ def _time_ms(position: Position | None, topic: str, number: int) -> int | None:
 
 
 def read_landed(one: Range, shape: Shape) -> Iterator[pa.RecordBatch]:
-    """Yield the rows of a range that is in a table, in order, as the log would give them."""
+    """Yield the rows of a landed range, in order, as the log would return them."""
     names = shape.record_names
     wanted = tuple(_LAKE_NAMES.get(name, name) for name in names if name != "topic")
     for batch in _rows(one, tuple(dict.fromkeys((*wanted, "offset")))):
@@ -194,7 +193,7 @@ def read_landed(one: Range, shape: Shape) -> Iterator[pa.RecordBatch]:
 
 
 def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
-    """Rows of a table and of its quarantine, which has the messages that did not fit, in the order of offsets."""
+    """Yield rows of a table and of its quarantine, which has the messages that did not fit, by offset."""
     table = one.table
     if table is None:
         return
@@ -206,7 +205,7 @@ def _rows(one: Range, columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
         yield from _merged([_completed(source, columns) for source in sources])
     except OSError as error:
         raise MillstreamError(
-            f"the table {table.url} cannot be read: {error}; if it is reached elsewhere from here, say where with the "
+            f"the table {table.url} cannot be read: {error}; if it has another path on this machine, give it with the "
             "option lake"
         ) from None
 
@@ -219,7 +218,7 @@ def _messages(quarantined: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]
 
 
 def _completed(batches: Iterator[pa.RecordBatch], columns: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
-    """Batches with all columns; the quarantine keeps no type of timestamps, which is then that of creation."""
+    """Add missing columns; the quarantine has no timestamp type, which is then that of creation."""
     for batch in batches:
         yield pa.RecordBatch.from_arrays(
             [
@@ -231,7 +230,7 @@ def _completed(batches: Iterator[pa.RecordBatch], columns: tuple[str, ...]) -> I
 
 
 def _merged(sources: list[Iterator[pa.RecordBatch]]) -> Iterator[pa.RecordBatch]:
-    """One stream of batches in the order of offsets, from streams that are in that order."""
+    """Merge batches that are ordered by offset."""
     waiting = [(source, batch) for source in sources if (batch := next(source, None)) is not None]
     while len(waiting) > 1:
         reached = min(batch.column("offset")[-1].as_py() for _, batch in waiting)

@@ -1,7 +1,7 @@
-"""One connection to the brokers for each process of Spark, whose code is not asynchronous: a loop in a thread.
+"""The broker connection of a Spark process, whose code is not asynchronous: an event loop in a thread.
 
-Spark makes new readers and writers all the time and forks its workers, so what is expensive stays in the module: a
-client for every list of brokers. A process that was forked starts with none.
+Spark creates readers and writers all the time and forks its workers, so clients are kept in the module, one per list of
+brokers. A forked process starts with none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millstream.core.errors import BrokerUnreachable, MillstreamError
 from millstream.protocol.wire.client import Client
 
 LINKS_MAX: Final = 8
-"""How many clusters one process keeps connections to."""
+"""The number of clusters to which one process keeps connections."""
 
 _PAUSE_S: Final = 0.2
 
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 class Link(LoopThread):
-    """A client of one cluster, used from threads that do not run a loop."""
+    """A client of one cluster for threads without an event loop."""
 
     def __init__(self, brokers: str, client_id: str, timeout_s: float, *, patience_s: float = 0.0) -> None:
         super().__init__("millstream link")
@@ -39,7 +39,7 @@ class Link(LoopThread):
             raise
 
     def close(self) -> None:
-        """End the connections and the thread."""
+        """Close the connections and end the thread."""
         self.call(self.client.close())
         super().close()
 
@@ -54,16 +54,16 @@ class Link(LoopThread):
                     await asyncio.sleep(_PAUSE_S)
                     continue
                 raise BrokerUnreachable(
-                    f"no broker answers at {self._brokers}; is it running, and is the option kafka.bootstrap.servers "
-                    "right?"
+                    f"no broker answers at {self._brokers}; check that it is running and that the option "
+                    "kafka.bootstrap.servers is right"
                 ) from None
 
 
 def link_to(brokers: str, *, client_id: str, timeout_s: float, patience_s: float = 0.0) -> Link:
-    """The link of this process to a cluster, made when it is first asked for.
+    """Return this process's link to a cluster, creating it on first use.
 
-    Whoever plans a query is told at once that nobody answers; a task of a query that runs is patient, since a broker
-    may just be starting again.
+    Planning a query fails at once if no broker answers; a task of a running query is patient, since a broker may be
+    restarting.
     """
     key = (brokers, client_id, timeout_s)
     with _lock:
@@ -72,7 +72,7 @@ def link_to(brokers: str, *, client_id: str, timeout_s: float, patience_s: float
             if len(_links) >= LINKS_MAX:
                 _links.pop(next(iter(_links))).close()
             link = Link(brokers, client_id, timeout_s, patience_s=patience_s)
-        # The one that was used last stands last.
+        # Most recently used last.
         _links[key] = link
         return link
 
@@ -85,7 +85,7 @@ def _close_all() -> None:
 
 
 def _reset_after_fork() -> None:
-    """In a process that was forked: the threads of its parent are not there, and neither is what they held."""
+    """Drop the links of the parent, whose threads do not exist in a forked process."""
     global _lock
     _lock = threading.Lock()
     _links.clear()

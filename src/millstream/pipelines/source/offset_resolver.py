@@ -1,4 +1,4 @@
-"""Which partitions there are, and where each of them starts and ends: what the driver asks before it plans."""
+"""The partitions of a query's topics and their offsets, which the driver looks up before it plans."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ _NO_OFFSET_SINCE = -1
 
 
 class OffsetResolver:
-    """Asks the brokers about the topics of a query."""
+    """Looks up the topics of a query."""
 
     def __init__(self, options: ReadOptions) -> None:
         self._options = options
 
     @property
     def link(self) -> Link:
-        """The connection of this process; never kept, since readers travel between processes."""
+        """The client of this process; never stored, since readers are sent between processes."""
         options = self._options
         return link_to(options.brokers, client_id=options.client_id, timeout_s=options.timeout_s)
 
     def partitions(self) -> dict[str, list[int]]:
-        """The partitions to read now, by topic."""
+        """Return the partitions to read now, by topic."""
         options = self._options
         if options.assign is not None:
             self._check_assigned(self._named(tuple(options.assign)), options.assign)
@@ -63,15 +63,15 @@ class OffsetResolver:
         }
 
     def earliest(self, partitions: Partitions) -> dict[str, dict[int, int]]:
-        """The first offset that each partition still has."""
+        """Return the log start offset of each partition."""
         return self._look_up({topic: dict.fromkeys(numbers, OFFSET_EARLIEST) for topic, numbers in partitions.items()})
 
     def latest(self, partitions: Partitions) -> dict[str, dict[int, int]]:
-        """Where each partition ends for this query: what is committed, unless it asks for everything."""
+        """Return the end of each partition: the last stable offset, or the high watermark if configured."""
         return self._look_up({topic: dict.fromkeys(numbers, OFFSET_LATEST) for topic, numbers in partitions.items()})
 
     def resolve(self, position: Position, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
-        """Offsets for every partition, from what an option says."""
+        """Resolve the position of an option to offsets of every partition."""
         if isinstance(position, FromLake):
             return self.earliest(partitions)
         if isinstance(position, End):
@@ -85,7 +85,7 @@ class OffsetResolver:
         return self._resolve_named(position, partitions, f"{option}Offsets")
 
     def wait_for_more(self, ends: Offsets, timeout_s: float) -> None:
-        """Wait until some partition may have grown beyond an offset, but not for long."""
+        """Wait briefly until some partition may have grown beyond an offset."""
         self.link.call(self._wait(ends, timeout_s))
 
     # -- how ------------------------------------------------------------------------------------------------------
@@ -105,9 +105,7 @@ class OffsetResolver:
         for topic, numbers in assigned.items():
             missing = sorted(set(numbers) - set(there[topic]))
             if missing:
-                raise UnknownTopic(
-                    f"topic {topic!r} has {len(there[topic])} partitions, there is no number {missing[0]}"
-                )
+                raise UnknownTopic(f"topic {topic!r} has {len(there[topic])} partitions, no partition {missing[0]}")
 
     def _resolve_named(self, position: Named, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
         _check_names_all(position.offsets, partitions, option)
@@ -122,7 +120,7 @@ class OffsetResolver:
     def _within_log(self, found: Offsets, partitions: Partitions, option: str) -> dict[str, dict[int, int]]:
         """Refuse offsets beyond the end of a log; without failOnDataLoss, lower them to it."""
         latest = {topic: dict.fromkeys(numbers, OFFSET_LATEST) for topic, numbers in partitions.items()}
-        # An open transaction is part of the log, and a query may begin behind it.
+        # An open transaction is part of the log, and a query may start after it.
         ends = self._look_up(latest, isolation=READ_UNCOMMITTED)
         beyond = [
             f"{topic}-{number} ends at {ends[topic][number]}, not {offset}"
@@ -170,7 +168,7 @@ class OffsetResolver:
         return {topic: {n: int(offset) for n, offset in listed.items()} for topic, listed in offsets.items()}
 
     async def _check_empty(self, topic: str, ends: Mapping[int, ListedOffset], times_ms: Mapping[int, int]) -> None:
-        """Raise `InvalidSetting` for a log that ends before a time; in place of an empty one a table may have it."""
+        """Raise `InvalidSetting` for a log that ends before a time; instead of an empty log, a table may have it."""
         firsts = await self._list(topic, dict.fromkeys(ends, OFFSET_EARLIEST)) if self._options.reaches_lake else {}
         for number, end in ends.items():
             if number not in firsts or firsts[number].offset < end.offset:
@@ -198,20 +196,20 @@ class OffsetResolver:
         _, others = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for other in others:
             other.cancel()
-        # Whatever is wrong with a partition shows, with words, when its end is looked up.
+        # An error of a partition shows when its end is looked up.
         await asyncio.gather(*waits, return_exceptions=True)
 
 
 def nothing_since(topic: str, number: int, time_ms: int) -> InvalidSetting:
-    """What is said of a partition that has nothing as young as a time."""
+    """Describe a partition without messages since a time."""
     return InvalidSetting(
         f"{topic}-{number} has no record of {time_ms} ms or later; give an earlier time, or set "
-        "startingOffsetsByTimestampStrategy to latest to begin at the end there"
+        "startingOffsetsByTimestampStrategy to latest to start at the end there"
     )
 
 
 def _check_names_all(given: Offsets, partitions: Partitions, option: str) -> None:
-    """Spark's rule: offsets name every partition that is read, and no other."""
+    """Apply Spark's rule that offsets name every partition that is read, and no other."""
     wanted = {(topic, number) for topic, numbers in partitions.items() for number in numbers}
     named = {(topic, number) for topic, numbers in given.items() for number in numbers}
     for what, difference in (

@@ -1,8 +1,8 @@
-"""The options of `format("millstream")`: the names of Spark's own Kafka source and sink, and ours beside them.
+"""The options of `format("millstream")`: those of Spark's Kafka source and sink, and some of its own.
 
-Every option is honoured or refused with what to do instead, so that neither a typing error nor an unsupported setting
-changes what is read, where rows go, or who can see them. The exceptions are options that only tune Spark's Kafka
-client: these are warned about by name.
+Every option is honoured or refused with advice, so that neither a typing error nor an unsupported setting changes what
+is read, where rows go, or who can see them. Options that only tune Spark's Kafka client are the exception: they cause a
+warning.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from millstream.core.errors import InvalidSetting
@@ -23,12 +23,12 @@ from millstream.pipelines.source.position import (
     ByTime,
     FromLake,
     Named,
+    Offsets,
     Position,
     Timestamps,
     parse_offsets,
     parse_times,
 )
-from millstream.pipelines.source.source_offsets import SourceOffsets
 from millstream.protocol.private.transactions import GroupMember
 from millstream.protocol.records.arrow import NAMES
 from millstream.protocol.wire.fetch import READ_COMMITTED, READ_UNCOMMITTED
@@ -81,9 +81,9 @@ _WRITE: Final = (
     "kafka.acks",
 )
 _WITHOUT_EFFECT: Final = {
-    "kafkaConsumer.pollTimeoutMs": "a fetch is tried again until kafka.request.timeout.ms is over",
-    "fetchOffset.numRetries": "offsets are asked for again until kafka.request.timeout.ms is over",
-    "fetchOffset.retryIntervalMs": "offsets are asked for again until kafka.request.timeout.ms is over",
+    "kafkaConsumer.pollTimeoutMs": "a fetch is retried until kafka.request.timeout.ms has passed",
+    "fetchOffset.numRetries": "offset lookups are retried until kafka.request.timeout.ms has passed",
+    "fetchOffset.retryIntervalMs": "offset lookups are retried until kafka.request.timeout.ms has passed",
     "groupIdPrefix": "no consumer group is created; groupId names the one that progress is committed to",
     **dict.fromkeys(
         (
@@ -117,7 +117,7 @@ _WITHOUT_EFFECT: Final = {
         "it tunes Kafka's Java client, which is not used",
     ),
 }
-"""Options of Spark's Kafka source that change neither rows nor where they go."""
+"""Options of Spark's Kafka source that affect neither rows nor where they go."""
 _PROTOCOL: Final = "kafka.security.protocol"
 _SECURITY: Final = ("kafka.security.", "kafka.sasl.", "kafka.ssl.")
 _SPARKS_OWN: Final = frozenset(
@@ -130,7 +130,7 @@ _SPARKS_OWN: Final = frozenset(
         "asyncprogresstrackingoverridesinksupportcheck",
     }
 )
-"""What Spark itself reads and hands on to the source."""
+"""Options that Spark itself reads and passes on to the source."""
 
 _DURATION: Final = re.compile(r"\s*(\d+)\s*(ms|s|m|h|d)?\s*\Z")
 _UNIT_MS: Final = {None: 1, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
@@ -166,21 +166,31 @@ class ReadOptions:
     value_format: str = "bytes"
     ranges: bool = False
     lake: str | None = None
-    """Where landed tables are, if not where the pipelines say."""
+    """The folder or URL of landed tables, if not the pipelines' own."""
 
     @property
     def reaches_lake(self) -> bool:
-        """Whether what the log has no more is taken from landed tables."""
+        """Whether messages that the log no longer has are read from landed tables."""
         if isinstance(self.starting, FromLake):
             return True
         return isinstance(self.starting, ByTime | Timestamps) and not self.filter and not self.ranges
 
     @property
     def topics_text(self) -> str:
-        """What is read, in words."""
+        """Describe the topics in words."""
         if self.pattern is not None:
             return f"topics that match {self.pattern!r}"
         return ", ".join(self.subscribe or sorted(self.assign or ()))
+
+
+@dataclass(frozen=True, slots=True)
+class SourceOffsets:
+    """The offsets that the rows of a batch come from, committed with the rows as those of a consumer group."""
+
+    group: str
+    offsets: Offsets = field(hash=False)
+    member: GroupMember = field(default_factory=GroupMember)
+    """The member of the group that commits them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,13 +205,13 @@ class WriteOptions:
     application: str | None = None
     version: int | None = None
     checkpoint: str | None = None
-    """Where a stream keeps its progress, if it says so."""
+    """The folder of a stream's progress, if given."""
     source: SourceOffsets | None = None
     """What is committed together with the rows."""
 
 
 def read_options(given: Mapping[str, str]) -> ReadOptions:
-    """Check the options of a reader; raise `InvalidSetting` for what is unknown, missing or does not fit."""
+    """Validate the options of a reader; raise `InvalidSetting` for unknown, missing or invalid ones."""
     found = _Given(given, _READ, "read")
     topics = _topics(found)
     isolation = found.choice("isolation", ("read_committed", "read_uncommitted"), other="kafka.isolation.level")
@@ -232,12 +242,12 @@ def read_options(given: Mapping[str, str]) -> ReadOptions:
         lake=found.text("lake"),
     )
     if isinstance(options.starting, FromLake) and (options.ranges or options.filter):
-        raise InvalidSetting("startingOffsets=earliest-landed goes neither with mode=ranges nor with a filter")
+        raise InvalidSetting("startingOffsets=earliest-landed cannot be combined with mode=ranges or a filter")
     return options
 
 
 def write_options(given: Mapping[str, str]) -> WriteOptions:
-    """Check the options of a writer."""
+    """Validate the options of a writer."""
     found = _Given(given, _WRITE, "write")
     application, version = found.text("txnAppId"), found.maybe_number("txnVersion", minimum=0)
     if (application is None) != (version is None):
@@ -267,7 +277,7 @@ def _source(found: _Given) -> SourceOffsets | None:
         )
     if group is None or text is None:
         if member is not None:
-            raise InvalidSetting("the option sourceMember says who commits sourceOffsets: give these too")
+            raise InvalidSetting("the option sourceMember needs sourceOffsets")
         return None
     offsets = parse_offsets("sourceOffsets", text, minimum=0)
     if not any(offsets.values()):
@@ -276,7 +286,7 @@ def _source(found: _Given) -> SourceOffsets | None:
 
 
 class _Given:
-    """The options as they were given, whatever the case of their names."""
+    """The given options; names are case-insensitive."""
 
     def __init__(self, given: Mapping[str, str], known: tuple[str, ...], doing: str) -> None:
         self._texts: dict[str, str] = {}
@@ -294,40 +304,40 @@ class _Given:
                 raise _refusal(name, known, doing)
 
     def text(self, name: str) -> str | None:
-        """The text of an option, None if it was not given or is empty."""
+        """Return an option's text; None if it is missing or empty."""
         return self._texts.get(name, "").strip() or None
 
     def flag(self, name: str, default: bool) -> bool:
-        """True or false."""
+        """Parse true or false."""
         text = (self.text(name) or str(default)).lower()
         if text not in ("true", "false"):
-            raise InvalidSetting(f"option {name} is true or false, not {text!r}")
+            raise InvalidSetting(f"option {name} has to be true or false, not {text!r}")
         return text == "true"
 
     def number(self, name: str, default: int, *, minimum: int = 1) -> int:
-        """A whole number."""
+        """Parse a whole number."""
         found = self.maybe_number(name, minimum=minimum)
         return default if found is None else found
 
     def maybe_number(self, name: str, *, minimum: int = 1) -> int | None:
-        """A whole number, None if it was not given."""
+        """Parse a whole number; None if it is missing."""
         text = self.text(name)
         if text is None:
             return None
         if not re.fullmatch(r"-?\d{1,18}", text) or int(text) < minimum:
-            raise InvalidSetting(f"option {name} is a whole number of at least {minimum}, not {text!r}")
+            raise InvalidSetting(f"option {name} has to be a whole number of at least {minimum}, not {text!r}")
         return int(text)
 
     def choice(self, name: str, choices: tuple[str, ...], *, other: str | None = None) -> str | None:
-        """One of some words, perhaps by another name; None if it was not given."""
+        """Parse one of some words, possibly under another option name; None if it is missing."""
         text = self.text(name) or (self.text(other) if other is not None else None)
         if text is not None and text.lower() not in choices:
-            raise InvalidSetting(f"option {name} is one of {', '.join(choices)}, not {text!r}")
+            raise InvalidSetting(f"option {name} has to be one of {', '.join(choices)}, not {text!r}")
         return None if text is None else text.lower()
 
 
 def _refusal(name: str, known: tuple[str, ...], doing: str) -> InvalidSetting:
-    """Say why an option is not accepted, and what to do."""
+    """Explain why an option is not accepted, and what to do."""
     if name.lower().startswith(_SECURITY):
         return InvalidSetting(
             f"option {name} is not supported: there is no TLS and no authentication yet, and rows would travel in "
@@ -362,7 +372,7 @@ def _topics(found: _Given) -> _Topics:
         return _Topics(subscribe=_names(path))
     if len(given) != 1:
         choice = f"{' and '.join(given)} were given" if given else "none was given"
-        raise InvalidSetting(f"say what to read with exactly one of the options {', '.join(names)}: {choice}")
+        raise InvalidSetting(f"give exactly one of the options {', '.join(names)}: {choice}")
     text = found.text(given[0]) or ""
     if given[0] == "subscribe":
         return _Topics(subscribe=_names(text))
@@ -396,12 +406,12 @@ def _assigned(text: str) -> Mapping[str, tuple[int, ...]]:
 
 def _partition(number: object) -> int:
     if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-        raise ValueError(f"{number!r} is no partition")
+        raise ValueError(f"{number!r} is not a partition")
     return number
 
 
 def _position(found: _Given, side: str) -> Position | None:
-    """Where to start or to end: the most general option that was given wins, in the order Spark has."""
+    """Return the start or end: the most general option wins, in Spark's order."""
     stamp = found.maybe_number(f"{side}Timestamp", minimum=0)
     by_time = found.text(f"{side}OffsetsByTimestamp")
     offsets = found.text(f"{side}Offsets")

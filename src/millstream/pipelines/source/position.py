@@ -1,4 +1,4 @@
-"""Where a query starts and ends in a topic, as options say it: a place, a time, or an offset for every partition."""
+"""Start and end positions of a query: an end of the log, a time, or an offset for every partition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.core.errors import InvalidSetting
 
 OFFSET_LATEST: Final = -1
 OFFSET_EARLIEST: Final = -2
-"""What Kafka's offsets in JSON say for the two ends of a partition; the same numbers look them up."""
+"""Kafka's codes for the two ends of a partition, in JSON offsets and in lookups."""
 
 Offsets = Mapping[str, Mapping[int, int]]
 """By topic and partition."""
@@ -26,7 +26,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class ByTime:
-    """The first record of every partition that is not older than a time."""
+    """The first record of every partition since a time."""
 
     timestamp_ms: int
     or_latest: bool
@@ -49,7 +49,7 @@ class Named:
 
 @dataclass(frozen=True, slots=True)
 class FromLake:
-    """The first message that the log or the landed table has."""
+    """The first message in the log or the landed table."""
 
 
 Position = End | ByTime | Timestamps | Named | FromLake
@@ -60,7 +60,7 @@ EARLIEST_LANDED: Final = FromLake()
 
 
 def parse_offsets(option: str, text: str, *, minimum: int = OFFSET_EARLIEST) -> Offsets:
-    """Read `{"orders": {"0": 23, "1": -1}}`."""
+    """Parse `{"orders": {"0": 23, "1": -1}}`."""
     if minimum >= 0:
         kind = "a JSON document"
     elif option.startswith("starting"):
@@ -71,7 +71,7 @@ def parse_offsets(option: str, text: str, *, minimum: int = OFFSET_EARLIEST) -> 
 
 
 def parse_times(option: str, text: str) -> Offsets:
-    """Read `{"orders": {"0": 1700000000000}}`."""
+    """Parse `{"orders": {"0": 1700000000000}}`."""
     return _parse(option, text, "a JSON document", 0)
 
 
@@ -89,5 +89,5 @@ def _parse(option: str, text: str, kind: str, minimum: int) -> Offsets:
 
 def _number(value: object, minimum: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise ValueError(f"{value!r} is out of place")
+        raise ValueError(f"{value!r} is not allowed here")
     return value

@@ -1,4 +1,4 @@
-"""Stretches of partitions, each read by one task, and how a query is cut into them."""
+"""Offset ranges of partitions, each read by one task, and how a query is divided into them."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Table:
 
 @dataclass(frozen=True)
 class Range(InputPartition):
-    """Offsets of one partition, the last not included."""
+    """An offset range of one partition; the end is exclusive."""
 
     topic: str
     partition: int
     start: int
     end: int
     table: Table | None = None
-    """Where it is read from, if not from the log."""
+    """The table it is read from, if not the log."""
 
     def __len__(self) -> int:
         return self.end - self.start
 
 
 def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
-    """What lies between two sets of offsets, partition by partition."""
+    """Return the ranges between two sets of offsets, per partition."""
     return [
         Range(topic, number, start[topic][number], last)
         for topic, lasts in sorted(end.items())
@@ -47,9 +47,9 @@ def ranges_between(start: Offsets, end: Offsets) -> list[Range]:
 
 
 def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: int | None) -> list[Range]:
-    """Cut large ranges, so that no task has too many records and there are enough tasks.
+    """Divide large ranges, so that no task has too many records and there are enough tasks.
 
-    As in Spark, `min_partitions` is a wish: it is met about, by cutting each range in proportion to its size.
+    As in Spark, `min_partitions` is met approximately, by dividing each range in proportion to its size.
     """
     pieces = [
         piece for one in ranges for piece in _cut(one, 1 if records_max is None else ceil(len(one) / records_max))
@@ -57,7 +57,7 @@ def split(ranges: Sequence[Range], *, min_partitions: int | None, records_max: i
     if min_partitions is None or len(pieces) >= min_partitions:
         return pieces
     total = sum(len(piece) for piece in pieces)
-    # Small ranges stay whole; the others share what is left of the wish.
+    # Small ranges stay whole; the others share the remaining tasks.
     whole = [piece for piece in pieces if len(piece) * min_partitions < total]
     large_total = total - sum(map(len, whole))
     wished = max(1, min_partitions - len(whole))
@@ -77,7 +77,7 @@ def _cut(one: Range, parts: int) -> Iterator[Range]:
 
 
 def admitted(start: Offsets, end: Offsets, offsets_max: int) -> dict[str, dict[int, int]]:
-    """How far a batch may go, so that it takes no more than `offsets_max` and every partition gets its share."""
+    """Return the end offsets of a batch of at most `offsets_max`, with a share for every partition."""
     sizes = {
         (topic, number): max(0, last - start[topic][number])
         for topic, lasts in end.items()
@@ -89,7 +89,7 @@ def admitted(start: Offsets, end: Offsets, offsets_max: int) -> dict[str, dict[i
     allowed: dict[str, dict[int, int]] = {}
     for (topic, number), size in sizes.items():
         share = offsets_max * size / total
-        # A partition with little to give must not wait for ever for a share of at least one.
+        # A partition with few messages must not wait forever for a share of at least one.
         step = ceil(share) if share < 1 else floor(share)
         allowed.setdefault(topic, {})[number] = start[topic][number] + min(size, step)
     return allowed

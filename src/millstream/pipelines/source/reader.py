@@ -1,4 +1,4 @@
-"""Topics as a table: what is there when the query is planned, cut into tasks."""
+"""Topics as a table: the messages that exist when the query is planned, divided into tasks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _UNBOUND: Final = 2**63 - 1
 
 @dataclass(slots=True)
 class Bounds:
-    """What is left to read by the conditions that were taken over."""
+    """The bounds that pushed-down conditions leave."""
 
     topics: frozenset[str] | None = None
     partitions: frozenset[int] | None = None
@@ -46,7 +46,7 @@ class Bounds:
     partition_end: int = _UNBOUND
 
     def allow(self, topic: str, partition: int) -> bool:
-        """Whether a partition can have rows that are wanted."""
+        """Whether a partition can have matching rows."""
         return (
             (self.topics is None or topic in self.topics)
             and (self.partitions is None or partition in self.partitions)
@@ -54,7 +54,7 @@ class Bounds:
         )
 
     def take(self, one: Filter) -> bool:
-        """Take a condition over; False if Spark has to look at every row all the same."""
+        """Push a condition down; False if Spark still has to check every row."""
         attribute: tuple[str, ...] = getattr(one, "attribute", ())
         value: Any = getattr(one, "value", None)
         if len(attribute) != 1 or value is None:
@@ -70,7 +70,7 @@ class Bounds:
             and isinstance(value, datetime)
             and isinstance(one, GreaterThan | GreaterThanOrEqual)
         ):
-            # Later records may be older, so this only saves what lies before the first that is young enough.
+            # Later records may be older, so this only skips what precedes the first that is new enough.
             self.from_ms = max(self.from_ms or 0, int(value.timestamp() * 1000))
         return False
 
@@ -121,14 +121,14 @@ def _bounds(one: Filter, value: Any) -> tuple[int, int] | None:
 
 
 class PushDown:
-    """Takes the conditions that the fetch can carry out; see the module for why it is no method."""
+    """Pushes down the conditions that a fetch can apply; a class of its own, since a method could not be pickled."""
 
     def __init__(self, bounds: Bounds) -> None:
         self._bounds = bounds
         self.__func__ = DataSourceReader.pushFilters
 
     def __call__(self, filters: list[Filter]) -> Iterable[Filter]:
-        """Give back those that Spark has to check itself."""
+        """Return the conditions that Spark has to check itself."""
         return [one for one in filters if not self._bounds.take(one)]
 
 
@@ -146,7 +146,7 @@ class TopicReader(DataSourceReader):
 
     @without_traceback
     def partitions(self) -> Sequence[InputPartition]:
-        """Plan the tasks: every partition from where to where, cut as the options say."""
+        """Plan the tasks: every partition's range, divided as the options say."""
         options, survey, bounds = self._options, OffsetResolver(self._options), self._bounds
         there = survey.partitions()
         start = survey.resolve(options.starting or EARLIEST, there, "starting")
@@ -184,7 +184,7 @@ class TopicReader(DataSourceReader):
 
 @iterate_without_traceback
 def read_task(partition: InputPartition, options: ReadOptions, shape: Shape) -> Iterator[pa.RecordBatch]:
-    """The rows of one task; where there is nothing to read, Spark asks for one task all the same, without a range."""
+    """Yield the rows of one task; for an empty query Spark runs one task without a range."""
     if isinstance(partition, Range) and options.ranges:
         yield range_row(partition)
     elif isinstance(partition, Range) and partition.table is not None:
@@ -196,7 +196,7 @@ def read_task(partition: InputPartition, options: ReadOptions, shape: Shape) -> 
 
 
 def range_row(one: Range) -> pa.RecordBatch:
-    """A range itself as a row, for jobs that fetch in `mapInArrow`."""
+    """Return a range as a row, for jobs that fetch in `mapInArrow`."""
     return pa.RecordBatch.from_pydict(
         {
             "topic": pa.array([one.topic], pa.string()),
@@ -216,9 +216,9 @@ def check_start(
     named: bool,
     end: Offsets | None = None,
 ) -> dict[str, dict[int, int]]:
-    """Offsets that still exist; what a query names and retention has deleted is lost, and said so exactly.
+    """Check that offsets still exist; named offsets that retention has deleted are reported as lost.
 
-    With an end, only what lies before it is meant.
+    With an end, only offsets before it count.
     """
     if not named:
         return {topic: dict(offsets) for topic, offsets in start.items()}

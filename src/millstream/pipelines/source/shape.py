@@ -1,4 +1,4 @@
-"""What rows look like: the columns of Spark's Kafka source, those that a query wants of them, and typed payloads."""
+"""The schema of rows: the columns of Spark's Kafka source, those that a query selects, and typed payloads."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ RANGE_SCHEMA: Final = StructType(
         StructField("end", LongType()),
     ]
 )
-"""A row for each stretch of a partition, in the ranges mode: whoever gets it fetches the records."""
+"""One row per range, in the ranges mode; its consumer fetches the records."""
 
 _TEXT: Final = ("key", "value")
-"""Columns that may be asked for as text."""
+"""Columns that may be requested as text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column of the rows, and where it comes from."""
+    """One column of the rows and its origin."""
 
     name: str
     kind: pa.DataType
     is_payload: bool = False
-    """A field of the JSON payload, not of the record."""
+    """Whether it is a field of the JSON payload, not of the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Shape:
 
     @property
     def record_names(self) -> tuple[str, ...]:
-        """What has to be decoded of each record."""
+        """Return the record columns to decode."""
         wanted = {column.name for column in self.columns if not column.is_payload}
         if self.payload:
             wanted.add("value")
@@ -77,12 +77,12 @@ class Shape:
 
     @property
     def payload(self) -> tuple[Column, ...]:
-        """The fields that the JSON payload is asked for."""
+        """Return the requested fields of the JSON payload."""
         return tuple(column for column in self.columns if column.is_payload)
 
 
 def default_schema(options: ReadOptions) -> StructType:
-    """The schema of a query that names none."""
+    """Return the schema of a query that gives none."""
     if options.ranges:
         return RANGE_SCHEMA
     if options.value_format == "json":
@@ -95,7 +95,7 @@ def default_schema(options: ReadOptions) -> StructType:
 
 
 def shape_of(schema: StructType, options: ReadOptions) -> Shape:
-    """Check a schema that the user gave; raise `InvalidSetting` if rows cannot have it."""
+    """Validate the user's schema; raise `InvalidSetting` if rows cannot have it."""
     if options.ranges:
         return Shape(())
     return Shape(tuple(_column(field, options) for field in schema.fields))

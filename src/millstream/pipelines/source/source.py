@@ -1,7 +1,7 @@
 """`format("millstream")`: topics as DataFrames, read and written, in batches and streams.
 
-Spark imports this to find out what formats there are, and finds none at all if that fails, so what is heavy or may be
-missing is imported when a query needs it.
+Spark imports this module to list the available formats, and finds none at all if that fails, so heavy or optional
+modules are imported when a query needs them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 
 class MillstreamSource(DataSource):
-    """The data source; Spark makes one for each query."""
+    """The data source; Spark creates one per query."""
 
     @classmethod
     def name(cls) -> str:
-        """What stands in `format(...)`."""
+        """Return the name for `format(...)`."""
         return "millstream"
 
     @without_traceback
     def schema(self) -> StructType:
-        """The columns of a query that names none."""
+        """Return the columns of a query that selects none."""
         from millstream.pipelines.source.options import read_options
         from millstream.pipelines.source.shape import default_schema
 
@@ -41,7 +41,7 @@ class MillstreamSource(DataSource):
 
     @without_traceback
     def reader(self, schema: StructType) -> DataSourceReader:
-        """A reader of what is there."""
+        """Return a reader of existing messages."""
         from millstream.pipelines.source.options import read_options
         from millstream.pipelines.source.reader import TopicReader
         from millstream.pipelines.source.shape import shape_of
@@ -52,7 +52,7 @@ class MillstreamSource(DataSource):
 
     @without_traceback
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        """A reader of what comes."""
+        """Return a reader of arriving messages."""
         from millstream.pipelines.source.options import read_options
         from millstream.pipelines.source.shape import shape_of
         from millstream.pipelines.source.stream_reader import TopicStreamReader
@@ -63,14 +63,14 @@ class MillstreamSource(DataSource):
 
     @without_traceback
     def writer(self, schema: StructType, overwrite: bool) -> DataSourceWriter:
-        """A writer of one batch."""
+        """Return a writer of one batch."""
         from millstream.core.errors import InvalidSetting
         from millstream.pipelines.source.options import write_options
         from millstream.pipelines.source.target_topic import check_target
         from millstream.pipelines.source.writer import TopicWriter, check_columns
 
         if overwrite:
-            raise InvalidSetting("a topic is not overwritten, only added to: write with mode('append')")
+            raise InvalidSetting("a topic cannot be overwritten; write with mode('append')")
         options = write_options(self.options)
         check_columns(schema, options)
         check_target(options)
@@ -78,7 +78,7 @@ class MillstreamSource(DataSource):
 
     @without_traceback
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
-        """A writer of the batches of a stream."""
+        """Return a writer of a stream's batches."""
         from millstream.pipelines.source.options import write_options
         from millstream.pipelines.source.target_topic import STREAM_PATIENCE_S, check_target
         from millstream.pipelines.source.worker_heap import freeze_worker_heap
@@ -92,7 +92,7 @@ class MillstreamSource(DataSource):
 
 
 def register(spark: SparkSession) -> None:
-    """Make the format known to a session, where Spark does not find it by itself."""
+    """Register the format with a session that does not find it by itself."""
     spark.dataSource.register(MillstreamSource)
 
 

@@ -1,4 +1,4 @@
-"""Errors that people read: Spark shows the whole traceback of a source, so it is cut to the sentence that helps."""
+"""Short errors: Spark shows the whole traceback of a data source, so it is cut to the message."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def without_traceback(method: Callable[P, R]) -> Callable[P, R]:
-    """Have what a method raises of Millstream's own errors say where it was called, and nothing of what lies below."""
+    """Drop the traceback of Millstream's own errors raised by a method."""
 
     @wraps(method)
     def called(*arguments: P.args, **named: P.kwargs) -> R:
@@ -26,7 +26,7 @@ def without_traceback(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def iterate_without_traceback(method: Callable[P, Iterator[R]]) -> Callable[P, Iterator[R]]:
-    """The same for a method that yields."""
+    """Drop the traceback of Millstream's own errors raised by a generator method."""
 
     @wraps(method)
     def called(*arguments: P.args, **named: P.kwargs) -> Iterator[R]:

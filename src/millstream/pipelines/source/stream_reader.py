@@ -1,4 +1,4 @@
-"""Topics as a stream: how far there is something to read, how much of it a batch takes, and which tasks read it."""
+"""Topics as a stream: the available offsets, the size of a batch, and its tasks."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from millstream.pipelines.source.spark_errors import without_traceback
 _logger = logging.getLogger(__name__)
 
 PATIENCE_S: Final = 0.5
-"""How long a query with nothing to do waits for something, instead of asking again and again."""
+"""How long an idle query waits for messages before it asks again."""
 
 Offsets = dict[str, dict[int, int]]
 
 
 class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
-    """Reads topics as they grow. Offsets are those of Spark's Kafka source: by topic and partition."""
+    """Reads topics as they grow. Offsets have the form of Spark's Kafka source: by topic and partition."""
 
     def __init__(self, options: ReadOptions, shape: Shape) -> None:
         self._options = options
         self._shape = shape
         self._until: Offsets | None = None
-        """Where a run that takes only what is there ends."""
+        """Where a run that reads only existing messages ends."""
         self._waited_since = time.monotonic()
         self._committed: dict[str, Any] | None = None
 
@@ -51,7 +51,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_traceback
     def initialOffset(self) -> dict[str, Any]:
-        """Where a new query starts."""
+        """Return where a new query starts."""
         options, survey = self._options, OffsetResolver(self._options)
         there = survey.partitions()
         position = options.starting or LATEST
@@ -63,19 +63,19 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return to_json(check_start(survey, start, there, options, named=isinstance(position, Named)))
 
     def getDefaultReadLimit(self) -> ReadLimit:
-        """How much a batch takes at most."""
+        """Return the limit of a batch."""
         limit = self._options.offsets_max
         return ReadAllAvailable() if limit is None else ReadMaxRows(limit)
 
     @without_traceback
     def prepareForTriggerAvailableNow(self) -> None:
-        """Remember what is there now: the run ends with it, however much is added meanwhile."""
+        """Record the current end: the run ends there, however much is added meanwhile."""
         survey = OffsetResolver(self._options)
         self._until = survey.latest(survey.partitions())
 
     @without_traceback
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
-        """Where the next batch ends; what comes before its start is done, and told to the group."""
+        """Return where the next batch ends; everything before its start is done, and committed to the group."""
         self._commit_to_group(start)
         begin = from_json(start)
         end = self._end(begin)
@@ -92,13 +92,13 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     @without_traceback
     def reportLatestOffset(self) -> dict[str, Any] | None:
-        """How far the topics reach, whatever a batch takes of it; lag is counted against this."""
+        """Return the end of the topics, whatever a batch takes; lag is measured against it."""
         survey = OffsetResolver(self._options)
         return to_json(survey.latest(survey.partitions()))
 
     @without_traceback
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[InputPartition]:
-        """The tasks of a batch."""
+        """Return the tasks of a batch."""
         options, survey = self._options, OffsetResolver(self._options)
         ends = from_json(end)
         starts = self._with_new(from_json(start), ends)
@@ -118,7 +118,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         )
 
     def commit(self, end: dict[str, Any]) -> None:
-        """Spark says that everything before is done."""
+        """Note that Spark has processed everything before."""
         self._commit_to_group(end)
 
     # -- what executors do ------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     # -- how --------------------------------------------------------------------------------------------------
 
     def _end(self, begin: Offsets) -> Offsets:
-        """How far there is something; never before the start, since a partition does not shrink for a reader."""
+        """Return the available end offsets; never before the start, since partitions do not shrink for a reader."""
         if self._until is not None:
             end = self._until
         else:
@@ -141,13 +141,13 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             topic: {number: max(offset, begin.get(topic, {}).get(number, 0)) for number, offset in offsets.items()}
             for topic, offsets in end.items()
         }
-        # Partitions that are gone have been told of; they stay where they were.
+        # Deleted partitions have been reported; they stay where they were.
         for topic, offsets in begin.items():
             merged[topic] = {**offsets, **merged.get(topic, {})}
         return merged
 
     def _check_partitions_exist(self, begin: Offsets, end: Offsets) -> None:
-        """A topic that is gone, or ends before where this query already was, has lost data."""
+        """Report a topic that was deleted, or ends before the query's position, as lost data."""
         lost = [
             (topic, number, end.get(topic, {}).get(number, 0), offset)
             for topic, offsets in begin.items()
@@ -162,7 +162,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         _logger.warning("%s; failOnDataLoss is false, so the query goes on", error)
 
     def _with_new(self, begin: Offsets, end: Offsets) -> Offsets:
-        """Starts for every partition: those that were added since begin with the first record they have."""
+        """Return starts for every partition: added ones start at their first record."""
         new = {
             topic: [number for number in offsets if number not in begin.get(topic, {})]
             for topic, offsets in end.items()
@@ -174,7 +174,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return {topic: {**begin.get(topic, {}), **first.get(topic, {})} for topic in {**begin, **first}}
 
     def _waits_for_more(self, start: Offsets, end: Offsets) -> bool:
-        """Whether a batch would be too small to be worth it, and may still wait."""
+        """Whether a batch would be too small to be worth it and may still wait."""
         wished = self._options.offsets_min
         if wished is None or self._until is not None:
             return False
@@ -183,7 +183,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return size < wished and waited_ms < self._options.trigger_delay_ms
 
     def _commit_to_group(self, end: dict[str, Any]) -> None:
-        """Commit progress as a consumer group, so that the ordinary tools show lag; Spark itself never reads it."""
+        """Commit progress to a consumer group, for tools that show lag; Spark never reads it."""
         options = self._options
         if options.group_id is None or end == self._committed:
             return
@@ -201,7 +201,7 @@ class TopicStreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
 
 def to_json(offsets: Offsets) -> dict[str, Any]:
-    """Offsets as Spark keeps them in its checkpoint."""
+    """Encode offsets as in Spark's checkpoint."""
     return {
         topic: {str(number): offset for number, offset in sorted(listed.items())}
         for topic, listed in sorted(offsets.items())
@@ -209,5 +209,5 @@ def to_json(offsets: Offsets) -> dict[str, Any]:
 
 
 def from_json(offsets: dict[str, Any]) -> Offsets:
-    """Offsets from a checkpoint."""
+    """Decode offsets from a checkpoint."""
     return {topic: {int(number): int(offset) for number, offset in listed.items()} for topic, listed in offsets.items()}

@@ -1,35 +1,38 @@
-"""Where rows are to go, looked at on the driver before there is a task: what cannot be written is said at once."""
+"""The topics that rows are written to: checked on the driver before a task starts, and created for pipelines."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from functools import lru_cache
-from typing import Final
+from typing import Any, Final
 
-from millstream.core.errors import UnknownTopic
+from millstream.core.errors import TopicExists, UnknownTopic
 from millstream.core.topic import check_topic_name
 from millstream.pipelines.source.link import Link, link_to
 from millstream.pipelines.source.options import WriteOptions
 from millstream.protocol.private.transactions import PREPARE_KEY
+from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)
 
 STREAM_PATIENCE_S: Final = 10.0
-"""How long a stream waits for a broker to answer: Spark plans each of its batches anew, perhaps in a new process, and
-brokers may be started again meanwhile."""
-
+"""How long a stream waits for a broker: Spark plans each batch again, possibly in a new process, and brokers may be
+restarting."""
 
 CREATE_S_MAX: Final = 5.0
-"""How long a topic may not be there yet that Apache Kafka makes: it says so before it is done."""
+"""How long Apache Kafka may take to create a topic: it answers before it is done."""
 
 _PAUSE_S: Final = 0.2
 
 
 def count_partitions(link: Link, topic: str) -> int:
-    """How many partitions a topic has; it is made if the broker does so, and else `UnknownTopic` says what to do."""
+    """Return a topic's number of partitions, creating it if the broker does so; otherwise raise `UnknownTopic` with
+    advice.
+    """
     check_topic_name(topic)
     deadline = time.monotonic() + CREATE_S_MAX
     while True:
@@ -47,18 +50,18 @@ def count_partitions(link: Link, topic: str) -> int:
 
 
 def partition_counts(link: Link, topics: Sequence[str]) -> dict[str, int]:
-    """How many partitions topics have that are there, asked for at once."""
+    """Return the number of partitions of existing topics, in one request."""
     found = link.call(link.client.metadata(topics))
     return {name: len(topic.partitions) for name, topic in found.topics.items()}
 
 
 def supports_batch_commit(link: Link) -> bool:
-    """Whether the brokers have the batch commit, which is Millstream's own."""
+    """Whether the brokers support Millstream's batch commit."""
     return link.call(link.client.serves(PREPARE_KEY))
 
 
 def check_target(options: WriteOptions, patience_s: float = 0.0) -> None:
-    """Raise unless brokers answer and have the topic; what was found right is not asked for again."""
+    """Raise unless the brokers answer and have the topic; successful checks are cached."""
     _check(options.brokers, options.client_id, options.timeout_s, options.topic, patience_s)
 
 
@@ -69,7 +72,42 @@ def _check(brokers: str, client_id: str, timeout_s: float, topic: str | None, pa
         count_partitions(link, topic)
     if not supports_batch_commit(link):
         _logger.warning(
-            "the broker at %s does not know Millstream's batch commit: rows are written at least once, "
+            "the broker at %s does not support Millstream's batch commit: rows are written at least once, "
             "and rows of a batch that fails stay visible",
             brokers,
         )
+
+
+AT_ONCE_MAX: Final = 100
+BY_BROKER: Final = -1
+"""Leaves a number to the broker."""
+
+_TIMEOUT: Final = timedelta(seconds=60)
+
+
+def make_topics(link: Link, names: Iterable[str], partitions: int = BY_BROKER) -> None:
+    """Create missing topics with the broker's defaults; to use other settings, create or alter them yourself."""
+    wanted = sorted(names)
+    there = link.call(link.client.metadata(wanted)).topics
+    missing = [name for name in wanted if name not in there]
+    for start in range(0, len(missing), AT_ONCE_MAX):
+        link.call(_create(link.client, missing[start : start + AT_ONCE_MAX], partitions))
+
+
+async def _create(client: Client, names: list[str], partitions: int) -> None:
+    from kio.schema.create_topics.v7 import request
+
+    messages: Any = request
+    topics = tuple(
+        messages.CreatableTopic(
+            name=name, num_partitions=partitions, replication_factor=BY_BROKER, assignments=(), configs=()
+        )
+        for name in names
+    )
+    answer = await client.send(None, messages.CreateTopicsRequest(topics=topics, timeout=_TIMEOUT))
+    for made in answer.topics:
+        if made.error_code:
+            error = error_from_code(made.error_code, made.error_message, about=f"create topic {made.name!r}")
+            # Another run may have created it at the same time.
+            if not isinstance(error, TopicExists):
+                raise error

@@ -1,7 +1,7 @@
-"""Keeps the garbage collector of a Spark worker away from what is loaded once and stays.
+"""Keeps a Spark worker's garbage collector away from modules, which are loaded once and stay.
 
-Spark's workers collect garbage after every task, and a collection looks at everything that a process holds. What this
-package brings with it doubles that, which a stream of small batches pays for several times in each batch.
+Spark's workers collect garbage after every task, and a collection visits everything that a process holds. This package
+doubles that, several times in each batch of a stream.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import sys
 from typing import Final
 
 _FORKING: Final = "pyspark.daemon"
-"""What Spark's workers are forked from, and the name under which they run."""
+"""The module that Spark's workers are forked from and run as."""
 
 _spared = 0
 
 
 def freeze_worker_heap() -> None:
-    """Have later collections pass over what is there now; to be called when the work of a task is done.
+    """Exclude existing objects from later collections; call this after the work of a task.
 
-    It does something in Spark's workers only, and only when modules were loaded since the last time.
+    It has an effect only in Spark's workers, and only if modules were loaded since the last call.
     """
     global _spared
     if len(sys.modules) == _spared or not _is_worker():

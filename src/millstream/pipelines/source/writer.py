@@ -1,12 +1,12 @@
-"""DataFrames to topics. All rows of a batch become visible together, once, whatever fails on the way.
+"""Writes DataFrames to topics. All rows of a batch become visible together, exactly once, whatever fails.
 
-Every attempt at a task writes in a transaction of its own and ends with a durable promise; the driver's commit makes
-all of a batch visible with one record at the coordinator, which also ends every other attempt. What was committed
-before is known by the query and the number of its batch, so a batch that Spark repeats is not written twice.
+Every attempt at a task writes in a transaction of its own, which it prepares durably; the driver's commit makes the
+whole batch visible with one record at the coordinator, and ends every other attempt. Committed batches are identified
+by query and number, so a batch that Spark repeats is not written twice.
 
-A broker that does not know this commit, such as Apache Kafka, gets the rows at least once, and the log says so.
+A broker without this commit, such as Apache Kafka, gets the rows at least once, and a warning is logged.
 
-Spark makes a writer on the driver for every batch, so what only tasks and commits need is imported there.
+Spark creates a writer on the driver for every batch, so what only tasks and commits need is imported there.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def check_columns(schema: StructType, options: WriteOptions) -> None:
     if "value" not in schema.names:
         raise InvalidSetting(f"a message needs a column `value`; there are: {', '.join(schema.names)}")
     if options.topic is None and "topic" not in schema.names:
-        raise InvalidSetting("say where rows go: with the option topic, or with a column `topic`")
+        raise InvalidSetting("rows have no target; set the option topic, or add a column `topic`")
 
 
 def _is_headers(kind: DataType) -> bool:
@@ -85,11 +85,12 @@ def _is_headers(kind: DataType) -> bool:
 
 
 class TopicWriter(DataSourceArrowWriter):
-    """Writes one DataFrame. Made on the driver; the same instance, copied, writes in the tasks and commits."""
+    """Writes one DataFrame. Created on the driver; copies of the instance write in the tasks and commit."""
 
     def __init__(self, options: WriteOptions) -> None:
         self._options = options
-        # Without a name there is nothing to know the write by again: nothing partial shows, but a repeated job doubles.
+        # Without an application id a write cannot be recognized: nothing partial becomes visible, but a repeated job
+        # writes twice.
         self._query = f"batch-{uuid4()}" if options.application is None else quote(options.application, safe="")
         self._number = 0 if options.version is None else options.version
         self._run = uuid4().hex[:12]
@@ -104,25 +105,25 @@ class TopicWriter(DataSourceArrowWriter):
 
     @without_traceback
     def commit(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Make all parts visible, and commit the offsets that they come from."""
+        """Commit all parts and the source offsets."""
         from millstream.pipelines.source.batch_commit import Batch, commit_parts
 
         commit_parts(self._options, messages, Batch(self._query, self._number, self._run))
 
     @without_traceback
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
-        """Leave nothing behind, not even what tasks do that Spark has not stopped yet."""
+        """Abort everything, including attempts that Spark has not stopped yet."""
         from millstream.pipelines.source.batch_commit import Batch, abort_batch
 
         abort_batch(self._options, Batch(self._query, self._number, self._run))
 
 
 class TopicStreamWriter(DataSourceStreamArrowWriter):
-    """Writes the batches of a stream; Spark makes a new one on the driver for each batch, and another to commit it."""
+    """Writes the batches of a stream; Spark creates one on the driver for each batch, and another to commit it."""
 
     def __init__(self, options: WriteOptions) -> None:
         if options.source is not None:
-            raise InvalidSetting("option sourceOffsets is for one batch: a stream keeps its progress by itself")
+            raise InvalidSetting("option sourceOffsets is for batch writes: a stream tracks its own progress")
         self._options = options
         self._stream = stream_name(options.checkpoint)
 
@@ -137,31 +138,31 @@ class TopicStreamWriter(DataSourceStreamArrowWriter):
             raise InvalidSetting("a stream can only be written by a task of Spark")
         query, number = (context.getLocalProperty(name) for name in ("sql.streaming.queryId", "streaming.sql.batchId"))
         if not query or number is None:
-            raise InvalidSetting("Spark does not say which batch of which query this is, so it cannot be written once")
-        # The jobs of a stream are a group that has the name of its run.
+            raise InvalidSetting("Spark does not identify the query and batch, so exactly-once writing is impossible")
+        # The jobs of a stream form a group named after its run.
         run = (context.getLocalProperty("spark.jobGroup.id") or "").replace("-", "")
         return write_part(self._options, Batch(query, int(number), run, self._stream), iterator)
 
     @without_traceback
     def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """Make the batch visible."""
+        """Commit the batch."""
         from millstream.pipelines.source.batch_commit import commit_parts
 
         commit_parts(self._options, messages)
 
     @without_traceback
     def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
-        """End every attempt at the batch, and those that this run still begins."""
+        """Abort every attempt at the batch, including those that this run still starts."""
         from millstream.pipelines.source.batch_commit import abort_stream
 
         abort_stream(self._options, self._stream, batchId, messages)
 
 
 def stream_name(checkpoint: str | None) -> str:
-    """A name for a stream that is the same wherever its driver makes a writer; empty if nothing tells it from others.
+    """Return a name for a stream that is the same wherever its driver creates a writer; empty if nothing identifies it.
 
-    A checkpoint belongs to one query. Where it is may be said in a way that means another place on another machine, or
-    in another folder.
+    A checkpoint belongs to one query. A relative location may mean another place on another machine or in another
+    folder.
     """
     if checkpoint is None:
         return ""

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.rule_change import check_filters_of
-from millstream.broker.pipeline_advice import PipelineAdvice
+from millstream.broker.pipelines.advice import PipelineAdvice
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.pipeline import DECODE, NO_DECODING
 from millstream.protocol.private.pipeline_messages import ALTER_KEY, PipelineChanges
 

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.rule_change import check_filters_of
-from millstream.broker.pipeline_advice import PipelineAdvice
+from millstream.broker.pipelines.advice import PipelineAdvice
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import InvalidPipeline
 from millstream.core.pipeline import DECODE, GROUP_PREFIX, kind_of
 from millstream.protocol.private.pipeline_messages import CREATE_KEY, NewPipeline

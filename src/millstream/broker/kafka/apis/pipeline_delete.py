@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.kafka.api import PrivateApi
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.protocol.private.pipeline_messages import DELETE_KEY
 
 

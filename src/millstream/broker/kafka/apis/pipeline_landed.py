@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from millstream.broker.kafka.api import PrivateApi
-from millstream.broker.landed_board import LandedBoard
+from millstream.broker.pipelines.landed_board import LandedBoard
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed
 
 

@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.kafka.api import PrivateApi
-from millstream.broker.pipeline_board import PipelineBoard
+from millstream.broker.pipelines.declared import Pipelines
+from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.core.pipeline import Pipeline, Rule
 from millstream.protocol.private.pipeline_messages import LIST_KEY, PipelineNames, RuleMessage
 

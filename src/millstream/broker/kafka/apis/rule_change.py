@@ -17,10 +17,10 @@ import asyncio
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
-from millstream.broker.pipeline_advice import PipelineAdvice
+from millstream.broker.pipelines.advice import PipelineAdvice
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import FilterError, InvalidPipeline
 from millstream.core.pipeline import DECODE, NO_DECODING, Rule
 from millstream.core.subscription import FILTER

@@ -15,9 +15,9 @@ from typing import Any
 
 import msgspec
 
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import InvalidSubscription
 from millstream.core.subscription import check_subscription
 from millstream.protocol.private.subscription_messages import CREATE_KEY

@@ -1,4 +1,4 @@
-"""The cluster, and the clients that are connected to it."""
+"""The cluster and its connected clients."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ClusterNode(msgspec.Struct, frozen=True):
 
 
 class TroubledPartition(msgspec.Struct, frozen=True):
-    """A partition that lacks a leader or a replica in sync."""
+    """A partition without a leader or with replicas out of sync."""
 
     topic: str
     partition: int
@@ -39,7 +39,7 @@ class TroubledPartition(msgspec.Struct, frozen=True):
 
 
 class ReplicaBehind(msgspec.Struct, frozen=True):
-    """A replica that lacks records."""
+    """A replica that lags behind its leader."""
 
     topic: str
     partition: int
@@ -48,7 +48,7 @@ class ReplicaBehind(msgspec.Struct, frozen=True):
 
 
 class ClusterDescription(msgspec.Struct, frozen=True):
-    """The cluster at one moment."""
+    """The state of the cluster."""
 
     cluster: str
     controller: int | None
@@ -61,14 +61,14 @@ class ClusterDescription(msgspec.Struct, frozen=True):
 
 
 class Measuring(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which connections, and for how long their rates are measured."""
+    """Which connections to list, and how long to measure their rates."""
 
     interval_ms: Annotated[int, Meta(ge=0, le=10_000)] = 500
-    all: Annotated[bool, Meta(description="Also those that neither produce nor consume.")] = False
+    all: Annotated[bool, Meta(description="Include connections that neither produce nor consume.")] = False
 
 
 class ConnectedClientDocument(msgspec.Struct, frozen=True):
-    """One connection; rates are null when it was not there long enough to tell."""
+    """One connection; rates are null if it was too short-lived to measure."""
 
     node: int
     address: str
@@ -84,19 +84,19 @@ class ConnectedClientDocument(msgspec.Struct, frozen=True):
 
 
 class ClientList(msgspec.Struct, frozen=True):
-    """Connections to all nodes, and how many more there are than nodes tell."""
+    """Connections to all nodes, and how many were left out of the list."""
 
     clients: list[ConnectedClientDocument]
     left_out: int
 
 
 async def status(services: Services, request: Request[NoFields, NoFields]) -> ClusterDescription:
-    """How the cluster is, as its nodes tell."""
+    """Describe the cluster as its nodes report it."""
     return msgspec.convert((await cluster_status(services.client)).described(), ClusterDescription)
 
 
 async def clients(services: Services, request: Request[Measuring, NoFields]) -> ClientList:
-    """Who is connected."""
+    """List the connected clients."""
     found = await list_clients(services.client, interval_s=request.query.interval_ms / 1000)
     shown = [asdict(one) for one in found.clients if request.query.all or one.roles]
     return ClientList(msgspec.convert(shown, list[ConnectedClientDocument]), found.left_out)
@@ -107,11 +107,13 @@ _SHARED: Final[dict[str, Any]] = {"tag": "cluster", "method": "GET", "body": NoF
 ROUTES: Final = (
     Route(
         path="/cluster",
-        summary="How the cluster is",
+        summary="Describe the cluster",
         handle=status,
         query=NoFields,
         answer=ClusterDescription,
         **_SHARED,
     ),
-    Route(path="/clients", summary="Who is connected", handle=clients, query=Measuring, answer=ClientList, **_SHARED),
+    Route(
+        path="/clients", summary="List connected clients", handle=clients, query=Measuring, answer=ClientList, **_SHARED
+    ),
 )

@@ -29,9 +29,9 @@ PATIENCE_S: Final = 10.0
 SHOWN_MAX: Final = 100
 SHOWN_BYTES_MAX: Final = 8 * 1024 * 1024
 WORKED_ON_MAX: Final = 1000
-"""More are redriven or purged by asking again, so that no request takes long."""
+"""The most letters that one request redrives or purges, so that no request takes long; repeat it for more."""
 
-Condition = Annotated[str, Meta(max_length=8192, description="Only these, in the language of subscriptions' filters.")]
+Condition = Annotated[str, Meta(max_length=8192, description="A condition in the filter language.")]
 Number = Annotated[int, Meta(ge=1, le=WORKED_ON_MAX)]
 
 
@@ -44,7 +44,7 @@ class DeadLetters(msgspec.Struct, frozen=True):
 
 
 class DeadLetterList(msgspec.Struct, frozen=True):
-    """Dead letter topics, by their names."""
+    """Dead letter topics, by name."""
 
     dead_letters: list[DeadLetters]
 
@@ -57,7 +57,7 @@ class Letters(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LetterList(msgspec.Struct, frozen=True):
-    """Open letters; the headers `dlq-…` tell their story. `held` are with somebody else now."""
+    """Open letters; the headers `dlq-…` record what happened to them. `held` counts letters leased by others."""
 
     topic: str
     letters: list[ReceivedMessage]
@@ -65,49 +65,49 @@ class LetterList(msgspec.Struct, frozen=True):
 
 
 class Redrive(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which letters to deliver again."""
+    """The letters to deliver again."""
 
     filter: Condition | None = None
     limit: Number = WORKED_ON_MAX
     to_topic: TopicName | None = None
-    """Publish them to this topic, for all of its subscriptions, instead of delivering the originals again."""
+    """Publish the letters to this topic, for all of its subscriptions, instead of delivering the originals again."""
 
 
 class Purge(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which letters to close."""
+    """The letters to close."""
 
     filter: Condition | None = None
     limit: Number = WORKED_ON_MAX
 
 
 class WorkedOn(msgspec.Struct, frozen=True):
-    """What became of the letters of a topic."""
+    """The outcome of a redrive or purge."""
 
     topic: str
     done: int
     skipped: int
-    """Those that did not match."""
+    """Letters that did not match the filter."""
     held: int
-    """Those that are with somebody else now."""
+    """Letters leased by others."""
     doubtful: int
-    """Done, but their leases were lost meanwhile, so that they may be open still."""
+    """Letters that were processed, but whose leases expired meanwhile, so that they may still be open."""
     topics: dict[str, int] = {}
-    """To which topics they were published."""
+    """Published letters, by target topic."""
     subscriptions: dict[str, int] = {}
-    """Which subscriptions deliver them again."""
+    """Redelivered letters, by subscription."""
     refused: int = 0
-    """Left open, since their messages cannot be delivered again; `to_topic` publishes them."""
+    """Letters left open because their messages cannot be delivered again; `to_topic` publishes them."""
     reasons: list[str] = []
 
 
 async def list_topics(services: Services, request: Request[NoFields, NoFields]) -> DeadLetterList:
-    """All dead letter topics."""
+    """List the dead letter topics."""
     found = await dead_letter_topics(services.client)
     return DeadLetterList([DeadLetters(one.topic, one.subscriptions, one.letters) for one in found])
 
 
 async def show(services: Services, request: Request[Letters, NoFields]) -> LetterList:
-    """Open letters with their story; they stay open."""
+    """Show open letters; they stay open."""
     shown: list[ReceivedMessage] = []
     request.memory.reserve(SHOWN_BYTES_MAX)
     size = 0
@@ -116,7 +116,7 @@ async def show(services: Services, request: Request[Letters, NoFields]) -> Lette
         nonlocal size
         size += len(letter.record.value or b"")
         if size > SHOWN_BYTES_MAX:
-            raise invalid(f"more than {SHOWN_BYTES_MAX} bytes are not shown at once; ask for fewer letters")
+            raise invalid(f"the letters have more than {SHOWN_BYTES_MAX} bytes; request fewer")
         shown.append(received(letter.topic, letter.topic_id, letter.partition, letter.record))
 
     desk, wanted = await _desk(services, request.path["name"], request.query.filter)
@@ -126,7 +126,7 @@ async def show(services: Services, request: Request[Letters, NoFields]) -> Lette
 
 
 async def redrive(services: Services, request: Request[NoFields, Redrive]) -> WorkedOn:
-    """Have the messages of open letters delivered again, each by its own subscription, and close the letters."""
+    """Deliver the messages of open letters again, each to its own subscription, and close the letters."""
     body = request.body
     desk, wanted = await _desk(services, request.path["name"], body.filter)
     outcome = Outcome()
@@ -143,7 +143,7 @@ async def redrive(services: Services, request: Request[NoFields, Redrive]) -> Wo
 
 
 async def purge(services: Services, request: Request[NoFields, Purge]) -> WorkedOn:
-    """Close open letters without publishing them."""
+    """Close open letters without delivering their messages."""
 
     async def do_nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
         return
@@ -162,7 +162,7 @@ async def _desk(services: Services, name: str, condition: str | None) -> tuple[D
 
 
 def _matcher(condition: str) -> Wanted:
-    # Imported here, in a thread: what reads conditions takes a while to load.
+    # Imported here, in a thread: the filter compiler takes long to load.
     from millstream.protocol.filter.evaluation import matcher
 
     return matcher(condition)

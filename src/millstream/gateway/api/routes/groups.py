@@ -23,7 +23,7 @@ from millstream.gateway.api.services import Services
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
-    """A group in one line; `lag` is null where nothing is committed."""
+    """A group's summary; `lag` is null if nothing is committed."""
 
     group: str
     state: str
@@ -33,13 +33,13 @@ class GroupSummary(msgspec.Struct, frozen=True):
 
 
 class GroupList(msgspec.Struct, frozen=True):
-    """Groups, by their names."""
+    """Groups, by name."""
 
     groups: list[GroupSummary]
 
 
 class GroupMember(msgspec.Struct, frozen=True):
-    """One member, and the topics and partitions it reads."""
+    """One member and its assignment."""
 
     member: str
     client: str
@@ -48,7 +48,7 @@ class GroupMember(msgspec.Struct, frozen=True):
 
 
 class GroupOffset(msgspec.Struct, frozen=True):
-    """How far a group is in one partition."""
+    """A group's position in one partition."""
 
     topic: str
     partition: int
@@ -72,17 +72,17 @@ class GroupDescription(msgspec.Struct, frozen=True):
 
 
 class GroupReset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where to go on: start, end, an offset, a time, or how long ago."""
+    """Where to continue: start, end, an offset, a time, or an age."""
 
     to: Annotated[str, Meta(min_length=1, max_length=100)]
     topics: Annotated[list[str], Meta(max_length=1000)] | None = None
     partitions: Annotated[list[int], Meta(max_length=10_000)] | None = None
     dry_run: bool = False
-    """Tell what would be done, and do nothing."""
+    """Return what would change, and change nothing."""
 
 
 class MovedOffset(msgspec.Struct, frozen=True):
-    """From where to where a group moves in one partition."""
+    """The old and new offset of one partition."""
 
     topic: str
     partition: int
@@ -91,7 +91,7 @@ class MovedOffset(msgspec.Struct, frozen=True):
 
 
 class MovedGroup(msgspec.Struct, frozen=True):
-    """From where to where a group moves."""
+    """The old and new offsets of a group."""
 
     group: str
     dry_run: bool
@@ -99,18 +99,18 @@ class MovedGroup(msgspec.Struct, frozen=True):
 
 
 async def list_all(services: Services, request: Request[NoFields, NoFields]) -> GroupList:
-    """All groups with their lag."""
+    """List all groups with their lag."""
     return GroupList(msgspec.convert(await group_summaries(services.client), list[GroupSummary]))
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> GroupDescription:
-    """One group."""
+    """Describe one group."""
     group = await describe_group(services.client, request.path["group"])
     return msgspec.convert(group_document(group, await progress_of(services.client, group)), GroupDescription)
 
 
 async def reset(services: Services, request: Request[NoFields, GroupReset]) -> MovedGroup:
-    """Move a group to another place; its consumers must be stopped first."""
+    """Reset a group's offsets; its consumers must be stopped first."""
     name, body = request.path["group"], request.body
     moves = await plan_reset(services.client, name, body.topics, body.partitions, parse_position(body.to))
     if not body.dry_run:
@@ -120,7 +120,7 @@ async def reset(services: Services, request: Request[NoFields, GroupReset]) -> M
 
 
 async def delete(services: Services, request: Request[NoFields, NoFields]) -> None:
-    """Delete a group and the offsets it committed."""
+    """Delete a group and its committed offsets."""
     await describe_group(services.client, request.path["group"])
     await delete_group(services.client, request.path["group"])
 
@@ -149,7 +149,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path="/groups/{group}/reset",
-        summary="Move a consumer group to another place",
+        summary="Reset the offsets of a consumer group",
         handle=reset,
         body=GroupReset,
         answer=MovedGroup,

@@ -1,4 +1,6 @@
-"""Streams of messages as server-sent events: of a topic as they are published, of a subscription as they are leased."""
+"""Streams of server-sent events: the messages of a topic as they are published, of a subscription as they are
+leased.
+"""
 
 from __future__ import annotations
 
@@ -32,44 +34,44 @@ from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.fetch import READ_COMMITTED
 
 READ_BYTES: Final = 256 * 1024
-"""What one stream reads at once."""
+"""The bytes that one stream reads at once."""
 
 SLICE_BYTES: Final = 4 * 1024 * 1024
-"""What one stream takes at once of a batch that decompresses to much."""
+"""The bytes that one stream takes at once from a batch that decompresses to more."""
 
 PIECE_BYTES: Final = 32 * 1024
 PATIENCE_S: Final = 30.0
 WAIT_MS: Final = 30_000
 PARTITIONS_NAMED_MAX: Final = 16
-"""With more of them, only the last event of those that are sent together tells where all of them are."""
+"""With more partitions, only the last of the events that are sent together has an id."""
 
 _PLACES: Final = re.compile(r"\d{1,9}:\d{1,18}(,\d{1,9}:\d{1,18})*\Z")
 _encode = msgspec.json.Encoder().encode
 
 
 class Listen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rename={"start": "from"}):
-    """Where to begin; `Last-Event-ID` goes before it."""
+    """Where to start; `Last-Event-ID` takes precedence."""
 
-    start: Annotated[str, Meta(min_length=1, max_length=100, description=f"Where to begin: {HELP}.")] = "end"
+    start: Annotated[str, Meta(min_length=1, max_length=100, description=f"Where to start: {HELP}.")] = "end"
 
 
 class Consume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to lease messages for a stream."""
 
-    max: Annotated[int, Meta(ge=1, le=1000, description="How many messages are leased at once.")] = 100
+    max: Annotated[int, Meta(ge=1, le=1000, description="The number of messages to lease at once.")] = 100
     worker: WorkerName | None = None
 
 
 class ListenHeaders(msgspec.Struct, frozen=True, rename="kebab"):
-    """The header with which a stream goes on where another one ended."""
+    """The header that resumes a stream where another one ended."""
 
-    last_event_id: Annotated[str | None, Meta(description="The id of the last event that came; goes on behind it.")] = (
-        None
-    )
+    last_event_id: Annotated[
+        str | None, Meta(description="The id of the last event received; the stream resumes after it.")
+    ] = None
 
 
 async def listen(services: Services, request: Request[Listen, NoFields]) -> StreamResponse:
-    """The messages of a topic, from some place on, for as long as the client listens."""
+    """Stream the messages of a topic from a position on, until the client disconnects."""
     request.memory.reserve(READ_BYTES)
     topic = await find_topic(services.client, request.path["topic"])
     places = request.headers.get(b"last-event-id")
@@ -85,11 +87,11 @@ async def listen(services: Services, request: Request[Listen, NoFields]) -> Stre
 
 
 async def consume(services: Services, request: Request[Consume, NoFields]) -> StreamResponse:
-    """The messages of a subscription, leased to whoever listens, who settles them as those that are pulled."""
+    """Stream the messages of a subscription, leased to the client, which settles them like pulled ones."""
     name, worker = request.path["subscription"], services.new_worker(request.query.worker)
     request.memory.reserve(READ_BYTES)
     receive = Receive(name, worker, request.query.max, READ_BYTES, WAIT_MS)
-    # Asked once before, so that a subscription that is not there is a problem and no stream.
+    # Asked before the stream starts, so that an unknown subscription is answered with a problem document.
     await services.subscriptions.describe([name])
     pieces = _leased(services, receive, request.gone, request.memory)
     return StreamResponse(_reporting_errors(pieces, f"/v1/subscriptions/{name}/events"))
@@ -124,7 +126,7 @@ async def _published(
 async def _records(
     services: Services, topic: TopicMetadata, fetched: Fetched, memory: RequestMemory, notes: list[str]
 ) -> AsyncGenerator[list[Record], None]:
-    """What one partition gave, some records at a time, each when there is room for them."""
+    """Yield the records of one partition in slices, each once there is memory for it."""
     batches, left_out = fetched.answer.records, AbortedBatches(fetched.answer.aborted)
     for header in iterate_whole_headers(batches):
         start = max(fetched.start, header.base_offset)
@@ -145,7 +147,7 @@ async def _records(
             try:
                 memory.resize(READ_BYTES + sum(map(held_bytes, found.records)))
             except Refused:
-                # Read again when others have been sent what they wait for.
+                # Read again once the memory that other streams hold is free.
                 del found
                 await asyncio.sleep(RETRY_S)
                 continue
@@ -172,11 +174,11 @@ async def _leased(
         try:
             left = await receive_until(services, receive, gone)
         except QuotaExceeded:
-            # The broker has kept this waiting for as long as it could.
+            # The broker let the request wait for as long as it could.
             continue
         is_refused = False
         try:
-            # A client that reads slowly keeps messages waiting here, perhaps for longer than their leases last.
+            # A client that reads slowly keeps messages here, possibly for longer than their leases last.
             while left := await services.subscriptions.confirmed(receive.subscription, receive.worker, left):
                 memory.resize(READ_BYTES + sum(held_bytes(one.record) for one in left))
                 piece, count = b"", 0
@@ -185,7 +187,7 @@ async def _leased(
                     count += 1
                 yield piece
                 if gone is not None and gone.done():
-                    # The connection was lost before the piece was written to it.
+                    # The connection was lost before the piece was written.
                     break
                 del left[:count]
         except Refused:
@@ -194,12 +196,12 @@ async def _leased(
             await services.leasing.give_back(receive.subscription, receive.worker, left)
         memory.resize(READ_BYTES)
         if is_refused:
-            # Leased again when others have been sent what they wait for.
+            # Leased again once the memory that other streams hold is free.
             await asyncio.sleep(RETRY_S)
 
 
 async def _reporting_errors(pieces: AsyncGenerator[bytes, None], path: str) -> AsyncGenerator[bytes, None]:
-    """The same pieces; what ends them early is told as a last event."""
+    """Pass pieces on, and report an error as the last event."""
     try:
         async for piece in pieces:
             yield piece
@@ -211,7 +213,7 @@ async def _reporting_errors(pieces: AsyncGenerator[bytes, None], path: str) -> A
 
 
 def _pieces(events: Iterable[bytes]) -> Iterable[bytes]:
-    """Events together, so that many small ones are not sent one by one."""
+    """Join events, so that many small ones are not sent one by one."""
     gathered: list[bytes] = []
     size = 0
     for one in events:
@@ -226,11 +228,13 @@ def _pieces(events: Iterable[bytes]) -> Iterable[bytes]:
 
 def _read_places(text: str, topic: TopicMetadata) -> dict[int, int]:
     if not _PLACES.match(text):
-        raise invalid(f"{text[:100]!r} is no Last-Event-ID of such a stream")
+        raise invalid(f"{text[:100]!r} is not the id of an event of this stream")
     named = {int(index): int(offset) for index, _, offset in (place.partition(":") for place in text.split(","))}
     if set(named) - set(topic.partitions):
-        raise invalid(f"the Last-Event-ID is not of topic {topic.name!r}, which has {len(topic.partitions)} partitions")
-    # Partitions that have come since are read from their beginning.
+        raise invalid(
+            f"the Last-Event-ID does not belong to topic {topic.name!r}, which has {len(topic.partitions)} partitions"
+        )
+    # Partitions added since then are read from their start.
     return {index: named.get(index, 0) for index in topic.partitions}
 
 
@@ -252,7 +256,7 @@ ROUTES: Final = (
         method="GET",
         path="/subscriptions/{subscription}/events",
         tag="messages",
-        summary="Lease messages as they come",
+        summary="Lease messages as they arrive",
         handle=consume,
         query=Consume,
         body=NoFields,

@@ -1,4 +1,4 @@
-"""One message where it lies."""
+"""One stored message."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from millstream.gateway.api.services import Services
 
 
 class BatchDescription(msgspec.Struct, frozen=True):
-    """The batch that a message was stored in; what an ordinary producer does not set is null."""
+    """The record batch that holds a message; members that ordinary producers do not set are null."""
 
     first_offset: int
     last_offset: int
@@ -33,14 +33,14 @@ class BatchDescription(msgspec.Struct, frozen=True):
 
 
 class StoredDocument(ReceivedMessage, frozen=True, kw_only=True, omit_defaults=True):
-    """A message, whose time it carries, and its batch."""
+    """A message with the type of its timestamp and its batch."""
 
     timestamp_type: str
     batch: BatchDescription
 
 
 async def show(services: Services, request: Request[NoFields, NoFields]) -> StoredDocument:
-    """The message at an offset."""
+    """Show the message at an offset."""
     topic = await find_topic(services.client, request.path["topic"])
     partition = request.path["partition"]
     stored = await find_message(
@@ -59,7 +59,7 @@ ROUTES: Final = (
         method="GET",
         path="/topics/{topic}/partitions/{partition}/messages/{offset}",
         tag="messages",
-        summary="Show one message, and the batch that it lies in",
+        summary="Show one message and its record batch",
         handle=show,
         query=NoFields,
         body=NoFields,

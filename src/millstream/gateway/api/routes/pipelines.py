@@ -1,4 +1,4 @@
-"""Pipelines: list, create, describe, change, delete, start, stop, and the rules of those that route."""
+"""Pipelines: list, create, describe, change, delete, start, stop, and the rules of routes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings
 PipelineName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 RuleName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Kind = Annotated[str, Meta(extra_json_schema={"enum": [kind.value for kind in PipelineKind]})]
-"""One that there is none of is refused with those that there are."""
+"""An unknown kind is refused with the list of kinds."""
 State = Literal["waiting", "starting", "running", "retrying", "parked", "stopped"]
 
 
 class RoutingRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which messages of a topic go where."""
+    """Which messages of a topic go to which topics."""
 
     name: RuleName
     topic: TopicName
@@ -40,48 +40,48 @@ class RoutingRule(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     condition: Annotated[
         str, Meta(max_length=CONDITION_LENGTH_MAX, description="A condition in SQL; empty takes all messages.")
     ] = ""
-    subscription: Annotated[str, Meta(description="A subscription whose filter is the condition instead.")] = ""
+    subscription: Annotated[str, Meta(description="A subscription whose filter is used as the condition.")] = ""
 
 
 Rules = Annotated[list[RoutingRule], Meta(max_length=RULES_MAX)]
 
 
 class NewPipeline(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A pipeline to be declared."""
+    """A pipeline to declare."""
 
     name: PipelineName
     kind: Kind
     settings: GivenSettings = {}
-    """Settings by their names; which there are depends on the kind."""
+    """Settings by name; the kind determines which there are."""
     rules: Rules = []
-    """Only for those that route."""
-    wanted: Annotated[bool, Meta(description="Whether it is to run at once.")] = True
+    """Only for routes."""
+    wanted: Annotated[bool, Meta(description="Whether to start it at once.")] = True
 
 
 class PipelineChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings to change; what is null goes back to its default."""
+    """Settings to change; null resets one to its default."""
 
     settings: ChangedSettings
 
 
 class RuleChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rules to put in the place of those that have their names, and names of rules to delete."""
+    """Rules to add or replace, and names of rules to delete."""
 
     put: Rules = []
     delete: Annotated[list[RuleName], Meta(max_length=RULES_MAX)] = []
 
 
 class PipelineCreated(msgspec.Struct, frozen=True):
-    """A pipeline that was declared."""
+    """A declared pipeline."""
 
     pipeline: str
     id: str
     notes: list[str]
-    """What its owner should know, such as topics that are not there yet."""
+    """Hints for the owner, such as topics that do not exist yet."""
 
 
 class PipelineSummary(msgspec.Struct, frozen=True):
-    """A pipeline in one line."""
+    """A pipeline's summary."""
 
     pipeline: str
     kind: Kind
@@ -94,13 +94,13 @@ class PipelineSummary(msgspec.Struct, frozen=True):
 
 
 class PipelineList(msgspec.Struct, frozen=True):
-    """Pipelines, by their names."""
+    """Pipelines, by name."""
 
     pipelines: list[PipelineSummary]
 
 
 class PipelineReport(msgspec.Struct, frozen=True):
-    """How a pipeline does, since the driver that runs it was started."""
+    """A pipeline's progress since its driver started."""
 
     state: State
     rows: int
@@ -118,7 +118,7 @@ class PipelineReport(msgspec.Struct, frozen=True):
 
 
 class TableDescription(msgspec.Struct, frozen=True):
-    """The table of a topic: a folder of the node, or a URL, and an expression of Python that reads it."""
+    """The table of a topic: a folder of the node or a URL, and a Python expression that reads it."""
 
     topic: str
     place: str
@@ -126,7 +126,7 @@ class TableDescription(msgspec.Struct, frozen=True):
 
 
 class PipelineDescription(msgspec.Struct, frozen=True):
-    """A pipeline with its settings and rules, and how it does if it is run now."""
+    """A pipeline with its settings, rules and progress."""
 
     name: str
     pipeline_id: str
@@ -141,34 +141,34 @@ class PipelineDescription(msgspec.Struct, frozen=True):
     overrides: dict[str, str]
     rules: list[RoutingRule]
     tables: list[TableDescription]
-    """Where the tables of one that lands are."""
+    """The tables that a landing pipeline writes."""
     report: PipelineReport | None
     notes: list[str]
-    """What its owner should know, such as nodes that do not answer."""
+    """Hints for the owner, such as nodes that do not answer."""
 
 
 class RuleList(msgspec.Struct, frozen=True):
-    """The rules of a pipeline, by their names."""
+    """The rules of a pipeline, by name."""
 
     rules: list[RoutingRule]
 
 
 class RulesChanged(RuleList, frozen=True):
-    """The rules of a pipeline after they were changed."""
+    """The rules of a pipeline after a change."""
 
     notes: list[str]
-    """What its owner should know, such as topics that are not there yet."""
+    """Hints for the owner, such as topics that do not exist yet."""
 
 
 class PipelineWanted(msgspec.Struct, frozen=True):
-    """Whether a pipeline is to run."""
+    """Whether a pipeline should run."""
 
     pipeline: str
     wanted: bool
 
 
 async def list_pipelines(services: Services, request: Request[NoFields, NoFields]) -> PipelineList:
-    """All pipelines."""
+    """List all pipelines."""
     found = await PipelineClient(services.client).describe()
     return PipelineList([msgspec.convert(summary_of(one), PipelineSummary) for one in found])
 
@@ -184,7 +184,7 @@ async def create(services: Services, request: Request[NoFields, NewPipeline]) ->
 
 
 async def describe(services: Services, request: Request[Any, Any]) -> PipelineDescription:
-    """One pipeline."""
+    """Describe one pipeline."""
     return await _described(services, request.path["pipeline"], [])
 
 
@@ -197,41 +197,41 @@ async def _described(services: Services, name: str, notes: list[str]) -> Pipelin
 
 
 async def change(services: Services, request: Request[NoFields, PipelineChanges]) -> PipelineDescription:
-    """Change a pipeline, and say how it is then."""
+    """Change a pipeline's settings and describe it."""
     if not request.body.settings:
-        raise invalid("there is nothing to change; give settings")
+        raise invalid("nothing to change; give `settings`")
     name = request.path["pipeline"]
     notes = await PipelineClient(services.client).alter(name, changes_of(request.body.settings))
     return await _described(services, name, notes)
 
 
 async def delete(services: Services, request: Request[NoFields, NoFields]) -> None:
-    """Delete a pipeline; what it wrote stays."""
+    """Delete a pipeline; its output stays."""
     await PipelineClient(services.client).delete(request.path["pipeline"])
 
 
 async def start(services: Services, request: Request[NoFields, NoFields]) -> PipelineWanted:
-    """Have a pipeline run."""
+    """Start a pipeline."""
     await PipelineClient(services.client).start(request.path["pipeline"])
     return PipelineWanted(request.path["pipeline"], True)
 
 
 async def stop(services: Services, request: Request[NoFields, NoFields]) -> PipelineWanted:
-    """Have a pipeline run no more."""
+    """Stop a pipeline."""
     await PipelineClient(services.client).stop(request.path["pipeline"])
     return PipelineWanted(request.path["pipeline"], False)
 
 
 async def list_rules(services: Services, request: Request[Any, Any]) -> RuleList:
-    """The rules of a pipeline."""
+    """List the rules of a pipeline."""
     return RuleList(await _rules(services, request.path["pipeline"]))
 
 
 async def change_rules(services: Services, request: Request[NoFields, RuleChanges]) -> RulesChanged:
-    """Change rules in one step, and say which there are then."""
+    """Change rules atomically and list them."""
     body, name = request.body, request.path["pipeline"]
     if not body.put and not body.delete:
-        raise invalid("there is nothing to change; give rules to put or names to delete")
+        raise invalid("nothing to change; give rules to `put` or names to `delete`")
     rules = [_rule(one) for one in body.put]
     changed = await PipelineClient(services.client).change_rules(name, rules, gone=body.delete)
     return RulesChanged(await _rules(services, name), changed.notes)
@@ -256,21 +256,28 @@ _ONE: Final = "/pipelines/{pipeline}"
 
 
 def _route(method: str, path: str, summary: str, handle: Any, answer: Any, **more: Any) -> Route[Any, Any]:
-    """A route; most have neither a query nor a body."""
+    """Make a route without query or body, as most are."""
     shared: dict[str, Any] = {"tag": "pipelines", "query": NoFields, "body": NoFields}
     return Route(method=method, path=path, summary=summary, handle=handle, answer=answer, **{**shared, **more})
 
 
 ROUTES: Final = (
-    _route("GET", "/pipelines", "List pipelines and how they do", list_pipelines, PipelineList),
+    _route("GET", "/pipelines", "List pipelines and their progress", list_pipelines, PipelineList),
     _route(
         "POST", "/pipelines", "Declare a pipeline", create, PipelineCreated, body=NewPipeline, status=HTTPStatus.CREATED
     ),
     _route("GET", _ONE, "Describe a pipeline", describe, PipelineDescription),
     _route("PATCH", _ONE, "Change settings of a pipeline", change, PipelineDescription, body=PipelineChanges),
-    _route("DELETE", _ONE, "Delete a pipeline; what it wrote stays", delete, None, status=HTTPStatus.NO_CONTENT),
-    _route("POST", f"{_ONE}/start", "Have a pipeline run; one that is parked is tried again", start, PipelineWanted),
-    _route("POST", f"{_ONE}/stop", "Have a pipeline run no more", stop, PipelineWanted),
-    _route("GET", f"{_ONE}/rules", "List the rules of a pipeline that routes", list_rules, RuleList),
-    _route("PATCH", f"{_ONE}/rules", "Put and delete rules in one step", change_rules, RulesChanged, body=RuleChanges),
+    _route("DELETE", _ONE, "Delete a pipeline; its output stays", delete, None, status=HTTPStatus.NO_CONTENT),
+    _route("POST", f"{_ONE}/start", "Start a pipeline; one that is parked is retried", start, PipelineWanted),
+    _route("POST", f"{_ONE}/stop", "Stop a pipeline", stop, PipelineWanted),
+    _route("GET", f"{_ONE}/rules", "List the rules of a route", list_rules, RuleList),
+    _route(
+        "PATCH",
+        f"{_ONE}/rules",
+        "Add, replace and delete rules atomically",
+        change_rules,
+        RulesChanged,
+        body=RuleChanges,
+    ),
 )

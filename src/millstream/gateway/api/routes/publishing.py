@@ -1,4 +1,4 @@
-"""Publishing: one message or many, in the forms that HTTP clients have them."""
+"""Publishing one message or many, in the forms that HTTP clients use."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from millstream.protocol.private.publish_once import partition_of, publish_once
 from millstream.protocol.records.record import NewRecord
 
 PARTITIONS_AT_ONCE: Final = 16
-"""To how many partitions one request publishes at the same time."""
+"""The number of partitions to which one request publishes concurrently."""
 K = TypeVar("K")
 
 MESSAGES: Final = "application/vnd.millstream.messages+json"
@@ -59,8 +59,8 @@ class PublishQuery(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deduplicate: Annotated[
         bool,
         Meta(
-            description="Store nothing whose id was published within the topic's `deduplication.window.ms`; then the "
-            "answer tells where the message stands. Every message needs an id."
+            description="Skip messages whose id was published within the topic's `deduplication.window.ms`; the "
+            "answer says where the original is stored. Every message needs an id."
         ),
     ] = False
 
@@ -74,17 +74,17 @@ class Published(msgspec.Struct, frozen=True, omit_defaults=True):
     offset: int
     timestamp: str
     duplicate: bool = False
-    """Whether it was there already."""
+    """Whether it had been stored before."""
 
 
 class PublishedBatch(msgspec.Struct, frozen=True):
-    """Where the messages of a batch were stored, in their order."""
+    """Where the messages of a batch were stored, in order."""
 
     messages: list[Published]
 
 
 async def publish(services: Services, request: Request[PublishQuery, bytes]) -> Any:
-    """Publish what a request holds; answered when it is as safe as the topic's settings say."""
+    """Publish the messages of a request; answer once they are as durable as the topic's settings demand."""
     topic = request.path["topic"]
     headers = request.headers
     services.pressure.check_pause(services.publishing.throttle_of(topic))
@@ -92,8 +92,8 @@ async def publish(services: Services, request: Request[PublishQuery, bytes]) -> 
     reader = _FORMS.get(media)
     if reader is None:
         if media.startswith(_EVENT_FORMATS):
-            # Stored as it is, an event in XML or Avro would be a message that nobody sees an event in.
-            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"events are taken as {STRUCTURED} or {BATCHED}")
+            # An event in XML or Avro, stored unparsed, would not be recognized as an event.
+            raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, f"send events as {STRUCTURED} or {BATCHED}")
         if media == JSON.encode():
             _check_json(request.body)
         placed = from_request(headers, request.body)
@@ -138,13 +138,13 @@ async def _publish_many(services: Services, topic: str, placeds: Sequence[Placed
 
 
 async def _publish_once(services: Services, topic: str, placeds: Sequence[Placed]) -> list[Published]:
-    """Publish what may have been published already."""
+    """Publish messages that may have been published before."""
     partitions = len((await _topic(services, topic)).partitions)
     now_ms = int(time.time() * 1000)
     by_partition: dict[int, list[int]] = {}
     for at, placed in enumerate(placeds):
         if placed.id is None:
-            raise invalid("a message needs an id to be known by; give it one")
+            raise invalid("deduplication needs a message id; set Message-Id or `id`")
         chosen = placed.partition
         if chosen is None:
             chosen = partition_of(placed.record.key, placed.id, partitions)
@@ -170,7 +170,7 @@ async def _publish_once(services: Services, topic: str, placeds: Sequence[Placed
 async def _placed_once(
     services: Services, topic: str, partition: int, records: Sequence[NewRecord]
 ) -> list[PlacedOnce | MillstreamError]:
-    """Publish to one partition; what is too large together goes in halves, in its order."""
+    """Publish to one partition; what is too large for one batch is halved, in order."""
     try:
         return [*await publish_once(services.publishing, topic, partition, records, patience_s=PAUSE_S_MAX)]
     except BatchTooLarge as error:
@@ -186,7 +186,7 @@ async def _placed_once(
 
 
 async def _together(publish_some: Callable[[K, list[int]], Awaitable[None]], shares: Mapping[K, list[int]]) -> None:
-    """Publish the shares of several partitions at the same time, but not of too many."""
+    """Publish to several partitions concurrently, within a limit."""
     room = asyncio.Semaphore(PARTITIONS_AT_ONCE)
 
     async def publish_share(partition: K, places: list[int]) -> None:
@@ -199,7 +199,7 @@ async def _together(publish_some: Callable[[K, list[int]], Awaitable[None]], sha
 
 
 def _all_published(outcomes: Sequence[Published | MillstreamError]) -> list[Published]:
-    """What was stored, if everything was; else a problem that tells what was and what was not."""
+    """Return the receipts if everything was stored; otherwise raise a problem that lists both."""
     failed = [(at, one) for at, one in enumerate(outcomes) if isinstance(one, MillstreamError)]
     stored = [one for one in outcomes if isinstance(one, Published)]
     if not failed:
@@ -225,13 +225,13 @@ async def _topic(services: Services, topic: str) -> Any:
 
 
 def _check_json(body: bytes) -> None:
-    """Refuse what says that it is JSON and is not: every reader of the message would stumble over it."""
+    """Refuse a body that is declared as JSON and is not: every reader of the message would fail on it."""
     read_json(_raw_decoder, body)
     if not body.isascii():
         try:
             body.decode()
         except UnicodeDecodeError as error:
-            raise Refused(HTTPStatus.BAD_REQUEST, f"the body is no JSON: {error}") from None
+            raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
 
 
 def _read_batch(body: bytes) -> list[Placed]:
@@ -268,7 +268,7 @@ ROUTES: Final = (
         answer=Published,
         other_answer=PublishedBatch,
         status=HTTPStatus.CREATED,
-        more={HTTPStatus.OK: "All of it was there already."},
+        more={HTTPStatus.OK: "All messages had been stored before."},
         lane=Lane.PUBLISH,
     ),
 )

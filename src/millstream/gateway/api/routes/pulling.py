@@ -1,4 +1,4 @@
-"""Pulling messages of a subscription, and settling them: accept, release, reject, extend."""
+"""Pull the messages of a subscription and settle them: accept, release, reject, extend."""
 
 from __future__ import annotations
 
@@ -41,23 +41,24 @@ class Pull(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wait_ms: Annotated[int, Meta(ge=0, le=WAIT_MS_MAX)] = 0
     max_bytes: Annotated[int, Meta(ge=1, le=PULL_BYTES_MAX)] = PULL_BYTES
     worker: WorkerName | None = None
-    """Who asks, for the subscription's `millstream.in.flight.max`; without it every pull is a worker of its own."""
+    """The worker's name, which counts towards the subscription's `millstream.in.flight.max`; without it every pull is a
+    worker of its own."""
 
 
 class PulledMessages(msgspec.Struct, frozen=True):
-    """Messages that are leased to whoever pulled them."""
+    """Messages leased to the client that pulled them."""
 
     messages: list[LeasedDocument]
 
 
 class Accepted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Done."""
+    """The message is done."""
 
     lease: Token
 
 
 class Released(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """To be delivered again: after a delay, else after the subscription's backoff."""
+    """Deliver the message again, after a delay or the subscription's backoff."""
 
     lease: Token
     delay_ms: DelayMs | None = None
@@ -65,21 +66,21 @@ class Released(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Not to be delivered again: it goes to the dead letter topic."""
+    """Dead-letter the message."""
 
     lease: Token
     reason: Reason = ""
 
 
 class Extended(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """To be held longer: from now on for so long, else for the subscription's lease."""
+    """Prolong the lease, by a given time or the subscription's lease duration."""
 
     lease: Token
     delay_ms: DelayMs | None = None
 
 
 class Settle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is said of messages, by their leases: of each the lease alone, or an object with what else is to be said."""
+    """Leases to settle, each given as its token alone or as an object with further members."""
 
     accept: list[Token | Accepted] = []
     release: list[Token | Released] = []
@@ -88,7 +89,7 @@ class Settle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What came of one lease; without an error, it is settled, durably."""
+    """The outcome of one lease; without an error it is settled durably."""
 
     lease: str
     error: str | None = None
@@ -96,14 +97,14 @@ class Settled(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SettledLeases(msgspec.Struct, frozen=True):
-    """What came of each, in the order accept, release, reject, extend."""
+    """The outcomes, in the order accept, release, reject, extend."""
 
     results: list[Settled]
     failed: int
 
 
 async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMessages:
-    """Lease messages; a client that hangs up before it has its answer leases none."""
+    """Lease messages; a client that disconnects before it has the answer leases none."""
     wanted = request.body
     name, worker = request.path["subscription"], services.new_worker(wanted.worker)
     request.memory.reserve(wanted.max_bytes)
@@ -115,7 +116,7 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
 
 
 async def receive_until(services: Services, receive: Receive, gone: asyncio.Future[None] | None) -> list[LeasedMessage]:
-    """Lease messages unless the client hangs up or the gateway stops meanwhile."""
+    """Lease messages unless the client disconnects or the gateway stops meanwhile."""
     leasing = asyncio.ensure_future(services.leasing.receive(receive))
     ends = (services.stopping,) if gone is None else (gone, services.stopping)
     is_wanted = False
@@ -129,14 +130,14 @@ async def receive_until(services: Services, receive: Receive, gone: asyncio.Futu
 
 
 async def _take_back(services: Services, receive: Receive, leasing: asyncio.Future[list[LeasedMessage]]) -> None:
-    """Nobody waits any more; what was leased in the last moment goes to others."""
+    """Return what was leased at the last moment, since no client waits for it."""
     leasing.cancel()
     with suppress(asyncio.CancelledError, MillstreamError):
         await services.leasing.give_back(receive.subscription, receive.worker, await leasing)
 
 
 def leased(message: LeasedMessage, worker: str) -> LeasedDocument:
-    """A leased message as its holder gets it."""
+    """Return a leased message as a document."""
     return LeasedDocument(
         lease=token_of(message, worker),
         attempt=message.attempt,
@@ -146,7 +147,7 @@ def leased(message: LeasedMessage, worker: str) -> LeasedDocument:
 
 
 async def settle_leases(services: Services, request: Request[NoFields, Settle]) -> SettledLeases:
-    """Settle each lease at its partition's leader; one that is lost keeps none of the others from it."""
+    """Settle each lease at its partition's leader; a failure does not affect the other leases."""
     body = request.body
     accept = [Accepted(one) if isinstance(one, str) else one for one in body.accept]
     release = [Released(one) if isinstance(one, str) else one for one in body.release]
@@ -154,9 +155,9 @@ async def settle_leases(services: Services, request: Request[NoFields, Settle]) 
     extend = [Extended(one) if isinstance(one, str) else one for one in body.extend]
     tokens = [one.lease for listed in (accept, release, reject, extend) for one in listed]
     if not 0 < len(tokens) <= SETTLE_MAX:
-        raise invalid(f"1 to {SETTLE_MAX} leases are settled at once, not {len(tokens)}")
+        raise invalid(f"give 1 to {SETTLE_MAX} leases, not {len(tokens)}")
     if len(set(tokens)) != len(tokens):
-        raise invalid("a lease is settled once in a request")
+        raise invalid("a lease is given twice; settle it once per request")
     verdicts = [
         *(Verdict(read_token(one.lease), Verb.ACCEPT) for one in accept),
         *(Verdict(read_token(one.lease), Verb.RELEASE, one.delay_ms, one.reason) for one in release),

@@ -32,7 +32,7 @@ Topics = Annotated[list[TopicName], Meta(min_length=1, max_length=TOPICS_MAX)]
 _OPTIONS: Final = {
     attribute: declared for attribute, declared in settings_of(SubscriptionSettings) if declared.name != START
 }
-"""Every setting but where it begins, by the name that it has here."""
+"""Every setting except the start position, by its name in the API."""
 
 
 def _type_of(declared: Setting) -> Any:
@@ -49,7 +49,7 @@ _FIELDS: Final[list[Any]] = [(attribute, _type_of(declared), UNSET) for attribut
 if TYPE_CHECKING:
 
     class Options(msgspec.Struct, frozen=True, kw_only=True):
-        """The settings of a subscription; one that is null is as by default."""
+        """The settings of a subscription; null stands for the default."""
 
 else:
     Options = msgspec.defstruct(
@@ -58,37 +58,37 @@ else:
 
 
 class NewSubscription(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A subscription to be made."""
+    """A subscription to create."""
 
     name: SubscriptionName
     topics: Topics
     start: str = "end"
-    """Where it begins: start, end, a time, or how long ago."""
+    """Where to start: start, end, a time, or an age."""
     settings: GivenSettings = msgspec.field(default_factory=dict)
     """Settings by their full names."""
 
 
 class SubscriptionChanges(Options, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to change; what is null goes back to what a new subscription has."""
+    """Changes; null resets a setting to its default."""
 
     topics: Topics | None = None
     settings: ChangedSettings = msgspec.field(default_factory=dict)
 
 
 class Created(msgspec.Struct, frozen=True):
-    """A subscription that was made."""
+    """A created subscription."""
 
     subscription: str
     id: str
     topics: list[str]
     missing_topics: list[str]
-    """Those that do not exist yet; their messages are delivered once they are there."""
+    """Topics that do not exist yet; their messages are delivered once they do."""
     dead_letter_topic: str
-    """Where messages go that fail for good; `none` if they are dropped."""
+    """Where messages that fail for good go; `none` if they are dropped."""
 
 
 class SubscriptionSummary(msgspec.Struct, frozen=True):
-    """A subscription in one line."""
+    """A subscription's summary."""
 
     subscription: str
     topics: list[str]
@@ -97,18 +97,18 @@ class SubscriptionSummary(msgspec.Struct, frozen=True):
     parked: int
     dead_lettered: int
     dropped: int
-    """Messages that failed for good, and were not kept."""
+    """Messages that failed for good and were not kept."""
     paused: bool
 
 
 class SubscriptionList(msgspec.Struct, frozen=True):
-    """Subscriptions, by their names."""
+    """Subscriptions, by name."""
 
     subscriptions: list[SubscriptionSummary]
 
 
 class QueueState(msgspec.Struct, frozen=True):
-    """A subscription on one partition: how many messages are in which state, and how many ended how."""
+    """The queue of one partition: messages by state and by outcome."""
 
     topic: str
     partition: int
@@ -131,13 +131,13 @@ class QueueState(msgspec.Struct, frozen=True):
 
 
 class NodePushState(PushState, frozen=True, kw_only=True):
-    """How one node gets on with the endpoint that a subscription's messages are pushed to."""
+    """The state of push to the subscription's endpoint on one node."""
 
     node: int
 
 
 class SubscriptionDescription(msgspec.Struct, frozen=True):
-    """A subscription with its settings and queues; secret settings are not told."""
+    """A subscription with its settings and queues, without secrets."""
 
     name: str
     subscription_id: str
@@ -150,7 +150,7 @@ class SubscriptionDescription(msgspec.Struct, frozen=True):
 
 
 class Seek(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where to go on: start, end, an offset, a time, or how long ago."""
+    """Where to continue: start, end, an offset, a time, or an age."""
 
     to: Annotated[str, Meta(min_length=1, max_length=100)]
     topic: str | None = None
@@ -158,7 +158,7 @@ class Seek(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class MovedQueue(msgspec.Struct, frozen=True):
-    """Where a queue goes on."""
+    """The new position of one queue."""
 
     topic: str
     partition: int
@@ -166,28 +166,28 @@ class MovedQueue(msgspec.Struct, frozen=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """Where the queues of a subscription go on."""
+    """The new positions of a subscription's queues."""
 
     subscription: str
     queues: list[MovedQueue]
 
 
 class Pausing(msgspec.Struct, frozen=True):
-    """Whether a subscription rests."""
+    """Whether a subscription is paused."""
 
     subscription: str
     paused: bool
 
 
 async def list_subscriptions(services: Services, request: Request[Listing, NoFields]) -> SubscriptionList:
-    """All subscriptions."""
+    """List all subscriptions."""
     found = await services.subscriptions.describe()
     shown = [one for one in found if request.query.internal or not one["name"].startswith(OWN_PREFIX)]
     return SubscriptionList([msgspec.convert(summary_of(one), SubscriptionSummary) for one in shown])
 
 
 async def create(services: Services, request: Request[NoFields, NewSubscription]) -> Created:
-    """Declare a subscription."""
+    """Create a subscription."""
     new = request.body
     settings = {name: value for name, value in {**_given(new), **texts_of(new.settings)}.items() if value is not None}
     known = (await services.client.metadata(new.topics)).topics
@@ -198,18 +198,18 @@ async def create(services: Services, request: Request[NoFields, NewSubscription]
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> SubscriptionDescription:
-    """One subscription."""
+    """Describe one subscription."""
     (described,) = await services.subscriptions.describe([request.path["subscription"]])
     described["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
     return msgspec.convert(described, SubscriptionDescription)
 
 
 async def change(services: Services, request: Request[NoFields, SubscriptionChanges]) -> SubscriptionDescription:
-    """Change a subscription, and say how it is then."""
+    """Change a subscription and describe it."""
     body = request.body
     changes = {**_given(body), **changes_of(body.settings)}
     if not changes and body.topics is None:
-        raise invalid("there is nothing to change; give topics or settings")
+        raise invalid("nothing to change; give `topics` or settings")
     await services.subscriptions.alter(request.path["subscription"], changes, topics=body.topics)
     return await describe(services, Request(request.path, NoFields(), NoFields(), request.headers, request.memory))
 
@@ -220,22 +220,22 @@ async def delete(services: Services, request: Request[Deletion, NoFields]) -> No
 
 
 async def seek(services: Services, request: Request[NoFields, Seek]) -> Moved:
-    """Have a subscription go on elsewhere; leases that are out become void."""
+    """Move a subscription to another position; open leases become void."""
     name, body = request.path["subscription"], request.body
     moved = await services.subscriptions.seek(name, place_of(body.to), topic=body.topic, partition=body.partition)
     if not moved:
-        raise Refused(HTTPStatus.NOT_FOUND, f"there is nothing to move: subscription {name!r} has no queue there")
+        raise Refused(HTTPStatus.NOT_FOUND, f"subscription {name!r} has no such queue; check topic and partition")
     moved.sort(key=lambda queue: (queue["topic"], queue["partition"]))
     return Moved(name, msgspec.convert(moved, list[MovedQueue]))
 
 
 async def pause(services: Services, request: Request[NoFields, NoFields]) -> Pausing:
-    """Give out no more messages; leases that are out can be settled."""
+    """Stop delivering messages; open leases can still be settled."""
     return await _set_paused(services, request.path["subscription"], "true")
 
 
 async def resume(services: Services, request: Request[NoFields, NoFields]) -> Pausing:
-    """Give out messages again."""
+    """Deliver messages again."""
     return await _set_paused(services, request.path["subscription"], None)
 
 
@@ -245,7 +245,7 @@ async def _set_paused(services: Services, name: str, value: str | None) -> Pausi
 
 
 def _given(body: Options) -> dict[str, str | None]:
-    """The settings that were given, by their full names and as texts."""
+    """Return the given settings by full name, as text."""
     given = {declared.name: getattr(body, attribute) for attribute, declared in _OPTIONS.items()}
     return {name: _text(value) for name, value in given.items() if value is not UNSET}
 
@@ -315,7 +315,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path=f"{_ONE}/seek",
-        summary="Go on at another place",
+        summary="Move a subscription to another position",
         handle=seek,
         query=NoFields,
         body=Seek,
@@ -325,7 +325,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path=f"{_ONE}/pause",
-        summary="Give out no more messages",
+        summary="Pause delivery",
         handle=pause,
         query=NoFields,
         body=NoFields,
@@ -335,7 +335,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path=f"{_ONE}/resume",
-        summary="Give out messages again",
+        summary="Resume delivery",
         handle=resume,
         query=NoFields,
         body=NoFields,

@@ -37,19 +37,19 @@ Copies = Annotated[int, Meta(ge=1, le=2**15 - 1)]
 
 
 class Listing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which ones."""
+    """Which topics to list."""
 
-    internal: Annotated[bool, Meta(description="Show Millstream's own too.")] = False
+    internal: Annotated[bool, Meta(description="Include internal topics.")] = False
 
 
 class Deletion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How to delete."""
 
-    force: Annotated[bool, Meta(description="Also when it has open dead letters.")] = False
+    force: Annotated[bool, Meta(description="Delete it even if it has open dead letters.")] = False
 
 
 class TopicSummary(msgspec.Struct, frozen=True):
-    """A topic in one line."""
+    """A topic's summary."""
 
     topic: str
     id: str
@@ -59,26 +59,26 @@ class TopicSummary(msgspec.Struct, frozen=True):
 
 
 class TopicCreated(TopicSummary, frozen=True):
-    """A topic that was made."""
+    """A created topic."""
 
     pipeline: str | None
-    """The pipeline that keeps a table of it, if that was asked for."""
+    """The pipeline that lands it, if one was requested."""
     notes: list[str]
-    """What its owner should know, such as copies that it does not have."""
+    """Hints for the owner, such as replicas that the topic does not have."""
 
 
 class TopicList(msgspec.Struct, frozen=True):
-    """Topics, by their names."""
+    """Topics, by name."""
 
     topics: list[TopicSummary]
 
 
 class NewTopic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A topic to be made; what is left out is as the node's defaults have it."""
+    """A topic to create; missing members take the node's defaults."""
 
     topic: TopicName | UnsetType = UNSET
     name: (
-        Annotated[TopicName, Meta(description="Another word for `topic`.", extra_json_schema={"deprecated": True})]
+        Annotated[TopicName, Meta(description="An alias of `topic`.", extra_json_schema={"deprecated": True})]
         | UnsetType
     ) = UNSET
     partitions: Number | None = None
@@ -87,16 +87,16 @@ class NewTopic(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     description: str | None = None
     contract: str | None = None
     settings: GivenSettings = {}
-    land: Annotated[bool, Meta(description="Keep a lake table of it, by a pipeline called land-NAME.")] = False
+    land: Annotated[bool, Meta(description="Land it in a lake table, with a pipeline called land-NAME.")] = False
 
     def __post_init__(self) -> None:
-        """Refuse what is called nothing, or twice."""
+        """Refuse a topic without a name or with two."""
         if (self.topic is UNSET) == (self.name is UNSET):
-            raise ValueError("`topic` has to say what the topic is called")
+            raise ValueError("`topic` is missing; it is the name of the topic")
 
     @property
     def called(self) -> str:
-        """The name, by whichever word it was given."""
+        """Return the name, from whichever member gives it."""
         return f"{self.name if self.topic is UNSET else self.topic}"
 
 
@@ -104,7 +104,7 @@ _Topic = Annotated[NewTopic, Meta(extra_json_schema={"oneOf": [{"required": ["to
 
 
 class TopicChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What to change; a setting that is null goes back to the node's default, an empty text takes one away."""
+    """Changes; null resets a setting to the node's default, an empty string clears a description."""
 
     partitions: Number | None = None
     owner: str | None = None
@@ -114,14 +114,14 @@ class TopicChanges(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class DamagedOffsets(msgspec.Struct, frozen=True):
-    """Offsets that the disk lost: from `first` to before `next`."""
+    """Offsets that the disk lost, from `first` up to but excluding `next`."""
 
     first: int
     next: int
 
 
 class PartitionDescription(msgspec.Struct, frozen=True):
-    """One partition; `start` is its first offset, `end` the next one."""
+    """One partition; `start` is its first offset, `end` the next one to be written."""
 
     partition: int
     leader: int
@@ -144,33 +144,33 @@ class TopicDescription(msgspec.Struct, frozen=True):
     partitions: list[PartitionDescription]
     settings: dict[str, str | None]
     overrides: dict[str, str | None]
-    """Those settings that the topic's owner set."""
+    """The settings that the topic overrides."""
 
 
 class TopicChanged(TopicDescription, frozen=True):
-    """A topic as it is after it was changed."""
+    """A topic after a change."""
 
     notes: list[str]
-    """What its owner should know, such as messages that a pipeline has not taken yet."""
+    """Hints for the owner, such as messages that a pipeline has not read yet."""
 
 
 class TopicDeleted(msgspec.Struct, frozen=True):
-    """A topic that was deleted."""
+    """A deleted topic."""
 
     topic: str
     notes: list[str]
-    """Who read it, and what they had not taken yet."""
+    """The pipelines that read it, and what they had not read yet."""
 
 
 async def list_topics(services: Services, request: Request[Listing, NoFields]) -> TopicList:
-    """All topics."""
+    """List all topics."""
     topics = (await services.client.metadata()).topics.values()
     shown = sorted((one for one in topics if request.query.internal or not one.is_internal), key=lambda one: one.name)
     return TopicList([_summary(one) for one in shown])
 
 
 async def create(services: Services, request: Request[NoFields, NewTopic]) -> TopicCreated:
-    """Make a topic."""
+    """Create a topic."""
     new = request.body
     settings = {**texts_of(new.settings), **_card(new)}
     if new.land:
@@ -189,19 +189,19 @@ async def create(services: Services, request: Request[NoFields, NewTopic]) -> To
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> TopicDescription:
-    """One topic."""
+    """Describe one topic."""
     return msgspec.convert(
         await describe_topic(services.client, request.path["topic"], advice=ADVICE), TopicDescription
     )
 
 
 async def alter(services: Services, request: Request[NoFields, TopicChanges]) -> TopicChanged:
-    """Change a topic, and say how it is then."""
+    """Change a topic and describe it."""
     name, body = request.path["topic"], request.body
     settings = changes_of(body.settings)
     changes: dict[str, str | None] = {**settings, **{key: text or None for key, text in _card(body).items()}}
     if not changes and body.partitions is None:
-        raise invalid("there is nothing to change; give settings, partitions or what is said about the topic")
+        raise invalid("nothing to change; give settings, partitions, owner, description or contract")
     topic = await find_topic(services.client, name, advice=ADVICE)
     await check_settings_exist(services.client, name, [key for key, value in settings.items() if value is None])
     if changes:

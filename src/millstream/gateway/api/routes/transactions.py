@@ -1,4 +1,4 @@
-"""Transactions: list, describe, abort, and those that hang."""
+"""Transactions: list, describe, abort, and hanging ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millstream.gateway.api.services import Services
 
 
 class Transactions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which ones."""
+    """Which transactions to list."""
 
     state: Annotated[list[str], Meta(max_length=20, description="Only in these states.")] = []
     longer_than_ms: Annotated[
@@ -32,7 +32,7 @@ class Transactions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransactionSummary(msgspec.Struct, frozen=True):
-    """A transactional id in one line."""
+    """A transactional id's summary."""
 
     transactional_id: str
     producer_id: int
@@ -46,7 +46,7 @@ class TransactionList(msgspec.Struct, frozen=True):
 
 
 class TransactionDescription(msgspec.Struct, frozen=True):
-    """A transactional id with everything that its coordinator knows."""
+    """A transactional id as its coordinator knows it."""
 
     transactional_id: str
     state: str
@@ -59,14 +59,14 @@ class TransactionDescription(msgspec.Struct, frozen=True):
 
 
 class Aborted(msgspec.Struct, frozen=True):
-    """A transaction that was ended, and the state it was in."""
+    """An aborted transaction and the state it was in."""
 
     transactional_id: str
     state: str
 
 
 class HangingTransaction(msgspec.Struct, frozen=True):
-    """What is open on a partition although no coordinator will end it."""
+    """A transaction that is open on a partition and that no coordinator will end."""
 
     topic: str
     partition: int
@@ -76,13 +76,15 @@ class HangingTransaction(msgspec.Struct, frozen=True):
 
 
 class HangingList(msgspec.Struct, frozen=True):
-    """What hangs."""
+    """Hanging transactions."""
 
     transactions: list[HangingTransaction]
 
 
 class AbortHanging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What to end on one partition; `force` does it although a coordinator knows it, which tears it."""
+    """The transaction to abort on one partition; `force` does so although a coordinator knows it, which makes it
+    non-atomic.
+    """
 
     topic: Annotated[str, Meta(min_length=1, max_length=249)]
     partition: Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -91,14 +93,14 @@ class AbortHanging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 async def list_all(services: Services, request: Request[Transactions, NoFields]) -> TransactionList:
-    """Transactional ids and their states."""
+    """List transactional ids with their states."""
     longer = -1 if request.query.longer_than_ms is None else request.query.longer_than_ms
     found = await list_transactions(services.client, states=request.query.state, longer_than_ms=longer)
     return TransactionList([TransactionSummary(**asdict(one)) for one in found])
 
 
 async def describe(services: Services, request: Request[NoFields, NoFields]) -> TransactionDescription:
-    """One transactional id."""
+    """Describe one transactional id."""
     found = await describe_transaction(services.client, request.path["transaction"])
     partitions = [(one.topic, int(one.partition)) for one in found.partitions]
     started_ms = None if found.started_ms < 0 else found.started_ms
@@ -115,18 +117,18 @@ async def describe(services: Services, request: Request[NoFields, NoFields]) -> 
 
 
 async def abort(services: Services, request: Request[NoFields, NoFields]) -> Aborted:
-    """End a transaction; its producer is fenced."""
+    """Abort a transaction and fence its producer."""
     name = request.path["transaction"]
     return Aborted(name, await abort_transaction(services.client, name))
 
 
 async def list_hanging(services: Services, request: Request[NoFields, NoFields]) -> HangingList:
-    """What no coordinator will end."""
+    """List hanging transactions."""
     return HangingList([_hanging(one) for one in await hanging_transactions(services.client)])
 
 
 async def abort_hanging(services: Services, request: Request[NoFields, AbortHanging]) -> HangingTransaction:
-    """Write the marker that nobody else will write."""
+    """Write the abort marker of a hanging transaction."""
     body = request.body
     where = TopicPartition(body.topic, PartitionIndex(body.partition))
     return _hanging(await abort_on_partition(services.client, where, body.producer_id, force=body.force))
@@ -172,7 +174,7 @@ ROUTES: Final = (
     Route(
         method="GET",
         path="/hanging-transactions",
-        summary="List what no coordinator will end",
+        summary="List hanging transactions",
         handle=list_hanging,
         query=NoFields,
         body=NoFields,
@@ -182,7 +184,7 @@ ROUTES: Final = (
     Route(
         method="POST",
         path="/hanging-transactions",
-        summary="Abort what hangs on a partition",
+        summary="Abort a hanging transaction",
         handle=abort_hanging,
         query=NoFields,
         body=AbortHanging,

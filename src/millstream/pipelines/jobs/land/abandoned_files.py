@@ -1,9 +1,8 @@
-"""Files of attempts that failed, which nobody will ever commit: they are deleted soon, not by the vacuum after a week.
+"""Files of failed attempts, which will never be committed: deleted soon instead of by the vacuum after a week.
 
-When a task fails, others of its job have written files that nobody hears of, and some go on for a while although they
-were cancelled. The names of files have the attempt, so that they are found; it is looked for them at once, and again
-once a minute until nothing came for a while. Only attempts are here of which the driver knows that no commit was ever
-tried.
+When a task fails, other tasks of its job have written files that no one reports, and some go on for a while after they
+were cancelled. File names contain the attempt, so the files can be found: they are looked for at once, and again every
+minute until none has appeared for a while. Only attempts for which no commit was ever tried are tracked.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from millstream.pipelines.lake.storage import Storage
 _logger = logging.getLogger(__name__)
 
 KEPT_S: Final = 600.0
-"""For so long it is looked for files of an attempt at most; whatever is written later is left to the vacuum."""
+"""How long files of an attempt are looked for; later ones are left to the vacuum."""
 PAUSE_S: Final = 60.0
-"""A folder is looked into again no sooner than this."""
+"""The pause between two looks into a folder."""
 LOOKS: Final = 3
-"""After so many looks in a row that found nothing a folder is forgotten; tasks that were cancelled have ended then."""
+"""After this many looks in a row without a find a folder is forgotten; cancelled tasks have ended by then."""
 SWEEP_S: Final = 20.0
-"""How long one sweep takes at most, but for the looks that have begun; others wait for the next one."""
+"""The time limit of a sweep, except for looks in progress; the rest waits for the next one."""
 PLACES_MAX: Final = 1000
-"""So many folders are looked into; those of which it has been known the longest are left to the vacuum."""
+"""The most folders that are tracked; the oldest are left to the vacuum."""
 _AT_ONCE: Final = 8
 
 Key = tuple[str, str]
@@ -40,25 +39,25 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class _Folder:
-    """A folder of a table; the empty one is all of it."""
+    """A folder of a table; an empty path is the whole table."""
 
     storage: Storage
     path: str
     attempts: dict[str, float] = field(default_factory=dict)
-    """By attempt, until when it is looked for what it wrote."""
+    """When to stop looking for the files of each attempt."""
     due: float = 0.0
-    """When it is looked into next."""
+    """When to look next."""
     in_vain: int = 0
-    """How many looks in a row found nothing."""
+    """Looks in a row that found nothing."""
 
     def is_wanted(self, now: float) -> bool:
-        """Whether it is looked into again; attempts of long ago are forgotten."""
+        """Whether to look again; expired attempts are forgotten."""
         self.attempts = {attempt: until for attempt, until in self.attempts.items() if until > now}
         return bool(self.attempts) and self.in_vain < LOOKS
 
 
 class AbandonedFiles:
-    """What the attempts of one pipeline left."""
+    """The abandoned files of one pipeline."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -68,7 +67,7 @@ class AbandonedFiles:
     def watch(
         self, attempt: str, places: Sequence[tuple[Storage, str]], progress: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """Have an attempt write into folders; if it fails all of its files are deleted, now and for a while."""
+        """Track an attempt that writes to folders; if it fails, delete all of its files, now and for a while."""
         try:
             yield
         except BaseException:
@@ -77,12 +76,12 @@ class AbandonedFiles:
             raise
 
     def sweep(self, progress: Callable[[], None] = lambda: None) -> int:
-        """Delete what is there in folders that are due; how many files. What fails is tried again later."""
+        """Delete the files in folders that are due and return how many; failures are retried later."""
         now = self._clock()
         return self._sweep([key for key, folder in list(self._folders.items()) if folder.due <= now], progress)
 
     def _add(self, attempt: str, places: Sequence[tuple[Storage, str]]) -> None:
-        """Know where an attempt has written; the folders that were known the longest are the first of all."""
+        """Track the folders of an attempt, dropping the oldest ones beyond the limit."""
         now = self._clock()
         for storage, path in places:
             folder = self._folders.pop((storage.url, path), None) or _Folder(storage, path)
@@ -108,13 +107,13 @@ class AbandonedFiles:
             if not folder.is_wanted(now):
                 self._folders.pop(key, None)
             elif folder.due > now and self._folders.pop(key, None) is not None:
-                # Those that had no turn come first the next time.
+                # Folders without a turn come first the next time.
                 self._folders[key] = folder
         return deleted
 
 
 class _Looks:
-    """The looks of one sweep, several at a time; they end when one fails: a store that is away keeps all waiting."""
+    """The looks of one sweep, several at a time; one failure ends them, since an unavailable store delays all."""
 
     def __init__(self, clock: Callable[[], float], progress: Callable[[], None]) -> None:
         self._clock = clock
@@ -123,7 +122,7 @@ class _Looks:
         self._is_over = False
 
     def look(self, folder: _Folder) -> int:
-        """Delete what is there, unless the sweep is over; how many files."""
+        """Delete the files in a folder, unless the sweep is over; return how many."""
         if self._is_over or self._clock() > self._until:
             return 0
         deleted = 0
@@ -143,7 +142,7 @@ _lock = threading.Lock()
 
 
 def abandoned_files_of(pipeline_id: UUID) -> AbandonedFiles:
-    """What a pipeline left in this process: a job that failed is made anew, and its tasks may go on."""
+    """Return a pipeline's abandoned files in this process: a failed job is recreated while its tasks may continue."""
     with _lock:
         return _known.setdefault(pipeline_id, AbandonedFiles())
 
@@ -153,7 +152,7 @@ def _swept(folder: _Folder) -> int:
     found = [path for path in folder.storage.data_files(folder.path) if _is_of(path, folder.attempts)]
     if not found:
         return 0
-    # They are in no commit. Should that ever be wrong, the table is worth more than the room.
+    # They are in no commit; if that were ever wrong, the table is worth more than the space.
     log = DeltaLog(folder.storage)
     log.refresh()
     left = set(found) - set(log.paths())
@@ -163,6 +162,6 @@ def _swept(folder: _Folder) -> int:
 
 
 def _is_of(path: str, attempts: dict[str, float]) -> bool:
-    """Whether one of the attempts has written a file: rows of messages, or a file anew."""
+    """Whether one of the attempts has written or rewritten a file."""
     name = path.rpartition("/")[2]
     return any(f"_{attempt}" in name or f".{attempt}." in name for attempt in attempts)

@@ -1,15 +1,18 @@
-"""JSON payloads as typed columns, with the reason for every payload that cannot be had as such.
+"""JSON payloads as typed columns, with the reason for every payload that cannot be decoded.
 
-Whole batches go through the compiled parser of Arrow. A batch that it refuses is cut into smaller ones, so that only
-the neighbours of an odd payload are looked at one by one. Both ways agree on what they both take, which a test shows:
-whether a message is put into quarantine never depends on its neighbours.
+Whole batches go through Arrow's compiled parser. A batch that it refuses is divided, so that only the neighbours of an
+odd payload are decoded one by one. Both ways agree on everything that both accept, as a test shows: quarantine never
+depends on a message's neighbours.
+
+Fields whose names differ from a column's in case alone go to that column, since readers of tables ignore case. The
+field spelled like the column comes first where it has a value; others follow in the order of their names.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import date
 from decimal import Decimal, InvalidOperation
@@ -20,15 +23,170 @@ import pyarrow.compute as pc
 import pyarrow.json as pj
 
 from millstream.pipelines.jobs.land.inference import grown, grown_by, joined_schemas, type_of
-from millstream.pipelines.jobs.land.spelling import Spellings, merged, others_in, picked, with_others
 from millstream.pipelines.lake.column_path import ELEMENT, Place, path_text, retyped
 from millstream.pipelines.source.json_nesting import NESTING_MAX, is_text_too_deep, is_too_deep
+
+_PATTERN_MAX: Final = 16_000
+"""Longer patterns are not searched for in a single pass."""
+
+_NAMES_BYTES_MAX: Final = 256 * 1024
+"""In this little text, extracting all names is faster than compiling a pattern."""
+
+_ESCAPED: Final = r"\\u[0-9A-Fa-f]{4}"
+_LETTER_ESCAPED: Final = r"\\u00[4-7]"
+"""Letters may be escaped, though hardly anyone does it."""
+
+_NAME: Final = re.compile(r'("(?:[^"\\]|\\.)*")\s*:')
+
+
+def picked(document: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Return an object's values for these columns, under any spelling; None where there is none."""
+    values: dict[str, Any] = {}
+    others: dict[str, Any] | None = None
+    for name in names:
+        value = document.get(name)
+        if value is None:
+            others = _by_lower(document) if others is None else others
+            value = others.get(name.lower())
+        values[name] = value
+    return values
+
+
+def _by_lower(document: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name in sorted(document):
+        if document[name] is not None:
+            found.setdefault(name.lower(), document[name])
+    return found
+
+
+class Spellings:
+    """Finds other spellings of column names in JSON texts, fast when there are none."""
+
+    def __init__(self, fields: pa.Schema) -> None:
+        self._known = frozenset(_names(fields))
+        self._lower = frozenset(name.lower() for name in self._known)
+        self._patterns = list(_patterns(self._known))
+
+    def in_texts(self, texts: pa.Array) -> frozenset[str]:
+        """Return the other spellings in these texts, possibly with some false positives."""
+        if texts.nbytes > _NAMES_BYTES_MAX and not self._are_in(texts):
+            return frozenset()
+        quoted = {name for text in texts.to_pylist() for name in _NAME.findall(text)}
+        names = {_unquoted(name) for name in quoted} - self._known
+        return frozenset(name for name in names if name.lower() in self._lower)
+
+    def _are_in(self, texts: pa.Array) -> bool:
+        return any(pc.any(pc.match_substring_regex(texts, pattern)).as_py() for pattern in self._patterns)
+
+
+def others_in(known: Iterable[pa.Field], found: Iterable[pa.Field]) -> set[str]:
+    """Return the other spellings of known fields among those found."""
+    by_lower = {field.name.lower(): field for field in known}
+    others: set[str] = set()
+    for field in found:
+        have = by_lower.get(field.name.lower())
+        if have is not None:
+            if have.name != field.name:
+                others.add(field.name)
+            others |= others_in(_inner(have.type), _inner(field.type))
+    return others
+
+
+def with_others(fields: Iterable[pa.Field], others: Iterable[str]) -> list[pa.Field]:
+    """Add each field under its other spellings."""
+    spelled = sorted(others)
+    return [
+        field.with_name(name).with_type(_type_with_others(field.type, spelled))
+        for field in fields
+        for name in (field.name, *_spellings(field.name, spelled))
+    ]
+
+
+def merged(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    """Merge values that were read under several spellings into their columns."""
+    if pa.types.is_list(kind):
+        values = merged(array.values, kind.value_type)
+        return pa.ListArray.from_arrays(array.offsets, values, type=kind, mask=array.is_null())
+    if not pa.types.is_struct(kind):
+        return array
+    columns = []
+    for field in kind:
+        names = (field.name, *_spellings(field.name, sorted(one.name for one in array.type)))
+        columns.append(pc.coalesce(*(merged(array.field(name), field.type) for name in names)))
+    return pa.StructArray.from_arrays(columns, fields=list(kind), mask=array.is_null())
+
+
+def _spellings(name: str, names: Iterable[str]) -> list[str]:
+    return [other for other in names if other != name and other.lower() == name.lower()]
+
+
+def _type_with_others(kind: pa.DataType, others: list[str]) -> pa.DataType:
+    if pa.types.is_struct(kind):
+        return pa.struct(with_others(kind, others))
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_type_with_others(kind.value_type, others)))
+    return kind
+
+
+def _inner(kind: pa.DataType) -> list[pa.Field]:
+    if pa.types.is_list(kind):
+        return _inner(kind.value_type)
+    return list(kind) if pa.types.is_struct(kind) else []
+
+
+def _names(fields: Iterable[pa.Field]) -> Iterator[str]:
+    for field in fields:
+        yield field.name
+        yield from _names(_inner(field.type))
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return ""
+
+
+def _patterns(names: Iterable[str]) -> Iterator[str]:
+    """Return patterns that find the names in any spelling but their own."""
+    pieces = [piece for name in sorted(names) if (piece := _otherwise(name))]
+    while pieces:
+        size = count = 0
+        while count < len(pieces) and (not count or size + len(pieces[count]) <= _PATTERN_MAX):
+            size += len(pieces[count])
+            count += 1
+        yield f'"(?:{"|".join(pieces[:count])})"|{_LETTER_ESCAPED}'
+        pieces = pieces[count:]
+
+
+def _otherwise(name: str) -> str:
+    """Return a pattern for a name with at least one letter in the other case; empty if it has no letter."""
+    pattern = ""
+    rest = ""
+    for letter in reversed(name):
+        choices = [f"{other}{rest}" for other in _other_cases(letter)]
+        if pattern:
+            choices.append(f"{re.escape(letter)}{pattern}")
+        pattern = f"(?:{'|'.join(choices)})" if choices else ""
+        rest = _any_case(letter) + rest
+    return pattern
+
+
+def _other_cases(letter: str) -> list[str]:
+    escaped = [] if letter.isascii() else [_ESCAPED]
+    return [*(re.escape(case) for case in {letter.lower(), letter.upper()} - {letter}), *escaped]
+
+
+def _any_case(letter: str) -> str:
+    cases = [re.escape(letter), *_other_cases(letter)]
+    return cases[0] if len(cases) == 1 else f"(?:{'|'.join(cases)})"
+
 
 _SHOWN_MAX: Final = 60
 
 _FINER: Final = re.compile(r"(\.[0-9]{6})[0-9]{1,3}(?![0-9])")
-
-"""The digits of a time beyond its microseconds."""
+"""The digits of a time beyond microseconds."""
 
 _BITS: Final = {pa.int8(): 8, pa.int16(): 16, pa.int32(): 32, pa.int64(): 64}
 
@@ -46,11 +204,11 @@ _NAMES: Final = {
 
 
 class Misfit(Exception):
-    """Why a payload cannot be had as columns."""
+    """Why a payload cannot be decoded."""
 
 
 class _Number(float):
-    """A number with a fraction or an exponent, and how it was written."""
+    """A number with a fraction or an exponent, and its spelling."""
 
     __slots__ = ("text",)
     text: str
@@ -62,28 +220,28 @@ class _Number(float):
 
 
 def parsed(value: bytes | None) -> dict[str, Any]:
-    """The object of a payload; a message without one is an empty object. Raise `Misfit` if it is none."""
+    """Parse the object of a payload, empty for a message without one; raise `Misfit` if it is not an object."""
     if value is None:
         return {}
     try:
         text = value.decode("utf-8")
         if is_text_too_deep(text):
-            raise Misfit(f"the payload has more than {NESTING_MAX} objects and arrays within each other")
+            raise Misfit(f"the payload nests more than {NESTING_MAX} objects and arrays")
         document = json.loads(text, parse_float=_Number)
         json.dumps(document, ensure_ascii=False).encode("utf-8")
     except UnicodeDecodeError as error:
         raise Misfit(f"the payload is not UTF-8: byte {error.start} cannot be read") from None
     except UnicodeEncodeError:
-        raise Misfit("the payload has half of a surrogate pair, which is no character") from None
+        raise Misfit("the payload contains an unpaired surrogate") from None
     except ValueError as error:
         raise Misfit(f"the payload is not JSON: {error}" if value.strip() else "the payload is empty") from None
     if not isinstance(document, dict):
-        raise Misfit(f"the payload is no JSON object but {_shown(document)}")
+        raise Misfit(f"the payload is not a JSON object but {_shown(document)}")
     return document
 
 
 def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
-    """A value as its column takes it; raise `Misfit` if it does not fit."""
+    """Convert a value to its column's type; raise `Misfit` if it does not fit."""
     if value is None:
         return None
     if pa.types.is_string(kind):
@@ -98,9 +256,9 @@ def value_for(value: Any, kind: pa.DataType, path: str) -> Any:
 
 
 def wider(value: Any, kind: pa.DataType, above: Place = ()) -> Iterator[Place]:
-    """The places that are long and have a number here which only a double takes.
+    """Return the paths of long columns whose value here only a double can hold.
 
-    A whole number of more than 64 bits that is written with all its digits is none: a double would not keep them.
+    An integer of more than 64 bits written with all its digits does not count: a double would not keep them.
     """
     if pa.types.is_struct(kind) and isinstance(value, Mapping):
         values = picked(value, (field.name for field in kind))
@@ -151,7 +309,7 @@ def _double(value: Any, name: str, path: str) -> float:
         number = float(value)
     except OverflowError:
         _refuse(value, name, path)
-    # A number that is written out is never infinite; one that is called so is.
+    # A number that is written out is never infinite; only the word is.
     if isinstance(value, _Number) and number in (float("inf"), float("-inf")):
         _refuse(value, name, path)
     return number
@@ -174,9 +332,9 @@ def _day(value: str, path: str) -> date:
 
 
 def _by_arrow(value: str, kind: pa.DataType, name: str, path: str) -> Any:
-    """Times are read by the parser that reads whole batches, so that both ways agree."""
+    """Read times with the parser of whole batches, so that both ways agree."""
     schema = pa.schema([pa.field("value", kind)])
-    # Java and Go write nanoseconds, of which columns keep the microseconds.
+    # Java and Go write nanoseconds, of which columns keep microseconds.
     text = json.dumps({"value": _FINER.sub(r"\1", value)}).encode()
     try:
         options = pj.ParseOptions(explicit_schema=schema)
@@ -195,18 +353,14 @@ def _shown(value: Any) -> str:
 
 
 def _refuse(value: Any, name: str, path: str) -> NoReturn:
-    raise Misfit(f"{path}: {_shown(value)} is no {name}")
+    raise Misfit(f"{path}: {_shown(value)} is not of type {name}")
 
 
 _APART_MAX: Final = 32
-
-"""So few are looked at one by one."""
-
+"""Up to this many payloads are decoded one by one."""
 
 _OTHERS_MAX: Final = 32
-
-"""With more spellings of the same names payloads are looked at one by one."""
-
+"""With more spellings of the same names, payloads are decoded one by one."""
 
 _CUTS: Final = 8
 
@@ -215,19 +369,19 @@ _BLANK: Final = " \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The payloads of a batch: a column for every field, and why a row cannot be had, or null."""
+    """The payloads of a batch: a column per field, and for each row null or why it cannot be decoded."""
 
     columns: pa.StructArray
     reasons: pa.Array
     found: pa.Schema
-    """The fields that are known with what was found beside them; only where fields are looked for."""
+    """The known fields and those found in addition, if fields are looked for."""
 
 
 class Decoder:
-    """Decodes payloads by the fields that are known; when it `evolves`, it also finds those that are not.
+    """Decodes payloads by known fields; with `evolves` it also finds new ones.
 
-    When it `widens`, whole numbers are found to be double where a payload would fit then, except at places that are
-    `fixed`: for these it is known why they stay as they are.
+    With `widens`, long columns become double where a payload then fits, except at `fixed` paths, for which the reason
+    is known.
     """
 
     def __init__(
@@ -238,13 +392,13 @@ class Decoder:
         self._widens = widens and evolves
         self._fixed = fixed or {}
         self._kind = pa.struct(list(fields))
-        # The parser takes days as numbers only.
+        # The parser accepts days only as numbers.
         self._parsed_as = pa.schema([field.with_type(_parsed_type(field.type)) for field in fields])
-        # Where fields are looked for, their other spellings are found with them.
+        # Where fields are looked for, other spellings are found with them.
         self._spellings = None if evolves else Spellings(fields)
 
     def decode(self, values: pa.Array) -> Decoded:
-        """Decode a column of payloads; a message without one has no fields, which is no fault."""
+        """Decode a column of payloads; a message without one has no fields, which is not an error."""
         if not len(values):
             empty = pa.array([], self._kind)
             return Decoded(empty, pa.array([], pa.string()), self._fields)
@@ -264,7 +418,7 @@ class Decoder:
     # -- all at once ----------------------------------------------------------------------------------------------
 
     def _together(self, values: pa.Array) -> Decoded | None:
-        """Everything at once; None if some payload is not as it should be."""
+        """Decode everything at once; None if some payload is not regular."""
         texts = _texts(values)
         text = None if texts is None else _lines(texts)
         if text is None:
@@ -284,7 +438,7 @@ class Decoder:
         found = grown(self._fields, table.schema) if self._evolves else self._fields
         wanted = table.select(schema.names)
         if wanted.schema.types != schema.types:
-            # Something that no column is made of stands inside of one that there is.
+            # A value that no column holds lies inside of one that exists.
             table = _read(text, schema, evolves=False)
             if table is None or table.num_rows != rows:
                 return None
@@ -326,7 +480,7 @@ class Decoder:
     def _one(
         self, value: bytes | None, found: list[pa.Schema], wide: set[Place]
     ) -> tuple[dict[str, object], str | None]:
-        """One row and what is wrong with it; fields that fit are in it all the same."""
+        """Decode one row and return what is wrong with it; fields that fit are kept."""
         row: dict[str, object] = {}
         try:
             document = parsed(value)
@@ -348,7 +502,7 @@ class Decoder:
         return row, reason
 
     def _widened(self, document: dict[str, object], reason: str) -> tuple[str, set[Place]]:
-        """Why a payload does not fit, and the places that have to become double for it to fit, if that is all."""
+        """Return why a payload does not fit, and the paths that have to become double for it to fit, if that is all."""
         places = set(wider(document, self._kind))
         fixed = sorted(places & self._fixed.keys())
         if fixed:
@@ -363,7 +517,7 @@ class Decoder:
 
 
 def _texts(values: pa.Array) -> pa.Array | None:
-    """The payloads as text; None if one of them is no object for sure, or nothing that the parser survives."""
+    """Return the payloads as text; None if one is certainly not an object, or would crash the parser."""
     try:
         texts = values.cast(pa.string())
     except pa.ArrowInvalid:
@@ -372,13 +526,13 @@ def _texts(values: pa.Array) -> pa.Array | None:
     if not pc.all(pc.and_(pc.starts_with(texts, "{"), pc.ends_with(texts, "}"))).as_py() or is_too_deep(texts):
         return None
     if pc.any(pc.match_substring(texts, "\n")).as_py():
-        # Between two words of JSON the one is as good as the other, and neither may stand within one.
+        # Between JSON tokens either is white space, and neither may occur within one.
         texts = pc.replace_substring(texts, "\n", "\r")
     return texts
 
 
 def _lines(texts: pa.Array) -> pa.Buffer | None:
-    """Texts as lines of one; None if they are too much for that."""
+    """Join texts as lines; None if they are too large for that."""
     lines = pa.ListArray.from_arrays(pa.array([0, len(texts)], pa.int32()), texts)
     try:
         return pc.binary_join(lines, "\n")[0].as_buffer()
@@ -406,7 +560,7 @@ def _parsed_type(kind: pa.DataType) -> pa.DataType:
 
 
 def _has_infinity(array: pa.Array) -> bool:
-    """Whether a number may be one that was too large: that is decided by looking at it."""
+    """Whether a number may have overflowed, which decoding it by itself shows."""
     kind = array.type
     if pa.types.is_floating(kind):
         return bool(pc.any(pc.is_inf(array)).as_py())

@@ -1,8 +1,8 @@
-"""Messages that have the id of one that was landed before: which they are, so that they are left out.
+"""Finds messages whose id was landed before, so that they are left out.
 
-The ids of the last while are kept in the driver. They are found again in the table when the job begins, or when another
-run has landed something: the table says only in which hour a message was landed, so that then ids are known for up to
-an hour longer than was asked.
+The ids of the deduplication window are kept in the driver. They are read from the table when the job starts, or when
+another run has landed something; the table records only the hour in which a message was landed, so ids are then
+remembered for up to an hour longer than configured.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from millstream.pipelines.source.shape import default_schema, shape_of
 _logger = logging.getLogger(__name__)
 
 IDS_BYTES_MAX: Final = 1024 * 1024 * 1024
-"""How much memory the ids of all topics of a pipeline take at most; the oldest are forgotten first."""
+"""The memory limit for the ids of all topics of a pipeline; the oldest are forgotten first."""
 
 COLUMNS: Final = "topic string, partition int, offset long, timestamp timestamp, id binary"
 _READ: Final = ("topic", "partition", "offset", "timestamp", "headers")
@@ -34,7 +34,7 @@ _HOUR: Final = timedelta(hours=1)
 
 
 class IdTasks:
-    """The function of `mapInArrow`: it gets numbers of tasks, and gives the ids of their messages."""
+    """The function of `mapInArrow` that maps task numbers to the ids of their messages."""
 
     def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[TopicRange]]) -> None:
         self._brokers = brokers
@@ -42,7 +42,7 @@ class IdTasks:
         self._tasks = tasks
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Do the tasks whose numbers come in."""
+        """Run the tasks of the given numbers."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 for one in self._tasks[number]:
@@ -60,7 +60,7 @@ class IdTasks:
 
 
 def ids_of(headers: pa.Array, name: str) -> pa.Array:
-    """For every message, the first header of a name; null where there is none."""
+    """Return the first header of a name for every message; null where there is none."""
     every = headers.flatten()
     is_id = pc.equal(every.field("key"), name)
     rows, first = np.unique(pc.list_parent_indices(headers).filter(is_id).to_numpy(), return_index=True)
@@ -70,11 +70,11 @@ def ids_of(headers: pa.Array, name: str) -> pa.Array:
 
 
 def repeated(found: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.Array], pa.Array]:
-    """Which offsets of which partitions have an id that is known or comes a second time, and the ids of the others."""
+    """Return the offsets whose id is known or repeated, by partition, and the ids of the other messages."""
     found = found.sort_by([("timestamp", "ascending"), ("partition", "ascending"), ("offset", "ascending")])
     found = found.append_column("row", pa.array(np.arange(len(found))))
     firsts = found.group_by("id", use_threads=False).aggregate([("row", "first")]).column("row_first")
-    # What is known is many times more than a batch, so that it is never put into a table of hashes itself.
+    # The known ids far outnumber a batch, so they are never hashed themselves.
     again = known.filter(pc.is_in(known, found.column("id")))
     is_kept = pc.and_(pc.is_in(found.column("row"), firsts), pc.invert(pc.is_in(found.column("id"), again)))
     left_out = found.filter(pc.invert(is_kept))
@@ -86,7 +86,7 @@ def repeated(found: pa.Table, known: pa.ChunkedArray) -> tuple[dict[int, pa.Arra
 
 
 class RecentIds:
-    """The ids of one topic that were landed in the last while."""
+    """The recently landed ids of one topic."""
 
     def __init__(
         self, table: LakeTable, header: str, window: timedelta, progress: Callable[[], None] = lambda: None
@@ -96,21 +96,21 @@ class RecentIds:
         self._window = window
         self._progress = progress
         self._known: list[tuple[datetime, pa.Array]] | None = None
-        """From the oldest to the newest."""
+        """Oldest first."""
         self._ends: Mapping[int, int | None] = {}
 
     def known(self, now: datetime, starts: Mapping[int, int | None]) -> pa.ChunkedArray:
-        """The ids that were landed lately, given where the table stands."""
+        """Return the recently landed ids, given the table's position."""
         if self._known is None or any(self._ends.get(number) != start for number, start in starts.items()):
             self._known = self._in_table(now)
         self._known = [(landed, ids) for landed, ids in self._known if landed >= now - self._window]
         return pa.chunked_array([ids for _, ids in self._known], pa.binary())
 
     def _in_table(self, now: datetime) -> list[tuple[datetime, pa.Array]]:
-        """The ids that the table has, as many as may be known."""
+        """Read the ids of the window from the table."""
         found: list[tuple[datetime, pa.Array]] = []
         size = 0
-        # The newest come first.
+        # Newest first.
         for hour, batch in self._table.landed_since(now - self._window, ["headers"]):
             self._progress()
             ids = ids_of(batch.column("headers"), self._header).drop_null()
@@ -121,28 +121,28 @@ class RecentIds:
         return found[::-1]
 
     def landed(self, now: datetime, ids: pa.Array, ends: Mapping[int, int]) -> None:
-        """Know ids of messages that are in the table now, which stands where it says."""
+        """Add the ids of messages that have just been landed, and the table's new position."""
         if self._known is not None and len(ids):
             self._known.append((now, ids))
         self._ends = dict(ends)
 
     @property
     def bytes(self) -> int:
-        """How much memory they take."""
+        """Return the memory that they take."""
         return sum(ids.nbytes for _, ids in self._known or ())
 
     @property
     def oldest(self) -> datetime | None:
-        """When those were landed that are forgotten next; None when there are none."""
+        """Return when the oldest ids were landed; None if there are none."""
         return self._known[0][0] if self._known else None
 
     def forget_oldest(self) -> int:
-        """Forget those; tell how much memory they took."""
+        """Forget the oldest ids; return the memory that they took."""
         return int(self._known.pop(0)[1].nbytes) if self._known else 0
 
 
 def keep_bounded(topics: Iterable[RecentIds]) -> None:
-    """Forget the oldest ids of all topics until the rest takes no more memory than it may."""
+    """Forget the oldest ids of all topics until the rest fits the limit."""
     recent = list(topics)
     size = sum(one.bytes for one in recent)
     forgotten: datetime | None = None

@@ -1,4 +1,4 @@
-"""Work with the files of a table by tasks of Spark: shared out by size, in one job."""
+"""Work on the files of a table in Spark tasks: divided by size, in one job."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.rewriting import FileWork
 
 COLUMNS: Final = "path string, result string"
-"""What a task yields, in Spark's notation."""
+"""The columns of a task's results, in Spark's notation."""
 
 _OPENING_BYTES: Final = 256 * 1024
-"""What opening a file costs, in bytes that could be read meanwhile."""
+"""The cost of opening a file, in bytes that could be read meanwhile."""
 
 
 class FileTasks:
-    """The function of `mapInArrow`: it gets numbers of tasks, and gives what came of each of their files."""
+    """The function of `mapInArrow` that maps task numbers to the results for their files."""
 
     def __init__(self, work: FileWork, tasks: Sequence[Sequence[ActiveFile]]) -> None:
         self._work = work
         self._tasks = tasks
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Do the tasks whose numbers come in."""
+        """Run the tasks of the given numbers."""
         for batch in batches:
             for number in batch.column(0).to_pylist():
                 results = self._done(self._tasks[number])
@@ -41,13 +41,13 @@ class FileTasks:
             results.extend(self._work(file) for file in files)
             return results
         except BaseException:
-            # Nobody hears of the others; on a full disk what they wrote would keep it full.
+            # The results of the other files are lost; what they wrote would keep a full disk full.
             self._work.discard(results)
             raise
 
 
 def shares_of(files: Sequence[ActiveFile], *, parallelism: int) -> list[list[ActiveFile]]:
-    """Share files out: as many tasks as run at a time, or more if they would be too large."""
+    """Divide files into as many tasks as run in parallel, or more if they would be too large."""
     total = sum(file.bytes + _OPENING_BYTES for file in files)
     if not total:
         return []

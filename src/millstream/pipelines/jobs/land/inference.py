@@ -1,9 +1,8 @@
-"""Which columns payloads make: what was found in them becomes types, and types grow.
+"""The columns of landed tables: those of every record, and those inferred from payloads.
 
-Integers are long and other numbers double; what looks like a time is text, since the next one may not. Fields that were
-found with types that do not go together before there is a column for them are text, as their JSON. Once there is a
-column its type stays, but that it gets more fields, where it has fields, and that whole numbers become double when one
-has a fraction, where that is asked for.
+Integers are long and other numbers double; what looks like a time is text, since the next value may not. A field with
+incompatible types is text, its JSON, unless it has a column already. A column keeps its type, except that structs gain
+fields and, where enabled, long becomes double when a value has a fraction.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ import pyarrow as pa
 
 from millstream.core.payload_columns import is_legal
 from millstream.pipelines.lake.column_path import narrower, retyped
+from millstream.pipelines.lake.columns import RAW
 
 LEAVES_MAX: Final = 1000
-"""How many columns, counted with those inside of others, are made of what is found; the rest stays in `value`."""
+"""The most inferred columns, nested ones included; other fields stay in `value`."""
 
 DEPTH_MAX: Final = 12
-"""What lies deeper is text."""
+"""Deeper values are text."""
 
 NOTHING: Final = pa.null()
 _LONG_MIN: Final = -(2**63)
@@ -28,7 +28,7 @@ _LONG_MAX: Final = 2**63 - 1
 
 
 def type_of(value: Any) -> pa.DataType:
-    """The type of a parsed JSON value."""
+    """Infer the type of a parsed JSON value."""
     if value is None:
         return NOTHING
     if isinstance(value, bool):
@@ -48,7 +48,7 @@ def type_of(value: Any) -> pa.DataType:
 
 
 def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """A type that takes the values of both."""
+    """Return a type that holds the values of both."""
     if one == other or pa.types.is_null(other):
         return one
     if pa.types.is_null(one):
@@ -63,7 +63,7 @@ def joined(one: pa.DataType, other: pa.DataType) -> pa.DataType:
 
 
 def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
-    """What was found in several places, as one."""
+    """Merge the schemas found in several places."""
     found: pa.DataType = pa.struct([])
     for schema in schemas:
         found = joined(found, pa.struct(list(schema)))
@@ -71,7 +71,7 @@ def joined_schemas(schemas: Iterable[pa.Schema]) -> pa.Schema:
 
 
 def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
-    """What is known, and what was found beside it; the same if nothing new was found."""
+    """Extend the known schema by what was found; the same object if that is nothing new."""
     room = LEAVES_MAX - _leaves(pa.struct(list(known)))
     once = _spelled_once(pa.struct(list(found)))
     fields, _ = _grown_fields(list(known), list(once), room, DEPTH_MAX)
@@ -79,13 +79,13 @@ def grown(known: pa.Schema, found: pa.Schema) -> pa.Schema:
 
 
 def grown_by(known: pa.Schema, found: Sequence[pa.Schema]) -> pa.Schema:
-    """What is known and has grown in several places, as one; whole numbers that are double in one of them are so."""
+    """Merge schemas that have grown in several places; a column that is double in one of them is double."""
     places = {place for one in found for place in narrower(known, one)}
     return retyped(grown(known, joined_schemas(found)), places, pa.float64())
 
 
 def _grown_fields(known: list[pa.Field], found: list[pa.Field], room: int, depth: int) -> tuple[list[pa.Field], int]:
-    # Readers such as Spark do not tell names apart by case, so a second spelling is no second column.
+    # Spark and other readers ignore case, so another spelling is not another column.
     fields = {field.name.lower(): field for field in known}
     for field in found:
         have = fields.get(field.name.lower())
@@ -111,7 +111,7 @@ def _grown_type(known: pa.DataType, found: pa.DataType, room: int, depth: int) -
 
 
 def _settled(found: pa.DataType, depth: int) -> pa.DataType:
-    """The type of a new column: nothing undecided is in it; null when there is nothing to be had yet."""
+    """Return the type of a new column, with nothing undecided in it; null if nothing is known yet."""
     if pa.types.is_null(found) or pa.types.is_boolean(found) or _is_number(found):
         return found
     if depth <= 0 or not (pa.types.is_struct(found) or pa.types.is_list(found)):
@@ -124,7 +124,7 @@ def _settled(found: pa.DataType, depth: int) -> pa.DataType:
 
 
 def _joined_fields(every: Iterable[pa.Field]) -> list[pa.Field]:
-    """Fields with one for each name, however it is spelled: under the spelling that came first."""
+    """Merge fields whose names differ in case alone, under the spelling that came first."""
     fields: dict[str, pa.Field] = {}
     for field in every:
         have = fields.setdefault(field.name.lower(), field)
@@ -149,3 +149,40 @@ def _leaves(kind: pa.DataType) -> int:
     if pa.types.is_struct(kind):
         return sum(_leaves(field.type) for field in kind)
     return _leaves(kind.value_type) if pa.types.is_list(kind) else 1
+
+
+RECORD_NAMES: Final = ("partition", "offset", "timestamp", "timestampType", "key", "value", "headers")
+"""The columns of every record, by the names that records have."""
+
+_PREFIX: Final = "payload_"
+_TAKEN: Final = frozenset(RAW.names)
+
+
+def column_of(field: str) -> str:
+    """Return the column of a payload field: its name, unless a record column has that name."""
+    return _PREFIX + field if _is_taken(field) else field
+
+
+def field_of(column: str) -> str:
+    """Return the payload field of a column."""
+    rest = column.removeprefix(_PREFIX)
+    return rest if rest != column and _is_taken(rest) else column
+
+
+def payload_fields(schema: pa.Schema | None) -> pa.Schema:
+    """Return the payload fields of a table, under the names that payloads use."""
+    if schema is None:
+        return pa.schema([])
+    return pa.schema([field.with_name(field_of(field.name)) for field in schema if field.name not in _TAKEN])
+
+
+def table_schema(fields: pa.Schema) -> pa.Schema:
+    """Return the schema of a table with these payload fields."""
+    return pa.schema([*RAW, *(field.with_name(column_of(field.name)) for field in fields)])
+
+
+def _is_taken(field: str) -> bool:
+    name = field.lower()
+    while name not in _TAKEN and name.startswith(_PREFIX):
+        name = name.removeprefix(_PREFIX)
+    return name in _TAKEN

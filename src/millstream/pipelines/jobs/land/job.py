@@ -1,9 +1,9 @@
-"""Landing: topics become lake tables, every message once.
+"""Landing: topics become lake tables, every message exactly once.
 
-The table is the truth: its commits carry the next offset of each partition. A batch asks the tables where they stand,
-plans ranges from there, runs one Spark job over those of all topics, and commits what the tasks wrote, topic by topic.
-Whatever ends it on the way, nothing of a topic was done that its table does not say, and a run that comes too late is
-refused by the table.
+The table is the source of truth: its commits carry the next offset of each partition. A batch asks the tables for their
+positions, plans ranges from there, runs one Spark job over the ranges of all topics, and commits the files topic by
+topic. Whenever it is interrupted, a topic's table says exactly what was done, and a run that comes too late is refused
+by the table.
 """
 
 from __future__ import annotations
@@ -32,15 +32,14 @@ from millstream.core.pipeline import LATEST, LandSettings, Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
 from millstream.pipelines.jobs.group_offsets import commit_offsets, stable_offsets
 from millstream.pipelines.jobs.job import JobContext, Step
-from millstream.pipelines.jobs.land import duplicates, file_tasks, manifest
+from millstream.pipelines.jobs.land import duplicates, file_tasks
 from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
-from millstream.pipelines.jobs.land.layout import payload_fields
-from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.inference import payload_fields
 from millstream.pipelines.jobs.land.plan import TopicRange, plans, tasks
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
-from millstream.pipelines.jobs.land.task import LandTasks
+from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, LandTasks, Report, from_rows
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
 from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.column_path import Place
@@ -69,9 +68,9 @@ _SIMPLE: Final[Mapping[str, pa.DataType]] = {
 
 
 def given_fields(text: str) -> pa.Schema:
-    """The fields that a text names; raise `InvalidSetting` for what is no schema, or none that tables can have.
+    """Parse a schema; raise `InvalidSetting` for what is not one, or one that tables cannot have.
 
-    Whole numbers become long and others double, as where fields are found.
+    Integers become long and other numbers double, as in inferred schemas.
     """
     columns = parse_columns(text)
     check_landed(columns)
@@ -79,16 +78,16 @@ def given_fields(text: str) -> pa.Schema:
 
 
 def merge_schema(known: pa.Schema, given: pa.Schema) -> pa.Schema:
-    """The fields that are given, under the names and types that a table has them with.
+    """Return the given fields under the names and types of the table.
 
-    Where the table has whole numbers and double is given they are double, and fields of structs are added; it is for
-    the table to become so.
+    Where the table has long and double is given the result is double, and structs gain fields; widening the table is
+    left to the caller.
     """
     return pa.schema(_merge_fields(list(known), list(given), besides=False))
 
 
 def _merge_fields(known: list[pa.Field], given: list[pa.Field], *, besides: bool) -> list[pa.Field]:
-    """Given fields over known ones, with those `besides` that only the table has."""
+    """Merge given fields into known ones, keeping those `besides` that only the table has."""
     wanted = {field.name.lower(): field for field in given}
     there = {field.name.lower(): field for field in known}
     fields = [*known, *(field for field in given if field.name.lower() not in there)] if besides else given
@@ -122,7 +121,7 @@ def _arrow_type(kind: ColumnType) -> pa.DataType:
 
 
 async def report_landed(client: Client, pipeline: Pipeline, landed: Mapping[str, Mapping[int, int]]) -> None:
-    """Tell every node, by the id of the topic and the partition, the next offset that is not landed."""
+    """Report the next offset that is not landed to every node, by topic id and partition."""
     settings = LandSettings.from_strings(pipeline.overrides)
     topics = [LandedTopic(topic_id=UUID(topic_id), offsets=dict(offsets)) for topic_id, offsets in landed.items()]
     if not topics:
@@ -130,29 +129,22 @@ async def report_landed(client: Client, pipeline: Pipeline, landed: Mapping[str,
     report = Landed(pipeline_id=pipeline.pipeline_id, lake=settings.lake, format=settings.format, topics=topics)
     body = msgspec.json.encode(report)
     nodes = (await client.metadata(())).nodes
-    # Who does not hear it keeps more than it must, until the next batch tells it again.
+    # A node that misses it keeps more than it must until the next batch.
     await asyncio.gather(*(client.private(NodeId(node), LANDED_KEY, body) for node in nodes), return_exceptions=True)
 
 
 _logger = logging.getLogger(__name__)
 
-
 _DAMAGED: Final = (FileNotFoundError, ValueError)
-
-"""What tasks find of files that are gone, or are no Parquet."""
-
+"""Errors of tasks whose files are missing or are not Parquet."""
 
 ROUNDS_MAX: Final = 4
-
-"""How often a batch is begun anew because of new fields; what is new then stays in `value`."""
-
+"""How often a batch is restarted because of new fields; later ones stay in `value`."""
 
 REPLANS_MAX: Final = 10
 
 REPLAN_S: Final = 1.0
-
-"""How often in a row a batch is planned anew because its tasks did not find what was planned, and after which pause."""
-
+"""How often a batch is replanned in a row because its tasks did not find what was planned, and the pause between."""
 
 _TABLES_AT_ONCE: Final = 8
 
@@ -176,7 +168,7 @@ class LandJob:
         self._replans = 0
         self._leftovers = abandoned_files_of(pipeline.pipeline_id)
         self._beginning: dict[str, str] | None = None
-        """The ids of the topics that were there when the pipeline began; only those can begin with their latest."""
+        """The ids of the topics that existed when the pipeline started; only those may start at their end."""
         self._pool = ThreadPoolExecutor(_TABLES_AT_ONCE, thread_name_prefix="landing")
 
     def step(self) -> Step:
@@ -192,9 +184,9 @@ class LandJob:
             self._replans += 1
             if kind_in(error) is not LostData or self._replans > REPLANS_MAX:
                 raise
-            # A topic was made anew, or retention was faster than tasks that may not skip. The next plan begins where
-            # the log does, and counts what is lost.
-            _logger.warning("pipeline %s is planned anew: %s", self._pipeline.name, reason_of(error))
+            # A topic was recreated, or retention deleted messages that the tasks must not skip. The next plan starts at
+            # the log's start and counts the loss.
+            _logger.warning("pipeline %s is replanned: %s", self._pipeline.name, reason_of(error))
             return Step(lag=sum(batch.lag for batch in batches) or 1, wait_s=REPLAN_S)
         self._replans = 0
         landed = self._commit(batches)
@@ -211,14 +203,14 @@ class LandJob:
         return Step(rows=rows, lag=lag, wait_s=0.0 if lag or len(landed) < len(batches) else waits_s, counts=counts)
 
     def _prepare(self, batches: Sequence[TopicBatch]) -> None:
-        """Have everything written that is to be committed; what fails leaves nothing of any topic."""
+        """Write everything that is to be committed; a failure leaves no files of any topic."""
         try:
             self._widen(batches)
             if self._settings.dedupe_ms:
                 self._find_repeated([batch for batch in batches if batch.topic_ranges()])
             self._run(batches)
         except BaseException:
-            # Topics may have been done in an earlier round, and no commit was tried for any of them.
+            # Topics may have finished in an earlier round, and no commit was tried for any of them.
             self._discard(batches)
             raise
 
@@ -229,7 +221,7 @@ class LandJob:
     # -- planning -------------------------------------------------------------------------------------------------
 
     def _topics(self) -> list[Source]:
-        """The topics as they are now; raise `UnknownTopic` if there is none and never was."""
+        """Return the current topics; raise `UnknownTopic` if there is none and never was."""
         found = self._sources.now()
         missing = self._sources.missing(found)
         if self._beginning is None:
@@ -240,7 +232,7 @@ class LandJob:
                 )
             self._beginning = {} if self._has_committed() else {source.topic: source.topic_id for source in found}
         if missing:
-            _logger.warning("pipeline %s: there is no topic %s now", self._pipeline.name, ", ".join(missing))
+            _logger.warning("pipeline %s: topic %s does not exist now", self._pipeline.name, ", ".join(missing))
         names = {source.topic for source in found}
         for name in names:
             if name + QUARANTINE_SUFFIX in names:
@@ -248,12 +240,12 @@ class LandJob:
         return found
 
     def _has_committed(self) -> bool:
-        """Whether a run before this one has landed something: topics that came since begin with their first message."""
+        """Whether an earlier run has landed something: topics created since then start at their first message."""
         link = self._sources.link
         return self._settings.start == LATEST and bool(link.call(stable_offsets(link.client, self._pipeline.group)))
 
     def _batch(self, source: Source) -> TopicBatch:
-        """Where the table of a topic stands, and what there is beyond."""
+        """Return the position of a topic's table and the messages beyond it."""
         table = self._tables.get(source.topic)
         if table is None:
             # Tasks on other machines reach an object store as this process does.
@@ -266,7 +258,7 @@ class LandJob:
         is_remade = schema is not None and not offsets
         if is_remade:
             _logger.warning(
-                "pipeline %s: topic %s is another one than its table has messages of; %s tells them apart",
+                "pipeline %s: topic %s was recreated; the column %s distinguishes its messages from the old ones",
                 *(self._pipeline.name, source.topic, TOPIC_ID),
             )
         is_new = schema is None and (self._beginning or {}).get(source.topic) == source.topic_id
@@ -287,7 +279,7 @@ class LandJob:
         )
 
     def _fields(self, schema: pa.Schema | None) -> pa.Schema:
-        """The fields of payloads that are decoded; where the table has them, by its types."""
+        """Return the payload fields to decode, with the table's types where it has them."""
         if self._settings.decode == "none":
             return pa.schema([])
         known = payload_fields(schema)
@@ -296,13 +288,13 @@ class LandJob:
         return merge_schema(known, self._given)
 
     def _fixed_of(self, topic: str, schema: pa.Schema | None) -> dict[Place, str]:
-        """The fields whose columns stay as they are, as far as is known of this table."""
+        """Return the fields whose columns are known to stay as they are."""
         if schema is None:
             self._fixed.pop(topic, None)
         return self._fixed.setdefault(topic, {})
 
     def _share(self, batches: Sequence[TopicBatch]) -> None:
-        """Take no more than a batch may have; every partition gets its share."""
+        """Limit the batch; every partition gets its share."""
         starts = {batch.topic: {number: plan.first for number, plan in batch.plans.items()} for batch in batches}
         ends = {batch.topic: {number: plan.end for number, plan in batch.plans.items()} for batch in batches}
         allowed = admitted(starts, ends, self._settings.batch_max)
@@ -312,7 +304,7 @@ class LandJob:
     # -- running --------------------------------------------------------------------------------------------------
 
     def _run(self, batches: Sequence[TopicBatch]) -> None:
-        """Have tasks write everything, again for topics in which fields were found that have no column yet."""
+        """Run the tasks, again for topics with new fields."""
         waiting = [batch for batch in batches if batch.topic_ranges()]
         for number in range(ROUNDS_MAX + 1):
             if not waiting:
@@ -326,19 +318,19 @@ class LandJob:
             self._widen(waiting)
 
     def _widen(self, batches: Iterable[TopicBatch]) -> None:
-        """Have tables take what their columns are too narrow for."""
+        """Widen the columns of tables where values need it."""
         for batch in batches:
             try:
                 batch.widen(self._with_files, self._settings.widen_max_bytes)
             except Exception as error:
                 if kind_in(error) not in _DAMAGED:
                     raise
-                # It will be so with every batch. The others are landed, and so is what fits here.
+                # It will fail in every batch. The other topics are landed, and so is what fits here.
                 _logger.warning("columns of %s are not widened: %s", batch.topic, reason_of(error))
                 batch.keep_narrow("a file of the table is missing, or cannot be read")
 
     def _with_files(self, work: FileWork, files: Sequence[ActiveFile]) -> dict[str, str]:
-        """Have tasks do something with files of a table."""
+        """Run work on the files of a table in tasks."""
         shares = shares_of(files, parallelism=self._context.spark.sparkContext.defaultParallelism)
         numbers = self._context.spark.range(0, len(shares), 1, len(shares))
         written = [(work.storage, "")] if isinstance(work, Rewrite) else []
@@ -366,11 +358,11 @@ class LandJob:
         writers = [writer for work in works.values() for writer in (work.writer, work.quarantine)]
         places = [(writer.storage, writer.folder) for writer in writers]
         with self._leftovers.watch(attempt, places, self._context.progress):
-            rows = numbers.mapInArrow(landing, manifest.COLUMNS).collect()
-        return manifest.from_rows(tuple(row) for row in rows)
+            rows = numbers.mapInArrow(landing, REPORT_COLUMNS).collect()
+        return from_rows(tuple(row) for row in rows)
 
     def _find_repeated(self, batches: Sequence[TopicBatch]) -> None:
-        """Find messages that have the id of one that was landed lately; this reads everything once more."""
+        """Find messages whose id was landed recently; this reads everything once more."""
         if not batches:
             return
         now, window = datetime.now(UTC), timedelta(milliseconds=self._settings.dedupe_ms)
@@ -390,7 +382,7 @@ class LandJob:
             keep_bounded(self._recent.values())
 
     def _remember(self, batches: Sequence[TopicBatch]) -> None:
-        """Know the ids of what is landed now."""
+        """Remember the ids that are being landed."""
         now = datetime.now(UTC)
         for batch in batches:
             if batch.ids is not None:
@@ -401,10 +393,10 @@ class LandJob:
     # -- afterwards -----------------------------------------------------------------------------------------------
 
     def _commit(self, batches: Iterable[TopicBatch]) -> list[TopicBatch]:
-        """Commit what moves; those that were committed, by this run, or had nothing to commit."""
+        """Commit the batches that advance; return those committed by this run or without changes."""
         moving = [batch for batch in batches if batch.moves()]
         try:
-            # A topic that was deleted and made again while it was read gave messages of another one.
+            # A topic that was deleted and recreated meanwhile has given messages of another topic.
             ids = self._sources.ids([batch.topic for batch in moving]) if moving else {}
         except BaseException:
             self._discard(moving)
@@ -416,13 +408,15 @@ class LandJob:
         return [*still, *(batch for batch, is_done in zip(same, done, strict=True) if is_done)]
 
     def _discard(self, batches: Iterable[TopicBatch]) -> None:
-        """Delete the files of topics for which no commit was tried; whatever fails at it is left to the vacuum."""
+        """Delete the files of topics for which no commit was tried; failures are left to the vacuum."""
         written = [batch for batch in batches if batch.reports]
         try:
             for _done in self._pool.map(TopicBatch.discard, written):
                 self._context.progress()
         except Exception as error:
-            _logger.info("pipeline %s: files of a failed batch stay: %s", self._pipeline.name, reason_of(error))
+            _logger.info(
+                "pipeline %s: files of a failed batch were not deleted: %s", self._pipeline.name, reason_of(error)
+            )
 
     def _commit_one(self, batch: TopicBatch) -> bool:
         try:
@@ -434,7 +428,7 @@ class LandJob:
             return False
 
     def _tidy(self, batches: Iterable[TopicBatch]) -> None:
-        """Once in an hour, when there is nothing else to do: make the small files of hours that are over large."""
+        """Compact the small files of past hours, once an hour when idle."""
         hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
         due = [batch for batch in batches if self._tidied.get(batch.topic) != hour]
         if self._settings.compact and due:
@@ -453,7 +447,7 @@ class LandJob:
         self._tidied[batch.topic] = hour
 
     def _commit_group_offsets(self, batches: Sequence[TopicBatch]) -> None:
-        """Show the progress as offsets of the group; the tables alone say where the next batch begins."""
+        """Show the progress as the group's offsets; only the tables decide where the next batch starts."""
         offsets = {batch.topic: {number: plan.end for number, plan in batch.plans.items()} for batch in batches}
         if not offsets:
             return

@@ -1,6 +1,6 @@
-"""What one batch lands, cut into tasks: offset ranges laid end to end and cut into pieces of equal size.
+"""The plan of a batch: offset ranges laid end to end and cut into tasks of equal size.
 
-So a partition with much is shared by several tasks, and a hundred small topics need no more tasks than a large one.
+A large partition is shared by several tasks, and a hundred small topics need no more tasks than one large topic.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Final
 from millstream.pipelines.jobs.land.sources import Source
 
 FILE_BYTES: Final = 128 * 1024 * 1024
-"""How much a task takes at most: it becomes a file, or one for each topic."""
+"""The most that a task takes: it becomes one file per topic."""
 
 TASK_BYTES_MIN: Final = 8 * 1024 * 1024
-"""Less than this is not shared by two tasks, which would each pay for being started."""
+"""Less than this is not divided, since every task costs its start."""
 
 
 @dataclass(frozen=True, slots=True)
 class TopicRange:
-    """Offsets of one partition that one task lands, the last not included."""
+    """The offset range of one partition that one task lands; the end is exclusive."""
 
     topic: str
     partition: int
@@ -34,17 +34,17 @@ class TopicRange:
 
 @dataclass(frozen=True, slots=True)
 class PartitionPlan:
-    """How far a table goes in one partition, and where the batch takes it."""
+    """The table's position in one partition, and where the batch takes it."""
 
     start: int | None
-    """The next offset that the table says, None when it says nothing of this partition yet."""
+    """The table's next offset; None if it has none of this partition yet."""
     first: int
-    """The first offset that is read: later than the start if retention was faster, or if nothing was landed before."""
+    """The first offset to read: after `start` if retention deleted some, or if nothing was landed before."""
     end: int
 
     @property
     def lost(self) -> int:
-        """Offsets that were never landed and are gone."""
+        """Return how many offsets were deleted before they were landed."""
         return 0 if self.start is None else self.first - self.start
 
     def __len__(self) -> int:
@@ -52,11 +52,11 @@ class PartitionPlan:
 
 
 def plans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> dict[int, PartitionPlan]:
-    """What there is to land of a topic, by partition, given the next offsets of its table."""
+    """Plan a topic's partitions, given the next offsets of its table."""
     found = {}
     for number, end in source.end.items():
         start = landed.get(number)
-        # Partitions that a topic got later begin with their first message, whatever was said for the topic.
+        # Partitions added later start at their first message, whatever is configured for the topic.
         first = end if start is None and from_latest and not landed else source.first[number]
         begin = max(first, start if start is not None else 0)
         found[number] = PartitionPlan(start, begin, max(begin, end))
@@ -64,14 +64,14 @@ def plans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> di
 
 
 def topic_ranges(topic: str, wanted: Mapping[int, PartitionPlan]) -> list[TopicRange]:
-    """What is read of a topic."""
+    """Return the ranges of a topic."""
     return [TopicRange(topic, number, plan.first, plan.end) for number, plan in sorted(wanted.items()) if len(plan)]
 
 
 def tasks(
     wanted: Sequence[TopicRange], message_bytes: Mapping[str, float], *, parallelism: int
 ) -> list[list[TopicRange]]:
-    """Share stretches out: as many tasks as run at a time, or more if they would be too large."""
+    """Divide ranges into as many tasks as run in parallel, or more if they would be too large."""
     sizes = [len(one) * message_bytes[one.topic] for one in wanted]
     total = sum(sizes)
     if not total:
@@ -81,7 +81,7 @@ def tasks(
     room = total / count
     for one, size in zip(wanted, sizes, strict=True):
         rest = one
-        # The last task takes whatever is left.
+        # The last task takes the rest.
         while size > room and len(shared) < count:
             taken = int(len(rest) * room / size)
             if taken:

@@ -1,4 +1,4 @@
-"""The topics that are landed, as they are now: their ids, and how far each partition reaches."""
+"""The topics of a landing pipeline: their ids and the offset range of each partition."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ _TIMEOUT_S: Final = 60.0
 _CONCURRENT_LOOKUPS: Final = 16
 _SAMPLE_BYTES: Final = 64 * 1024
 MESSAGE_BYTES: Final = 1000.0
-"""What a message is taken to have while none was seen."""
+"""The assumed size of a message while none has been seen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """One topic. A topic of the same name that was made later has another id, and is another source."""
+    """One topic. A topic recreated under the same name has another id and is another source."""
 
     topic: str
     topic_id: str
     first: Mapping[int, int]
-    """By partition, the first offset that is still there."""
+    """The log start offset, by partition."""
     end: Mapping[int, int]
-    """By partition, the offset after the last message that is committed."""
+    """The last stable offset, by partition."""
 
 
 class Sources:
-    """Asks the brokers about the topics of a pipeline."""
+    """Looks up the topics of a pipeline."""
 
     def __init__(self, brokers: str, names: Collection[str], pattern: str) -> None:
         self._brokers = brokers
@@ -50,25 +50,25 @@ class Sources:
 
     @property
     def link(self) -> Link:
-        """The connection of this process."""
+        """The client of this process."""
         return link_to(self._brokers, client_id=_CLIENT_ID, timeout_s=_TIMEOUT_S, patience_s=_TIMEOUT_S)
 
     def now(self) -> list[Source]:
-        """The topics that there are now, by name; those that are missing are left out."""
+        """Return the existing topics by name."""
         return self.link.call(_found(self.link.client, self._names, self._pattern))
 
     def missing(self, found: Iterable[Source]) -> list[str]:
-        """The topics that are named and are not there."""
+        """Return the named topics that do not exist."""
         there = {source.topic for source in found}
         return [name for name in self._names if name not in there]
 
     def ids(self, topics: Collection[str]) -> dict[str, str]:
-        """The ids of topics as they are now, those that are there."""
+        """Return the current ids of topics that exist."""
         found = self.link.call(self.link.client.metadata(topics))
         return {name: str(topic.topic_id) for name, topic in found.topics.items()}
 
     def message_bytes(self, source: Source) -> float | None:
-        """About how long a message of a topic is where it is stored, by its first ones; None if none can be seen."""
+        """Estimate the stored size of a topic's messages from its first ones; None if none can be read."""
         partition = max(source.end, key=lambda number: source.end[number] - source.first[number])
         start = source.first[partition]
         if source.end[partition] <= start:
@@ -112,12 +112,12 @@ async def _source(
 ) -> Source | None:
     first, end = _offsets(topic, firsts), _offsets(topic, ends)
     if first is None or end is None:
-        # A leader is away or has moved. Alone it is asked for until there is one.
+        # The leader is unavailable or has moved; a separate lookup waits for one.
         async with limit:
             try:
                 first, end = await _look_up_separately(client, topic)
             except UnknownTopic:
-                # It was deleted just now.
+                # It has just been deleted.
                 return None
     return Source(topic=topic.name, topic_id=str(topic.topic_id), first=first, end=end)
 

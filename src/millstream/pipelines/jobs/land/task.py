@@ -1,4 +1,4 @@
-"""What a task of landing does where it runs: fetch, decode and write files. Payloads never enter the JVM."""
+"""The tasks of landing: fetch, decode and write files. Payloads never enter the JVM."""
 
 from __future__ import annotations
 
@@ -15,14 +15,12 @@ import pyarrow.compute as pc
 
 from millstream.core.errors import LostData
 from millstream.pipelines.jobs.land.decoding import Decoder
-from millstream.pipelines.jobs.land.inference import grown_by
-from millstream.pipelines.jobs.land.layout import RECORD_NAMES, column_of
-from millstream.pipelines.jobs.land.manifest import Report, to_arrow
+from millstream.pipelines.jobs.land.inference import RECORD_NAMES, column_of, grown_by
 from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE
 from millstream.pipelines.lake.task_writer import TaskWriter
-from millstream.pipelines.lake.written_file import Written
+from millstream.pipelines.lake.written_file import Written, from_json, to_json
 from millstream.pipelines.source.link import link_to
 from millstream.pipelines.source.options import BROKERS, ReadOptions, read_options
 from millstream.pipelines.source.position import OFFSET_EARLIEST
@@ -31,23 +29,81 @@ from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
 from millstream.protocol.records.decoder import Skip, UnreadableBatch
 
+REPORT_COLUMNS: Final = "topic string, rows long, lost long, files string, quarantined string, fields binary"
+"""The columns of a task's reports, in Spark's notation."""
+
+_SCHEMA: Final = pa.schema(
+    [
+        pa.field("topic", pa.string()),
+        pa.field("rows", pa.int64()),
+        pa.field("lost", pa.int64()),
+        pa.field("files", pa.string()),
+        pa.field("quarantined", pa.string()),
+        pa.field("fields", pa.binary()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one task did for one topic: the files it wrote, or new fields that it found."""
+
+    topic: str
+    rows: int = 0
+    """Messages read."""
+    lost: int = 0
+    """Offsets that were deleted before they were read."""
+    files: tuple[Written, ...] = ()
+    quarantined: tuple[Written, ...] = ()
+    fields: pa.Schema | None = None
+    """The payload fields including those without a column; the files of such a report do not count."""
+
+
+def to_arrow(reports: Iterable[Report]) -> pa.RecordBatch:
+    """Encode reports as rows."""
+    rows = [
+        {
+            "topic": report.topic,
+            "rows": report.rows,
+            "lost": report.lost,
+            "files": to_json(report.files),
+            "quarantined": to_json(report.quarantined),
+            "fields": None if report.fields is None else report.fields.serialize().to_pybytes(),
+        }
+        for report in reports
+    ]
+    return pa.RecordBatch.from_pylist(rows, schema=_SCHEMA)
+
+
+def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None]]) -> list[Report]:
+    """Decode reports."""
+    return [
+        Report(
+            topic=topic,
+            rows=count,
+            lost=lost,
+            files=tuple(from_json(files)),
+            quarantined=tuple(from_json(quarantined)),
+            fields=None if fields is None else pa.ipc.read_schema(pa.py_buffer(fields)),
+        )
+        for topic, count, lost, files, quarantined, fields in rows
+    ]
+
+
 _logger = logging.getLogger(__name__)
 
-
 Records = Callable[[TopicRange], Iterator[pa.RecordBatch]]
-
-"""The messages of a stretch, up to where some are gone: then it raises `LostData`."""
+"""Reads a range, up to where offsets are missing: then it raises `LostData`."""
 
 LogStart = Callable[[str, int], int]
-
-"""The first offset that a partition still has."""
+"""Returns the log start offset of a partition."""
 
 
 class Reading:
-    """The messages of stretches, and how many offsets of them were gone.
+    """Reads ranges and counts the offsets that were deleted.
 
-    Only offsets before the start of the log count: nothing is known of them, as when a plan begins behind them.
-    Offsets in between that no message has, of transactions that were aborted and of control records, do not.
+    Only offsets before the log start count. Offsets without messages in between, of aborted transactions and control
+    records, do not.
     """
 
     def __init__(self, records: Records, log_start: LogStart) -> None:
@@ -56,7 +112,7 @@ class Reading:
         self.lost = 0
 
     def batches(self, one: TopicRange) -> Iterator[pa.RecordBatch]:
-        """What there is of a stretch; raise `LostData` if offsets are missing that retention has not deleted."""
+        """Yield the records of a range; raise `LostData` if offsets are missing that retention has not deleted."""
         rest = one
         while len(rest):
             try:
@@ -66,16 +122,22 @@ class Reading:
                 ((_topic, _partition, first, _end),) = error.lost
                 start = self._log_start(one.topic, one.partition)
                 if start <= first:
-                    # The log ends before what was promised of it: it is another one, or lost its end.
+                    # The log ends before the planned end: it was recreated, or lost its end.
                     raise
                 end = min(start, one.end)
-                _logger.warning("offsets %d to %d of %s-%d are gone", first, end - 1, one.topic, one.partition)
+                _logger.warning(
+                    "offsets %d to %d of %s-%d were deleted before they were landed",
+                    first,
+                    end - 1,
+                    one.topic,
+                    one.partition,
+                )
                 self.lost += end - first
                 rest = TopicRange(one.topic, one.partition, end, one.end)
 
 
 def log_start(options: ReadOptions) -> LogStart:
-    """Asks the leader, by the connection that reads."""
+    """Return a function that asks the leader, over the connection that reads."""
 
     def ask(topic: str, partition: int) -> int:
         timeout_s = options.timeout_s
@@ -96,25 +158,25 @@ _UNREADABLE: Final = pa.schema([QUARANTINE.field(name) for name in ("partition",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """How the messages of one topic are landed in one batch."""
+    """How one topic is landed in one batch."""
 
     writer: TaskWriter
     quarantine: TaskWriter
     fields: pa.Schema = field(default_factory=lambda: pa.schema([]))
-    """The fields of payloads that have columns."""
+    """The payload fields that have columns."""
     decodes: bool = False
     evolves: bool = False
-    """Whether fields that have no column are looked for, and numbers that their columns are too narrow for."""
+    """Whether to look for fields without a column and for numbers that need a wider one."""
     fixed: Mapping[Place, str] = field(default_factory=dict)
-    """The places whose columns stay as narrow as they are, and why."""
+    """The paths whose columns stay as narrow as they are, with the reasons."""
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
-    """By partition, the offsets of messages that are not landed, since they repeat others."""
+    """The offsets of repeated messages, which are not landed, by partition."""
     skips_lost: bool = True
-    """Whether the topic is landed without what retention deletes before it is read, or has to be planned anew."""
+    """Whether offsets that retention deletes meanwhile are skipped; otherwise the batch is replanned."""
 
 
 class LandTasks:
-    """The function of `mapInArrow`: it gets numbers of tasks, and gives reports."""
+    """The function of `mapInArrow` that maps task numbers to reports."""
 
     def __init__(self, brokers: str, tasks: Sequence[Sequence[TopicRange]], works: Mapping[str, Work]) -> None:
         self._brokers = brokers
@@ -122,8 +184,8 @@ class LandTasks:
         self._works = works
 
     def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Do the tasks whose numbers come in."""
-        # While one topic waits for the broker or for the disk, another is worked on.
+        """Run the tasks of the given numbers."""
+        # While one topic waits for the broker or the disk, another is processed.
         with ThreadPoolExecutor(_TOPICS_AT_ONCE, thread_name_prefix="landing") as pool:
             for batch in batches:
                 for number in batch.column(0).to_pylist():
@@ -132,7 +194,7 @@ class LandTasks:
                     yield to_arrow(self._reports([pool.submit(self._land, *part) for part in parts]))
 
     def _reports(self, landings: Sequence[Future[Report]]) -> list[Report]:
-        """What became of all topics; when one of them failed nobody hears of the others, whose files go as well."""
+        """Return the reports of all topics; if one fails, delete the files of the others, which no one will report."""
         wait(landings)
         try:
             return [landing.result() for landing in landings]
@@ -163,7 +225,7 @@ class LandTasks:
 
 
 class _Landing:
-    """Messages of one topic on their way into files; as soon as a field has no column, only into what is found."""
+    """Writes the messages of one topic; once a field has no column, it only collects fields."""
 
     def __init__(self, topic: str, work: Work) -> None:
         self._topic = topic
@@ -182,7 +244,7 @@ class _Landing:
             return
         decoded = self._decoder.decode(batch.column("value"))
         if decoded.found != self._work.fields:
-            # What comes first decides no more than what comes last: partitions come in no order that means anything.
+            # Partitions come in no meaningful order, so the first finding must not win.
             self._found = grown_by(self._work.fields, [self._found, decoded.found])
         if self._found != self._work.fields:
             return
@@ -225,14 +287,14 @@ class _Landing:
         return Report(topic=self._topic, rows=self._rows, lost=lost, files=files, quarantined=quarantined)
 
     def abort(self) -> None:
-        """Leave nothing behind that nobody will hear of."""
+        """Delete what was written."""
         self._work.writer.abort()
         self._work.quarantine.abort()
         self._work.writer.discard(self._files)
 
 
 def _records(one: TopicRange, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:
-    """The messages of a stretch, under the names that tables have."""
+    """Yield the records of a range, under the column names of tables."""
     shape = shape_of(default_schema(options), options)
     for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape, skip=skip):
         yield batch.rename_columns([_RENAMED.get(name, name) for name in batch.schema.names])

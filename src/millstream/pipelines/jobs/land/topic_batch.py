@@ -1,4 +1,4 @@
-"""One topic in one batch of landing: where its table stands, what is read, by which columns, and what became of it."""
+"""One topic in one landing batch: its table's position, its ranges and columns, and the outcome."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from datetime import datetime
 
 import pyarrow as pa
 
-from millstream.pipelines.jobs.land.inference import grown_by
-from millstream.pipelines.jobs.land.layout import field_of, table_schema
-from millstream.pipelines.jobs.land.manifest import Report
+from millstream.pipelines.jobs.land.inference import field_of, grown_by, table_schema
 from millstream.pipelines.jobs.land.plan import PartitionPlan, TopicRange, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source
-from millstream.pipelines.jobs.land.task import Work
+from millstream.pipelines.jobs.land.task import Report, Work
 from millstream.pipelines.lake.column_path import Place, narrower, retyped
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
@@ -27,51 +25,51 @@ class TopicBatch:
     table: LakeTable
     plans: dict[int, PartitionPlan]
     fields: pa.Schema
-    """The fields of payloads that have columns, or are to get them by the commit."""
+    """The payload fields that have columns, or get them by the commit."""
     schema: pa.Schema | None = None
-    """The columns that the table has; None if there is none yet."""
+    """The columns of the table; None if it does not exist yet."""
     fixed: dict[Place, str] = field(default_factory=dict)
-    """Fields of whole numbers whose columns stay so, and why."""
+    """Long fields whose columns stay long, with the reasons."""
     decodes: bool = False
     evolves: bool = False
     left_out: Mapping[int, pa.Array] = field(default_factory=dict)
-    """By partition, the offsets of messages that repeat others."""
+    """The offsets of repeated messages, by partition."""
     is_remade: bool = False
-    """Whether the table has messages of another topic that had the name before, and none of this one yet."""
+    """Whether the table holds only messages of an earlier topic of the same name."""
     ids: pa.Array | None = None
-    """The ids of messages that do not; None when nobody asked."""
+    """The ids of messages that are landed; None without deduplication."""
     widened: int = 0
-    """How many columns take fractions from now on."""
+    """The number of columns that became double."""
     reports: list[Report] = field(default_factory=list)
 
     @property
     def topic(self) -> str:
-        """Its name."""
+        """Return the topic's name."""
         return self.source.topic
 
     @property
     def rows(self) -> int:
-        """How many messages were read."""
+        """Return how many messages were read."""
         return sum(report.rows for report in self.reports)
 
     @property
     def lag(self) -> int:
-        """How many offsets are left for the next batch."""
-        # A leader that has just taken over may tell an end that lies before what the table has.
+        """Return how many offsets are left for the next batch."""
+        # A new leader may report an end before the table's position.
         return sum(max(0, self.source.end[number] - plan.end) for number, plan in self.plans.items())
 
     def admit(self, ends: Mapping[int, int]) -> None:
-        """Go no further than this."""
+        """Limit the batch to these end offsets."""
         self.plans = {
             number: PartitionPlan(plan.start, plan.first, ends[number]) for number, plan in self.plans.items()
         }
 
     def topic_ranges(self) -> list[TopicRange]:
-        """What is read."""
+        """Return the ranges to read."""
         return topic_ranges(self.topic, self.plans)
 
     def work(self, landed: datetime, attempt: str) -> Work:
-        """What tasks of an attempt have to know."""
+        """Return the parameters of an attempt's tasks."""
         topic_id = self.source.topic_id
         return Work(
             writer=self.table.writer(table_schema(self.fields), topic_id, landed=landed, attempt=attempt),
@@ -81,12 +79,12 @@ class TopicBatch:
             evolves=self.evolves,
             fixed=self.fixed,
             left_out=self.left_out,
-            # A message that is gone by now may be the one for which others with its id are left out.
+            # A deleted message may be the one whose repetitions were left out.
             skips_lost=self.ids is None,
         )
 
     def widen(self, run: Run, bytes_max: int) -> None:
-        """Have the table take numbers that its columns are too narrow for, or find why it cannot."""
+        """Widen the table's columns where values need it, or find out why that fails."""
         places = [] if self.schema is None else list(narrower(self.schema, table_schema(self.fields)))
         if not places:
             return
@@ -112,18 +110,18 @@ class TopicBatch:
         return {**refused, **(self.table.widen(asked, run=run, bytes_max=bytes_max) if asked else {})}
 
     def take(self, reports: Sequence[Report]) -> bool:
-        """Take what tasks told; False when they found new fields, so that all of it has to be done again with them."""
+        """Take over the tasks' reports; False if they found new fields, so that everything has to be repeated."""
         found = [report.fields for report in reports if report.fields is not None]
         if found:
             self.fields = grown_by(self.fields, found)
-            # Of this topic nothing is committed yet, and what others of its tasks wrote lacks what was found.
+            # Nothing of this topic is committed yet, and the other tasks' files lack the new fields.
             self._discard(reports)
             return False
         self.reports.extend(reports)
         return True
 
     def discard(self) -> None:
-        """Take back all that tasks wrote; only for a batch whose commit was never tried."""
+        """Delete everything that tasks wrote; only for a batch whose commit was never tried."""
         self._discard(self.reports)
         self.reports.clear()
 
@@ -132,7 +130,7 @@ class TopicBatch:
             self.table.discard(report.files, report.quarantined)
 
     def moves(self) -> dict[tuple[str, int], tuple[int, int]]:
-        """From where to where the table goes, for partitions in which it goes anywhere."""
+        """Return the start and end offset of each partition that advances."""
         return {
             (self.source.topic_id, number): (plan.first if plan.start is None else plan.start, plan.end)
             for number, plan in self.plans.items()
@@ -140,13 +138,13 @@ class TopicBatch:
         }
 
     def commit(self) -> bool:
-        """Have the table take everything; False when another run did, and its own work goes to the vacuum."""
+        """Commit to the table; False if another run has, which leaves these files to the vacuum."""
         files = [file for report in self.reports for file in report.files]
         quarantined = [file for report in self.reports for file in report.quarantined]
         return self.table.commit(files, self.moves(), schema=table_schema(self.fields), quarantined=quarantined)
 
     def counts(self) -> dict[str, int]:
-        """What it did, in numbers."""
+        """Return the counts of the batch."""
         files = [file for report in self.reports for file in report.files]
         quarantined = [file for report in self.reports for file in report.quarantined]
         return {

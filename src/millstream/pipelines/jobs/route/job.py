@@ -1,6 +1,6 @@
-"""route: messages into consumer queues by rules, exactly once. Each queue is an ordinary topic.
+"""route: copies messages to topics by rules, exactly once.
 
-All rules of a topic are asked in one pass over its messages, in the tasks that fetch them.
+All rules of a topic are evaluated in one pass over its messages, in the tasks that fetch them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from millstream.core.subscription import FILTER
 from millstream.pipelines.jobs.batch_loop import CLIENT_ID, PART_SCHEMA, BatchLoop, Plan, as_row
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.route.rule_set import RuleSet, Way, rule_set
-from millstream.pipelines.jobs.target_topic import make_topics
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.batch_commit import Batch
 from millstream.pipelines.source.options import BROKERS, WriteOptions, read_options
 from millstream.pipelines.source.ranges import Range
 from millstream.pipelines.source.row_producer import write_part
 from millstream.pipelines.source.rows import read_columns
+from millstream.pipelines.source.target_topic import make_topics
 from millstream.protocol.filter.batch import ColumnBatch
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.arrow import to_arrow
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
 
 NAMES: Final = ("key", "value", "timestamp", "headers")
-
-"""What a message keeps on its way. Its partition is chosen anew, by its key."""
-
+"""What a message keeps when it is routed. Its key selects a new partition."""
 
 _TOPIC: Final = pa.field("topic", pa.string())
 
@@ -47,7 +45,7 @@ _TOPIC: Final = pa.field("topic", pa.string())
 def routing(
     ranges: tuple[Range, ...], ways: Mapping[str, tuple[Way, ...]], options: WriteOptions, batch: Batch
 ) -> Callable[[Iterable[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
-    """A function for the tasks of one batch, which are given the numbers of ranges."""
+    """Return the function of a batch's tasks, which are given numbers of ranges."""
 
     def route(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         mine = [ranges[number] for given in batches for number in given.column(0).to_pylist()]
@@ -57,7 +55,7 @@ def routing(
 
 
 def routed(ranges: Sequence[Range], ways: Mapping[str, tuple[Way, ...]], brokers: str) -> Iterator[pa.RecordBatch]:
-    """The messages of ranges with the topics that they go to."""
+    """Yield the messages of ranges with the topics that they go to."""
     for one in ranges:
         rules = rule_set(ways[one.topic])
         asked = {BROKERS: brokers, "subscribe": one.topic, "kafka.client.id": CLIENT_ID, "failOnUnreadable": "false"}
@@ -82,14 +80,12 @@ def _sent(columns: Columns, one: Range, rules: RuleSet) -> pa.RecordBatch | None
 
 _logger = logging.getLogger(__name__)
 
-
 LOOK_S: Final = 5.0
-
 """How often the filters of subscriptions are looked up."""
 
 
 class RouteJob:
-    """One route that runs, with the rules that it was made with; other rules are another job."""
+    """A running route with fixed rules; changed rules are another job."""
 
     def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
         self._context = context
@@ -102,7 +98,7 @@ class RouteJob:
         self._has_subscriptions = any(rule.subscription for rule in self._rules)
 
     def step(self) -> Step:
-        """Route what there is, up to the limit of a batch."""
+        """Route the available messages, up to the limit of a batch."""
         if not self._rules:
             self._context.stopping.wait(1.0)
             return Step()
@@ -116,12 +112,12 @@ class RouteJob:
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(routed=sent))
 
     def close(self) -> None:
-        """There is nothing that a batch leaves behind."""
+        """Nothing to release."""
 
     # -- how ------------------------------------------------------------------------------------------------------
 
     def _plan(self) -> Plan:
-        """The next batch; a topic that is missing is waited for, and holds up no other."""
+        """Plan the next batch; a missing topic is waited for without delaying the others."""
         topics = list(self._ways)
         try:
             plan = self._loop.plan(topics)
@@ -133,7 +129,7 @@ class RouteJob:
             if not left:
                 raise
             if str(unknown) != self._missing:
-                _logger.warning("the rules of a topic wait for it", extra={"reason": str(unknown)})
+                _logger.warning("the rules of a topic wait until it exists", extra={"reason": str(unknown)})
                 self._missing = str(unknown)
             plan = self._loop.plan(left)
         return plan
@@ -144,7 +140,7 @@ class RouteJob:
         return numbers.mapInArrow(tasks, PART_SCHEMA)
 
     def _look(self) -> None:
-        """Bring the rules up to date; those that name a subscription have its filter, which may change."""
+        """Update rules that use a subscription's filter, which may change."""
         now = time.monotonic()
         if self._ways and (not self._has_subscriptions or now - self._looked < LOOK_S):
             return
@@ -161,10 +157,10 @@ class RouteJob:
             self._ways = grouped
 
     def _check(self, listed: Iterable[tuple[Way, ...]]) -> None:
-        """Raise `FilterError`, which points at the place, before a task does."""
+        """Raise `FilterError`, which shows the place, before a task does."""
         for ways in listed:
             if RuleSet(ways).uses.payload and self._settings.decode == "none":
-                raise InvalidSetting("a rule looks into payloads: set decode=json, or take it away")
+                raise InvalidSetting("a rule reads payloads: set decode=json, or delete the rule")
 
     def _filters(self, names: set[str]) -> dict[str, str]:
         if not names:

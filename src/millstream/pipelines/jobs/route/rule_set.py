@@ -1,19 +1,25 @@
-"""The rules of one topic, all of them asked in one pass over its messages."""
+"""The rules of one topic, evaluated in one pass over its messages.
+
+Conditions that compare a field with constants are indexed by value. Conditions that bound a number are found by two
+binary searches: the numbers of a batch are sorted once, and the matches of a range are a slice of them.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, reduce
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
-from millstream.pipelines.jobs.route.number_range import NumberRange, NumberRangeIndex, Rows, number_range_of
 from millstream.protocol.filter.batch import DecodedBatch
 from millstream.protocol.filter.code import Program
 from millstream.protocol.filter.filter import Filter
 from millstream.protocol.filter.node import (
+    Between,
     Column,
     Comparison,
     Header,
@@ -28,16 +34,127 @@ from millstream.protocol.filter.node import (
     canonical_text,
 )
 from millstream.protocol.filter.translation import translate
+from millstream.protocol.filter.value import NUMBERS
+
+Rows = npt.NDArray[np.int64]
+
+EXACT_MAX: Final = 2**53
+"""Integers up to here are exact as doubles. Larger ones are compared one by one."""
+
+_SORTING_COSTS: Final = 32
+"""Restoring a row's position costs about as much as this many comparisons."""
+
+_TURNED: Final = {"<": ">", "<=": ">=", ">": "<", ">=": "<="}
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRange:
+    """A numeric field that lies between two inclusive bounds wherever the condition holds.
+
+    Other values may be converted to numbers, so for messages that have one the condition is evaluated.
+    """
+
+    source: Payload
+    low: float
+    high: float
+    is_all: bool
+    """Whether the condition says nothing else."""
+
+
+def number_range_of(parts: Sequence[Node]) -> NumberRange | None:
+    """Return the bounds that conjuncts set on the first field that has any."""
+    found = [(part, bounds) for part in parts if (bounds := _bounds(part)) is not None]
+    if not found:
+        return None
+    source = found[0][1][0]
+    mine = [(low, high) for _part, (of, low, high) in found if of == source]
+    low, high = max(low for low, _high in mine), min(high for _low, high in mine)
+    return NumberRange(source, low, high, is_all=len(mine) == len(parts))
+
+
+def _bounds(part: Node) -> tuple[Payload, float, float] | None:
+    match part:
+        case Comparison(operator=operator, left=Payload() as source, right=Literal() as literal):
+            pass
+        case Comparison(operator=operator, left=Literal() as literal, right=Payload() as source):
+            operator = _TURNED.get(operator, operator)
+        case Between(operand=Payload() as source, low=Literal() as low, high=Literal() as high):
+            if (at_least := _number(low)) is None or (at_most := _number(high)) is None:
+                return None
+            return source, at_least, at_most
+        case _:
+            return None
+    number = _number(literal)
+    if number is None:
+        return None
+    match operator:
+        case ">":
+            return source, math.nextafter(number, math.inf), math.inf
+        case ">=":
+            return source, number, math.inf
+        case "<":
+            return source, -math.inf, math.nextafter(number, -math.inf)
+        case "<=":
+            return source, -math.inf, number
+    return None
+
+
+def _number(literal: Literal) -> float | None:
+    if literal.kind is not Kind.NUMBER or type(literal.value) not in NUMBERS:
+        return None
+    value: Any = literal.value
+    return float(value) if -EXACT_MAX <= value <= EXACT_MAX else None
+
+
+class NumberRangeIndex:
+    """The conditions that bound one field."""
+
+    def __init__(self) -> None:
+        self.members: list[int] = []
+        self._low: list[float] = []
+        self._high: list[float] = []
+
+    def add(self, number: int, number_range: NumberRange) -> None:
+        """Add a condition."""
+        self.members.append(number)
+        self._low.append(number_range.low)
+        self._high.append(number_range.high)
+
+    def within(self, column: Sequence[Any]) -> tuple[Iterator[tuple[int, Rows]], list[int]]:
+        """Return for each condition the rows within its bounds, and the rows whose values are not such numbers."""
+        rows: list[int] = []
+        values: list[float] = []
+        odd: list[int] = []
+        for row, value in enumerate(column):
+            if type(value) in NUMBERS and -EXACT_MAX <= value <= EXACT_MAX:
+                rows.append(row)
+                values.append(value)
+            elif value is not None:
+                odd.append(row)
+        return self._slices(np.array(rows, np.int64), np.array(values, np.float64)), odd
+
+    def _slices(self, rows: Rows, values: npt.NDArray[np.float64]) -> Iterator[tuple[int, Rows]]:
+        order = np.argsort(values)
+        ascending = values[order]
+        starts = np.searchsorted(ascending, self._low, "left").tolist()
+        ends = np.searchsorted(ascending, self._high, "right").tolist()
+        for at, (start, end) in enumerate(zip(starts, ends, strict=True)):
+            if start >= end:
+                continue
+            if (end - start) * _SORTING_COSTS < len(values):
+                yield self.members[at], rows[np.sort(order[start:end])]
+            else:
+                yield self.members[at], rows[(values >= self._low[at]) & (values <= self._high[at])]
+
 
 Source = Column | Header | Payload
 
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A field that has one of some values wherever the condition holds.
+    """A field that has one of several values wherever the condition holds.
 
-    Values of another kind than these may be taken for them, so for messages that have such a value the condition is
-    evaluated.
+    Values of other kinds may be converted to these, so for messages that have one the condition is evaluated.
     """
 
     source: Source
@@ -49,14 +166,14 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """A condition, and its handle if it has one."""
+    """A compiled condition, and its handle if it has one."""
 
     filter: Filter
     handle: Handle | NumberRange | None
 
 
 def compile_condition(text: str) -> Condition:
-    """Compile a condition; raise `FilterError`, which points at the place."""
+    """Compile a condition; raise `FilterError`, which shows the place."""
     node = translate(text)
     program = Program(node)
     compiled = Filter(text, canonical_text(node), Uses.of((*program.columns, *program.of_batch)), program)
@@ -66,7 +183,7 @@ def compile_condition(text: str) -> Condition:
 def _handle(node: Node) -> Handle | NumberRange | None:
     parts = node.parts if isinstance(node, Junction) and node.operator == "AND" else (node,)
     found = [handle for part in parts for handle in _handles(part, is_all=len(parts) == 1)]
-    # Texts tell messages apart better than numbers, as a rule.
+    # Text is usually more selective than numbers.
     found.sort(key=lambda handle: handle.kind is not Kind.TEXT)
     return found[0] if found else number_range_of(parts)
 
@@ -87,23 +204,21 @@ def _handles(part: Node, *, is_all: bool) -> Iterator[Handle]:
 
 
 def _fits(source: Source, kind: Kind) -> bool:
-    """Whether values can be looked up: texts everywhere that there are texts, numbers only where they are numbers."""
+    """Whether values can be looked up: text in any text field, numbers only in numeric ones."""
     if isinstance(source, Column) and source.name != "key":
         return False
     return kind is Kind.TEXT or (kind is Kind.NUMBER and isinstance(source, Payload))
 
 
 RULE_SETS_KEPT: Final = 64
-
-"""How many sets a process keeps compiled; each topic of a route is one."""
-
+"""The number of rule sets that a process keeps compiled; each topic of a route has one."""
 
 _KINDS: Final[dict[Kind, tuple[type, ...]]] = {Kind.TEXT: (str,), Kind.NUMBER: (int, float)}
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """Where messages go for which a condition holds; an empty condition holds for all."""
+    """The targets of messages that match a condition; an empty condition matches all."""
 
     condition: str
     targets: tuple[str, ...]
@@ -111,7 +226,7 @@ class Way:
 
 @dataclass(slots=True)
 class _Index:
-    """The conditions that name values of one field."""
+    """The conditions that compare one field with constants."""
 
     by_value: dict[Value, list[int]] = field(default_factory=dict)
     members: list[int] = field(default_factory=list)
@@ -130,7 +245,7 @@ class Picked(DecodedBatch):
         return len(self._rows)
 
     def column(self, source: Column | Header | Payload) -> list[Any]:
-        """The values of one source, for these rows."""
+        """Return the values of a source for these rows."""
         known = self._picked.get(source)
         if known is None:
             whole = self._batch.column(source)
@@ -147,14 +262,14 @@ class Picked(DecodedBatch):
         return self.column(Column("key", Kind.TEXT))
 
     def _payloads(self) -> Sequence[bytes | None]:
-        raise NotImplementedError("fields are taken from the batch that rows were picked of")
+        raise NotImplementedError("fields are read from the batch that the rows belong to")
 
     def _headers(self, name: str) -> list[str | None]:
         return self.column(Header(name))
 
 
 class RuleSet:
-    """Rules, compiled and grouped by what they name."""
+    """Rules, compiled and grouped by the fields they compare."""
 
     def __init__(self, ways: Sequence[Way]) -> None:
         targets: dict[str, set[str]] = {}
@@ -169,15 +284,15 @@ class RuleSet:
         self._indexes: dict[tuple[Source, Kind], _Index] = {}
         self._spans: dict[Payload, NumberRangeIndex] = {}
         self._whole: set[int] = set()
-        """Conditions that say nothing but what they are looked up by."""
+        """Conditions that the index decides completely."""
         self._others: list[int] = []
         for number, condition in enumerate(self._conditions):
             self._add(number, condition)
         self.uses: Uses = reduce(Uses.__or__, (one.filter.uses for one in self._conditions), Uses())
-        """What all of them read together."""
+        """What all conditions together read."""
 
     def matches(self, batch: DecodedBatch) -> dict[str, Rows]:
-        """For every target that gets something, which messages it gets, in their order."""
+        """Return the rows of each target that gets any, in order."""
         found: dict[str, list[Rows]] = {target: [np.arange(len(batch))] for target in self._everything}
         for number, rows in self._matching(batch):
             for target in self._targets[number]:
@@ -226,7 +341,7 @@ class RuleSet:
             if number in self._whole:
                 yield number, rows
             elif 2 * rows.size > len(batch):
-                # To pick most of a batch takes longer than to ask about all of it. The odd ones are in that.
+                # Picking most of a batch takes longer than evaluating all of it, odd rows included.
                 yield from self._evaluate_all(number, batch)
             else:
                 chosen = rows.tolist()
@@ -258,12 +373,12 @@ class RuleSet:
 
 @lru_cache(maxsize=RULE_SETS_KEPT)
 def rule_set(ways: tuple[Way, ...]) -> RuleSet:
-    """The rules, compiled once in a process however many batches there are."""
+    """Return the compiled rules, once per process."""
     return RuleSet(ways)
 
 
 def _together(several: Sequence[Rows], size: int) -> Rows:
-    """All of several, in their order and once each."""
+    """Merge several row sets, in order and without duplicates."""
     if len(several) == 1:
         return several[0]
     is_among = np.zeros(size, np.bool_)
@@ -275,7 +390,7 @@ def _together(several: Sequence[Rows], size: int) -> Rows:
 def _grouped(
     column: Sequence[Any], kinds: tuple[type, ...], wanted: dict[Value, list[int]]
 ) -> tuple[dict[Value, list[int]], list[int]]:
-    """The rows of each wanted value, and those whose value is of another kind."""
+    """Return the rows of each wanted value, and the rows whose value is of another kind."""
     groups: dict[Value, list[int]] = {}
     odd: list[int] = []
     for row, value in enumerate(column):

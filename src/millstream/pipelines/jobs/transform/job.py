@@ -1,7 +1,7 @@
-"""transform: topics become a topic by a statement of SQL, exactly once.
+"""transform: writes the rows of an SQL statement over topics to a topic, exactly once.
 
-A statement that looks at each message by itself, perhaps beside lake tables, is run batch by batch. One that has to
-remember messages, for windows and other aggregates, DISTINCT or joins of topics, is a stream of Spark's own.
+A statement without state, possibly with joins to lake tables, runs batch by batch. One with state (windows and other
+aggregates, DISTINCT, joins of topics) runs as a Spark stream.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Final
 from millstream.core.pipeline import Pipeline, TransformSettings
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
 from millstream.pipelines.jobs.job import Job, JobContext, Step
-from millstream.pipelines.jobs.target_topic import make_topics
 from millstream.pipelines.jobs.transform.output_rows import as_messages, written
 from millstream.pipelines.jobs.transform.prepared_query import PreparedQuery, prepare
 from millstream.pipelines.jobs.transform.stream_loop import StreamLoop
+from millstream.pipelines.source.target_topic import make_topics
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 WAIT_S = 1.0
-"""How long a topic without any message is left alone, when the columns of its payloads are to be found in them."""
+"""How long to wait for the first message of a topic whose columns have to be inferred."""
 
 
 class TransformJob:
-    """One transform that runs."""
+    """A running transform."""
 
     def __init__(self, pipeline: Pipeline, context: JobContext) -> None:
         self._pipeline = pipeline
@@ -35,7 +35,7 @@ class TransformJob:
         self._way: Job | None = None
 
     def step(self) -> Step:
-        """Do one batch, once there is something to see what the columns are."""
+        """Run one batch, once the columns are known."""
         if self._way is None:
             self._way = self._begin()
             if self._way is None:
@@ -44,7 +44,7 @@ class TransformJob:
         return self._way.step()
 
     def close(self) -> None:
-        """End the stream, if there is one, and let go of tables."""
+        """Stop the stream, if there is one, and release tables."""
         if self._way is not None:
             self._way.close()
         if self._prepared is not None:
@@ -63,14 +63,14 @@ class TransformJob:
 
 
 class _Batches:
-    """A statement without state: one job for each batch."""
+    """A statement without state: one job per batch."""
 
     def __init__(self, loop: BatchLoop, prepared: PreparedQuery) -> None:
         self._loop = loop
         self._prepared = prepared
 
     def step(self) -> Step:
-        """Take what there is, up to the limit of a batch."""
+        """Process the available messages, up to the limit of a batch."""
         prepared = self._prepared
         plan = self._loop.plan(prepared.statement.topics)
         if not plan.ranges and not self._loop.is_new(plan):
@@ -83,14 +83,14 @@ class _Batches:
         return Step(rows=plan.rows, lag=plan.lag, counts=plan.counts(written=sent, undecoded=undecoded))
 
     def close(self) -> None:
-        """There is nothing that a batch leaves behind."""
+        """Nothing to release."""
 
     def _parts(self, plan: Plan) -> DataFrame:
         rows = as_messages(self._prepared.result(plan), self._prepared.options)
         return written(rows, self._prepared.options, plan.batch)
 
     def _saw_everything(self) -> bool:
-        """Whether there was no field in the batch that its rows ought to have and lack; else it is done again."""
+        """Whether the batch had no new field that its rows should contain; otherwise it is repeated."""
         found = self._prepared.accumulator.read()
         return not self._prepared.grow({topic: one.fields for topic, one in found.items() if one.fields is not None})
 

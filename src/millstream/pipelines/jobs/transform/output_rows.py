@@ -1,8 +1,7 @@
 """The rows of a statement as messages.
 
-A statement that gives a column `value` writes messages as they are: `value`, and `key`, `headers`, `partition` and
-`timestamp` if it gives them. Of any other, the columns are the fields of a JSON object in the value, except `key`,
-which is the key.
+A statement with a column `value` writes messages directly: `value`, and `key`, `headers`, `partition` and `timestamp`
+if it has them. Otherwise the columns are the fields of a JSON object in the value, except `key`, which is the key.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _AS_THEY_ARE = ("binary", "string", "void")
 
 
 def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
-    """The frame with the columns of messages; raise `InvalidSetting` if it cannot be written."""
+    """Convert a frame to the columns of messages; raise `InvalidSetting` if it cannot be written."""
     twice = [name for name in frame.columns if [one.lower() for one in frame.columns].count(name.lower()) > 1]
     if twice:
-        raise InvalidSetting(f"the statement gives two columns {twice[0]!r}; name one of them otherwise with AS")
+        raise InvalidSetting(f"the statement has two columns {twice[0]!r}; rename one of them with AS")
     if "value" not in frame.columns:
         from pyspark.sql import functions
 
         kinds = dict(frame.dtypes)
         names = [name for name in frame.columns if name != "key"]
         if not names:
-            raise InvalidSetting("the statement gives a key and nothing else; give it a column `value`, or others")
+            raise InvalidSetting("the statement has only a key and nothing else; add a column `value`, or others")
         columns = [functions.to_json(functions.struct(*(f"`{name}`" for name in names))).alias("value")]
         if "key" in frame.columns:
             key = functions.col("key")
@@ -48,7 +47,7 @@ def as_messages(frame: DataFrame, options: WriteOptions) -> DataFrame:
 
 
 def written(frame: DataFrame, options: WriteOptions, batch: Batch) -> DataFrame:
-    """The parts that the tasks of a job write, as rows."""
+    """Return the parts that the tasks of a job write, as rows."""
     return frame.mapInArrow(Marked(_writing(options, batch)), PART_SCHEMA)
 
 

@@ -1,8 +1,8 @@
-"""The fields that the payloads of topics have: given with the pipeline, or found in the messages.
+"""The payload fields of topics: given with the pipeline, or inferred from messages.
 
-What was found is kept in the pipeline's folder, and only grows: a field that was found has its type for good. Where the
-folder is lost, fields are found anew. A stream that remembers messages has the fields that it began with, since its
-state is made of them.
+Inferred fields are stored in the pipeline's folder and only grow: a field keeps its type for good. If the folder is
+lost they are inferred again. A stream with state keeps the fields that it started with, since its state consists of
+them.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from millstream.pipelines.source.rows import read_range
 from millstream.pipelines.source.shape import default_schema, shape_of
 
 SAMPLE_MAX: Final = 1000
-"""How many messages of each partition are looked at, the youngest of it."""
+"""The number of messages per partition in a sample, the newest ones."""
 SAMPLE_BYTES_MAX: Final = 4 * 1024 * 1024
-"""How much of each partition is looked at, about."""
+"""The approximate bytes per partition in a sample."""
 SAMPLE_ALL_MAX: Final = 20_000
-"""How many messages of all partitions are looked at, unless there are more partitions than that."""
+"""The number of messages of all partitions in a sample, unless there are more partitions."""
 
 _UNREAD: Final = (MapType, BinaryType, NullType)
 
 
 class PayloadSchemas:
-    """The fields of the topics of one statement, by topic; None where payloads are not decoded."""
+    """The fields of a statement's topics; None where payloads are not decoded."""
 
     def __init__(self, given: Mapping[str, StructType], found: Mapping[str, StructType], *, decodes: bool) -> None:
         self._given = given
@@ -47,19 +47,19 @@ class PayloadSchemas:
 
     @property
     def found(self) -> Mapping[str, StructType]:
-        """Those that were found in messages."""
+        """Return the inferred fields."""
         return self._found
 
     def fields(self, topic: str) -> StructType | None:
-        """The fields of a topic's payloads."""
+        """Return the fields of a topic's payloads."""
         return (self._given.get(topic) or self._found.get(topic, StructType())) if self._decodes else None
 
     def grows(self, topic: str) -> bool:
-        """Whether fields are added as they are found."""
+        """Whether new fields are added as they are found."""
         return self._decodes and topic not in self._given
 
     def grown_by(self, found: Mapping[str, pa.Schema]) -> PayloadSchemas | None:
-        """The same with what was found beside; None if that is nothing new."""
+        """Return the schemas extended by new fields; None if there are none."""
         larger = dict(self._found)
         for topic, fields in found.items():
             if self.grows(topic):
@@ -70,7 +70,7 @@ class PayloadSchemas:
 
 
 def parse_schemas(texts: Mapping[str, str]) -> dict[str, StructType]:
-    """The payload schemas that a pipeline gives, by topic."""
+    """Parse the payload schemas of a pipeline's settings, by topic."""
     from pyspark.errors import PySparkException
 
     found: dict[str, StructType] = {}
@@ -91,7 +91,7 @@ def parse_schemas(texts: Mapping[str, str]) -> dict[str, StructType]:
 def _check_type(topic: str, name: str, kind: DataType) -> None:
     if isinstance(kind, _UNREAD):
         raise InvalidSetting(
-            f"the schema of {topic!r} has {name} as {kind.simpleString()}, which payloads are not decoded into; as "
+            f"the schema of {topic!r} has {name} as {kind.simpleString()}, which is not supported for payloads; as "
             "string it keeps its JSON"
         )
     if isinstance(kind, ArrayType):
@@ -102,17 +102,17 @@ def _check_type(topic: str, name: str, kind: DataType) -> None:
 
 
 def to_arrow(schema: StructType) -> pa.Schema:
-    """Fields as Arrow has them."""
+    """Convert fields to Arrow."""
     return pa.schema([pa.field(one.name, to_arrow_type(one.dataType, timezone="UTC")) for one in schema.fields])
 
 
 def to_spark(schema: pa.Schema) -> StructType:
-    """Fields as Spark has them."""
+    """Convert fields to Spark."""
     return StructType([StructField(one.name, from_arrow_type(one.type)) for one in schema])
 
 
 def sample_ranges(loop: BatchLoop, topic: str, count: int = SAMPLE_MAX) -> list[Range]:
-    """The last messages of every partition of a topic."""
+    """Return the ranges of the last messages of every partition."""
     survey = loop.survey([topic])
     there = survey.partitions()
     first, last = survey.earliest(there), survey.latest(there)
@@ -127,7 +127,7 @@ def sample_ranges(loop: BatchLoop, topic: str, count: int = SAMPLE_MAX) -> list[
 
 
 def find_fields(loop: BatchLoop, topic: str, brokers: str) -> pa.Schema | None:
-    """The fields of the payloads in a sample; None if there is no message yet."""
+    """Infer the payload fields from a sample; None if there is no message yet."""
     values = [value for one in sample_ranges(loop, topic) for value in _payloads(one, brokers)]
     if not values:
         return None
@@ -141,7 +141,7 @@ class KeptSchemas:
         self._file = file
 
     def read(self) -> dict[str, StructType]:
-        """By topic; nothing if there is no file, or none that can be read."""
+        """Return the schemas by topic; empty if there is no readable file."""
         try:
             document = json.loads(self._file.read_text(encoding="utf-8"))
             return {topic: StructType.fromJson(schema) for topic, schema in document.items()}
@@ -149,7 +149,7 @@ class KeptSchemas:
             return {}
 
     def write(self, schemas: Mapping[str, StructType]) -> None:
-        """Keep them; the file is there as a whole or not at all."""
+        """Store the schemas atomically."""
         self._file.parent.mkdir(parents=True, exist_ok=True)
         new = self._file.with_name(f"{self._file.stem}-{uuid4().hex}.tmp")
         new.write_text(json.dumps({topic: schema.jsonValue() for topic, schema in schemas.items()}), encoding="utf-8")

@@ -1,28 +1,32 @@
-"""A statement made ready to run: its topics as views with their columns, its tables, and what Spark thinks of it."""
+"""A prepared statement: its topics as views, its lake tables, and the analysis of Spark's plan."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from hashlib import sha256
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
+import pyarrow.dataset as pads
+from deltalake import DeltaTable
 
 from millstream.core.errors import InvalidSetting
 from millstream.core.pipeline import Pipeline, TransformSettings, named_texts
 from millstream.core.setting import suggestion
 from millstream.pipelines.jobs.batch_loop import BatchLoop, Plan
-from millstream.pipelines.jobs.findings import FindingsAccumulator
 from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.transform.output_rows import as_messages
 from millstream.pipelines.jobs.transform.payload_schema import KeptSchemas, PayloadSchemas, find_fields, parse_schemas
 from millstream.pipelines.jobs.transform.statement import Statement, elements, explain_errors, read_statement
-from millstream.pipelines.jobs.transform.topic_view import TopicView, view_of
+from millstream.pipelines.jobs.transform.topic_view import FindingsAccumulator, TopicView, view_of
+from millstream.pipelines.lake.storage import Storage
+from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.options import WriteOptions
 
 if TYPE_CHECKING:
@@ -31,24 +35,72 @@ if TYPE_CHECKING:
 
     from millstream.pipelines.lake.storage import Storage
 
+HANDED_BYTES_MAX: Final = 64 * 1024 * 1024
+"""Up to this size, table rows go through the driver, which is faster than starting tasks."""
+_TASK_BYTES: Final = 128 * 1024 * 1024
+
+
+class TableTasks:
+    """The function of `mapInArrow` that maps task numbers to the rows of their files."""
+
+    def __init__(self, storage: Storage, version: int, types: pa.Schema, tasks: Sequence[frozenset[str]]) -> None:
+        self._storage = storage
+        self._version = version
+        self._types = types
+        self._tasks = tasks
+
+    def __call__(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Read the files of the given tasks."""
+        whole = self._storage.table(self._version).to_pyarrow_dataset()
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                mine = [fragment for fragment in whole.get_fragments() if fragment.path in self._tasks[number]]
+                rows = pads.FileSystemDataset(mine, whole.schema, whole.format, whole.filesystem)
+                yield from (found.cast(self._types) for found in rows.to_batches())
+
+
+def rows_of(spark: SparkSession, storage: Storage, table: DeltaTable) -> tuple[DataFrame, int]:
+    """Return the rows of a table at the version of its handle, and their approximate size."""
+    from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+
+    size = sum(pa.table(table.get_add_actions(flatten=True)).column("size_bytes").to_pylist())
+    if size <= HANDED_BYTES_MAX:
+        rows = table.to_pyarrow_table()
+        schema = from_arrow_schema(rows.schema)
+        # A table without files has columns without chunks, which Spark refuses.
+        frame = spark.createDataFrame(rows) if rows.num_rows else spark.createDataFrame([], schema)
+        return frame, rows.nbytes
+    dataset = table.to_pyarrow_dataset()
+    paths = [fragment.path for fragment in dataset.get_fragments()]
+    count = min(len(paths), max(spark.sparkContext.defaultParallelism, ceil(size / _TASK_BYTES)))
+    schema = from_arrow_schema(dataset.schema)
+    types = to_arrow_schema(schema, timezone="UTC")
+    reading = TableTasks(storage, table.version(), types, [frozenset(paths[first::count]) for first in range(count)])
+    return _without_lineage(spark.range(0, count, 1, count).mapInArrow(Marked(reading), schema)), size
+
+
+def _without_lineage(frame: DataFrame) -> DataFrame:
+    """Hide how a frame is made, since views of topics are recognized by their plan."""
+    from pyspark.sql import DataFrame
+
+    spark: Any = frame.sparkSession
+    execution: Any = frame._jdf.queryExecution()
+    rows = spark._jsparkSession.internalCreateDataFrame(execution.toRdd(), execution.analyzed().schema(), False)
+    return DataFrame(rows, spark)
+
 
 LOOK_S: Final = 5.0
-
-"""How often a new version is looked for."""
-
+"""How often to look for a new version."""
 
 _TABLE_MISSING: Final = ("PATH_NOT_FOUND", "UNABLE_TO_INFER_SCHEMA")
-
-"""What Spark says of a folder that is missing, or empty."""
-
+"""Spark's error classes for a missing or empty folder."""
 
 BROUGHT_BYTES_MAX: Final = 64 * 1024 * 1024
-
-"""A table up to this size is brought to the messages, which stay in their order; a larger one is shuffled with them."""
+"""A table up to this size is broadcast, which keeps messages in order; a larger one is shuffled."""
 
 
 class LakeView:
-    """One table, as a view of a session."""
+    """A lake table as a view of a session."""
 
     def __init__(self, spark: SparkSession, name: str, url: str) -> None:
         self._spark = spark
@@ -62,7 +114,7 @@ class LakeView:
         self._frame: DataFrame | None = None
 
     def refresh(self) -> None:
-        """Have the view show the table as it is now, or was a few seconds ago."""
+        """Let the view show the table as of now or a few seconds ago."""
         now = time.monotonic()
         if self._frame is not None and now - self._looked < LOOK_S:
             return
@@ -75,13 +127,13 @@ class LakeView:
             shown.createOrReplaceTempView(f"`{self._name}`")
 
     def has_changed(self) -> bool:
-        """Whether there is something newer than what the view shows."""
+        """Whether the table is newer than the view."""
         if self._is_delta():
             return self._newest().version() != self._version
         return self._frame is None or sorted(self._parquet().inputFiles()) != sorted(self._frame.inputFiles())
 
     def close(self) -> None:
-        """Let go of what was read."""
+        """Release what was read."""
         if self._frame is not None:
             self._frame.unpersist()
             self._frame = None
@@ -102,13 +154,13 @@ class LakeView:
         return self._storage
 
     def _delta(self) -> DataFrame | None:
-        from millstream.pipelines.jobs.lake_rows import rows_of
+        from millstream.pipelines.jobs.transform.prepared_query import rows_of
 
         table = self._newest()
         if table.version() == self._version and self._frame is not None:
             return None
         self._version = table.version()
-        # Spark holds it, in memory or on disk, so it is read once for each version.
+        # Spark caches it, in memory or on disk, so each version is read once.
         frame, self._size_bytes = rows_of(self._spark, self._reached(), table)
         return frame.persist()
 
@@ -123,24 +175,24 @@ class LakeView:
         from pyspark.errors import AnalysisException
 
         if self._reached().folder is None:
-            # Spark itself has nothing that reads object stores.
+            # Spark itself has no reader for object stores.
             raise self._missing("no Delta table")
         try:
-            # Files that were written later may have more columns.
+            # Files written later may have more columns.
             frame = self._spark.read.option("mergeSchema", "true").parquet(self._url)
         except AnalysisException as error:
             if error.getCondition() in _TABLE_MISSING:
-                # It may be landed only now. Whoever waits for a topic waits for a table, too.
+                # It may not have been landed yet; wait for it as for a topic.
                 raise self._missing("neither a Delta table nor Parquet files") from None
             reason = str(error).partition("\n")[0]
             raise InvalidSetting(f"the table {self._name!r} cannot be read at {self._url}: {reason}") from None
         execution: Any = frame._jdf.queryExecution()
-        # A number of Python or one of Scala, as versions of py4j have it.
+        # A Python or a Scala number, depending on py4j's version.
         self._size_bytes = int(str(execution.optimizedPlan().stats().sizeInBytes()))
         return frame
 
     def _missing(self, what: str) -> FileNotFoundError:
-        return FileNotFoundError(f"there is no table {self._name!r} at {self._url} yet: {what}")
+        return FileNotFoundError(f"table {self._name!r} does not exist at {self._url} yet: {what}")
 
 
 _REMEMBERS: Final = frozenset(
@@ -160,8 +212,7 @@ _REMEMBERS: Final = frozenset(
         "Window",
     }
 )
-
-"""What means something else for the messages of one batch than for all of them."""
+"""Operators that mean something else for one batch than for all messages."""
 
 _AGGREGATE: Final = "Aggregate"
 
@@ -170,8 +221,7 @@ _DISTINCT: Final = "Distinct"
 _SETS: Final = frozenset({"Except", "Intersect"})
 
 _OF_TOPIC: Final = "MapInArrow"
-
-"""What a view of a topic has in its plan, and nothing else that a statement can say."""
+"""The operator that only views of topics have."""
 
 _ATTRIBUTE: Final = "AttributeReference"
 
@@ -180,8 +230,7 @@ _WITH: Final = "WithCTE"
 _INLINE: Final = "org.apache.spark.sql.catalyst.optimizer.InlineCTE"
 
 _PARTS: Final = frozenset({"GetStructField", "GetArrayStructFields"})
-
-"""What takes one field of something."""
+"""Operators that extract one field."""
 
 
 class QueryPlan:
@@ -198,25 +247,25 @@ class QueryPlan:
 
     @property
     def reads_topics(self) -> bool:
-        """Whether messages are what its rows are made of."""
+        """Whether its rows are made of messages."""
         return any(of_topic for _, of_topic in self._nodes)
 
     @property
     def remembers(self) -> bool:
-        """Whether it needs to know messages of earlier batches."""
+        """Whether it needs messages of earlier batches."""
         return any(
             of_topic and (node.nodeName() in _REMEMBERS or _joins_topics(node)) for node, of_topic in self._nodes
         )
 
     @property
     def aggregates(self) -> bool:
-        """Whether rows may change while messages come, unless a watermark says when they are done."""
+        """Whether rows may change as messages arrive, unless a watermark makes them final."""
         return any(of_topic and node.nodeName() == _AGGREGATE for node, of_topic in self._nodes)
 
     def rows(self) -> DataFrame:
-        """The rows of the statement, in which DISTINCT means: of all messages that ever came.
+        """Return the statement's rows, with DISTINCT over all messages that ever arrived.
 
-        Spark takes it for an aggregate, whose rows would be given again whenever a message repeats them.
+        Spark treats it as an aggregate, whose rows would be repeated whenever a message repeats them.
         """
         if self._plan.nodeName() != _DISTINCT:
             return self._frame
@@ -228,16 +277,16 @@ class QueryPlan:
         return DataFrame(datasets.ofRows(spark._jsparkSession, child), spark).dropDuplicates()
 
     def check_sets(self) -> None:
-        """Raise `InvalidSetting` for what Spark would make aggregates of whose rows are not final."""
+        """Raise `InvalidSetting` for operators that Spark turns into aggregates without final rows."""
         kinds = {node.nodeName() for node, of_topic in self._nodes if of_topic}
         if _DISTINCT in kinds:
             raise InvalidSetting("DISTINCT, or UNION without ALL, has to be the outermost SELECT of the statement")
         if kinds & _SETS:
-            raise InvalidSetting("EXCEPT and INTERSECT are not for topics; use NOT IN or IN, or a join")
+            raise InvalidSetting("EXCEPT and INTERSECT are not supported for topics; use NOT IN or IN, or a join")
 
     @cached_property
     def used(self) -> frozenset[str]:
-        """The columns of topics that it names, also where they turn out to make no difference."""
+        """Return the topic columns that it names, even those without effect."""
         names: dict[int, str] = {one.exprId().id(): one.name() for one in elements(self._plan.output())}
         for node, _ in self._nodes:
             if node.nodeName() != _OF_TOPIC:
@@ -246,7 +295,7 @@ class QueryPlan:
 
     @cached_property
     def used_whole(self) -> frozenset[str]:
-        """The columns of topics that it takes with all that is in them."""
+        """Return the topic columns that it uses as a whole."""
         return frozenset(
             one.name()
             for node, _ in self._nodes
@@ -257,25 +306,25 @@ class QueryPlan:
         )
 
     def check_stream(self, output_mode: str) -> None:
-        """Have Spark refuse what it cannot do with a stream; the frame has to be of one."""
+        """Let Spark refuse what a stream cannot do; the frame has to be a stream."""
         modes = self._jvm.org.apache.spark.sql.streaming.OutputMode
         mode = modes.Update() if output_mode == "update" else modes.Append()
         checker = self._jvm.org.apache.spark.sql.catalyst.analysis.UnsupportedOperationChecker
         checker.checkForStreaming(self._plan, mode)
 
     def _inlined(self, plan: Any) -> Any:
-        """The plan with what stands in WITH put where it is used, so that it is seen what passes through what."""
+        """Inline the queries of WITH, which shows what passes through what."""
         if plan.nodeName() != _WITH:
             return plan
         loader = self._jvm.java.lang.Thread.currentThread().getContextClassLoader()
         made = self._jvm.java.lang.Class.forName(_INLINE, True, loader).getConstructors()[0]
-        # What more it may be asked differs between versions of Spark, and is not wanted.
+        # The further parameters differ between Spark versions and are not needed.
         others = [False] * (made.getParameterCount() - 1)
         return self._jvm.org.apache.spark.sql.catalyst.optimizer.InlineCTE(True, *others).apply(plan)
 
     @cached_property
     def _columns(self) -> frozenset[int]:
-        """The columns of topics, by Spark's numbers."""
+        """Return the topic columns by Spark's expression ids."""
         return frozenset(
             one.exprId().id()
             for node, _ in self._nodes
@@ -298,7 +347,7 @@ def _joins_topics(node: Any) -> bool:
 
 
 def _nodes(plan: Any) -> Iterator[tuple[Any, bool]]:
-    """Every node of a plan, and whether messages pass through it."""
+    """Yield every node of a plan, and whether messages pass through it."""
     yield plan, _is_of_topic(plan)
     for child in elements(plan.children()):
         yield from _nodes(child)
@@ -310,16 +359,15 @@ def _is_of_topic(plan: Any) -> bool:
 
 _SETTINGS: Final = {
     "spark.sql.session.timeZone": "UTC",
-    # Batches are small and frequent: what a plan could gain by looking at itself costs more than it brings.
+    # Batches are small and frequent: adaptive execution would cost more than it gains.
     "spark.sql.adaptive.enabled": "false",
     "spark.sql.shuffle.partitions": "2",
-    # Lake tables say themselves whether they go to the messages, which keeps those in order; never the other way.
+    # Lake tables decide themselves whether they are broadcast, which keeps messages in order; topics never are.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
 }
 
 _WHOLE: Final = ("key", "value", "headers", "timestamp")
-
-"""What is written of a message when all columns of its topic are asked for; where it goes is decided anew."""
+"""What is written of a message when all columns of its topic are selected; its key selects a new partition."""
 
 _SCHEMAS: Final = "schemas.json"
 
@@ -330,45 +378,45 @@ UPDATE: Final = "update"
 
 @dataclass(slots=True)
 class PreparedQuery:
-    """A statement, in a session that has all of its views."""
+    """A statement in a session that has all of its views."""
 
     spark: SparkSession
     brokers: str
     statement: Statement
     options: WriteOptions
     folder: Path
-    """Where the pipeline keeps what it must find again."""
+    """The folder of the pipeline's state."""
     stream_folder: Path
-    """Where the statement keeps its state, if it has one."""
+    """The folder of the statement's stream state, if it has any."""
     watermarks: Mapping[str, tuple[str, str]]
     schemas: PayloadSchemas
     accumulator: FindingsAccumulator
     tables: tuple[LakeView, ...] = ()
     whole: Mapping[str, TopicView] = field(default_factory=dict)
-    """The views with all of their columns."""
+    """The views with all columns."""
     views: Mapping[str, TopicView] = field(default_factory=dict)
     """The views with the columns that the statement uses."""
     needs_state: bool = False
     output_mode: str = APPEND
 
     def result(self, plan: Plan) -> DataFrame:
-        """The rows of the statement over what a batch reads."""
+        """Return the statement's rows over what a batch reads."""
         for topic, view in self.views.items():
             frame = view.frame(self.spark, self.brokers, plan.of(topic), self.accumulator)
             frame.createOrReplaceTempView(f"`{topic}`")
         return self.frame()
 
     def frame(self) -> DataFrame:
-        """The rows of the statement over the views as they are now."""
+        """Return the statement's rows over the current views."""
         for table in self.tables:
             table.refresh()
         rows = self._rows()
         return rows.select(*_WHOLE) if self._is_whole(rows) else rows
 
     def grow(self, found: Mapping[str, pa.Schema]) -> bool:
-        """Take in fields that were found in payloads; whether the statement gives something else because of them.
+        """Add new payload fields; return whether they change the statement's result.
 
-        A statement that cannot be run with them goes on without them: what worked is not to be broken by a message.
+        If the statement cannot be run with them it continues without them: a message must not break what worked.
         """
         larger = self.schemas.grown_by(found)
         if larger is None:
@@ -379,17 +427,17 @@ class PreparedQuery:
         return any(self.views[topic].columns != before[topic].columns for topic in before)
 
     def marked(self, topic: str, stream: DataFrame) -> DataFrame:
-        """A stream of a topic with its watermark, if it has one."""
+        """Add a topic's watermark to its stream, if it has one."""
         watermark = self.watermarks.get(topic)
         return stream if watermark is None else explain_errors("", lambda: stream.withWatermark(*watermark))
 
     def close(self) -> None:
-        """Let go of tables."""
+        """Release tables."""
         for table in self.tables:
             table.close()
 
     def begin(self, known: PayloadSchemas) -> None:
-        """Understand the statement, if it has to be without what was found in messages since it was run before."""
+        """Analyse the statement, if necessary without fields that were found since its last run."""
         try:
             self.understand()
         except InvalidSetting as error:
@@ -402,7 +450,7 @@ class PreparedQuery:
                 raise error from None
 
     def understand(self) -> None:
-        """Find out what the statement means with the fields that are known; raise `InvalidSetting` if nothing."""
+        """Analyse the statement with the known fields; raise `InvalidSetting` if that fails."""
         self.whole = {topic: view_of(topic, self.schemas.fields(topic)) for topic in self.statement.topics}
         for topic, view in self.whole.items():
             view.example(self.spark).createOrReplaceTempView(f"`{topic}`")
@@ -414,7 +462,7 @@ class PreparedQuery:
         plan.check_sets()
         self.needs_state = plan.remembers
         self.output_mode = UPDATE if plan.aggregates and not self.watermarks else APPEND
-        # Messages that are written as they are have everything, and the columns of a state cannot change.
+        # Messages that are written as they are have every column, and the columns of a state cannot change.
         is_fixed = plan.remembers or self._is_whole(self._rows())
         used = plan.used | {column for column, _ in self.watermarks.values()}
         evolving = {
@@ -425,7 +473,7 @@ class PreparedQuery:
         try:
             self._check_stream()
         except InvalidSetting:
-            # It may name columns only to leave them out, which have to be there for that.
+            # A statement may name columns only to exclude them, so they have to exist.
             self.views = evolving
             self._check_stream()
 
@@ -445,13 +493,13 @@ class PreparedQuery:
             self.views = {topic: replace(view, evolves=False) for topic, view in self.views.items()}
 
     def _sees_more(self, view: TopicView, plan: QueryPlan) -> bool:
-        """Whether fields that come to the payloads of a topic could be in rows without being named."""
+        """Whether new payload fields could occur in rows without being named."""
         return self.statement.has_star or not view.structs.isdisjoint(plan.used_whole)
 
     def _check_stream(self) -> None:
-        """Have Spark say what cannot be had of messages that come one after the other, whichever way it is run.
+        """Let Spark refuse what is impossible for messages that arrive one after the other, however it is run.
 
-        Batch by batch, all rows of a table would be given with every batch, where a stream refuses that.
+        Batch by batch, all rows of a table would be repeated with every batch, which a stream refuses.
         """
         for topic, view in self.views.items():
             self.marked(topic, view.stream_example(self.spark)).createOrReplaceTempView(f"`{topic}`")
@@ -465,9 +513,9 @@ class PreparedQuery:
 def prepare(
     pipeline: Pipeline, context: JobContext, settings: TransformSettings, loop: BatchLoop
 ) -> PreparedQuery | None:
-    """Make a statement ready; None as long as a topic whose columns are to be found has no message.
+    """Prepare a statement; None while a topic whose columns have to be inferred has no message.
 
-    Raises `InvalidSetting` if Spark would not run it, with what Spark says.
+    Raise `InvalidSetting` with Spark's message if Spark would not run it.
     """
     # Views belong to a session, and pipelines may have views of the same name.
     spark = context.spark.newSession()
@@ -510,13 +558,13 @@ def prepare(
 
 
 def _stream_folder(folder: Path, settings: TransformSettings) -> Path:
-    """Where a statement that remembers has its state: another statement has another one."""
+    """Return the folder of a statement's state; another statement has another one."""
     fingerprint = json.dumps([settings.sql, settings.watermarks, settings.schemas, settings.decode])
     return folder / f"stream-{sha256(fingerprint.encode()).hexdigest()[:16]}"
 
 
 def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop, brokers: str) -> PayloadSchemas | None:
-    """What is known with the fields of the youngest messages; None if there is neither of some topic."""
+    """Add the fields of the newest messages to the known ones; None if a topic has neither."""
     found: dict[str, pa.Schema] = {}
     for topic in filter(known.grows, statement.topics):
         fields = find_fields(loop, topic, brokers)
@@ -528,7 +576,7 @@ def _sampled(known: PayloadSchemas, statement: Statement, loop: BatchLoop, broke
 
 
 def _check_topics(setting: str, named: Iterable[str], statement: Statement) -> None:
-    """Raise `InvalidSetting` for a setting about topics that are not in the statement."""
+    """Raise `InvalidSetting` for a setting that names topics which the statement does not read."""
     for topic in named:
         if topic not in statement.topics:
             meant = suggestion(topic, statement.topics) or f"; it reads: {', '.join(statement.topics)}"

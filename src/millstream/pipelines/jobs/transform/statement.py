@@ -1,6 +1,6 @@
-"""The SELECT statement of a transform: what it reads, and errors that point at the place where it is broken.
+"""The SELECT statement of a transform: what it reads, and errors that show the place where it is broken.
 
-Spark's own parser takes it apart, so whatever Spark can run can be said.
+Spark's own parser analyses it, so every statement that Spark can run is supported.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ _STAR: Final = "UnresolvedStar"
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A statement, and what it reads."""
+    """A statement and what it reads."""
 
     text: str
     topics: tuple[str, ...]
     tables: tuple[str, ...]
-    """Lake tables, which are named so in the settings."""
+    """The lake tables among them, as named in the settings."""
     has_star: bool = False
-    """Whether it takes columns that it does not name."""
+    """Whether it selects columns that it does not name."""
 
 
 def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> Statement:
-    """Find out what a statement reads; raise `InvalidSetting` with Spark's message and the place if it is broken."""
+    """Find the topics and tables of a statement; raise `InvalidSetting` with Spark's message and the place if it is
+    broken.
+    """
     text = read_select(text).text
     parser: Any = spark._jsparkSession.sessionState().sqlParser()
     plan = explain_errors(text, lambda: parser.parseQuery(text))
@@ -54,24 +56,24 @@ def read_statement(text: str, tables: Collection[str], spark: SparkSession) -> S
         raise InvalidSetting("the statement reads no topic: topics stand in it as tables, by their names")
     for name in topics:
         if found[name]:
-            # It would be looked at batch by batch, which is never what is meant.
-            raise InvalidSetting(f"the topic {name!r} stands within a condition or a column; join it instead")
+            # It would be evaluated batch by batch, which is never what is meant.
+            raise InvalidSetting(f"the topic {name!r} is used in a subquery of a condition or column; join it instead")
     return Statement(text, topics, tuple(name for name in read if name in tables), _has_star(plan))
 
 
 def elements(listed: Any) -> list[Any]:
-    """A sequence of Scala as a list."""
+    """Convert a Scala sequence to a list."""
     return [listed.apply(number) for number in range(listed.size())]
 
 
 def relations(plan: Any, own: set[str], *, is_hidden: bool) -> Iterator[tuple[str, bool]]:
-    """The names that a parsed statement reads from, and whether they stand within an expression."""
+    """Yield the relations of a parsed statement, and whether each is inside an expression."""
     kind = plan.nodeName()
     if kind == _RELATION:
         yield _name(elements(plan.multipartIdentifier())), is_hidden
     if kind == _WITH:
         for named in elements(plan.cteRelations()):
-            # Names of one's own are found without regard to capital letters, as all names of SQL.
+            # These names are case-insensitive, as all names in SQL.
             own.add(named._1().lower())
             yield from relations(named._2(), own, is_hidden=is_hidden)
     for child in elements(plan.children()):
@@ -94,7 +96,7 @@ def _has_star(plan: Any) -> bool:
 def _is_star(expression: Any) -> bool:
     kind = expression.nodeName()
     if kind == _FUNCTION and [part.lower() for part in elements(expression.nameParts())] == ["count"]:
-        # It counts rows, whatever they have.
+        # count(*) counts rows, whatever their columns.
         return False
     return kind.startswith(_STAR) or any(_is_star(child) for child in elements(expression.children()))
 
@@ -107,10 +109,10 @@ def _name(parts: list[str]) -> str:
 
 
 def explain_errors(text: str, work: Callable[[], T]) -> T:
-    """Do something with a statement; what Spark says against it becomes an `InvalidSetting` that shows the place."""
+    """Run work on a statement, and convert Spark's errors to `InvalidSetting` with the place."""
     from pyspark.errors import AnalysisException, ParseException
 
-    # It would tell the same once more, with the traces of two languages.
+    # It would log the same error again, with stack traces.
     logging.getLogger("SQLQueryContextLogger").disabled = True
     try:
         return work()
@@ -135,7 +137,7 @@ def _place(text: str, error: PySparkException) -> str:
 
 
 def _start(text: str, error: PySparkException) -> int | None:
-    """Where in the text it is, as far as Spark says so."""
+    """Return the error's position in the text, as far as Spark gives it."""
     for context in error.getQueryContext() or ():
         if context.fragment() and context.fragment() in text:
             return int(context.startIndex())

@@ -1,9 +1,9 @@
-"""A statement that remembers messages, as a stream of Spark: its state and its progress are in a checkpoint.
+"""A statement with state, run as a Spark stream whose state and progress are in a checkpoint.
 
-Rows are written exactly once, by the same commit as those of batches: it is known by the checkpoint's own id and the
-number of the batch, which Spark repeats with the same messages and the same state if it has no record of its end. The
-offsets of the group are part of that commit. So a statement that is changed, whose state is empty, begins exactly where
-the one before it ended; and so does one whose checkpoint is lost, or is not where the pipeline is any more.
+Rows are written exactly once, by the same commit as those of batches: it is identified by the checkpoint's id and the
+number of the batch, which Spark repeats with the same messages and state if it has no record of its end. The group's
+offsets are part of that commit. A changed statement, whose state is empty, therefore starts exactly where the one
+before ended, and so does one whose checkpoint is lost or belongs to another position.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
 
 
 class _NotWrittenError(Exception):
-    """What Spark is told when a batch failed."""
+    """Raised to Spark when a batch failed."""
 
 
 class _ClosedError(Exception):
-    """The stream was stopped before a batch of it was committed."""
+    """The stream was stopped before the batch was committed."""
 
 
 class StreamWriting:
-    """The function of `foreachBatch`, from one start of a stream to its stop."""
+    """The function of `foreachBatch` for one run of a stream."""
 
     def __init__(
         self, loop: BatchLoop, options: WriteOptions, checkpoint: StreamCheckpoint, query_id: Future[str], stream: str
     ) -> None:
-        """`query_id` is what Spark knows the checkpoint by, `stream` is in the names of all attempts."""
+        """Write for the checkpoint `query_id`; `stream` is part of the names of all attempts."""
         self._loop = loop
         self._options = options
         self._checkpoint = checkpoint
@@ -64,41 +64,41 @@ class StreamWriting:
         self._is_closed = False
         self._counted: Counter[str] = Counter()
         self.lost: Callable[[int, Ends], int] = lambda _number, _ends: 0
-        """How many offsets a batch of a number, which ends there, leaves out."""
+        """Returns how many offsets a batch that ends there leaves out."""
         self.failure: BaseException | None = None
         """Why the last batch was not written."""
 
     def __call__(self, frame: DataFrame, number: int) -> None:
-        """Write a batch. One that Spark has called for before may be there already."""
+        """Write a batch, unless an earlier call has."""
         batch = Batch(self._query_id.result(), number, self._run, self._stream)
         try:
             ends = self._checkpoint.ends(number)
             if not ends:
-                raise CorruptState(f"Spark has not written down where batch {number} ends")
+                raise CorruptState(f"Spark has no record of the end offsets of batch {number}")
             lost = self.lost(number, ends)
             rows = self._commit(frame, batch, ends)
         except BaseException as error:
             self.failure = error
-            # Spark looks through the whole text of an error of its own, and dies of a long one.
+            # Spark parses the whole text of its own errors, and fails on a long one.
             raise _NotWrittenError(f"batch {number} was not written") from None
         if rows is not None:
             with self._lock:
                 self._counted.update({"written": rows, "lost": lost} if lost else {"written": rows})
 
     def counts(self) -> Counter[str]:
-        """What was counted until now."""
+        """Return the counts so far."""
         with self._lock:
             return Counter(self._counted)
 
     def close(self) -> None:
-        """Commit nothing from here on; one commit that is under way is waited for."""
+        """Commit nothing from here on; wait for a commit in progress."""
         with self._lock:
             self._is_closed = True
 
     # -- how ------------------------------------------------------------------------------------------------------
 
     def _commit(self, frame: DataFrame, batch: Batch, ends: Ends) -> int | None:
-        """How many rows were written; None if the batch was committed before."""
+        """Return the number of rows written; None if the batch was committed before."""
         if self._loop.is_taken(batch):
             self._remember(frame, batch)
             return None
@@ -110,7 +110,7 @@ class StreamWriting:
             self._loop.give_up(batch, offsets)
             if not (is_refused(error) and self._loop.is_taken(batch)):
                 raise
-            # Somebody else was faster.
+            # Another run was faster.
             self._remember(frame, batch)
             return None
         return sum(part.rows for part in parts if part.member is not None) if is_done else None
@@ -125,7 +125,7 @@ class StreamWriting:
             return link.call(Transactions(link.client).complete_batch(batch.query, batch.number, members))
 
     def _remember(self, frame: DataFrame, batch: Batch) -> None:
-        """Have a batch counted into the state whose rows are there: tasks find that out, and write nothing."""
+        """Count a committed batch into the state: tasks notice that its rows exist, and write nothing."""
         self._parts(frame, batch)
 
     def _parts(self, frame: DataFrame, batch: Batch) -> list[Part]:
@@ -134,16 +134,14 @@ class StreamWriting:
 
 _logger = logging.getLogger(__name__)
 
-
 WAIT_S: Final = 1
 
 TABLES_S: Final = 30.0
-
-"""How long a stream goes on at least before it is begun anew for the sake of a table that has changed."""
+"""The shortest time between restarts of a stream because a table changed."""
 
 
 class StreamLoop:
-    """One stream, started with the first step; steps look at what it did."""
+    """One stream, started with the first step; steps report its progress."""
 
     def __init__(
         self, pipeline: Pipeline, context: JobContext, settings: TransformSettings, prepared: PreparedQuery
@@ -161,10 +159,10 @@ class StreamLoop:
         self._seen = -1
         self._reported: Counter[str] = Counter()
         self._counted: Counter[str] = Counter()
-        """What streams have counted that were begun anew since."""
+        """Counts of streams that were restarted since."""
 
     def step(self) -> Step:
-        """Wait for the stream to do something, and tell it."""
+        """Wait for progress of the stream and return it."""
         if self._query is None:
             self._query = self._start()
         self._wait(self._query)
@@ -175,9 +173,9 @@ class StreamLoop:
         return Step(rows=rows, lag=lag, counts=self._counts(), is_open=lag > 0 and not rows)
 
     def close(self) -> None:
-        """Stop the stream; what it was doing is done again."""
+        """Stop the stream; unfinished work is repeated."""
         if self._writing is not None:
-            # First, since Spark does not wait for what it has called: whoever goes on asks how far this one came.
+            # First, since Spark does not wait for its callback, and the next run asks for the committed offsets.
             self._writing.close()
             self._counted += self._writing.counts()
             self._writing = None
@@ -193,7 +191,7 @@ class StreamLoop:
         try:
             query.awaitTermination(WAIT_S)
         except StreamingQueryException as error:
-            # What went wrong here is told as it is; Spark has only heard that something did.
+            # Raise the original error; Spark only knows that the batch failed.
             raise (self._writing and self._writing.failure) or error from None
 
     def _start(self) -> StreamingQuery:
@@ -221,7 +219,7 @@ class StreamLoop:
         return query
 
     def _beginnings(self) -> Ends:
-        """Where the pipeline is, and a stream without a checkpoint begins."""
+        """Return the pipeline's position, where a stream without a checkpoint starts."""
         survey = self._loop.survey(self._prepared.statement.topics)
         there = survey.partitions()
         link, group = self._loop.link, self._pipeline.group
@@ -229,7 +227,7 @@ class StreamLoop:
         query = self._checkpoint.query_id()
         if self._checkpoint.archive_unless_at(committed, last_batch=self._loop.last_batch(query) if query else -1):
             _logger.warning(
-                "a stream begins anew with an empty state: its checkpoint is not where the pipeline is",
+                "a stream restarts with an empty state: its checkpoint is not at the pipeline's position",
                 extra={"pipeline": self._pipeline.name, "folder": str(self._checkpoint.folder)},
             )
         first = survey.latest(there) if self._settings.start == LATEST else survey.earliest(there)
@@ -238,7 +236,7 @@ class StreamLoop:
             for topic, numbers in there.items()
         }
         if self._settings.start == LATEST and not all(topic in committed for topic in ends):
-            # Else what comes before the first batch would be skipped by a run that begins at the end again.
+            # Otherwise a later run that starts at the end would skip messages that arrive before the first batch.
             link.call(commit_offsets(link.client, group, ends, self._context.member()))
         return ends
 
@@ -258,7 +256,7 @@ class StreamLoop:
         return stream.mapInArrow(Marked(decoding(view, self._prepared.accumulator)), view.schema)
 
     def _counts(self) -> dict[str, int]:
-        """What was counted since the last step."""
+        """Return the counts since the last step."""
         now = self._counted + (self._writing.counts() if self._writing is not None else Counter())
         now["undecoded"] = sum(one.undecoded for one in self._prepared.accumulator.read().values())
         new = {name: number - self._reported[name] for name, number in now.items()}
@@ -266,7 +264,7 @@ class StreamLoop:
         return new
 
     def _follow_tables(self) -> None:
-        """Begin anew, with the same checkpoint, if a table has changed: Spark reads it once for each stream."""
+        """Restart the stream from its checkpoint if a table has changed: Spark reads tables once per stream."""
         if time.monotonic() - self._began > TABLES_S and any(table.has_changed() for table in self._prepared.tables):
             self.close()
 
@@ -275,7 +273,7 @@ class StreamLoop:
         rows = 0
         for one in new:
             if one.numInputRows:
-                # While there is nothing to do Spark tells of that under the number of the batch that comes next.
+                # While idle, Spark reports under the number of the next batch.
                 self._seen = one.batchId
             rows += one.numInputRows
             for source in one.sources:
@@ -284,7 +282,7 @@ class StreamLoop:
         return rows
 
     def _lost(self, first: Ends, number: int, ends: Ends) -> int:
-        """How many offsets of a batch retention has deleted unread, which Spark was told to go on without."""
+        """Return how many offsets of a batch retention deleted unread, which Spark was configured to skip."""
         before = self._checkpoint.ends(number - 1) if number else first
         start = {
             topic: {one: offset for one, offset in before.get(topic, {}).items() if one in numbers}
@@ -307,6 +305,8 @@ class StreamLoop:
 
 
 def _make_active(spark: SparkSession) -> None:
-    """Spark looks for formats written in Python in the session of the thread, and only its first thread has one."""
+    """Make a session active in this thread: Spark looks up Python data sources there, and only its first thread has
+    one.
+    """
     jvm: Any = spark._jvm
     spark._get_j_spark_session_class(jvm).setActiveSession(spark._jsparkSession)

@@ -1,23 +1,26 @@
-"""A topic as a view of SQL: the columns of its records, and the fields of its payloads beside them.
+"""A topic as an SQL view: the columns of its records and the fields of its payloads.
 
-A field whose name a record has too, such as `key` or `timestamp`, stands as `payload_key`; names are compared without
-regard to capital letters, as SQL does. `payload` has all fields, and `payload_error` says why they could not be read.
+A field named like a record column, such as `key` or `timestamp`, is called `payload_key`; names are compared
+case-insensitively, as in SQL. `payload` has all fields, and `payload_error` says why they could not be decoded.
+
+Tasks report what they find in payloads, undecodable ones and new fields, through a Spark accumulator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import pyarrow as pa
+from pyspark.accumulators import Accumulator, AccumulatorParam
 from pyspark.sql.pandas.types import to_arrow_type
 from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
 from millstream.pipelines.jobs.batch_loop import CLIENT_ID, numbers_of
-from millstream.pipelines.jobs.findings import Finding, FindingsAccumulator
 from millstream.pipelines.jobs.land.decoding import Decoded, Decoder
+from millstream.pipelines.jobs.land.inference import joined_schemas
 from millstream.pipelines.jobs.transform.payload_schema import to_arrow
 from millstream.pipelines.runtime.fault import Marked
 from millstream.pipelines.source.options import BROKERS, read_options
@@ -28,17 +31,62 @@ from millstream.pipelines.source.shape import TYPES, Column, Shape
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+
+class Finding(NamedTuple):
+    """What was found in the payloads of one topic."""
+
+    undecoded: int = 0
+    """Messages whose payload is not a JSON object, or has a value that does not fit."""
+    fields: pa.Schema | None = None
+    """All fields, if there are new ones."""
+
+
+Findings = dict[str, Finding]
+
+
+class _Together(AccumulatorParam[Findings]):
+    def zero(self, value: Findings) -> Findings:
+        return {}
+
+    def addInPlace(self, value1: Findings, value2: Findings) -> Findings:  # noqa: N802
+        merged = dict(value1)
+        for topic, found in value2.items():
+            have = merged.get(topic, Finding())
+            fields = [one.fields for one in (have, found) if one.fields is not None]
+            merged[topic] = Finding(have.undecoded + found.undecoded, joined_schemas(fields) if fields else None)
+        return merged
+
+
+class FindingsAccumulator:
+    """Collects the findings of tasks; the driver reads them."""
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._noted: Accumulator[Findings] = spark.sparkContext.accumulator({}, _Together())
+
+    def note(self, topic: str, finding: Finding) -> None:
+        """Add a finding, in a task."""
+        self._noted.add({topic: finding})
+
+    def read(self) -> Mapping[str, Finding]:
+        """Return the findings since the last `clear`."""
+        return self._noted.value
+
+    def clear(self) -> None:
+        """Reset the findings, while no task runs."""
+        self._noted.value = {}
+
+
 Rows = Iterator[pa.RecordBatch]
 
 CLASH_PREFIX: Final = "payload_"
 DOCUMENT: Final = "payload"
-"""The column that has all fields of the payload."""
+"""The column with all fields of the payload."""
 ERROR: Final = "payload_error"
-"""The column that says why a payload could not be read, and is NULL where it could."""
+"""The column that says why a payload could not be decoded; NULL if it was."""
 
 
 class Origin(Enum):
-    """What of a message a column is."""
+    """The part of a message that a column holds."""
 
     RECORD = auto()
     ERROR = auto()
@@ -51,7 +99,7 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ViewColumn:
-    """One column of a view: what it is called there, and what it is called in the record or the payload."""
+    """One column of a view, with its name there and in the record or payload."""
 
     name: str
     source: str
@@ -66,60 +114,60 @@ class TopicView:
     topic: str
     columns: tuple[ViewColumn, ...]
     fields: StructType
-    """The fields that payloads are read for; what else they have is no fault."""
+    """The fields that payloads are decoded for; others are ignored."""
     evolves: bool = False
-    """Whether fields that are not known are looked for."""
+    """Whether to look for unknown fields."""
 
     @property
     def schema(self) -> StructType:
-        """As Spark has it."""
+        """Return the Spark schema."""
         return StructType([StructField(one.name, one.kind) for one in self.columns])
 
     def types(self) -> Iterator[tuple[str, str]]:
-        """Every column and its type, in words."""
+        """Return every column with its type, as text."""
         return ((one.name, one.kind.simpleString()) for one in self.columns)
 
     @property
     def structs(self) -> frozenset[str]:
-        """The columns of payloads that have fields of their own."""
+        """Return the payload columns that are structs."""
         return frozenset(one.name for one in self.columns if one.origin is not Origin.RECORD and _has_fields(one.kind))
 
     @property
     def records(self) -> tuple[str, ...]:
-        """What is needed of each record."""
+        """Return the record columns that are needed."""
         named = {one.source for one in self.columns if one.origin is Origin.RECORD}
         if any(one.origin is not Origin.RECORD for one in self.columns):
             named.add("value")
         return tuple(name for name in TYPES if name in named)
 
     def narrowed(self, names: Collection[str]) -> TopicView:
-        """Only columns of these names, since every column costs."""
+        """Keep only the columns of these names, since every column costs."""
         used = tuple(one for one in self.columns if one.name in names)
         read = {one.source for one in used if one.origin is Origin.FIELD}
-        # Whether a payload can be read means all of it, and what is new is what is not known at all.
+        # Whether a payload can be decoded concerns all of it, and new fields are unknown.
         is_whole = self.evolves or any(one.origin in (Origin.ERROR, Origin.DOCUMENT) for one in used)
         fields = self.fields if is_whole else StructType([one for one in self.fields.fields if one.name in read])
         columns = used or tuple(one for one in self.columns if one.name == "offset")
         return replace(self, columns=columns, fields=fields)
 
     def example(self, spark: SparkSession) -> DataFrame:
-        """A frame to plan with, which is never run."""
+        """Return a frame for planning, which is never run."""
         return spark.range(1).mapInArrow(_nothing, self.schema)
 
     def stream_example(self, spark: SparkSession) -> DataFrame:
-        """The same as a stream, which is never started."""
+        """Return a stream for planning, which is never started."""
         return spark.readStream.format("rate").load().mapInArrow(_nothing, self.schema)
 
     def frame(
         self, spark: SparkSession, brokers: str, ranges: Sequence[Range], accumulator: FindingsAccumulator
     ) -> DataFrame:
-        """The rows of some ranges."""
+        """Return the rows of some ranges."""
         fetch = fetching(tuple(ranges), brokers, self, accumulator)
         return numbers_of(spark, ranges).mapInArrow(Marked(fetch), self.schema)
 
 
 def view_of(topic: str, payload: StructType | None) -> TopicView:
-    """The view of a topic whose payloads have these fields; None leaves payloads alone."""
+    """Return the view of a topic with these payload fields; None leaves payloads undecoded."""
     columns = [ViewColumn(name, name, kind, Origin.RECORD) for name, kind in TYPES.items()]
     if payload is None:
         return TopicView(topic, tuple(columns), StructType())
@@ -139,7 +187,7 @@ def view_of(topic: str, payload: StructType | None) -> TopicView:
 def fetching(
     ranges: tuple[Range, ...], brokers: str, view: TopicView, accumulator: FindingsAccumulator
 ) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
-    """What a task of a batch does: fetch the records of the ranges whose numbers it is given."""
+    """Return the function of a task that fetches the ranges of the given numbers."""
     shape = Shape(tuple(Column(name, to_arrow_type(TYPES[name], timezone="UTC")) for name in view.records))
     decode = decoding(view, accumulator)
 
@@ -154,7 +202,7 @@ def fetching(
 
 
 def decoding(view: TopicView, accumulator: FindingsAccumulator) -> Callable[[Iterable[pa.RecordBatch]], Rows]:
-    """What a task does with records: make rows of the view of them."""
+    """Return the function of a task that converts records to rows of the view."""
     schema = pa.schema([(one.name, to_arrow_type(one.kind, timezone="UTC")) for one in view.columns])
     known = to_arrow(view.fields)
     is_plain = all(one.origin is Origin.RECORD for one in view.columns)

@@ -42,7 +42,7 @@ final class Consuming implements Trial.Suite {
         report.check("a waiting fetch wakes on an append", this::wakes);
         report.check("listTopics and partitionsFor", this::topics);
         report.check("subscribe by pattern finds a topic made later", this::pattern, Api.JOIN_GROUP.any());
-        report.check("a topic deleted and made anew", this::madeAnew, Api.DELETE_TOPICS.any());
+        report.check("a topic deleted and recreated", this::recreated, Api.DELETE_TOPICS.any());
     }
 
     private void seek() throws Exception {
@@ -249,8 +249,8 @@ final class Consuming implements Trial.Suite {
         }
     }
 
-    private void madeAnew() throws Exception {
-        String topic = clients.name("made-anew");
+    private void recreated() throws Exception {
+        String topic = clients.name("recreated");
         try (var admin = clients.admin();
                 KafkaProducer<String, String> producer = clients.producer("metadata.max.age.ms", "500");
                 KafkaConsumer<String, String> consumer =

@@ -156,7 +156,7 @@ public final class Grouping implements Trial.Suite {
         }
     }
 
-    /** Keeps what the listener was told. */
+    /** Records the calls of the listener. */
     private static final class Changes implements ConsumerRebalanceListener {
         private final Set<TopicPartition> held = new HashSet<>();
 

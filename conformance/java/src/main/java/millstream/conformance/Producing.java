@@ -70,7 +70,7 @@ final class Producing implements Trial.Suite {
             Map<Integer, List<Long>> offsets = get(sent).stream().collect(Collectors.groupingBy(
                     RecordMetadata::partition, Collectors.mapping(RecordMetadata::offset, Collectors.toList())));
             Wrong.unlessEqual("partitions used", 3, offsets.size());
-            offsets.forEach((partition, told) -> Wrong.unlessEqual("offsets of partition " + partition, dense(told.size()), told));
+            offsets.forEach((partition, reported) -> Wrong.unlessEqual("offsets of partition " + partition, dense(reported.size()), reported));
         }
         Map<String, String> got = new HashMap<>();
         clients.read(topic, 3, 300).forEach(record -> got.put(record.key(), record.value()));
@@ -157,8 +157,8 @@ final class Producing implements Trial.Suite {
         String topic = clients.topic(1);
         try (KafkaProducer<String, String> producer = clients.producer("acks", "0", "enable.idempotence", "false")) {
             for (int index = 0; index < 20; index++) {
-                RecordMetadata told = get(producer.send(new ProducerRecord<>(topic, String.valueOf(index))));
-                Wrong.unlessEqual("offset", -1L, told.offset());
+                RecordMetadata reported = get(producer.send(new ProducerRecord<>(topic, String.valueOf(index))));
+                Wrong.unlessEqual("offset", -1L, reported.offset());
             }
         }
         Wrong.unlessEqual("values", numbers(0, 20), values(clients.read(topic, 1, 20)));
@@ -168,8 +168,8 @@ final class Producing implements Trial.Suite {
         String topic = clients.topic(1);
         try (KafkaProducer<String, String> producer = clients.producer("acks", acks, "enable.idempotence", "false")) {
             for (int index = 0; index < 20; index++) {
-                RecordMetadata told = get(producer.send(new ProducerRecord<>(topic, String.valueOf(index))));
-                Wrong.unlessEqual("offset", (long) index, told.offset());
+                RecordMetadata reported = get(producer.send(new ProducerRecord<>(topic, String.valueOf(index))));
+                Wrong.unlessEqual("offset", (long) index, reported.offset());
             }
         }
         Wrong.unlessEqual("values", numbers(0, 20), values(clients.read(topic, 1, 20)));
@@ -211,8 +211,8 @@ final class Producing implements Trial.Suite {
         String topic = clients.topic(1);
         long time = 1_600_000_000_123L;
         try (KafkaProducer<String, String> producer = clients.producer()) {
-            RecordMetadata told = get(producer.send(new ProducerRecord<>(topic, 0, time, "key", "value")));
-            Wrong.unlessEqual("time told to the producer", time, told.timestamp());
+            RecordMetadata reported = get(producer.send(new ProducerRecord<>(topic, 0, time, "key", "value")));
+            Wrong.unlessEqual("timestamp returned to the producer", time, reported.timestamp());
         }
         ConsumerRecord<String, String> record = clients.read(topic, 1, 1).get(0);
         Wrong.unlessEqual("time", time, record.timestamp());
@@ -222,14 +222,14 @@ final class Producing implements Trial.Suite {
     private void appendTime() throws Exception {
         String topic = clients.topic(1, "message.timestamp.type", "LogAppendTime");
         long before = System.currentTimeMillis();
-        long told;
+        long reported;
         try (KafkaProducer<String, String> producer = clients.producer("compression.type", "gzip")) {
-            told = get(producer.send(new ProducerRecord<>(topic, 0, 1_600_000_000_123L, "key", "value"))).timestamp();
+            reported = get(producer.send(new ProducerRecord<>(topic, 0, 1_600_000_000_123L, "key", "value"))).timestamp();
         }
         ConsumerRecord<String, String> record = clients.read(topic, 1, 1).get(0);
         Wrong.unlessEqual("type", TimestampType.LOG_APPEND_TIME, record.timestampType());
         Wrong.unless(record.timestamp() >= before, "the record has the producer's time " + record.timestamp());
-        Wrong.unlessEqual("time told to the producer", record.timestamp(), told);
+        Wrong.unlessEqual("timestamp returned to the producer", record.timestamp(), reported);
     }
 
     private void autoCreate() throws Exception {

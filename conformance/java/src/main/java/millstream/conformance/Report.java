@@ -112,7 +112,7 @@ public final class Report {
         return "an unknown place";
     }
 
-    /** Print the numbers, and tell whether all was well. */
+    /** Print the counts, and return whether all checks passed. */
     boolean end() {
         System.out.printf("  %d ok, %d failed, %d not served%n", ok, failed, notServed);
         return failed == 0;

@@ -9,8 +9,8 @@ public final class Served {
     private final Map<Integer, Integer> oldest = new HashMap<>();
     private final Map<Integer, Integer> newest = new HashMap<>();
 
-    Served(String told) {
-        for (String part : told.split(",")) {
+    Served(String reported) {
+        for (String part : reported.split(",")) {
             String[] keyAndRange = part.split(":");
             String[] range = keyAndRange[1].split("-");
             oldest.put(Integer.valueOf(keyAndRange[0]), Integer.valueOf(range[0]));

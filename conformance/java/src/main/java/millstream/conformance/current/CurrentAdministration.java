@@ -37,14 +37,14 @@ import org.apache.kafka.common.quota.ClientQuotaAlteration;
 import org.apache.kafka.common.quota.ClientQuotaEntity;
 import org.apache.kafka.common.quota.ClientQuotaFilter;
 
-/** The admin client of today: topics and what the broker tells about itself. */
+/** The admin client of today: topics and what the broker reports about itself. */
 public final class CurrentAdministration implements Trial.Suite {
     private Clients clients;
 
     @Override
     public void run(Clients given, Report report) {
         clients = given;
-        report.check("create topics tells id, partitions and configs", this::created, Api.CREATE_TOPICS.since(7));
+        report.check("create topics returns id, partitions and configs", this::created, Api.CREATE_TOPICS.since(7));
         report.check("broker defaults for partitions and replication", this::defaults, Api.CREATE_TOPICS.since(4));
         report.check("describe topics by name", this::describe);
         report.check("describe and delete topics by id", this::byId, Api.METADATA.since(12), Api.DELETE_TOPICS.since(6));

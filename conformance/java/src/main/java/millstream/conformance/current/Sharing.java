@@ -55,7 +55,7 @@ public final class Sharing implements Trial.Suite {
         report.check("renew keeps a message beyond its lease", this::renew, RENEWS);
         report.check("a lease runs out", this::expires, SHARES);
         report.check("what is asked for limits what is acquired", this::limited, RENEWS);
-        report.check("commitAsync tells the callback", this::callback, SHARES);
+        report.check("commitAsync calls the callback", this::callback, SHARES);
         report.check("several consumers share one partition", this::several, SHARES);
         report.check("a consumer that closes gives back what it has", this::closes, SHARES);
         report.check("deliveries are counted and used up", this::usedUp, SHARES);
@@ -210,18 +210,18 @@ public final class Sharing implements Trial.Suite {
     private void callback() throws Exception {
         String work = work();
         clients.fill(work, 0, 3);
-        AtomicReference<Set<Long>> told = new AtomicReference<>();
+        AtomicReference<Set<Long>> reported = new AtomicReference<>();
         try (var consumer = explicitly(work)) {
             consumer.setAcknowledgementCommitCallback((offsets, error) -> {
                 if (error == null) {
-                    told.set(offsets.values().iterator().next());
+                    reported.set(offsets.values().iterator().next());
                 }
             });
             take(consumer, 3).forEach(consumer::acknowledge);
             consumer.commitAsync();
-            Clients.await(() -> "the callback was not called", () -> poll(consumer).isEmpty() && told.get() != null);
+            Clients.await(() -> "the callback was not called", () -> poll(consumer).isEmpty() && reported.get() != null);
         }
-        Wrong.unlessEqual("offsets", Set.of(0L, 1L, 2L), told.get());
+        Wrong.unlessEqual("offsets", Set.of(0L, 1L, 2L), reported.get());
     }
 
     private void several() throws Exception {
@@ -412,9 +412,9 @@ public final class Sharing implements Trial.Suite {
         String work = work("share.record.lock.duration.ms", "20000");
         ConfigResource resource = new ConfigResource(ConfigResource.Type.GROUP, work);
         try (AdminClient admin = clients.admin()) {
-            var told = get(admin.describeConfigs(List.of(resource)).all()).get(resource);
-            Wrong.unlessEqual("lock", "20000", told.get("share.record.lock.duration.ms").value());
-            Wrong.unlessEqual("reset", "earliest", told.get("share.auto.offset.reset").value());
+            var reported = get(admin.describeConfigs(List.of(resource)).all()).get(resource);
+            Wrong.unlessEqual("lock", "20000", reported.get("share.record.lock.duration.ms").value());
+            Wrong.unlessEqual("reset", "earliest", reported.get("share.auto.offset.reset").value());
         }
         Wrong.unlessRefused(InvalidConfigurationException.class, () -> {
             set(work, "share.record.lock.duration.ms", "1");

@@ -1,6 +1,6 @@
-"""What a transform would do: its plan, its columns, and the rows that it makes of the youngest messages.
+"""What a transform would do: its plan, its columns, and the rows it makes of the newest messages.
 
-Nothing is written, and nothing is committed.
+Nothing is written or committed.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from millstream.pipelines.jobs.transform.payload_schema import sample_ranges
 from millstream.pipelines.jobs.transform.prepared_query import prepare
 
 SAMPLED: Final = 100
-"""How many messages of each partition are looked at."""
+"""The number of messages per partition in the sample."""
 SHOWN: Final = 20
 WRITTEN_MAX: Final = 100_000
-"""How many rows are counted."""
+"""The most rows that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """What was found."""
+    """The result of a dry run."""
 
     plan: str
-    """Spark's plan, as it explains it."""
+    """Spark's explanation of its plan."""
     has_state: bool
-    """Whether messages are remembered, so that it runs as a stream with a checkpoint."""
+    """Whether it keeps state, so that it runs as a stream with a checkpoint."""
     columns: Mapping[str, Mapping[str, str]]
     """The columns of every topic in the statement, with their types."""
     output: Mapping[str, str]
-    """The columns that the statement gives."""
+    """The columns of the statement."""
     rows: tuple[Mapping[str, Any], ...]
-    """Some of the messages that would be written, made of a sample."""
+    """Some of the messages that would be written."""
     sampled: int
     """Messages in the sample."""
     written: int
-    """How many messages would be written of them."""
+    """How many messages would be written for the sample."""
     undecoded: int
-    """How many of them have payloads that cannot be read, or not as the columns say."""
+    """How many payloads of the sample could not be decoded."""
 
 
 def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
-    """Try a transform on the youngest messages; raise `InvalidSetting` as a run would, with Spark's message."""
+    """Try a transform on the newest messages; raise `InvalidSetting` with Spark's message, as a run would."""
     if pipeline.kind is not PipelineKind.TRANSFORM:
-        raise InvalidPipeline(f"a dry run is for transforms, and {pipeline.name!r} is to {pipeline.kind}")
+        raise InvalidPipeline(f"only transforms have a dry run; {pipeline.name!r} is of kind {pipeline.kind}")
     settings = TransformSettings.from_strings(pipeline.overrides)
     loop = BatchLoop(pipeline, context, settings)
     with tempfile.TemporaryDirectory(prefix="millstream-") as scratch:
-        # What is found out here must not decide about the columns of a run.
+        # Findings of a dry run must not decide about the columns of a run.
         prepared = prepare(pipeline, replace(context, folder=scratch), settings, loop)
     if prepared is None:
         raise InvalidPipeline(
-            "a topic of the statement has no message yet, so its columns are not known; give them with `schemas`"
+            "a topic of the statement has no messages yet, so its columns are unknown; give them with `schemas`"
         )
     try:
         ranges = {topic: sample_ranges(loop, topic, SAMPLED) for topic in prepared.views}
@@ -85,7 +85,7 @@ def dry_run(pipeline: Pipeline, context: JobContext) -> DryRun:
 
 
 def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row for people: bytes as text."""
+    """Make a row readable: bytes as text."""
     return {name: _text(value) for name, value in row.items()}
 
 

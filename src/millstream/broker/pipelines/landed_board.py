@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from uuid import UUID
 
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import LandSettings
 from millstream.core.topic import TopicPartition

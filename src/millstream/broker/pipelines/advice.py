@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Final
 
-from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.cluster.topics import Topics
+from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import MillstreamError
 from millstream.core.pipeline import Pipeline
 from millstream.core.setting import suggestion
