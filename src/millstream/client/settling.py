@@ -19,6 +19,7 @@ import msgspec
 
 from millstream.client.lease import Lease
 from millstream.client.message import Message
+from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId
 from millstream.core.verb import Verb
@@ -30,7 +31,7 @@ from millstream.protocol.private.subscription_messages import (
     SettledRange,
     SettleRequest,
 )
-from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 RANGES_MAX: Final = 1000
@@ -574,10 +575,9 @@ class Settler:
 
     async def _move(self) -> None:
         """Find out who leads the partitions now, and tell them."""
-        pause_s = BACKOFF_S_MIN
+        backoff = Backoff(max_s=BACKOFF_S_MAX)
         while self._moving:
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+            await backoff.pause()
             failure: MillstreamError | None = None
             try:
                 found = await self._client.metadata(sorted({settlement.lease.topic for settlement in self._moving}))

@@ -190,7 +190,7 @@ class DeadLetters:
                 letters = self._next_rejected()
                 if letters:
                     await self._write_letters(letters)
-                    self._backoff.succeeded()
+                    self._backoff.reset()
                 else:
                     # Only refused letters are left.
                     await self._pause_or_wakeup()
