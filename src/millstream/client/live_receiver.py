@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from millstream.client.lease import Lease
-from millstream.client.leased_records import read_leased
+from millstream.client.lease import Lease, read_leased
 from millstream.client.message import Message
 from millstream.client.settling import RETRIED
 from millstream.core.backoff import Backoff

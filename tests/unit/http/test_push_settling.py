@@ -49,7 +49,7 @@ class Node:
         return memoryview(msgspec.msgpack.encode(SettleAnswer(self.error, None, cast("Any", results))))
 
     def offsets(self) -> list[list[int]]:
-        return [[verb.first for part in request.partitions for verb in part.verbs] for request in self.requests]
+        return [[verb.start for part in request.partitions for verb in part.verbs] for request in self.requests]
 
 
 class Others:
@@ -100,7 +100,7 @@ async def test_what_is_said_meanwhile_goes_together(desk: Desk) -> None:
 async def test_a_release_carries_its_delay_and_reason(desk: Desk) -> None:
     assert await desk.settler.settle(message(3), Verb.RELEASE, delay_ms=700, reason="the endpoint answered 503")
     (verb,) = desk.here.requests[0].partitions[0].verbs
-    assert (verb.first, verb.verb, verb.delay_ms, verb.reason) == (3, Verb.RELEASE, 700, "the endpoint answered 503")
+    assert (verb.start, verb.verb, verb.delay_ms, verb.reason) == (3, Verb.RELEASE, 700, "the endpoint answered 503")
     assert verb.attempt == 1
 
 

@@ -55,7 +55,7 @@ class Settler:
         """Say something of a message; whether it holds, and durably."""
         offset = message.record.offset
         done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        settled = SettledRange(offset, offset, verb, delay_ms, reason, message.attempt)
+        settled = SettledRange(offset, offset + 1, verb, delay_ms, reason, message.attempt)
         self._pending.append(_Settlement(message, settled, done))
         if self._sending is None:
             self._sending = asyncio.get_running_loop().create_task(self._send(), name=f"settle {self._subscription}")
