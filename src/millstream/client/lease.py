@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from uuid import UUID
 
 from millstream.core.ids import NodeId
@@ -23,11 +23,27 @@ if TYPE_CHECKING:
     from millstream.client.settling import Settlement
 
 
-class Settler(Protocol):
-    """Whoever tells the broker what became of messages."""
+class MessageSettler(Protocol):
+    """Settles the messages of a lease for their handlers."""
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
-        """Tell it; the future ends when it is durable."""
+        """Settle a message; the future completes when that is durable."""
+
+
+class NoSettler:
+    """Settles nothing: of messages that are not leased, or settled by other means."""
+
+    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
+        """Return a completed future."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answer.set_result(None)
+        return answer
+
+    async def flush(self) -> None:
+        """Return at once: nothing is pending."""
+
+
+_NO_SETTLER: Final = NoSettler()
 
 
 class Lease:
@@ -59,7 +75,7 @@ class Lease:
         topic_id: bytes,
         partition: int,
         *,
-        settler: Settler,
+        settler: MessageSettler = _NO_SETTLER,
         subscription: str | None = None,
         node: NodeId | None = None,
         received: float = 0.0,

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from millstream.client.lease import Lease, read_leased
+from millstream.client.lease import Lease, NoSettler, read_leased
 from millstream.client.message import Message
 from millstream.client.settling import RETRIED
 from millstream.core.backoff import Backoff
@@ -32,18 +32,6 @@ _LIMITS: Final = FetchLimits(1024 * 1024, 5000, isolation=READ_COMMITTED)
 _OFFSET_MAX: Final = 2**63 - 1
 
 
-class _Nothing:
-    """Settles nothing, since nothing is leased."""
-
-    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        answer.set_result(None)
-        return answer
-
-    async def flush(self) -> None:
-        """Everything was told."""
-
-
 class LiveReceiver:
     """Follows topics from now on."""
 
@@ -51,7 +39,7 @@ class LiveReceiver:
         self._client = client
         self._topics = tuple(topics)
         self.subscription = f"live {', '.join(topics)}"
-        self.settling = _Nothing()
+        self.settling = NoSettler()
         self._loop = asyncio.get_running_loop()
         self._positions: dict[TopicPartition, Offset] = {}
         self._topic_ids: dict[str, bytes] = {}

@@ -384,7 +384,7 @@ class Receiver:
             answer: asyncio.Future[None] = self._loop.create_future()
             answer.set_result(None)
             return answer
-        return self.settling.settle(message, verb, delay_ms, reason)
+        return self.settling.settle(message._lease, message.offset, verb, delay_ms=delay_ms, reason=reason)
 
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
         """Tell the broker that messages are done; the futures end when that is durable.

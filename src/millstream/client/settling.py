@@ -11,14 +11,13 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 
 import msgspec
 
 from millstream.client.lease import Lease
-from millstream.client.message import Message
 from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange
@@ -212,6 +211,9 @@ class Settlement:
         return mine == others and not (self.is_alone or other.is_alone)
 
 
+Send = Callable[[NodeId | None, int, bytes], Awaitable[memoryview]]
+"""Sends a private request to a node, any if None, and returns the response."""
+
 OnSettled = Callable[[Settlement, MillstreamError | None], None]
 """Called with what came of an order."""
 
@@ -234,7 +236,7 @@ class SettleLane:
 
     def __init__(
         self,
-        client: Client,
+        send: Send,
         subscription: str,
         worker: str,
         node: NodeId | None,
@@ -243,7 +245,7 @@ class SettleLane:
         on_moved: OnSettled,
         on_split: Callable[[Sequence[Settlement], Sequence[Settlement]], None],
     ) -> None:
-        self._client = client
+        self._send = send
         self._subscription = subscription
         self._worker = worker
         self._node = node
@@ -307,7 +309,7 @@ class SettleLane:
             for (topic, partition), ranges in places.items()
         ]
         body = msgspec.msgpack.encode(SettleRequest(self._subscription, self._worker, settles))
-        answer = _read(await self._client.private(self._node, SETTLE_KEY, body))
+        answer = _read(await self._send(self._node, SETTLE_KEY, body))
         if answer.error:
             raise error_from_code(answer.error, answer.message)
         if [len(outcomes) for outcomes in answer.results] != [len(ranges) for ranges in places.values()]:
@@ -415,10 +417,12 @@ class Settler:
         subscription: str,
         worker: str,
         *,
-        on_lost: Callable[[Settlement], None],
-        oldest_sent: Callable[[], float],
+        send: Send | None = None,
+        on_lost: Callable[[Settlement], None] = lambda _settlement: None,
+        oldest_sent: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._client = client
+        self._send: Send = client.private if send is None else send
         self._subscription = subscription
         self._worker = worker
         self._on_lost = on_lost
@@ -436,10 +440,12 @@ class Settler:
         self._accepted = AcceptedRanges(oldest_sent)
         self._unsettled: dict[str, tuple[int, int, MillstreamError]] = {}
 
-    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
-        """Tell it; the future ends when it is durable."""
+    def settle(
+        self, lease: Lease, offset: int, verb: int, *, delay_ms: int | None = None, reason: str = ""
+    ) -> asyncio.Future[None]:
+        """Settle one message; the future completes when that is durable."""
         answer: asyncio.Future[None] = self._loop.create_future()
-        self.enqueue(Settlement(message._lease, [message.offset], verb, delay_ms, reason, Completion(answer)))
+        self.enqueue(Settlement(lease, [offset], verb, delay_ms, reason, Completion(answer)))
         return answer
 
     def open_accept(self, lease: Lease) -> Settlement:
@@ -472,7 +478,7 @@ class Settler:
         lane = self._lanes.get(node)
         if lane is None:
             lane = self._lanes[node] = SettleLane(
-                self._client,
+                self._send,
                 self._subscription,
                 self._worker,
                 node,
