@@ -82,7 +82,7 @@ class Bench:
 
     async def settle(self, worker: str, ranges: Sequence[tuple[int, int]], verb: Verb) -> None:
         """Say the same of some ranges."""
-        settled = [SettledRange(first, last, verb) for first, last in ranges]
+        settled = [SettledRange(start, end, verb) for start, end in ranges]
         request = SettleRequest(self._topic, worker, [PartitionSettles(self._topic, 0, settled)])
         body = await self._client.private(None, SETTLE_KEY, msgspec.msgpack.encode(request))
         answer = msgspec.msgpack.decode(body, type=SettleAnswer)
@@ -92,11 +92,11 @@ class Bench:
     async def lease_each_tenth(self, count: int) -> None:
         """A slow worker takes all messages and keeps every tenth."""
         held: list[LeasedRange] = []
-        while sum(one.last - one.first + 1 for one in held) < count:
+        while sum(one.end - one.start for one in held) < count:
             held += await self.take("slow", _SLOW_AT_ONCE)
         for lease in held:
             given_back = [
-                (first, min(first + _EACH - 2, lease.last)) for first in range(lease.first + 1, lease.last + 1, _EACH)
+                (start, min(start + _EACH - 1, lease.end)) for start in range(lease.start + 1, lease.end, _EACH)
             ]
             await self.settle("slow", given_back, Verb.RELEASE)
 
@@ -112,8 +112,8 @@ class Bench:
             before_ns, taken = _cpu_ns(self._server.pid), 0
             for _ in range(TAKEN // AT_ONCE):
                 leases = await self.take("quick", AT_ONCE)
-                await self.settle("quick", [(one.first, one.last) for one in leases], Verb.ACCEPT)
-                taken += sum(one.last - one.first + 1 for one in leases)
+                await self.settle("quick", [(one.start, one.end) for one in leases], Verb.ACCEPT)
+                taken += sum(one.end - one.start for one in leases)
             costs.append((_cpu_ns(self._server.pid) - before_ns) / taken / 1e3)
         return min(costs)
 
@@ -152,7 +152,7 @@ async def _measure(server: Server, backlog: int, spread: bool, found: dict[str, 
         bench.publish(backlog)
         await SubscriptionClient(client).create(topic, [topic], _SETTINGS)
         leases = await bench.take("quick", AT_ONCE)
-        await bench.settle("quick", [(one.first, one.last) for one in leases], Verb.ACCEPT)
+        await bench.settle("quick", [(one.start, one.end) for one in leases], Verb.ACCEPT)
         if spread:
             before = await _resident(server)
             await bench.lease_each_tenth(backlog - AT_ONCE)

@@ -31,7 +31,7 @@ from millstream.protocol.private.subscription_messages import (
 )
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.batch import check_crc, iterate_whole_headers
-from millstream.protocol.records.raw_record import records_section
+from millstream.protocol.records.record import records_section
 from millstream.protocol.wire.client import Client
 
 _WAIT_MS: Final = 1000
@@ -76,7 +76,7 @@ class Worker:
     async def _accept(self, parts: Sequence[PartitionMessages], count: int) -> None:
         settles = [
             PartitionSettles(
-                part.topic, part.partition, [SettledRange(one.first, one.last, Verb.ACCEPT) for one in part.leases]
+                part.topic, part.partition, [SettledRange(one.start, one.end, Verb.ACCEPT) for one in part.leases]
             )
             for part in parts
         ]
@@ -89,7 +89,7 @@ class Worker:
 
 def _values(part: PartitionMessages) -> Iterator[bytes]:
     """The values of the leased messages, which have no keys here."""
-    leased = {offset for lease in part.leases for offset in range(lease.first, lease.last + 1)}
+    leased = {offset for lease in part.leases for offset in range(lease.start, lease.end)}
     for header in iterate_whole_headers(part.batches):
         check_crc(part.batches, header)
         section, at = records_section(part.batches, header), 0

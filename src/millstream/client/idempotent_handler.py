@@ -27,6 +27,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from millstream.client.handled_table import Answer, HandledTable, Operation, RowChanged, Verb, engine_of, key_of
+from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock, SystemClock
 from millstream.core.errors import Conflict, MillstreamError
 
@@ -205,7 +206,7 @@ class IdempotentHandler(Generic[M]):
 
     async def _claim(self, message_id: str, owner: str) -> bool:
         """Wait until nobody else is at this message; False when it has been handled."""
-        pause_s = _PAUSE_S_MIN
+        backoff = Backoff(first_s=_PAUSE_S_MIN, max_s=_PAUSE_S_MAX)
         while True:
             beside = self._busy.get(message_id)
             if beside is not None:
@@ -216,8 +217,7 @@ class IdempotentHandler(Generic[M]):
                 return answer is Answer.MINE
             if message_id not in self._busy:
                 # Another process has it, of which nothing is heard but through the store.
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, _PAUSE_S_MAX)
+                await backoff.pause()
 
     async def _handle(self, message: M, owner: str) -> None:
         done = self._busy[message.id] = asyncio.Event()

@@ -7,22 +7,43 @@ is over, so a long handler, or a message that waits behind one, keeps its lease.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 from uuid import UUID
 
 from millstream.core.ids import NodeId
+from millstream.protocol.private.subscription_messages import LeasedRange
+from millstream.protocol.records.aborted_batches import Aborted, AbortedBatches
+from millstream.protocol.records.batch import check_crc, iterate_whole_headers
+from millstream.protocol.records.record import append_time_ms, records_section, walk_records
 
 if TYPE_CHECKING:
     from millstream.client.message import Message
     from millstream.client.settling import Settlement
 
 
-class Settler(Protocol):
-    """Whoever tells the broker what became of messages."""
+class MessageSettler(Protocol):
+    """Settles the messages of a lease for their handlers."""
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
-        """Tell it; the future ends when it is durable."""
+        """Settle a message; the future completes when that is durable."""
+
+
+class NoSettler:
+    """Settles nothing: of messages that are not leased, or settled by other means."""
+
+    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
+        """Return a completed future."""
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        answer.set_result(None)
+        return answer
+
+    async def flush(self) -> None:
+        """Return at once: nothing is pending."""
+
+
+_NO_SETTLER: Final = NoSettler()
 
 
 class Lease:
@@ -54,7 +75,7 @@ class Lease:
         topic_id: bytes,
         partition: int,
         *,
-        settler: Settler,
+        settler: MessageSettler = _NO_SETTLER,
         subscription: str | None = None,
         node: NodeId | None = None,
         received: float = 0.0,
@@ -107,3 +128,38 @@ class Lease:
     def place(self) -> tuple[str, int]:
         """Topic and partition."""
         return self.topic, self.partition
+
+
+def read_leased(batches: bytes, ranges: Sequence[LeasedRange], lease: Lease, *, aborted: Aborted = ()) -> list[Message]:
+    """Read the messages of ascending ranges of offsets; their headers are decoded when somebody asks for them."""
+    from millstream.client.message import Message
+
+    messages: list[Message] = []
+    add, attempt = messages.append, lease.attempt or 0
+    left_out, at = AbortedBatches(aborted), 0
+    for header in iterate_whole_headers(batches):
+        if left_out.holds(header.last_offset, header.attributes, header.producer_id):
+            continue
+        while at < len(ranges) and ranges[at].end <= header.base_offset:
+            at += 1
+        if at == len(ranges):
+            break
+        if ranges[at].start > header.last_offset or header.is_control:
+            continue
+        check_crc(batches, header)
+        section = records_section(batches, header)
+        base_ms, append_ms = header.base_timestamp_ms, append_time_ms(header)
+        wanted = [(one.start, one.end) for one in ranges[at:]]
+        for offset, delta_ms, key_at, key_end, value_at, headers_at, end in walk_records(section, header, wanted):
+            add(
+                Message(
+                    lease,
+                    offset,
+                    base_ms + delta_ms if append_ms is None else append_ms,
+                    None if key_at < 0 else section[key_at:key_end],
+                    None if value_at < 0 else section[value_at:headers_at],
+                    section[headers_at:end],
+                    attempt,
+                )
+            )
+    return messages

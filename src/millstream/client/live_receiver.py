@@ -12,17 +12,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from millstream.client.lease import Lease
-from millstream.client.leased_records import read_leased
+from millstream.client.lease import Lease, NoSettler, read_leased
 from millstream.client.message import Message
 from millstream.client.settling import RETRIED
+from millstream.core.backoff import Backoff
 from millstream.core.errors import MillstreamError, OffsetOutOfRange, ProtocolViolation, UnknownTopic
 from millstream.core.ids import NodeId, Offset, PartitionIndex
 from millstream.core.tasks import run_until_first
 from millstream.core.topic import TopicPartition
 from millstream.protocol.private.subscription_messages import LeasedRange
 from millstream.protocol.records.batch import iterate_whole_headers
-from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.fetch import READ_COMMITTED, FetchAnswer, FetchLimits
 
 _logger = logging.getLogger(__name__)
@@ -32,18 +32,6 @@ _LIMITS: Final = FetchLimits(1024 * 1024, 5000, isolation=READ_COMMITTED)
 _OFFSET_MAX: Final = 2**63 - 1
 
 
-class _Nothing:
-    """Settles nothing, since nothing is leased."""
-
-    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
-        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        answer.set_result(None)
-        return answer
-
-    async def flush(self) -> None:
-        """Everything was told."""
-
-
 class LiveReceiver:
     """Follows topics from now on."""
 
@@ -51,7 +39,7 @@ class LiveReceiver:
         self._client = client
         self._topics = tuple(topics)
         self.subscription = f"live {', '.join(topics)}"
-        self.settling = _Nothing()
+        self.settling = NoSettler()
         self._loop = asyncio.get_running_loop()
         self._positions: dict[TopicPartition, Offset] = {}
         self._topic_ids: dict[str, bytes] = {}
@@ -173,7 +161,7 @@ class LiveReceiver:
                 self._positions[TopicPartition(name, PartitionIndex(index))] = Offset(at)
 
     async def _run(self) -> None:
-        pause_s = BACKOFF_S_MIN
+        backoff = Backoff(max_s=BACKOFF_S_MAX)
         while True:
             try:
                 by_leader: dict[NodeId, list[TopicPartition]] = {}
@@ -182,11 +170,10 @@ class LiveReceiver:
                     by_leader.setdefault(leader, []).append(place)
                 self._moved.clear()
                 await run_until_first((self._moved.wait(), *map(self._follow, by_leader.values())))
-                pause_s = BACKOFF_S_MIN
+                backoff.reset()
             except RETRIED as error:
                 _logger.debug("%s: nothing for now: %s", self.subscription, error)
-                await asyncio.sleep(pause_s)
-                pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+                await backoff.pause()
 
     async def _follow(self, places: Sequence[TopicPartition]) -> None:
         """Read partitions of one node until one of them has moved."""

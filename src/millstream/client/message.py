@@ -95,7 +95,11 @@ class Message(msgspec.Struct, eq=False, gc=False):
     def all_headers(self) -> Headers:
         """Every header in its order; a name may come more than once."""
         if self._headers is None:
-            self._headers = () if self._header_bytes == NO_HEADERS else decode_headers(self._header_bytes)
+            self._headers = (
+                ()
+                if self._header_bytes == NO_HEADERS
+                else decode_headers(self._header_bytes, 0, len(self._header_bytes))
+            )
         return self._headers
 
     @property

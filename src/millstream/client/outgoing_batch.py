@@ -11,30 +11,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from millstream.client.receipt import Receipt
-from millstream.core.errors import InvalidBatch, MillstreamError
+from millstream.core.errors import MillstreamError
 from millstream.protocol.records.batch import COMPRESSION_NONE, HEADER_BYTES, Buffer, read_header, seal_batch
 from millstream.protocol.records.compression import compress
-from millstream.protocol.records.record import Headers, decode_batch
+from millstream.protocol.records.record import Headers, decode_batch, record_pieces
 
 RECORDS_MAX: Final = 10_000
-_TABLE_SIZE: Final = 8192
-_NO_FIELD: Final = b"\x01"
-_NO_HEADERS: Final = b"\x00"
-
-
-def _varint(value: int) -> bytes:
-    """A zigzag number of up to 64 bits."""
-    rest = (value << 1 if value >= 0 else (-value << 1) - 1) & (2**64 - 1)
-    written = bytearray()
-    while rest > 0x7F:
-        written.append(0x80 | rest & 0x7F)
-        rest >>= 7
-    written.append(rest)
-    return bytes(written)
-
-
-_SMALL: Final = tuple(_varint(value) for value in range(_TABLE_SIZE))
-"""Zigzag numbers of one and two bytes, from 0 on."""
 
 
 class SharedResult:
@@ -115,29 +97,16 @@ class OutgoingBatch:
 
     def add(self, key: Buffer | None, value: Buffer | None, headers: Headers, timestamp_ms: int) -> int:
         """Write one record; says how many bytes it takes."""
-        count = self.count
-        if count == 0:
+        if self.count == 0:
             self.base_timestamp_ms = self.max_timestamp_ms = timestamp_ms
-            time = b"\x00"
-        else:
-            delta = timestamp_ms - self.base_timestamp_ms
-            time = _SMALL[delta] if 0 <= delta < _TABLE_SIZE else _varint(delta)
-            if timestamp_ms > self.max_timestamp_ms:
-                self.max_timestamp_ms = timestamp_ms
-        number = _SMALL[count] if count < _TABLE_SIZE else _varint(count)
-        key_length, key = _field(key)
-        value_length, value = _field(value)
-        written = _headers(headers) if headers else _NO_HEADERS
-        length = (
-            1 + len(time) + len(number) + len(key_length) + len(key) + len(value_length) + len(value) + len(written)
-        )
-        whole = _SMALL[length] if length < _TABLE_SIZE else _varint(length)
-        self._pieces += (whole, b"\x00", time, number, key_length, key, value_length, value, written)
-        self.count = count + 1
-        length += len(whole)
-        self.size += length
-        self.charged += length
-        return length
+        elif timestamp_ms > self.max_timestamp_ms:
+            self.max_timestamp_ms = timestamp_ms
+        size, pieces = record_pieces(key, value, headers, timestamp_ms - self.base_timestamp_ms, self.count)
+        self._pieces += pieces
+        self.count += 1
+        self.size += size
+        self.charged += size
+        return size
 
     def close(self, compression: int) -> None:
         """Nothing more is added: join and compress the records."""
@@ -222,24 +191,6 @@ class OutgoingBatch:
         for flusher in self.flushers:
             if not flusher.done():
                 flusher.set_result(None)
-
-
-def _field(value: Buffer | None) -> tuple[bytes, Buffer]:
-    if value is None:
-        return _NO_FIELD, b""
-    length = len(value)
-    return (_SMALL[length] if length < _TABLE_SIZE else _varint(length)), value
-
-
-def _headers(headers: Headers) -> bytes:
-    pieces: list[Buffer] = [_varint(len(headers))]
-    for name, value in headers:
-        try:
-            text = name.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidBatch(f"header key {name!r} cannot be written as UTF-8") from error
-        pieces += (*_field(text), *_field(value))
-    return b"".join(pieces)
 
 
 def _cut(share: Share, numbers: Mapping[int, int]) -> Share | None:

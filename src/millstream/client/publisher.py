@@ -22,6 +22,7 @@ from millstream.client.node_sender import ACKS_NONE, NodeSender
 from millstream.client.outgoing_batch import SharedResult
 from millstream.client.partition_queue import NOT_IDEMPOTENT, PartitionQueue, ProducerIdentity
 from millstream.client.receipt import Receipt
+from millstream.core.backoff import FIRST_S, Backoff, delay_after
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRequest,
@@ -35,7 +36,7 @@ from millstream.core.ids import NO_TIMESTAMP_MS, NodeId, PartitionIndex
 from millstream.core.partitioner import partition_for_key
 from millstream.protocol.messages.primitives import Buffer
 from millstream.protocol.records.record import Headers, NewRecord
-from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.cluster_metadata import TopicMetadata
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
@@ -421,7 +422,7 @@ class Publisher:
 
     async def _look_up(self, topic: str, deadline: float) -> None:
         """Learn everything first, so that a route is made once and only when nothing can fail any more."""
-        pause_s = BACKOFF_S_MIN
+        backoff = Backoff(max_s=BACKOFF_S_MAX)
         while True:
             try:
                 found = await self._ask_topic(topic, create=True)
@@ -430,10 +431,9 @@ class Publisher:
                     self._identity = await self._take_identity()
                 break
             except (*TRANSIENT, RequestTimedOut):
-                if self._loop.time() + pause_s > deadline:
+                if self._loop.time() + backoff.next_s > deadline:
                     raise
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+            await backoff.pause()
         route = self._topics[topic] = TopicRoute(topic, str(found.topic_id), self._new_queues(found, 0))
         self._place(route.queues, found, senders)
 
@@ -572,8 +572,8 @@ class Publisher:
         """Find out where to send what failed, again and again until it is under way."""
         while self._troubled:
             tried = min(queue.failures for queue in self._troubled)
-            pause_s = min(BACKOFF_S_MIN * 2 ** min(tried, 10) / 2, BACKOFF_S_MAX, self._timeout_s / 4)
-            await asyncio.sleep(pause_s)
+            max_s = min(BACKOFF_S_MAX, self._timeout_s / 4)
+            await asyncio.sleep(delay_after(tried, first_s=FIRST_S / 2, max_s=max_s))
             for topic in {queue.topic for queue in self._troubled}:
                 queues = [queue for queue in self._troubled if queue.topic == topic]
                 try:

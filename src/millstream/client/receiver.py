@@ -16,17 +16,17 @@ from operator import attrgetter
 from time import monotonic
 from typing import Final
 
-from millstream.client.lease import Lease
-from millstream.client.leased_records import read_leased
+from millstream.client.lease import Lease, read_leased
 from millstream.client.message import Message
 from millstream.client.settling import RETRIED, Completion, Settlement, Settler
+from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation
 from millstream.core.ids import NodeId
 from millstream.core.subscription import AT_MOST_ONCE
 from millstream.core.verb import Verb
 from millstream.protocol.private.leasing import Leased, LeaseRequests, fresh_until
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, Receive
-from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 _logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Polls:
             self._failed(cause)
 
     async def _poll(self, node: NodeId) -> None:
-        pause_s = 0.0
+        backoff = Backoff(max_s=BACKOFF_S_MAX)
         while not self.is_stopping:
             wanted = await self._reserve()
             if not wanted:
@@ -154,10 +154,9 @@ class Polls:
             self._sent[node] = monotonic()
             try:
                 leased = await self._ask(node, wanted)
-                pause_s = 0.0
+                backoff.reset()
             except RETRIED as error:
                 _logger.debug("node %s gives nothing of %r for now: %s", node, self._subscription, error)
-                pause_s = min(max(BACKOFF_S_MIN, pause_s * 2), BACKOFF_S_MAX)
             finally:
                 self.asked -= wanted
                 del self._sent[node]
@@ -167,8 +166,8 @@ class Polls:
             self.grant_credit()
             if not await self._is_in_cluster(node):
                 return
-            if pause_s:
-                await asyncio.sleep(pause_s)
+            if leased is None:
+                await backoff.pause()
 
     async def _is_in_cluster(self, node: NodeId) -> bool:
         """Whether the cluster still has a node; others that it has got are asked from now on."""
@@ -385,7 +384,7 @@ class Receiver:
             answer: asyncio.Future[None] = self._loop.create_future()
             answer.set_result(None)
             return answer
-        return self.settling.settle(message, verb, delay_ms, reason)
+        return self.settling.settle(message._lease, message.offset, verb, delay_ms=delay_ms, reason=reason)
 
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
         """Tell the broker that messages are done; the futures end when that is durable.

@@ -11,16 +11,16 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from time import monotonic
 from typing import Final, NamedTuple
 
 import msgspec
 
 from millstream.client.lease import Lease
-from millstream.client.message import Message
+from millstream.core.backoff import Backoff
 from millstream.core.errors import InvalidRecordState, MillstreamError, ProtocolViolation, RequestTimedOut
-from millstream.core.ids import NodeId
+from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
 from millstream.protocol.private.delivery_state import delivery_state
 from millstream.protocol.private.subscription_messages import (
@@ -30,7 +30,7 @@ from millstream.protocol.private.subscription_messages import (
     SettledRange,
     SettleRequest,
 )
-from millstream.protocol.wire.client import BACKOFF_S_MAX, BACKOFF_S_MIN, Client
+from millstream.protocol.wire.client import BACKOFF_S_MAX, Client
 from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 RANGES_MAX: Final = 1000
@@ -42,13 +42,12 @@ Where = tuple[bytes, int]
 class _AcceptedRange:
     """Consecutive messages, and when the last of them was known to be accepted."""
 
-    __slots__ = ("first", "last", "time", "where")
+    __slots__ = ("offsets", "time", "where")
 
-    def __init__(self, time: float, where: Where, first: int, last: int) -> None:
+    def __init__(self, time: float, where: Where, offsets: OffsetRange) -> None:
         self.time = time
         self.where = where
-        self.first = first
-        self.last = last
+        self.offsets = offsets
 
 
 class AcceptedRanges:
@@ -64,17 +63,17 @@ class AcceptedRanges:
     def __len__(self) -> int:
         return len(self._ranges)
 
-    def add(self, time: float, where: Where, first: int, last: int) -> None:
+    def add(self, time: float, where: Where, offsets: OffsetRange) -> None:
         """Consecutive messages are known to be accepted since now."""
         ranges = self._ranges
         if ranges:
             newest = ranges[-1]
-            if newest.last + 1 == first and newest.where == where:
-                newest.last, newest.time = last, time
+            if newest.offsets.end == offsets.start and newest.where == where:
+                newest.offsets, newest.time = OffsetRange(newest.offsets.start, offsets.end), time
                 return
         if len(ranges) >= RANGES_MAX:
             self._forget()
-        ranges.append(_AcceptedRange(time, where, first, last))
+        ranges.append(_AcceptedRange(time, where, offsets))
 
     def since(self, time: float, where: Where, offsets: Collection[int]) -> set[int]:
         """Which of the messages that were asked for then may have been accepted since."""
@@ -85,7 +84,7 @@ class AcceptedRanges:
             if one.time < time:
                 break
             if one.where == where:
-                found |= {offset for offset in offsets if one.first <= offset <= one.last}
+                found |= {offset for offset in offsets if one.offsets.start <= offset < one.offsets.end}
         return found
 
     def _forget(self) -> None:
@@ -212,21 +211,23 @@ class Settlement:
         return mine == others and not (self.is_alone or other.is_alone)
 
 
+Send = Callable[[NodeId | None, int, bytes], Awaitable[memoryview]]
+"""Sends a private request to a node, any if None, and returns the response."""
+
 OnSettled = Callable[[Settlement, MillstreamError | None], None]
 """Called with what came of an order."""
 
 
-class _Range(NamedTuple):
+class _Run(NamedTuple):
     """Consecutive messages of which the same is told."""
 
-    first: int
-    last: int
+    offsets: OffsetRange
     settlements: list[Settlement]
 
     def settled(self) -> SettledRange:
         settlement = self.settlements[0]
         return SettledRange(
-            self.first, self.last, settlement.verb, settlement.delay_ms, settlement.reason, settlement.lease.attempt
+            *self.offsets, settlement.verb, settlement.delay_ms, settlement.reason, settlement.lease.attempt
         )
 
 
@@ -235,7 +236,7 @@ class SettleLane:
 
     def __init__(
         self,
-        client: Client,
+        send: Send,
         subscription: str,
         worker: str,
         node: NodeId | None,
@@ -244,7 +245,7 @@ class SettleLane:
         on_moved: OnSettled,
         on_split: Callable[[Sequence[Settlement], Sequence[Settlement]], None],
     ) -> None:
-        self._client = client
+        self._send = send
         self._subscription = subscription
         self._worker = worker
         self._node = node
@@ -286,7 +287,7 @@ class SettleLane:
     async def _run(self) -> None:
         while self._waiting:
             settlements, self._waiting = self._waiting, []
-            places: dict[tuple[str, int], list[_Range]] = {}
+            places: dict[tuple[str, int], list[_Run]] = {}
             for place, listed in _by_place(settlements).items():
                 ranges = places[place] = list(_ranges(listed))
                 if sum(len(one.settlements) for one in ranges) > len(listed):
@@ -302,20 +303,20 @@ class SettleLane:
                 for one, (code, text) in zip(ranges, outcomes, strict=True):
                     self._conclude(one, error_from_code(code, text) if code else None)
 
-    async def _ask(self, places: dict[tuple[str, int], list[_Range]]) -> list[list[tuple[int, str | None]]]:
+    async def _ask(self, places: dict[tuple[str, int], list[_Run]]) -> list[list[tuple[int, str | None]]]:
         settles = [
             PartitionSettles(topic, partition, [one.settled() for one in ranges])
             for (topic, partition), ranges in places.items()
         ]
         body = msgspec.msgpack.encode(SettleRequest(self._subscription, self._worker, settles))
-        answer = _read(await self._client.private(self._node, SETTLE_KEY, body))
+        answer = _read(await self._send(self._node, SETTLE_KEY, body))
         if answer.error:
             raise error_from_code(answer.error, answer.message)
         if [len(outcomes) for outcomes in answer.results] != [len(ranges) for ranges in places.values()]:
             raise ProtocolViolation("the broker does not answer for each of the messages that were settled")
         return answer.results
 
-    def _fail(self, places: dict[tuple[str, int], list[_Range]], error: BaseException) -> None:
+    def _fail(self, places: dict[tuple[str, int], list[_Run]], error: BaseException) -> None:
         """Nothing of a request is known to have been taken: tell everybody, whatever the reason is."""
         conclude = self._on_moved if isinstance(error, RETRIED) else self._on_settled
         if isinstance(error, MillstreamError):
@@ -330,8 +331,8 @@ class SettleLane:
                 for settlement in one.settlements:
                     conclude(settlement, cause)
 
-    def _conclude(self, one: _Range, error: MillstreamError | None) -> None:
-        if isinstance(error, InvalidRecordState) and one.first < one.last:
+    def _conclude(self, one: _Run, error: MillstreamError | None) -> None:
+        if isinstance(error, InvalidRecordState) and one.offsets.size > 1:
             # A range is taken as a whole or not at all: one message in it is not held any more, the others may be.
             for settlement in one.settlements:
                 parts = settlement.split([[offset] for offset in settlement.offsets], is_alone=True)
@@ -354,7 +355,7 @@ def _by_place(settlements: Sequence[Settlement]) -> dict[tuple[str, int], list[S
     return places
 
 
-def _ranges(settlements: list[Settlement]) -> Iterator[_Range]:
+def _ranges(settlements: list[Settlement]) -> Iterator[_Run]:
     """Orders of one partition as ranges: those about one message are merged where the same is told of neighbours."""
     singles = [settlement for settlement in settlements if len(settlement.offsets) == 1]
     for settlement in settlements:
@@ -367,19 +368,19 @@ def _ranges(settlements: list[Settlement]) -> Iterator[_Range]:
         if together:
             before = together[-1]
             if settlement.offsets[0] != before.offsets[0] + 1 or not settlement.can_merge(before):
-                yield _Range(together[0].offsets[0], before.offsets[0], together)
+                yield _Run(OffsetRange(together[0].offsets[0], before.offsets[0] + 1), together)
                 together = []
         together.append(settlement)
     if together:
-        yield _Range(together[0].offsets[0], together[-1].offsets[0], together)
+        yield _Run(OffsetRange(together[0].offsets[0], together[-1].offsets[0] + 1), together)
 
 
-def _runs(settlement: Settlement) -> Iterator[_Range]:
+def _runs(settlement: Settlement) -> Iterator[_Run]:
     offsets = settlement.offsets
     offsets.sort()
     first, last = offsets[0], offsets[-1]
     if last - first == len(offsets) - 1:
-        yield _Range(first, last, [settlement])
+        yield _Run(OffsetRange(first, last + 1), [settlement])
         return
     parts: list[list[int]] = []
     start = 0
@@ -388,7 +389,7 @@ def _runs(settlement: Settlement) -> Iterator[_Range]:
             parts.append(offsets[start:at])
             start = at
     for part in settlement.split(parts):
-        yield _Range(part.offsets[0], part.offsets[-1], [part])
+        yield _Run(OffsetRange(part.offsets[0], part.offsets[-1] + 1), [part])
 
 
 def _closed_error() -> MillstreamError:
@@ -416,10 +417,12 @@ class Settler:
         subscription: str,
         worker: str,
         *,
-        on_lost: Callable[[Settlement], None],
-        oldest_sent: Callable[[], float],
+        send: Send | None = None,
+        on_lost: Callable[[Settlement], None] = lambda _settlement: None,
+        oldest_sent: Callable[[], float] = lambda: math.inf,
     ) -> None:
         self._client = client
+        self._send: Send = client.private if send is None else send
         self._subscription = subscription
         self._worker = worker
         self._on_lost = on_lost
@@ -437,10 +440,12 @@ class Settler:
         self._accepted = AcceptedRanges(oldest_sent)
         self._unsettled: dict[str, tuple[int, int, MillstreamError]] = {}
 
-    def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
-        """Tell it; the future ends when it is durable."""
+    def settle(
+        self, lease: Lease, offset: int, verb: int, *, delay_ms: int | None = None, reason: str = ""
+    ) -> asyncio.Future[None]:
+        """Settle one message; the future completes when that is durable."""
         answer: asyncio.Future[None] = self._loop.create_future()
-        self.enqueue(Settlement(message._lease, [message.offset], verb, delay_ms, reason, Completion(answer)))
+        self.enqueue(Settlement(lease, [offset], verb, delay_ms, reason, Completion(answer)))
         return answer
 
     def open_accept(self, lease: Lease) -> Settlement:
@@ -473,7 +478,7 @@ class Settler:
         lane = self._lanes.get(node)
         if lane is None:
             lane = self._lanes[node] = SettleLane(
-                self._client,
+                self._send,
                 self._subscription,
                 self._worker,
                 node,
@@ -516,7 +521,8 @@ class Settler:
         self._open.discard(settlement)
         if error is None:
             if settlement.verb == Verb.ACCEPT and settlement.offsets:
-                self._accepted.add(monotonic(), settlement.lease.where, settlement.offsets[0], settlement.offsets[-1])
+                accepted = OffsetRange(settlement.offsets[0], settlement.offsets[-1] + 1)
+                self._accepted.add(monotonic(), settlement.lease.where, accepted)
         else:
             self._on_lost(settlement)
             if settlement.verb != Verb.EXTEND and not settlement.has_waiter:
@@ -574,10 +580,9 @@ class Settler:
 
     async def _move(self) -> None:
         """Find out who leads the partitions now, and tell them."""
-        pause_s = BACKOFF_S_MIN
+        backoff = Backoff(max_s=BACKOFF_S_MAX)
         while self._moving:
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+            await backoff.pause()
             failure: MillstreamError | None = None
             try:
                 found = await self._client.metadata(sorted({settlement.lease.topic for settlement in self._moving}))

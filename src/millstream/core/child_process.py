@@ -12,6 +12,8 @@ from abc import ABC, abstractmethod
 from asyncio.subprocess import Process
 from contextlib import suppress
 
+from millstream.core.backoff import Backoff
+
 _logger = logging.getLogger(__name__)
 
 BACKOFF_MIN_S = 0.1
@@ -50,7 +52,7 @@ class SupervisedChild(ABC):
 
     async def run(self) -> None:
         """Start the child and start it again whenever it ends, until `stop`; a background task of the broker."""
-        backoff_s = self._backoff_min_s
+        backoff = Backoff(first_s=self._backoff_min_s, max_s=BACKOFF_MAX_S)
         while not self._stopping.is_set():
             await self._wanted()
             started = asyncio.get_running_loop().time()
@@ -58,12 +60,10 @@ class SupervisedChild(ABC):
             if self._is_dismissed or self._stopping.is_set():
                 continue
             if asyncio.get_running_loop().time() - started > SETTLED_S:
-                backoff_s = self._backoff_min_s
+                backoff.reset()
             self.restarts += 1
-            _logger.warning("%s ended; starting it again", self.name, extra={"code": code, "in_s": backoff_s})
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), backoff_s)
-            backoff_s = min(backoff_s * 2, BACKOFF_MAX_S)
+            _logger.warning("%s ended; starting it again", self.name, extra={"code": code, "in_s": backoff.next_s})
+            await backoff.pause_unless(self._stopping)
 
     async def spawned(self) -> None:
         """Wait until a child runs."""

@@ -48,7 +48,7 @@ class Node:
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
 
     def _result(self, verb: SettledRange) -> tuple[int, str | None]:
-        if self.on_lost & {*range(verb.first, verb.last + 1)}:
+        if self.on_lost & {*range(verb.start, verb.end)}:
             return INVALID_RECORD_STATE, "not held"
         self.settled.append(verb)
         return 0, None
@@ -83,7 +83,7 @@ async def test_one_message_that_is_lost_is_an_error_and_the_others_are_told(offs
     with pytest.raises(InvalidRecordState, match="not held"):
         await answer
     assert on_lost == [5]
-    settled = [offset for one in node.settled for offset in range(one.first, one.last + 1)]
+    settled = [offset for one in node.settled for offset in range(one.start, one.end)]
     assert sorted(settled) == [offset for offset in offsets if offset != 5]
 
 
@@ -107,7 +107,7 @@ async def test_all_parts_are_told_before_the_answer_comes() -> None:
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await answer
-    assert [(one.first, one.last) for one in node.settled] == [(1, 2), (5, 5), (9, 9)]
+    assert [(one.start, one.end) for one in node.settled] == [(1, 3), (5, 6), (9, 10)]
 
 
 class Failing(Node):
@@ -198,7 +198,7 @@ async def test_messages_of_different_deliveries_are_told_apart() -> None:
         settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
         await settling.flush()
-    assert [(one.first, one.last, one.attempt) for one in node.settled] == [(1, 2, 1), (3, 4, 2)]
+    assert [(one.start, one.end, one.attempt) for one in node.settled] == [(1, 3, 1), (3, 5, 2)]
 
 
 @pytest.mark.parametrize(("state", "reason"), [("accepted", None), ("waiting", "nor known to be accepted: waiting")])
@@ -255,7 +255,7 @@ async def test_what_is_told_to_a_node_that_leads_no_more_is_told_to_the_next_lea
     async with asyncio.timeout(HANG_S):
         await answer
     assert node.asked == [NodeId(1), NodeId(2)]
-    assert [(one.first, one.last) for one in node.settled] == [(1, 2)]
+    assert [(one.start, one.end) for one in node.settled] == [(1, 3)]
 
 
 async def test_nobody_is_asked_about_what_nobody_waits_for() -> None:

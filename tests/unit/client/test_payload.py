@@ -12,8 +12,7 @@ import msgspec
 import pytest
 
 from millstream.client.declaration import Wanted, wanted_settings
-from millstream.client.lease import Lease
-from millstream.client.leased_records import read_leased
+from millstream.client.lease import Lease, read_leased
 from millstream.client.payload import NewMessage, due_ms, encoded, headers_of, key_bytes
 from millstream.core.errors import InvalidRequest, InvalidSetting, InvalidSubscription
 from millstream.core.message_id import message_id
@@ -133,9 +132,9 @@ def test_a_message_has_one_id() -> None:
     written = encode_batch([NewRecord(None, b"", given)], base_offset=0)
     nobody: Any = None
     lease = Lease("orders", UUID(int=7).bytes, 3, settler=nobody)
-    (message,) = read_leased(bytes(written), [LeasedRange(0, 0, 1, 0)], lease)
+    (message,) = read_leased(bytes(written), [LeasedRange(0, 1, 1, 0)], lease)
     assert message.id == message_id(lease.topic_id, 3, 0, given) == "a"
     (message,) = read_leased(
-        bytes(encode_batch([NewRecord(None, b"")], base_offset=0)), [LeasedRange(0, 0, 1, 0)], lease
+        bytes(encode_batch([NewRecord(None, b"")], base_offset=0)), [LeasedRange(0, 1, 1, 0)], lease
     )
     assert message.id == f"{UUID(int=7)}/3/0"

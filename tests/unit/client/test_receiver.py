@@ -23,7 +23,7 @@ from millstream.client.message_stream import MessageStream
 from millstream.client.receiver import Receiver
 from millstream.client.settling import AcceptedRanges
 from millstream.core.errors import BrokerUnreachable, InvalidRecordState
-from millstream.core.ids import NodeId
+from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
 from millstream.protocol.private.leasing import Leased
 from millstream.protocol.private.subscription_messages import (
@@ -86,15 +86,15 @@ class Cluster:
             results.append([self._result(one) for one in part.verbs])
             self.extended_ms += [one.delay_ms for one in part.verbs if one.verb == Verb.EXTEND]
             for one in part.verbs:
-                self.settled += [(one.verb, offset) for offset in range(one.first, one.last + 1)]
+                self.settled += [(one.verb, offset) for offset in range(one.start, one.end)]
                 if one.verb != Verb.EXTEND:
                     self.attempts.append(one.attempt)
-                    self.done |= {*range(one.first, one.last + 1)}
+                    self.done |= {*range(one.start, one.end)}
         await self.answering.wait()
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))
 
     def _result(self, one: SettledRange) -> tuple[int, str | None]:
-        is_held = not self.done & {*range(one.first, one.last + 1)}
+        is_held = not self.done & {*range(one.start, one.end)}
         return (0, None) if is_held else (INVALID_RECORD_STATE, "not held")
 
     def give(self, node: int, count: int, lease_ms: int | None = None, *, attempt: int = 1) -> None:
@@ -120,7 +120,7 @@ def leased(
     attempt: int = 1,
     topic_id: bytes = b"0" * 16,
 ) -> PartitionMessages:
-    leases = [LeasedRange(first, first + count - 1, attempt, 0)]
+    leases = [LeasedRange(first, first + count, attempt, 0)]
     records = [NewRecord(None, b"%d" % number) for number in range(count)]
     batches = bytes(encode_batch(records, base_offset=first))
     return PartitionMessages("orders", topic_id, partition, leases, batches, lease_ms)
@@ -299,7 +299,7 @@ async def test_messages_keep_their_order_whichever_delivery_they_are() -> None:
     cluster = Cluster(1)
     async with receiving(cluster, ahead=10) as receiver:
         records = [NewRecord(None, b"%d" % number) for number in range(4)]
-        leases = [LeasedRange(0, 0, 1, 0), LeasedRange(1, 2, 3, 0), LeasedRange(3, 3, 1, 0)]
+        leases = [LeasedRange(0, 1, 1, 0), LeasedRange(1, 3, 3, 0), LeasedRange(3, 4, 1, 0)]
         part = PartitionMessages("orders", b"0" * 16, 0, leases, bytes(encode_batch(records, base_offset=0)))
         receiver._receive(NodeId(1), Leased(ReceiveAnswer(0, None, [part]), monotonic()))
         messages = receiver.take_many(4)
@@ -582,7 +582,7 @@ def test_what_was_accepted_while_a_request_was_open_is_known_or_in_doubt(
                 polls.setdefault(rest[0], float(now))
             elif kind == "accept":
                 where, first, more = rest
-                ranges.add(float(now), where, first, first + more)
+                ranges.add(float(now), where, OffsetRange(first, first + more + 1))
                 accepted += [(float(now), where, offset) for offset in range(first, first + more + 1)]
                 assert len(ranges) <= ranges_max
             elif (asked := polls.pop(rest[0], None)) is not None:
@@ -598,13 +598,13 @@ def test_ranges_that_no_open_request_needs_are_forgotten_first() -> None:
     open_since = [0.0]
     ranges = AcceptedRanges(lambda: open_since[0])
     for at in range(settling.RANGES_MAX):
-        ranges.add(float(at), (HERE, THERE)[at % 2], at, at)
+        ranges.add(float(at), (HERE, THERE)[at % 2], OffsetRange(at, at + 1))
     open_since[0] = 990.0
-    ranges.add(1000.0, HERE, 5000, 5000)
+    ranges.add(1000.0, HERE, OffsetRange(5000, 5001))
     assert len(ranges) == 11
     assert ranges.since(990.0, HERE, range(6000)) == {990, 992, 994, 996, 998, 5000}
     # A request that stays open while too much is accepted: everything that it brings is in doubt, later ones know.
     for at in range(1001, 2001):
-        ranges.add(float(at), (HERE, THERE)[at % 2], at, at)
+        ranges.add(float(at), (HERE, THERE)[at % 2], OffsetRange(at, at + 1))
     assert ranges.since(990.0, HERE, [7, 8]) == {7, 8}
     assert ranges.since(1999.0, HERE, range(6000)) == {2000}

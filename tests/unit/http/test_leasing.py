@@ -86,7 +86,7 @@ class Node:
         if not count:
             return ReceiveAnswer(0, None, [], self.throttle_ms)
         batch = bytes(encode_batch([NewRecord(None, b"x", (), 1)] * count))
-        lease = LeasedRange(0, count - 1, 1, 1000)
+        lease = LeasedRange(0, count, 1, 1000)
         return ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), self.number, [lease], batch, self.lease_ms)])
 
 
@@ -143,7 +143,7 @@ async def test_messages_beyond_the_bytes_asked_for_go_back() -> None:
         cluster.nodes[1].messages = 5
         assert len(await leasing(cluster).receive(request(max_bytes=3, wait_ms=wait_ms))) == 3
         (released,) = cluster.released
-        assert [(one.first, one.last, one.verb) for one in released.partitions[0].verbs] == [(3, 4, 5)]
+        assert [(one.start, one.end, one.verb) for one in released.partitions[0].verbs] == [(3, 5, 5)]
         cluster.released.clear()
 
 
@@ -223,7 +223,7 @@ async def test_whoever_hangs_up_while_a_node_hangs_leaves_nothing_leased() -> No
         await asking
     (released,) = cluster.released
     assert [part.partition for part in released.partitions] == [2]
-    assert [(one.first, one.last, one.verb) for one in released.partitions[0].verbs] == [(0, 3, 5)]
+    assert [(one.start, one.end, one.verb) for one in released.partitions[0].verbs] == [(0, 4, 5)]
 
 
 async def test_what_one_node_gave_goes_back_when_another_refuses() -> None:
@@ -278,7 +278,7 @@ async def test_what_arrives_after_its_caller_has_left_goes_back(
     await asks.close()
     (returned,) = node.returned
     assert (returned.subscription, returned.worker) == ("s", "w")
-    assert [(one.first, one.last, one.verb, one.attempt) for one in returned.partitions[0].verbs] == [(0, 3, 5, 1)]
+    assert [(one.start, one.end, one.verb, one.attempt) for one in returned.partitions[0].verbs] == [(0, 4, 5, 1)]
 
 
 async def test_an_answer_that_was_on_its_way_for_longer_than_its_lease_is_confirmed_first() -> None:

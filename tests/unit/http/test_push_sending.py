@@ -442,7 +442,7 @@ async def test_what_is_too_much_is_returned_and_what_cannot_be_read_is_released_
 async def test_no_more_is_read_of_a_batch_than_push_may_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [NewRecord(None, bytes(RECEIVE_BYTES // 2))] * 3
     batches = bytes(encode_batch(values, compression=COMPRESSION_ZSTD))
-    part = PartitionMessages("t", bytes(16), 0, [LeasedRange(0, 2, 1, 1000)], batches, 60_000)
+    part = PartitionMessages("t", bytes(16), 0, [LeasedRange(0, 3, 1, 1000)], batches, 60_000)
     leased = Leased(ReceiveAnswer(0, None, [part]), monotonic())
 
     async def answer(*_asked: object, **_limits: object) -> Leased:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from millstream.core.errors import BrokerUnreachable
-from millstream.core.ids import NodeId, Offset
+from millstream.core.ids import Epoch, NodeId, Offset, PartitionIndex
 from millstream.core.verb import Verb
 from millstream.gateway.push import settler as settling
 from millstream.gateway.push.settler import Settler
@@ -19,9 +19,11 @@ from millstream.protocol.private.subscription_messages import SettleAnswer, Sett
 from millstream.protocol.private.subscriptions import LeasedMessage
 from millstream.protocol.records.record import Record
 from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
 
 OK, NOT_LEADER, NOT_HELD = 0, 6, 121
 LEADER = NodeId(2)
+INDEXES = [PartitionIndex(index) for index in range(3)]
 
 
 def message(offset: int, partition: int = 0) -> LeasedMessage:
@@ -49,7 +51,10 @@ class Node:
         return memoryview(msgspec.msgpack.encode(SettleAnswer(self.error, None, cast("Any", results))))
 
     def offsets(self) -> list[list[int]]:
-        return [[verb.first for part in request.partitions for verb in part.verbs] for request in self.requests]
+        return [
+            [offset for part in request.partitions for verb in part.verbs for offset in range(verb.start, verb.end)]
+            for request in self.requests
+        ]
 
 
 class Others:
@@ -58,10 +63,19 @@ class Others:
     def __init__(self, leader: Node) -> None:
         self.leader = leader
 
-    async def call_leader(
-        self, _topic: str, _partition: int, attempt: Callable[[NodeId], Awaitable[SettleAnswer]]
-    ) -> SettleAnswer:
-        return await attempt(LEADER)
+    async def metadata(self, topics: list[str]) -> ClusterMetadata:
+        assert topics == ["orders"]
+        partitions = {
+            index: PartitionMetadata(
+                partition=index, leader_id=LEADER, leader_epoch=Epoch(0), replicas=(LEADER,), in_sync=(LEADER,)
+            )
+            for index in INDEXES
+        }
+        topic = TopicMetadata(name="orders", topic_id=UUID(int=7), is_internal=False, partitions=partitions)
+        return ClusterMetadata(cluster_id="c", controller_id=LEADER, nodes={}, topics={"orders": topic}, errors={})
+
+    async def call_leader(self, _topic: str, _partition: int, attempt: Callable[[NodeId], Awaitable[Any]]) -> Any:
+        raise BrokerUnreachable("nobody can be asked")
 
     async def private(self, node: NodeId, key: int, body: bytes) -> memoryview:
         assert node == LEADER
@@ -100,7 +114,7 @@ async def test_what_is_said_meanwhile_goes_together(desk: Desk) -> None:
 async def test_a_release_carries_its_delay_and_reason(desk: Desk) -> None:
     assert await desk.settler.settle(message(3), Verb.RELEASE, delay_ms=700, reason="the endpoint answered 503")
     (verb,) = desk.here.requests[0].partitions[0].verbs
-    assert (verb.first, verb.verb, verb.delay_ms, verb.reason) == (3, Verb.RELEASE, 700, "the endpoint answered 503")
+    assert (verb.start, verb.verb, verb.delay_ms, verb.reason) == (3, Verb.RELEASE, 700, "the endpoint answered 503")
     assert verb.attempt == 1
 
 
@@ -125,7 +139,7 @@ async def test_a_node_that_does_not_answer_is_not_the_end(desk: Desk, error: int
 
 
 async def test_when_nobody_answers_the_lease_runs_out(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settling, "ELSEWHERE_S", 0.05)
+    monkeypatch.setattr(settling, "SETTLE_S", 0.05)
     desk.here.is_away = True
     desk.there.may_answer.clear()
     assert await desk.accept(0) is False
@@ -140,7 +154,7 @@ async def test_an_answer_that_nobody_expects_holds_up_nothing(desk: Desk, caplog
 
     desk.settler._ask, ask = breaks, desk.settler._ask
     assert await desk.accept(0) is False
-    assert "leases could not be settled" in caplog.text
+    assert "could not be settled" in caplog.text
     desk.settler._ask = ask
     assert await desk.accept(1) is True
 
@@ -149,8 +163,8 @@ async def test_a_leader_that_hangs_keeps_no_other_partition_waiting(desk: Desk) 
     desk.here.codes = {0: NOT_LEADER, 1: NOT_LEADER}
     desk.there.may_answer.clear()
     moved = [desk.accept(0), desk.accept(0, partition=1)]
-    while len(desk.there.requests) < 2:
-        await asyncio.sleep(0)
+    while not desk.there.requests:
+        await asyncio.sleep(0.001)
     assert await desk.accept(1, partition=2) is True
     assert not any(one.done() for one in moved)
     desk.there.may_answer.set()

@@ -45,7 +45,7 @@ def header_of(batches: bytes) -> BatchHeader:
 
 
 def answer(batches: bytes, *leases: tuple[int, int]) -> Leased:
-    ranges = [LeasedRange(first, last, 1, 1000) for first, last in leases]
+    ranges = [LeasedRange(first, last + 1, 1, 1000) for first, last in leases]
     return Leased(ReceiveAnswer(0, None, [PartitionMessages("t", bytes(16), 0, ranges, batches, 1000)]), 0.0)
 
 

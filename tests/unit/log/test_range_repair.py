@@ -16,8 +16,8 @@ from millstream.broker.log.store import LogStore
 from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
-from millstream.protocol.records.raw_record import empty_batch
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
+from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles

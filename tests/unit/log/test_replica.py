@@ -18,8 +18,8 @@ from millstream.core.errors import CorruptBatch, PartitionClosed, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import FLUSH_OS, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import iterate_headers
-from millstream.protocol.records.raw_record import empty_batch
 from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.batches import encode_values
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles

@@ -23,8 +23,8 @@ from millstream.core.topic import TopicPartition
 from millstream.protocol.filter.evaluation import OFFSET_MAX, Messages, evaluate
 from millstream.protocol.filter.filter import compile_filter
 from millstream.protocol.records.batch import COMPRESSION_ZSTD, read_header
-from millstream.protocol.records.raw_record import raw_records, rebuild_batch, records_section
-from millstream.protocol.records.record import NewRecord, encode_batch
+from millstream.protocol.records.record import NewRecord, encode_batch, records_section
+from millstream.protocol.records.rewrite import raw_records, rebuild_batch
 
 FILTERS = [
     compile_filter("payload.total > 2"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
+from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     BatchTooLarge,
     BrokerUnreachable,
@@ -365,7 +366,7 @@ async def test_unknown_topics_and_partitions_are_told_apart(broker: ScriptedBrok
 
 async def test_a_node_at_a_wrong_address_is_told(broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first pause would outlast the time of the request, so that nothing is tried twice.
-    monkeypatch.setattr("millstream.protocol.wire.client.BACKOFF_S_MIN", 100.0)
+    monkeypatch.setattr("millstream.protocol.wire.client.Backoff", lambda **_: Backoff(first_s=100.0, max_s=100.0))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         real, wrong = broker.port, taken.getsockname()[1]

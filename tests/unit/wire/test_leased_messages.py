@@ -7,6 +7,7 @@ from uuid import UUID
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from millstream.core.ids import OffsetRange
 from millstream.protocol.private.leasing import Leased
 from millstream.protocol.private.subscription_messages import LeasedRange, PartitionMessages, ReceiveAnswer
 from millstream.protocol.private.subscriptions import leased_messages
@@ -45,13 +46,13 @@ def test_exactly_what_is_leased_is_read(sizes: list[tuple[int, int]], spans: lis
     for number, (gap, length) in enumerate(spans):
         first = at + gap
         at = first + length
-        leases.append(LeasedRange(first, at, number + 1, 5000 + number))
+        leases.append(LeasedRange(first, at + 1, number + 1, 5000 + number))
     part = PartitionMessages("orders", TOPIC_ID.bytes, 2, leases, batches)
     wanted = [
         (lease.attempt, lease.deadline_ms, record)
         for record in decode_records(batches)
         for lease in leases
-        if lease.first <= record.offset <= lease.last
+        if lease.start <= record.offset < lease.end
     ]
     found = leased_messages(None, Leased(ReceiveAnswer(0, None, [part]), 0.0))
     assert [(one.attempt, one.deadline_ms, one.record) for one in found] == wanted
@@ -76,5 +77,5 @@ def test_a_batch_from_which_records_are_missing_is_read_by_their_offsets() -> No
     )
     (header,) = iterate_headers(batch)
     assert header.size_bytes > HEADER_BYTES
-    assert [record.offset for record in decode_batch(batch, header, first=2, last=8)] == [2, 3]
-    assert [record.offset for record in decode_batch(batch, header, last=1)] == [0, 1]
+    assert [record.offset for record in decode_batch(batch, header, ranges=(OffsetRange(2, 9),))] == [2, 3]
+    assert [record.offset for record in decode_batch(batch, header, ranges=(OffsetRange(0, 2),))] == [0, 1]

@@ -32,14 +32,11 @@ class Broker:
             raise BrokerUnreachable("gone")
         request = msgspec.msgpack.decode(body, type=SettleRequest)
         self.asked.append(
-            [(part.topic, part.partition, one.first, one.last) for part in request.partitions for one in part.verbs]
+            [(part.topic, part.partition, one.start, one.end - 1) for part in request.partitions for one in part.verbs]
         )
         self.attempts += [one.attempt for part in request.partitions for one in part.verbs]
         results: list[list[tuple[int, str | None]]] = [
-            [
-                (REFUSED, "not yours") if self.lost & set(range(one.first, one.last + 1)) else (0, None)
-                for one in part.verbs
-            ]
+            [(REFUSED, "not yours") if self.lost & set(range(one.start, one.end)) else (0, None) for one in part.verbs]
             for part in request.partitions
         ]
         return memoryview(msgspec.msgpack.encode(SettleAnswer(0, None, results)))

@@ -217,7 +217,7 @@ class ClusterNode:
                 await self.groups.load()
                 await self.subscriptions.load()
                 await self.pipelines.load()
-                backoff.succeeded()
+                backoff.reset()
             except MillstreamError as error:
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable) else logging.WARNING
                 _logger.log(

@@ -24,7 +24,7 @@ from millstream.broker.cluster.topics import AGREEMENT_S, Topics
 from millstream.broker.cluster.view import ClusterView, ViewChange
 from millstream.broker.log.store import LogStore
 from millstream.broker.replication.partition import Partition
-from millstream.core.backoff import Backoff
+from millstream.core.backoff import Backoff, delay_after
 from millstream.core.clock import Clock
 from millstream.core.config import Config
 from millstream.core.errors import (
@@ -52,8 +52,6 @@ _OPENED_AT_ONCE = 100
 OPEN_AGAIN_S = 1.0
 OPEN_AGAIN_S_MAX = 60.0
 """How long after it failed a log is opened again, at first and at most."""
-
-_OPEN_FAILURES_COUNTED = 10
 
 
 class ClusterTopics(Topics):
@@ -157,7 +155,7 @@ class ClusterTopics(Topics):
                 for partition in tuple(self._removed_replicas):
                     await self._coordination.change([Delete(keys.removed_key(partition, self._me))])
                     self._removed_replicas.discard(partition)
-                self._backoff.succeeded()
+                self._backoff.reset()
             except StoreUnavailable as error:
                 _logger.warning("removed files could not be told yet", extra={"error": str(error)})
                 self._removed_some.set()
@@ -378,13 +376,13 @@ class ClusterTopics(Topics):
         """A log cannot be opened, for example since the disk is full: try again after a while, longer each time."""
         key = topic.topic_id, index
         failures = self._open_failures.get(key, 0)
-        self._open_failures[key] = min(failures + 1, _OPEN_FAILURES_COUNTED)
+        self._open_failures[key] = failures + 1
         _logger.log(
             logging.DEBUG if failures else logging.ERROR,
             "a partition cannot be opened; it is tried again",
             extra={"topic": topic.name, "partition": index, "error": str(error)},
         )
-        pause_s = min(OPEN_AGAIN_S * 2**failures, OPEN_AGAIN_S_MAX)
+        pause_s = delay_after(failures, first_s=OPEN_AGAIN_S, max_s=OPEN_AGAIN_S_MAX)
         asyncio.get_running_loop().call_later(pause_s, self._open_again, key)
 
     def _open_again(self, key: PartitionKey) -> None:

@@ -187,7 +187,7 @@ class Controller:
         while True:
             try:
                 await self._serve(await self._win())
-                backoff.succeeded()
+                backoff.reset()
             except _Deposed:
                 _logger.info("this node is not the controller any more")
             except StoreUnavailable as error:
@@ -276,7 +276,7 @@ class Controller:
                 await self._elect(term)
                 await self._finish_moves(term)
                 await self._balance(term)
-                backoff.succeeded()
+                backoff.reset()
             except StoreUnavailable as error:
                 _logger.warning("elections wait for the store", extra={"error": str(error)})
                 self._dirty.update(self._view.states)

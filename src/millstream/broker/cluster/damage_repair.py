@@ -17,6 +17,7 @@ from random import Random
 from millstream.broker.cluster.replica_link import ReplicaLink, ReplicaLinks
 from millstream.broker.log.damage import LostRange
 from millstream.broker.replication.partition import Partition
+from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     CorruptBatch,
     DamagedRange,
@@ -57,7 +58,7 @@ class DamageRepair:
         self._registration = registration
         self._due: dict[Partition, None] = {}
         self._retries: dict[Partition, asyncio.TimerHandle] = {}
-        self._pauses_s: dict[Partition, float] = {}
+        self._backoffs: dict[Partition, Backoff] = {}
         self._wake = asyncio.Event()
         self._repaired = 0
 
@@ -71,12 +72,12 @@ class DamageRepair:
             self._due[partition] = None
             self._wake.set()
         else:
-            self._pauses_s.pop(partition, None)
+            self._backoffs.pop(partition, None)
 
     def forget(self, partition: Partition) -> None:
         """The partition is carried here no more."""
         self._due.pop(partition, None)
-        self._pauses_s.pop(partition, None)
+        self._backoffs.pop(partition, None)
         timer = self._retries.pop(partition, None)
         if timer is not None:
             timer.cancel()
@@ -94,10 +95,10 @@ class DamageRepair:
                 self._try_later(partition)
 
     def _try_later(self, partition: Partition) -> None:
-        pause_s = self._pauses_s.get(partition, RETRY_FIRST_S)
-        self._pauses_s[partition] = min(2 * pause_s, RETRY_MAX_S)
-        pause_s *= self._random.uniform(0.5, 1.0)
-        self._retries[partition] = asyncio.get_running_loop().call_later(pause_s, self.look_at, partition)
+        backoff = self._backoffs.get(partition)
+        if backoff is None:
+            backoff = self._backoffs[partition] = Backoff(self._random, first_s=RETRY_FIRST_S, max_s=RETRY_MAX_S)
+        self._retries[partition] = asyncio.get_running_loop().call_later(backoff.take_s(), self.look_at, partition)
 
     async def _repair(self, partition: Partition) -> None:
         for lost in tuple(partition.log.damage):

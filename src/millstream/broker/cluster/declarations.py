@@ -265,7 +265,7 @@ class Announcer:
             self._wanted.clear()
             try:
                 await self._store.change([Put(keys.CATALOG_VERSION, self._new_text())])
-                self._backoff.succeeded()
+                self._backoff.reset()
             except StoreUnavailable as error:
                 _logger.warning("a change of the catalog could not be told yet", extra={"error": str(error)})
                 self._wanted.set()

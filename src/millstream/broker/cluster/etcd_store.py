@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from random import Random
 from typing import Any
 
 import grpc
@@ -19,6 +19,7 @@ from millstream.broker.cluster.etcd_members import EtcdMembers, NotConnected, wa
 from millstream.broker.cluster.etcd_session import EtcdSession
 from millstream.broker.cluster.store import Change, Entry, Event, Expect, Put, Snapshot, check_changes
 from millstream.broker.cluster.store_health import HealthReporting
+from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 
@@ -47,7 +48,7 @@ class EtcdWatch:
         self._namespace = namespace
         self._prefix = namespace + prefix.encode()
         self._after = after
-        self._pause_s = 0.0
+        self._backoff = Backoff(Random(), first_s=_PAUSE_S_MIN, max_s=_PAUSE_S_MAX)
 
     async def batches(self) -> AsyncGenerator[Sequence[Event], None]:
         """Batches of changes, for ever."""
@@ -92,7 +93,7 @@ class EtcdWatch:
             self._members.use_token("")
             raise _Interrupted(answer.cancel_reason)
         self._members.health.answered()
-        self._pause_s = 0.0
+        self._backoff.reset()
         events_read = (etcd_requests.event(self._namespace, event) for event in answer.events)
         events = [event for event in events_read if event.revision > self._after]
         if events:
@@ -104,8 +105,7 @@ class EtcdWatch:
 
     async def _rest(self) -> None:
         """Wait a little before the next connection, longer each time, and not in step with other nodes."""
-        self._pause_s = min(max(self._pause_s * 2, _PAUSE_S_MIN), _PAUSE_S_MAX)
-        await asyncio.sleep(self._pause_s * random.uniform(0.5, 1.0))
+        await self._backoff.pause()
 
 
 async def _next_unless(moved: asyncio.Future[None], call: Any) -> Any:

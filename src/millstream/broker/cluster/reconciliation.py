@@ -133,7 +133,7 @@ class Reconciliation:
             try:
                 await self._caught_up()
                 await self.reconcile()
-                self._backoff.succeeded()
+                self._backoff.reset()
             except MillstreamError as error:
                 # The catalog or the store may be away, which is told elsewhere; elections go on without them.
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable | StoreUnavailable) else logging.WARNING

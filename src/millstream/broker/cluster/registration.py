@@ -103,7 +103,7 @@ class Registration:
                 self._lost.clear()
                 self._session = await self._store.open_session(self._ttl_s, self._lost.set)
                 await self._register()
-                self._backoff.succeeded()
+                self._backoff.reset()
                 await self._lost.wait()
                 self.losses += 1
                 _logger.warning("the cluster does not count on this node any more; registering again")

@@ -16,7 +16,7 @@ from random import Random
 from millstream.broker.cluster.replica_link import ReplicaLink
 from millstream.broker.replication.in_sync import NOT_REGISTERED
 from millstream.broker.replication.partition import Partition
-from millstream.core.backoff import Backoff
+from millstream.core.backoff import Backoff, delay_after
 from millstream.core.errors import LogUnavailable, MillstreamError, NotLeader, UnknownTopic, UnknownTopicId
 from millstream.core.ids import NO_EPOCH, NO_OFFSET, Epoch, NodeId, Offset
 from millstream.protocol.wire.error_codes import OFFSET_OUT_OF_RANGE, error_from_code
@@ -162,8 +162,8 @@ class ReplicaFetcher:
         if self._followed.get(key) is not followed or followed.held is not None:
             return
         self._report(followed, error)
-        pause_s = min(HOLD_FIRST_S * 2**followed.failures, HOLD_MAX_S) * self._random.uniform(0.5, 1.0)
-        followed.failures = min(followed.failures + 1, 16)
+        pause_s = delay_after(followed.failures, first_s=HOLD_FIRST_S, max_s=HOLD_MAX_S, random=self._random)
+        followed.failures += 1
         followed.held = asyncio.get_running_loop().call_later(pause_s, self._release, key, followed)
         self._changed.pop(key, None)
         self._forgotten[key] = None
@@ -202,7 +202,7 @@ class ReplicaFetcher:
             await self._stored()
             answers = await self._link.fetch(self._next_fetch())
             await self._take(answers)
-            self._backoff.succeeded()
+            self._backoff.reset()
         except MillstreamError as error:
             self._begin_session()
             _logger.info("a leader cannot be reached", extra={"leader": self.leader, "error": str(error)})

@@ -119,7 +119,7 @@ class InSyncWriter:
         revision = await self._store.change([one.put for one in pending], sorted(expects))
         if revision is None:
             return False
-        self._backoff.succeeded()
+        self._backoff.reset()
         for partition, change in pending:
             _logger.info(
                 "an in-sync set changed",

@@ -145,7 +145,7 @@ class ClusterView:
             try:
                 snapshot = await self._store.read("")
                 self.show(snapshot)
-                self._backoff.succeeded()
+                self._backoff.reset()
                 async with aclosing(self._store.watch("", after=snapshot.revision)) as batches:
                     async for events in batches:
                         self.apply(events)

@@ -12,7 +12,7 @@ from millstream.core.errors import BatchRejected, BatchTooLarge, InvalidBatch, I
 from millstream.core.topic import TopicSettings
 from millstream.protocol.records.batch import HEADER_BYTES, BatchHeader, Buffer, iterate_headers, read_header
 from millstream.protocol.records.compression import size_bound
-from millstream.protocol.records.raw_record import find_without_key, read_timestamp_deltas, records_section
+from millstream.protocol.records.record import records_section, walk_records
 
 READ_RECORDS_MAX = 100_000
 """More records are not looked at: a topic that has to look at them refuses the batch."""
@@ -74,7 +74,8 @@ def check_records(batches: Buffer, header: BatchHeader, settings: TopicSettings,
         )
     without_key: list[int] = []
     if settings.compacts:
-        without_key = find_without_key(records_section(batches, header), header.record_count)
+        section = records_section(batches, header)
+        without_key = [index for index, fields in enumerate(walk_records(section, header)) if fields[2] < 0]
     wrong_times = _find_wrong_times(batches, header, settings, now_ms, set(without_key))
     if wrong_times is None and not without_key:
         return
@@ -118,7 +119,7 @@ def _find_wrong_times(
         return []
     try:
         section = records_section(batches, header)
-        deltas = read_timestamp_deltas(section, header.record_count)
+        deltas = [fields[1] for fields in walk_records(section, header)]
     except BatchRejected:
         if is_wrong:
             return []

@@ -24,14 +24,8 @@ from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment, cleaned_path
 from millstream.core.errors import BatchRejected, MillstreamError
 from millstream.protocol.records.batch import DELETE_HORIZON_FLAG, TIMESTAMP_TYPE_FLAG, BatchHeader, read_header
-from millstream.protocol.records.raw_record import (
-    RawRecord,
-    can_shift,
-    empty_batch,
-    raw_records,
-    rebuild_batch,
-    records_section,
-)
+from millstream.protocol.records.record import records_section
+from millstream.protocol.records.rewrite import RawRecord, can_shift, empty_batch, raw_records, rebuild_batch
 
 AbortedRange = tuple[int, int, int]
 

@@ -20,7 +20,7 @@ from millstream.protocol.records.batch import (
     check_offsets,
     iterate_headers,
 )
-from millstream.protocol.records.raw_record import empty_batch
+from millstream.protocol.records.rewrite import empty_batch
 
 if TYPE_CHECKING:
     from millstream.broker.log.log import Log

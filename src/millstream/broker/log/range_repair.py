@@ -20,7 +20,7 @@ from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment, cleaned_path
 from millstream.core.errors import LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.protocol.records.batch import BatchHeader, Buffer, check_crc, check_offsets, iterate_headers
-from millstream.protocol.records.raw_record import empty_batch
+from millstream.protocol.records.rewrite import empty_batch
 
 COPY_BYTES = 1024 * 1024
 

@@ -100,7 +100,7 @@ class ElectedOwner:
             try:
                 self._revision = await self._win()
                 _logger.info("this node runs the pipelines")
-                backoff.succeeded()
+                backoff.reset()
                 self._notify()
                 await self._until_replaced(self._revision)
                 _logger.info("this node runs the pipelines no more")

@@ -18,8 +18,7 @@ from millstream.broker.replication.partition import Partition
 from millstream.core.errors import BatchRejected, DamagedRange, NotLeader
 from millstream.protocol.records.batch import COMPRESSION_NONE, BatchHeader, iterate_whole_headers
 from millstream.protocol.records.control import read_marker
-from millstream.protocol.records.raw_record import records_section
-from millstream.protocol.records.record import Headers, decode_batch
+from millstream.protocol.records.record import Headers, decode_batch, records_section
 
 MESSAGE_ID: Final = "message-id"
 IDS_MAX: Final = 200_000

@@ -17,9 +17,10 @@ import numpy.typing as npt
 
 from millstream.broker.subscriptions.delta import Delta, DeltaKind
 from millstream.core.errors import CorruptBatch
+from millstream.core.ids import OffsetRange
 from millstream.protocol.records.batch import COMPRESSION_NONE, BatchHeader, Buffer
-from millstream.protocol.records.raw_record import raw_records, records_section
-from millstream.protocol.records.record import Record, decode_batch
+from millstream.protocol.records.record import Record, decode_batch, records_section
+from millstream.protocol.records.rewrite import raw_records
 
 if TYPE_CHECKING:
     from millstream.protocol.records.columns import HeaderColumn
@@ -84,7 +85,7 @@ def scan_batch(records: Buffer, header: BatchHeader, first: int, *, with_keys: b
     delayed: Ranges = []
     keys = np.zeros(header.next_offset - first, np.int64) if with_keys else None
     if has_delays:
-        for record in decode_batch(records, header, first=first):
+        for record in decode_batch(records, header, ranges=(OffsetRange(first, header.next_offset),)):
             offsets.append(record.offset)
             if (time_ms := deliver_at_ms(record)) is not None:
                 delayed.append((record.offset, time_ms))

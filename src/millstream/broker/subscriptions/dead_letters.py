@@ -35,7 +35,7 @@ from millstream.core.errors import (
     TopicExists,
     UnknownTopic,
 )
-from millstream.core.ids import Offset, ProducerId
+from millstream.core.ids import Offset, OffsetRange, ProducerId
 from millstream.protocol.records.batch import COMPRESSION_NONE, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Headers, NewRecord, Record, decode_batch, encode_batch
 from millstream.protocol.wire.client import Client
@@ -190,7 +190,7 @@ class DeadLetters:
                 letters = self._next_rejected()
                 if letters:
                     await self._write_letters(letters)
-                    self._backoff.succeeded()
+                    self._backoff.reset()
                 else:
                     # Only refused letters are left.
                     await self._pause_or_wakeup()
@@ -310,9 +310,11 @@ class DeadLetters:
             return None
         check_crc(records, header)
         if header.compression == COMPRESSION_NONE and header.record_count <= LIGHT_RECORDS_MAX:
-            return next(decode_batch(records, header, first=offset, last=offset), None)
+            return next(decode_batch(records, header, ranges=(OffsetRange(offset, offset + 1),)), None)
         # In a thread: a large batch may have to be decompressed or skipped through for one message.
-        return await asyncio.to_thread(lambda: next(decode_batch(records, header, first=offset, last=offset), None))
+        return await asyncio.to_thread(
+            lambda: next(decode_batch(records, header, ranges=(OffsetRange(offset, offset + 1),)), None)
+        )
 
     def _letter(self, rejected: Rejected, plan: Plan, record: Record) -> bytearray:
         key = self._delivery.key

@@ -29,6 +29,7 @@ from millstream.broker.subscriptions.filter_worker_message import (
     Unreadable,
     frame_message,
 )
+from millstream.core.backoff import delay_after
 from millstream.core.errors import CorruptBatch, FilterUnavailable
 from millstream.protocol.filter.evaluation import Evaluation, Messages, evaluate_few
 from millstream.protocol.filter.filter import Filter
@@ -166,7 +167,7 @@ class FilterWorker:
         """Wait before restarting a child that died, longer each time."""
         if self._failures == 0:
             return
-        pause_s = min(self._backoff_min_s * 2 ** min(self._failures - 1, 16), BACKOFF_MAX_S)
+        pause_s = delay_after(self._failures - 1, first_s=self._backoff_min_s, max_s=BACKOFF_MAX_S)
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), pause_s)
 

@@ -154,7 +154,7 @@ class StateLane:
         error = sending.exception()
         failed = isinstance(error, TRANSIENT_ERRORS)
         if error is None:
-            self._backoff.succeeded()
+            self._backoff.reset()
             failed = self._apply_results(batch, sending.result())
         elif not failed:
             for entry in batch:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from millstream.core.errors import CorruptBatch, NotFound, OffsetOutOfRange, UnknownTopic
+from millstream.core.ids import OffsetRange
 from millstream.core.message_id import message_id
 from millstream.protocol.records.batch import TIMESTAMP_TYPE_FLAG, BatchHeader, Buffer, check_crc, iterate_whole_headers
 from millstream.protocol.records.record import Record, decode_batch
@@ -102,7 +103,7 @@ class StoredMessage:
 
 async def read_record(batches: Buffer, header: BatchHeader, offset: int) -> Record | None:
     """Read the record at an offset, or None if the batch has none there."""
-    return next(decode_batch(batches, header, first=offset, last=offset), None)
+    return next(decode_batch(batches, header, ranges=(OffsetRange(offset, offset + 1),)), None)
 
 
 async def find_message(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, NamedTuple
 from uuid import UUID
@@ -108,14 +108,14 @@ class RecordReader:
             lasts = (part.lease_ms, leased.fresh_until(part))
             at = 0
             for header in iterate_whole_headers(part.batches):
-                while at < len(part.leases) and part.leases[at].last < header.base_offset:
+                while at < len(part.leases) and part.leases[at].end <= header.base_offset:
                     at += 1
                 leases = list(_overlapping(part.leases, at, header))
                 if header.is_control or not leases:
                     continue
                 batch = _LeasedBatch(place, leases, lasts)
                 if unpacked.messages and left <= 0:
-                    unpacked.surplus.extend(batch.held(leases[0].first))
+                    unpacked.surplus.extend(batch.held(leases[0].start))
                 else:
                     left -= await self._read_leased_batch(part.batches, header, batch, left, unpacked)
         return unpacked
@@ -124,7 +124,7 @@ class RecordReader:
         self, batches: bytes, header: BatchHeader, batch: _LeasedBatch, bytes_max: int, unpacked: ReadRecords
     ) -> int:
         """Read the leased messages of one batch; return the bytes of those that are kept."""
-        start = batch.leases[0].first
+        start = batch.leases[0].start
         used = 0
         try:
             check_crc(batches, header)
@@ -154,11 +154,11 @@ class _LeasedBatch:
         self._place = place
         self._lasts = lasts
         self.leases = leases
-        self._by_offset = {offset: one for one in leases for offset in range(one.first, one.last + 1)}
+        self._by_offset = {offset: one for one in leases for offset in range(one.start, one.end)}
 
     def ranges(self, start: int) -> list[OffsetRange]:
         """Return the leased offset ranges from an offset on."""
-        return [OffsetRange(max(one.first, start), one.last + 1) for one in self.leases if one.last >= start]
+        return [OffsetRange(max(one.start, start), one.end) for one in self.leases if one.end > start]
 
     def message(self, record: Record) -> LeasedMessage:
         """Attach the lease to a record."""
@@ -178,10 +178,10 @@ def _overlapping(leases: Sequence[LeasedRange], at: int, header: BatchHeader) ->
     """Return the parts of the leases, which ascend, that lie in a batch."""
     for number in range(at, len(leases)):
         one = leases[number]
-        if one.first > header.last_offset:
+        if one.start > header.last_offset:
             return
-        first, last = max(one.first, header.base_offset), min(one.last, header.last_offset)
-        yield LeasedRange(first, last, one.attempt, one.deadline_ms)
+        start, end = max(one.start, header.base_offset), min(one.end, header.next_offset)
+        yield LeasedRange(start, end, one.attempt, one.deadline_ms)
 
 
 def _read(
@@ -195,7 +195,13 @@ def _read(
     records: list[Record] = []
     size = 0
     try:
-        for record in _wanted(batches, header, ranges, decompressed_bytes_max):
+        for record in decode_batch(
+            batches,
+            header,
+            ranges=ranges,
+            decompressed_bytes_max=decompressed_bytes_max,
+            record_bytes_max=MESSAGE_BYTES_MAX,
+        ):
             if (sent_bytes := measure(record)) > MESSAGE_BYTES_MAX:
                 raise OversizedRecord(record.offset, sent_bytes)
             size += message_bytes(record)
@@ -206,23 +212,3 @@ def _read(
         reason = f"the message has {error.size} bytes; at most {MESSAGE_BYTES_MAX} are sent over HTTP"
         return Slice(records, error.offset + 1, reason)
     return Slice(records, header.next_offset)
-
-
-def _wanted(
-    batches: Buffer, header: BatchHeader, ranges: Iterable[OffsetRange], decompressed_bytes_max: int | None
-) -> Iterator[Record]:
-    waiting = list(reversed(list(ranges)))
-    if not waiting:
-        return
-    for record in decode_batch(
-        batches,
-        header,
-        first=waiting[-1].start,
-        last=waiting[0].end - 1,
-        decompressed_bytes_max=decompressed_bytes_max,
-        record_bytes_max=MESSAGE_BYTES_MAX,
-    ):
-        while waiting and waiting[-1].end <= record.offset:
-            waiting.pop()
-        if waiting and waiting[-1].start <= record.offset:
-            yield record

@@ -17,6 +17,7 @@ from time import monotonic, time
 from typing import Final
 
 from millstream.broker.push_board import PushReport
+from millstream.core.backoff import Backoff
 from millstream.core.errors import MillstreamError
 from millstream.core.metric import Histogram
 from millstream.core.subscription import AT_MOST_ONCE
@@ -188,7 +189,7 @@ class Pusher:
     # -- taking messages -------------------------------------------------------------------------------------
 
     async def _push(self) -> None:
-        pause_s = RETRY_S_MIN
+        backoff = Backoff(first_s=RETRY_S_MIN, max_s=RETRY_S_MAX)
         while not self._stopping.is_set():
             room = self._room()
             if not room:
@@ -201,10 +202,9 @@ class Pusher:
                 _logger.debug(
                     "cannot receive messages to push", extra={"subscription": self.declared.name, "error": str(error)}
                 )
-                await self._wait(pause_s)
-                pause_s = min(2 * pause_s, RETRY_S_MAX)
+                await self._wait(backoff.take_s())
                 continue
-            pause_s = RETRY_S_MIN
+            backoff.reset()
             for message in messages:
                 self._begin(message)
 

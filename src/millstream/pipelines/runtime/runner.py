@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from millstream.broker.pipelines.report_board import PipelineReport, State
+from millstream.core.backoff import delay_after
 from millstream.core.errors import GroupNotEmpty, MillstreamError, UnknownTopic
 from millstream.core.pipeline import Pipeline
 from millstream.pipelines.jobs.error_reason import reason_of
@@ -111,7 +112,6 @@ BACKOFF_S_MIN: Final = 1.0
 
 BACKOFF_S_MAX: Final = 60.0
 
-_DOUBLINGS_MAX: Final = 16
 
 OCCUPIED_S: Final = 3.0
 """How often to check whether another run still owns the pipeline, or its topic is still missing."""
@@ -366,8 +366,8 @@ class Runner:
             exc_info=error if fault == Fault.UNKNOWN and not isinstance(error, MillstreamError) else None,
         )
         self._be("retrying")
-        pause_s = self._around.backoff_s * 2 ** min(self._tries - 1, _DOUBLINGS_MAX)
-        self._rest(stopping, min(pause_s, self._around.backoff_max_s))
+        around = self._around
+        self._rest(stopping, delay_after(self._tries - 1, first_s=around.backoff_s, max_s=around.backoff_max_s))
 
     def _rest(self, stopping: threading.Event, seconds: float) -> None:
         self.progress.rest()

@@ -160,7 +160,7 @@ async def _return(pool: Pool, request: Receive, partitions: list[PartitionMessag
         PartitionSettles(
             part.topic,
             part.partition,
-            [SettledRange(lease.first, lease.last, Verb.RETURN, 0, "", lease.attempt) for lease in part.leases],
+            [SettledRange(lease.start, lease.end, Verb.RETURN, 0, "", lease.attempt) for lease in part.leases],
         )
         for part in partitions
         if part.lease_ms is not None

@@ -34,10 +34,10 @@ class Receive(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeasedRange(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive messages that the worker holds now."""
+    """Consecutive messages that the worker holds now; the end is exclusive."""
 
-    first: int
-    last: int
+    start: int
+    end: int
     attempt: int
     deadline_ms: int
 
@@ -75,10 +75,10 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettledRange(msgspec.Struct, frozen=True, array_like=True):
-    """One verb about consecutive messages."""
+    """One verb about consecutive messages; the end is exclusive."""
 
-    first: int
-    last: int
+    start: int
+    end: int
     verb: int
     """A number of `Verb`; one that is not known is refused by its name, so it is read as any number."""
     delay_ms: int | None = None

@@ -13,7 +13,7 @@ from uuid import UUID
 import msgspec
 
 from millstream.core.errors import MillstreamError, ProtocolViolation
-from millstream.core.ids import NodeId
+from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
 from millstream.protocol.private.leasing import Leased, fresh_until
 from millstream.protocol.private.subscription_messages import (
@@ -274,7 +274,7 @@ class SubscriptionClient:
                 [
                     SettledRange(
                         listed[run.start].record.offset,
-                        listed[run.stop - 1].record.offset,
+                        listed[run.stop - 1].record.offset + 1,
                         *how,
                         listed[run.start].attempt,
                     )
@@ -384,29 +384,18 @@ def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:
 
 def _leased_records(part: PartitionMessages) -> Iterator[tuple[LeasedRange, Record]]:
     """The records of the leases, which ascend; others of their batches are stepped over."""
-    waiting = list(reversed(part.leases))
+    leases, at = part.leases, 0
     for header in iterate_whole_headers(part.batches):
-        while waiting and waiting[-1].last < header.base_offset:
-            waiting.pop()
-        if header.is_control or not waiting or waiting[-1].first > header.last_offset:
+        while at < len(leases) and leases[at].end <= header.base_offset:
+            at += 1
+        if header.is_control or at == len(leases) or leases[at].start > header.last_offset:
             continue
         check_crc(part.batches, header)
-        last = _last_wanted(waiting, header.last_offset)
-        for record in decode_batch(part.batches, header, first=waiting[-1].first, last=last):
-            while waiting[-1].last < record.offset:
-                waiting.pop()
-            if waiting[-1].first <= record.offset:
-                yield waiting[-1], record
-
-
-def _last_wanted(waiting: Sequence[LeasedRange], batch_end: int) -> int:
-    """The last leased offset of a batch, or one behind it; of the leases the first comes last."""
-    last = waiting[-1].last
-    for lease in reversed(waiting):
-        if lease.first > batch_end:
-            break
-        last = lease.last
-    return last
+        ranges = [OffsetRange(lease.start, lease.end) for lease in leases[at:]]
+        for record in decode_batch(part.batches, header, ranges=ranges):
+            while leases[at].end <= record.offset:
+                at += 1
+            yield leases[at], record
 
 
 def _read(body: memoryview, kind: type[T]) -> T:

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from typing import Any, Final, Self, TypeVar
 
+from millstream.core.backoff import Backoff
 from millstream.core.errors import (
     BrokerUnreachable,
     InvalidRequest,
@@ -44,7 +45,6 @@ _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECT_S_MAX: Final = 10.0
-BACKOFF_S_MIN: Final = 0.05
 BACKOFF_S_MAX: Final = 1.0
 ACKS_NONE: Final = 0
 PRODUCE_S_MIN: Final = 0.1
@@ -489,7 +489,7 @@ class Client:
         """Find a broker that answers, as long as one may be starting: one that is silent has the time of an answer."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
-        pause_s = BACKOFF_S_MIN
+        backoff = Backoff(max_s=BACKOFF_S_MAX)
         while True:
             try:
                 await self._anywhere(f" within {self._connect_s:g} s" if self._connect_s else "")
@@ -499,13 +499,13 @@ class Client:
                 left_s = begun - loop.time() + max(self._connect_s, self._timeout_s if is_silent else 0.0)
                 if left_s <= 0:
                     raise
-                if not is_silent and pause_s == BACKOFF_S_MIN:
+                if not is_silent and not backoff.failures:
                     _logger.warning(
                         "nobody answers at %s yet; trying for %.3g s more", _places(self._bootstrap), left_s
                     )
             # Whoever was silent has been waited for already.
-            await asyncio.sleep(0.0 if is_silent else min(pause_s, left_s))
-            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+            delay_s = backoff.take_s()
+            await asyncio.sleep(0.0 if is_silent else min(delay_s, left_s))
 
     async def _anywhere(self, within: str = "") -> Pool:
         """A pool whose shared connection stands: one that is open, else the first that can be opened."""
@@ -560,19 +560,18 @@ class Client:
         """Try again, with growing pauses and fresh metadata, while the failure may pass and time is left."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
-        pause_s = BACKOFF_S_MIN
+        backoff = Backoff(max_s=BACKOFF_S_MAX)
         while True:
             try:
                 return await attempt()
             except _AnswerLost as error:
-                if not lost_is_transient or loop.time() + pause_s > deadline:
+                if not lost_is_transient or loop.time() + backoff.next_s > deadline:
                     raise RequestTimedOut(f"{error} Whether the records were stored is not known.") from error
             except TRANSIENT:
-                if loop.time() + pause_s > deadline:
+                if loop.time() + backoff.next_s > deadline:
                     raise
             self._leaders.clear()
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, BACKOFF_S_MAX)
+            await backoff.pause()
 
 
 async def _call(pool: Pool, channel: Channel, request: Any, timeout_s: float) -> Any:

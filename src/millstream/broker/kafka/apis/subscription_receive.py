@@ -166,7 +166,10 @@ def _partition_messages(grants: Grant) -> PartitionMessages:
         partition.topic.name,
         partition.topic.topic_id.bytes,
         partition.index,
-        [LeasedRange(*lease) for lease in grants.received.leases],
+        [
+            LeasedRange(lease.first, lease.last + 1, lease.attempt, lease.deadline_ms)
+            for lease in grants.received.leases
+        ],
         b"".join(grants.received.batches),
         grants.lease_ms,
     )

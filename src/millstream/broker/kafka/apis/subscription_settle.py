@@ -77,13 +77,13 @@ def _verb(asked: SettledRange) -> Settlement:
     if asked.verb not in _VERBS:
         known = "1 accept, 2 release, 3 reject, 4 extend, 5 return"
         raise InvalidRequest(f"verb {asked.verb} is not known; there are {known}")
-    if not 0 <= asked.first <= asked.last < OFFSET_MAX:
-        raise InvalidRequest(f"messages {asked.first} to {asked.last} are none")
+    if not 0 <= asked.start < asked.end <= OFFSET_MAX:
+        raise InvalidRequest(f"offsets {asked.start} to {asked.end}, end exclusive, are no range of messages")
     if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
         raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
     return Settlement(
-        Offset(asked.first),
-        Offset(asked.last),
+        Offset(asked.start),
+        Offset(asked.end - 1),
         Verb(asked.verb),
         asked.delay_ms,
         asked.reason[:REASON_LENGTH_MAX],
