@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-import msgspec
-from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.kafka.errors import error_code, error_message, log_fenced
@@ -23,6 +21,7 @@ from millstream.broker.net.promise import Buffers
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape
+from millstream.protocol.private.message import decode, encode
 
 M = TypeVar("M")
 
@@ -134,31 +133,43 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return self.downgrade(version, response)
 
 
-class PrivateApi(ABC, Generic[RequestT]):
-    """One private request."""
+class PrivateApi(ABC, Generic[RequestT, ResponseT]):
+    """One of Millstream's private requests, encoded as `protocol/private/message.py` says."""
 
     key: int
     versions = (0, 0)
-    asks: ClassVar[Any]
-    """The type of the request's body."""
+    request_type: ClassVar[type]
+    response_type: ClassVar[type]
+    """Its fields have defaults, so that it can be built from an error alone."""
+    waits_for_others: ClassVar[bool] = False
+    """Whether the answer waits for other clients, so that it is abandoned when the client leaves."""
 
     @abstractmethod
-    async def handle(self, request: RequestT) -> dict[str, Any]:
-        """Carry a request out; what is returned goes into the answer."""
+    async def handle(self, request: RequestT) -> ResponseT:
+        """Carry out a request."""
+
+    async def handle_from(self, client: ClientInfo, request: RequestT) -> ResponseT:
+        """Carry out the request of a client; overridden where quotas count."""
+        return await self.handle(request)
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Answer later."""
+        """Answer once the request is carried out."""
         return self._answer(bytes(frame[header.body_at :]), header, client)
 
     async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
-        response: dict[str, Any]
+        if self.waits_for_others:
+            client.presence.give_up_when_left()
+        response: Any
         try:
-            request: RequestT = msgspec.json.decode(body, type=self.asks)
-            response = {"error": 0, "message": None, **await self.handle(request)}
-        except msgspec.MsgspecError as error:
-            response = {"error": int(ErrorCode.invalid_request), "message": str(error)}
+            request: RequestT = decode(body, self.request_type)
+            response = await self.handle_from(client, request)
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
-            response = {"error": int(error_code(error)), "message": error_message(error)}
-        content = msgspec.json.encode(response)
-        return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]
+            response = self.response_type(error=int(error_code(error)), message=error_message(error))
+        return encode_private(header, response)
+
+
+def encode_private(header: RequestHeader, response: Any) -> Buffers:
+    """Encode the response to a private request."""
+    content = encode(response)
+    return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]

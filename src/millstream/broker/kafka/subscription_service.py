@@ -7,7 +7,6 @@ no subscriptions never loads them.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from random import SystemRandom
@@ -47,7 +46,12 @@ from millstream.core.subscription import (
 )
 from millstream.core.tasks import Supervise
 from millstream.core.topic import TopicPartition
-from millstream.protocol.private.subscription_messages import LIST_KEY
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.subscription_messages import (
+    LIST_KEY,
+    ListSubscriptionsRequest,
+    ListSubscriptionsResponse,
+)
 from millstream.protocol.wire.client import Client
 
 if TYPE_CHECKING:
@@ -102,13 +106,13 @@ class ShareTopics:
         found = self.members(subscription.name) | {
             topic for topic, _ in self.kept().get(subscription.subscription_id, ())
         }
-        body = json.dumps({"names": [subscription.name]}).encode()
+        body = encode(ListSubscriptionsRequest([subscription.name]))
         for node in self._membership.nodes():
             if node.node_id != self._membership.me.node_id:
                 # What a node that is away knows is known again when it is back.
                 with suppress(MillstreamError):
-                    response = json.loads(bytes(await self._ask_node(node.node_id, LIST_KEY, body)))
-                    found |= {topic for one in response.get("subscriptions", ()) for topic in one["topics"]}
+                    response = decode(await self._ask_node(node.node_id, LIST_KEY, body), ListSubscriptionsResponse)
+                    found |= {topic for one in response.subscriptions for topic in one["topics"]}
         topics = tuple(sorted(found))
         if topics:
             if len(self._known) >= KNOWN_MAX:

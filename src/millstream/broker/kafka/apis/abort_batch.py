@@ -11,31 +11,22 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.protocol.private.transaction_messages import ABORT_BATCH_KEY, AbortBatchRequest, AbortBatchResponse
 
 
-class NamedBatch(msgspec.Struct, frozen=True):
-    """A batch of a query."""
-
-    query: str
-    batch: int
-    run: str = ""
-
-
-class AbortBatch(PrivateApi[NamedBatch]):
+class AbortBatch(PrivateApi[AbortBatchRequest, AbortBatchResponse]):
     """Aborts what was written for a batch."""
 
-    key = 32012
-    asks = NamedBatch
+    key = ABORT_BATCH_KEY
+    request_type = AbortBatchRequest
+    response_type = AbortBatchResponse
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
 
-    async def handle(self, request: NamedBatch) -> dict[str, Any]:
+    async def handle(self, request: AbortBatchRequest) -> AbortBatchResponse:
         """Abort every attempt."""
-        return {"aborted": await self._transactions.abort_batch(request.query, request.batch, request.run)}
+        aborted = await self._transactions.abort_batch(request.query, request.batch, request.run)
+        return AbortBatchResponse(aborted=aborted)

@@ -12,7 +12,7 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import InvalidRequest, OffsetOutOfRange, UnknownTopic
 from millstream.protocol.private.delivery_state import (
@@ -23,12 +23,12 @@ from millstream.protocol.private.delivery_state import (
 )
 
 
-class DeliveryState(PackedApi[DeliveryStateRequest]):
+class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
     """Tells where messages of subscriptions are."""
 
     key = DELIVERY_STATE_KEY
-    asks = DeliveryStateRequest
-    answers = DeliveryStateAnswer
+    request_type = DeliveryStateRequest
+    response_type = DeliveryStateAnswer
     waits_for_others = True
 
     def __init__(self, service: SubscriptionService) -> None:

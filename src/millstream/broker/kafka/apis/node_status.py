@@ -27,16 +27,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from millstream import __version__
 from millstream.broker.cluster.replica_lag import ReplicaLag
-from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.api import ClientInfo, encode_private
 from millstream.broker.net.connection import Answer
 from millstream.core.clock import Clock
 from millstream.core.metric import Distribution, Metric, MetricSource
 from millstream.core.topic import TopicPartition
-from millstream.protocol.messages.codec import RequestHeader, response_head
+from millstream.protocol.messages.codec import RequestHeader
 
 SAMPLES_MAX = 2000
 """Samples of one metric at most: about 2 ms of the loop's time for the largest."""
@@ -94,8 +92,7 @@ class NodeStatus:
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once."""
-        body = msgspec.json.encode(self.snapshot())
-        return [response_head(header.api_key, header.version, header.correlation_id, len(body)), body]
+        return encode_private(header, {"error": 0, "message": None, **self.snapshot()})
 
     def health(self) -> dict[str, Any]:
         """The part of the document that health checks need."""

@@ -9,31 +9,23 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.kafka.api import PrivateApi
-from millstream.protocol.private.pipeline_messages import DELETE_KEY
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.pipeline_messages import DELETE_KEY, DeletePipelineRequest
 
 
-class GonePipeline(msgspec.Struct, frozen=True):
-    """Which one."""
-
-    name: str
-
-
-class PipelineDelete(PrivateApi[GonePipeline]):
+class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     """Deletes pipelines."""
 
     key = DELETE_KEY
-    asks = GonePipeline
+    request_type = DeletePipelineRequest
+    response_type = Response
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
 
-    async def handle(self, request: GonePipeline) -> dict[str, Any]:
+    async def handle(self, request: DeletePipelineRequest) -> Response:
         """Take it out durably."""
         await self._pipelines.delete(request.name)
-        return {}
+        return Response()

@@ -11,24 +11,24 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.landed_board import LandedBoard
+from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed
 
 
-class PipelineLanded(PrivateApi[Landed]):
+class PipelineLanded(PrivateApi[Landed, Response]):
     """Hears how far pipelines have come."""
 
     key = LANDED_KEY
-    asks = Landed
+    request_type = Landed
+    response_type = Response
 
     def __init__(self, board: LandedBoard) -> None:
         self._board = board
 
-    async def handle(self, request: Landed) -> dict[str, Any]:
+    async def handle(self, request: Landed) -> Response:
         """Note it."""
         for topic in request.topics:
             self._board.take(request.pipeline_id, (request.lake, request.format), topic.topic_id, topic.offsets)
-        return {}
+        return Response()

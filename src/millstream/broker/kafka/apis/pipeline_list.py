@@ -22,25 +22,26 @@ from millstream.broker.cluster.pipelines import Pipelines
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.pipeline_board import PipelineBoard
 from millstream.core.pipeline import Pipeline, Rule
-from millstream.protocol.private.pipeline_messages import LIST_KEY, PipelineNames, RuleMessage
+from millstream.protocol.private.pipeline_messages import LIST_KEY, ListPipelinesResponse, PipelineNames, RuleMessage
 
 
-class PipelineList(PrivateApi[PipelineNames]):
+class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
     """Tells of pipelines."""
 
     key = LIST_KEY
-    asks = PipelineNames
+    request_type = PipelineNames
+    response_type = ListPipelinesResponse
 
     def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
         self._pipelines = pipelines
         self._board = board
 
-    async def handle(self, request: PipelineNames) -> dict[str, Any]:
+    async def handle(self, request: PipelineNames) -> ListPipelinesResponse:
         """Tell of some, or of all."""
         if request.names is None:
-            return {"pipelines": [self._describe(one, ()) for one in self._pipelines.all()]}
+            return ListPipelinesResponse(pipelines=[self._describe(one, ()) for one in self._pipelines.all()])
         wanted = [await self._pipelines.find(name) for name in request.names]
-        return {"pipelines": [self._describe(one, one.rules) for one in wanted]}
+        return ListPipelinesResponse(pipelines=[self._describe(one, one.rules) for one in wanted])
 
     def _describe(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
         return {

@@ -23,8 +23,7 @@ from typing import Final
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.api import ClientInfo, PrivateApi
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.partition import Partition
@@ -46,12 +45,12 @@ COUNT_EVERY: Final = 64
 _ACKS_ALL: Final = -1
 
 
-class PublishOnce(PackedApi[PublishOnceRequest]):
+class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
     """Stores messages that are not there yet."""
 
     key = PUBLISH_ONCE_KEY
-    asks = PublishOnceRequest
-    answers = PublishOnceAnswer
+    request_type = PublishOnceRequest
+    response_type = PublishOnceAnswer
 
     def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
         self._topics = topics

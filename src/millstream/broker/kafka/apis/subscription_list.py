@@ -21,14 +21,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.core.errors import NotLeader
 from millstream.core.subscription import Subscription, shown
-from millstream.protocol.private.subscription_messages import LIST_KEY
+from millstream.protocol.private.subscription_messages import (
+    LIST_KEY,
+    ListSubscriptionsRequest,
+    ListSubscriptionsResponse,
+)
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
@@ -44,24 +46,18 @@ _COUNTERS = {
 }
 
 
-class WantedSubscriptions(msgspec.Struct, frozen=True):
-    """Which ones."""
-
-    names: list[str] | None = None
-    open: list[tuple[str, int]] = []
-
-
-class SubscriptionList(PrivateApi[WantedSubscriptions]):
+class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsResponse]):
     """Tells of subscriptions."""
 
     key = LIST_KEY
-    asks = WantedSubscriptions
+    request_type = ListSubscriptionsRequest
+    response_type = ListSubscriptionsResponse
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
         self._subscriptions = service.declared
 
-    async def handle(self, request: WantedSubscriptions) -> dict[str, Any]:
+    async def handle(self, request: ListSubscriptionsRequest) -> ListSubscriptionsResponse:
         """Tell of some, or of all."""
         if request.names is None:
             wanted = self._subscriptions.all()
@@ -74,7 +70,9 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
         for delivery in () if engine is None else engine.deliveries:
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
         described = [self._describe(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
-        return {"subscriptions": [{**one, "kept": []} for one in described] if request.names is None else described}
+        if request.names is None:
+            described = [{**one, "kept": []} for one in described]
+        return ListSubscriptionsResponse(subscriptions=described)
 
     async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
         for topic, index in places:

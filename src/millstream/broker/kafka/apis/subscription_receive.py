@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.api import ClientInfo, PrivateApi
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.replication.partition import Partition
@@ -49,12 +48,12 @@ WAIT_MS_MAX = 300_000
 WORKER_LENGTH_MAX = 249
 
 
-class SubscriptionReceive(PackedApi[Receive]):
+class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
     """Leases messages to workers."""
 
     key = RECEIVE_KEY
-    asks = Receive
-    answers = ReceiveAnswer
+    request_type = Receive
+    response_type = ReceiveAnswer
     waits_for_others = True
 
     def __init__(self, service: SubscriptionService, quota: QuotaMeter) -> None:

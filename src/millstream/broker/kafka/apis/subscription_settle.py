@@ -17,8 +17,8 @@ import asyncio
 
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.packed import PackedApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -41,12 +41,12 @@ OFFSET_MAX = 2**63 - 1
 _VERBS = frozenset(Verb)
 
 
-class SubscriptionSettle(PackedApi[SettleRequest]):
+class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
     """Carries out what workers say of their leases."""
 
     key = SETTLE_KEY
-    asks = SettleRequest
-    answers = SettleAnswer
+    request_type = SettleRequest
+    response_type = SettleAnswer
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service

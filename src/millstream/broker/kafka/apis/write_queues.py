@@ -11,19 +11,19 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.packed import PackedApi
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import WRITE_KEY, QueuesWritten, WriteQueues
 from millstream.core.ids import PartitionIndex
 
 
-class WriteQueueStates(PackedApi[WriteQueues]):
+class WriteQueueStates(PrivateApi[WriteQueues, QueuesWritten]):
     """Takes in what happened to queues of other nodes."""
 
     key = WRITE_KEY
-    asks = WriteQueues
-    answers = QueuesWritten
+    request_type = WriteQueues
+    response_type = QueuesWritten
 
     def __init__(self, states: StateCoordinator) -> None:
         self._states = states
