@@ -27,7 +27,7 @@ M = TypeVar("M")
 
 
 class Versioned(NamedTuple, Generic[M]):
-    """A message and the version that the client speaks."""
+    """A message and its version."""
 
     version: int
     message: M
@@ -65,12 +65,12 @@ ResponseT = TypeVar("ResponseT")
 
 
 def _cannot_mute(seconds: float) -> None:
-    """For clients without a connection: there is nobody to hold back."""
+    """Do nothing: a client without a connection cannot be held back."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ClientInfo:
-    """Who is at the other end of a connection; one per connection, filled in as the client tells and does more."""
+    """The client of a connection, filled in as requests arrive."""
 
     connection_id: int
     host: str
@@ -81,7 +81,7 @@ class ClientInfo:
     software_name: str = "unknown"
     software_version: str = "unknown"
     mute: Callable[[float], None] = _cannot_mute
-    """Takes no more requests from the client for some seconds."""
+    """Stops reading requests from the client for some seconds."""
     count_as_follower: Callable[[], None] = lambda: None
     """Serves the connection out of the share of those who replicate."""
     presence: Presence = field(default_factory=Presence)
@@ -99,7 +99,7 @@ class Api(ABC, Generic[RequestT, ResponseT]):
     versions: ClassVar[tuple[int, int]]
     """The oldest and the newest version served."""
     waits_for_others: ClassVar[bool] = False
-    """Whether the answer waits for what other clients do, so that it is given up when the client leaves."""
+    """Whether the response waits for other clients, so that it is abandoned when this client leaves."""
 
     starts_at_once: ClassVar[bool] = False
     """Whether a request is worked on as it arrives, not a turn of the loop later; up to its first wait it has no task,
@@ -115,7 +115,7 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return upgraded
 
     def downgrade(self, version: int, response: ResponseT) -> Any:
-        """Turn an answer of the newest version into one of the version asked for."""
+        """Convert a response of the newest version to the requested one."""
         return reshape(response, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
@@ -134,7 +134,7 @@ class Api(ABC, Generic[RequestT, ResponseT]):
 
 
 class PrivateApi(ABC, Generic[RequestT, ResponseT]):
-    """One of Millstream's private requests, encoded as `protocol/private/message.py` says."""
+    """One of Millstream's private requests; `protocol/private/message.py` defines the encoding."""
 
     key: int
     versions = (0, 0)

@@ -53,14 +53,14 @@ class ShareOffsets:
         found, stored = await self._ask_all(name, set())
         closed = stored - found.keys()
         if closed:
-            # Nobody has asked for them since their leader began to lead.
+            # They were not opened since their leader took over.
             found, _ = await self._ask_all(name, closed)
         return found
 
     async def _ask_all(
         self, name: str, to_open: set[tuple[str, int]]
     ) -> tuple[dict[tuple[str, int], QueueOffset], set[tuple[str, int]]]:
-        """What all nodes tell of a group: its queues that are open, and those whose states they keep."""
+        """Ask all nodes for the open queues of a group, and for those whose states they store."""
         found: dict[tuple[str, int], QueueOffset] = {}
         stored: set[tuple[str, int]] = set()
         request = ListSubscriptionsRequest([name], sorted(to_open))
@@ -76,14 +76,14 @@ class ShareOffsets:
         return found, stored
 
     async def declare(self, name: str) -> None:
-        """Make sure that a group has its subscription."""
+        """Declare the subscription of a group if it does not exist."""
         await self._service.declared.ensure(name)
 
     async def move(self, name: str, topic: Topic, partition: int, offset: int) -> None:
-        """Have a group go on at an offset of one partition."""
+        """Move a group to an offset of one partition."""
         state = self._service.topics.state_of(topic, partition)
         if state is None or not state.has_leader:
-            raise NotLeader(f"nobody leads {topic.name}-{partition} now")
+            raise NotLeader(f"{topic.name}-{partition} has no leader")
         request = SeekSubscriptionRequest(name, f"{AT_OFFSET}{offset}", topic.name, partition)
         if state.leader == self._membership.me.node_id:
             await self._seek.handle(request)
@@ -91,8 +91,8 @@ class ShareOffsets:
             await self._send(state.leader, SubscriptionSeek.key, request, SeekSubscriptionResponse)
 
     async def forget(self, name: str, topic: Topic) -> None:
-        """Forget where a group is on a topic: it begins there as if for the first time."""
-        # First nobody writes any more, then what was written goes.
+        """Discard a group's state on a topic, so that it starts as if for the first time."""
+        # First all queues stop writing, then their states are deleted.
         for only_close in (True, False):
             request = ForgetSubscriptionRequest(name, topic.name, only_close)
             for node in self._membership.nodes():

@@ -4,7 +4,7 @@
 
 A batch that is committed cannot be aborted (INVALID_TXN_STATE). The same batch may be tried again afterwards, but not
 by the run that is named, if one is: its transactional ids, `spark/q/3/{partition}/4f2a-{random}`, are fenced from here
-on, so that a task which nobody has stopped yet cannot open a transaction that nobody would end.
+on, so that a task that is still running cannot open a transaction that would never end.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -17,7 +17,7 @@ from millstream.protocol.private.transaction_messages import ABORT_BATCH_KEY, Ab
 
 
 class AbortBatch(PrivateApi[AbortBatchRequest, AbortBatchResponse]):
-    """Aborts what was written for a batch."""
+    """Aborts the attempts at a batch."""
 
     key = ABORT_BATCH_KEY
     request_type = AbortBatchRequest

@@ -1,14 +1,14 @@
 """ClientList (key 32001), version 0: Millstream's private request for the clients that are connected to a node.
 
-`millstream client list` asks it. The request has no body. The answer is one JSON document of UTF-8:
+`millstream client list` uses it. The response holds:
 
     {"clock_s": …, "clients": [{"connection": 1, "address": "host:port", "client_id": "…", "software": "…",
      "software_version": "…", "idle_s": …, "produce_requests": …, "produced_bytes": …, "fetch_requests": …,
      "fetched_bytes": …}, …], "left_out": 0}
 
-The numbers count from the connection's start; whoever wants rates asks twice and divides by the difference of
-`clock_s`, which is no time of day. Those that produced or fetched come first. An answer has at most `CLIENTS_MAX` of
-them, so that it never holds up the loop; `left_out` says how many more there are.
+Counters start with the connection. For rates, send the request twice and divide by the difference of `clock_s`, which
+is not a wall clock. Those that produced or fetched come first. An answer has at most `CLIENTS_MAX` of them, so that it
+never holds up the loop; `left_out` says how many more there are.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -36,7 +36,7 @@ class ClientListResponse(Response, frozen=True, kw_only=True):
 
 
 class ClientList:
-    """Tells who is connected and what they do."""
+    """Lists connected clients and their activity."""
 
     key = 32001
     versions = (0, 0)

@@ -1,4 +1,4 @@
-"""DeliveryState (key 32039), version 0: Millstream's private request that tells what has become of a message.
+"""DeliveryState (key 32039), version 0: Millstream's private request for the delivery state of a message.
 
     [subscription, topic, partition, offset, wait ms]
     answer: [error, message, state, attempt, next ms, is final]
@@ -24,7 +24,7 @@ from millstream.protocol.private.delivery_state import (
 
 
 class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
-    """Tells where messages of subscriptions are."""
+    """Returns the delivery states of messages."""
 
     key = DELIVERY_STATE_KEY
     request_type = DeliveryStateRequest
@@ -35,7 +35,7 @@ class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
         self._service = service
 
     async def handle(self, request: DeliveryStateRequest) -> DeliveryStateAnswer:
-        """Look it up, and wait for its end."""
+        """Look up the state, waiting until it is final."""
         subscription = await self._service.declared.find(request.subscription)
         if subscription.topics and request.topic not in subscription.topics:
             raise UnknownTopic(f"subscription {subscription.name!r} does not deliver topic {request.topic!r}")
@@ -51,7 +51,7 @@ class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
                 start=partition.log_start,
                 end=end,
             )
-        # Imported when first asked for, with what queues are made of.
+        # Imported on first use, together with the queues.
         from millstream.broker.subscriptions.outcomes import message_state
 
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)

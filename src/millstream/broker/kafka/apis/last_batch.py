@@ -15,7 +15,7 @@ from millstream.protocol.private.transaction_messages import LAST_BATCH_KEY, Las
 
 
 class LastBatch(PrivateApi[LastBatchRequest, LastBatchResponse]):
-    """Tells how far a query is."""
+    """Returns the last committed batch of a query."""
 
     key = LAST_BATCH_KEY
     request_type = LastBatchRequest

@@ -16,7 +16,7 @@ from millstream.core.ids import Epoch
 
 
 class LoadQueueState(PrivateApi[LoadQueue, QueueLoaded]):
-    """Gives out what this node keeps of a queue."""
+    """Returns the stored state of a queue."""
 
     key = LOAD_KEY
     request_type = LoadQueue

@@ -1,8 +1,8 @@
-"""PipelineDelete (key 32052), version 0: Millstream's private request that takes a pipeline away.
+"""PipelineDelete (key 32052), version 0: Millstream's private request that deletes a pipeline.
 
     {"name": "land-orders"}     answer: {"error": 0, "message": null}
 
-Its rules go with it; what it has written stays. An unknown name is RESOURCE_NOT_FOUND.
+Its rules are deleted with it; its tables stay. An unknown name is RESOURCE_NOT_FOUND.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """

@@ -1,9 +1,9 @@
-"""PipelineLanded (key 32055), version 0: Millstream's private request that tells how far a topic was landed.
+"""PipelineLanded (key 32055), version 0: Millstream's private request that reports how far topics were landed.
 
     {"pipeline_id": "…", "lake": "", "format": "delta", "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
     answer: {"error": 0, "message": null}
 
-The driver tells it to all nodes after each batch, with the lake and the format that the pipeline is declared with. A
+The driver sends it to all nodes after each batch, with the lake and the format that the pipeline is declared with. A
 topic with `retention.until.landed` keeps what lies beyond.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.

@@ -7,8 +7,8 @@
     "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…}, "node": 1}}]}
 
 Every node knows all pipelines; `report` and `lag` are null unless the node that is asked runs the driver, so a client
-asks all nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes. Rules, of
-which there may be many, are told only of pipelines that are named.
+asks all nodes. The description with the highest `version`, which counts changes, is current. Rules, of which there may
+be many, are only returned for pipelines that are named.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -26,7 +26,7 @@ from millstream.protocol.private.pipeline_messages import LIST_KEY, ListPipeline
 
 
 class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
-    """Tells of pipelines."""
+    """Lists pipelines."""
 
     key = LIST_KEY
     request_type = PipelineNames
@@ -37,7 +37,7 @@ class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
         self._board = board
 
     async def handle(self, request: PipelineNames) -> ListPipelinesResponse:
-        """Tell of some, or of all."""
+        """Describe some or all pipelines."""
         if request.names is None:
             return ListPipelinesResponse(pipelines=[self._describe(one, ()) for one in self._pipelines.all()])
         wanted = [await self._pipelines.find(name) for name in request.names]

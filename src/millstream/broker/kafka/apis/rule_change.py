@@ -70,6 +70,6 @@ def _check_conditions(conditions: Mapping[str, str], decode: str) -> None:
     for name, condition in conditions.items():
         try:
             if condition and compile_filter(condition).uses.payload and decode == NO_DECODING:
-                raise InvalidPipeline(f"rule {name!r} looks into payloads, which decode={NO_DECODING} leaves alone")
+                raise InvalidPipeline(f"rule {name!r} reads payloads, which decode={NO_DECODING} does not decode")
         except FilterError as error:
             raise InvalidPipeline(f"rule {name!r}: {error}") from error

@@ -1,4 +1,4 @@
-"""SubscriptionForget (key 32037), version 0: Millstream's private request to forget what was delivered of a topic.
+"""SubscriptionForget (key 32037), version 0: Millstream's private request to discard the delivery state of a topic.
 
     {"name": "billing", "topic": "orders", "only_close": true}     answer: {"error": 0, "message": null}
 
@@ -18,7 +18,7 @@ from millstream.protocol.private.subscription_messages import FORGET_KEY, Forget
 
 
 class SubscriptionForget(PrivateApi[ForgetSubscriptionRequest, Response]):
-    """Forgets what subscriptions have delivered."""
+    """Discards the delivery state of subscriptions."""
 
     key = FORGET_KEY
     request_type = ForgetSubscriptionRequest

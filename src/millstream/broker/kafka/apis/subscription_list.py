@@ -5,11 +5,11 @@
     "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
     "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}]}]}
 
-Every node knows all subscriptions; of the queues it tells those that it leads and has open, so a client asks all nodes.
-`kept` are those whose states it keeps, for subscriptions that are named; of those that are to be opened it opens what
-it leads, and tells of them too. The topics of a share group for which none are declared are those of `kept`, and those
-that members subscribe to, if the node coordinates the group. `push` is how the node's push process does with the
-subscription's endpoint, if its messages are pushed. Values of secret settings are never told.
+Every node knows all subscriptions; of the queues it lists those that it leads and has open, so a client asks all nodes.
+`kept` are those whose states it keeps, for subscriptions that are named; of those in `open` it opens and lists the ones
+that it leads. The topics of a share group for which none are declared are those of `kept`, and those that members
+subscribe to, if the node coordinates the group. `push` is how the node's push process does with the subscription's
+endpoint, if its messages are pushed. Values of secret settings are never returned.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -47,7 +47,7 @@ _COUNTERS = {
 
 
 class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsResponse]):
-    """Tells of subscriptions."""
+    """Lists subscriptions."""
 
     key = LIST_KEY
     request_type = ListSubscriptionsRequest
@@ -58,7 +58,7 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
         self._subscriptions = service.declared
 
     async def handle(self, request: ListSubscriptionsRequest) -> ListSubscriptionsResponse:
-        """Tell of some, or of all."""
+        """Describe some or all subscriptions."""
         if request.names is None:
             wanted = self._subscriptions.all()
         else:
@@ -85,7 +85,7 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
                         await engine.delivery(subscription, partition)
 
     def _push_status(self, subscription: Subscription) -> list[dict[str, Any]]:
-        """How push goes here; a client puts those of all nodes together."""
+        """Return the push status on this node; a client combines those of all nodes."""
         status = self._service.push.describe(subscription.name)
         return [] if status is None else [{"node": self._service.node_id, **status}]
 

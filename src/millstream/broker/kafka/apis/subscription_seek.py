@@ -3,8 +3,8 @@
     {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
     answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
 
-It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes. Leases that
-are out become void; what was delivered before is delivered again where the new place lies before it.
+It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes. Outstanding
+leases become void; what was delivered before is delivered again where the new place lies before it.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -41,7 +41,7 @@ class SubscriptionSeek(PrivateApi[SeekSubscriptionRequest, SeekSubscriptionRespo
         self._topics = service.topics
 
     async def handle(self, request: SeekSubscriptionRequest) -> SeekSubscriptionResponse:
-        """Move each queue; told once it is durable."""
+        """Move each queue; return once that is durable."""
         subscription = await self._subscriptions.find(request.name)
         _check(request.to)
         engine = await self._service.engine()

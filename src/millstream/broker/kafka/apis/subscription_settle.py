@@ -4,9 +4,8 @@
     answer, when it is durable: [error, message, for each partition [[error, message], …]]
 
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
-`delay ms`, else the declared lease), 5 return (nobody has looked at it: at once to another worker, and the delivery
-does not count). A lease that has expired, is another worker's, or is of another attempt than
-the one that is named, is INVALID_RECORD_STATE.
+`delay ms`, else the declared lease), 5 return (unseen: available at once, and the delivery does not count). A lease
+that has expired, is another worker's, or is of another attempt than the one that is named, is INVALID_RECORD_STATE.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -42,7 +41,7 @@ _VERBS = frozenset(Verb)
 
 
 class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
-    """Carries out what workers say of their leases."""
+    """Settles the leases of workers."""
 
     key = SETTLE_KEY
     request_type = SettleRequest
@@ -76,9 +75,9 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
 def _verb(asked: SettledRange) -> Settlement:
     if asked.verb not in _VERBS:
         known = "1 accept, 2 release, 3 reject, 4 extend, 5 return"
-        raise InvalidRequest(f"verb {asked.verb} is not known; there are {known}")
+        raise InvalidRequest(f"verb {asked.verb} is unknown; use {known}")
     if not 0 <= asked.first <= asked.last < OFFSET_MAX:
-        raise InvalidRequest(f"messages {asked.first} to {asked.last} are none")
+        raise InvalidRequest(f"offsets {asked.first}–{asked.last} are not a valid range")
     if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
         raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
     return Settlement(

@@ -19,7 +19,7 @@ from millstream.core.ids import PartitionIndex
 
 
 class WriteQueueStates(PrivateApi[WriteQueues, QueuesWritten]):
-    """Takes in what happened to queues of other nodes."""
+    """Stores changes of other nodes' queues."""
 
     key = WRITE_KEY
     request_type = WriteQueues
@@ -29,7 +29,7 @@ class WriteQueueStates(PrivateApi[WriteQueues, QueuesWritten]):
         self._states = states
 
     async def handle(self, request: WriteQueues) -> QueuesWritten:
-        """Make it durable."""
+        """Write the changes durably."""
         writes = [write.read() for write in request.writes]
         results = await self._states.write(PartitionIndex(request.state_partition), writes)
         outcomes = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]
