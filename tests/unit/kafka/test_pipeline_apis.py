@@ -255,7 +255,7 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
 
 
 async def test_a_rule_that_looks_at_what_is_not_decoded_is_refused(client: PipelineClient, nodes: Nodes) -> None:
-    expected = "'large' looks into payloads, which decode=none leaves alone"
+    expected = "'large' reads payloads, which decode=none does not decode"
     with pytest.raises(InvalidRequest, match=expected):
         await client.create("director", "route", {"decode": "none"}, rules=[LARGE])
     await client.create("director", "route", {"decode": "none"})
