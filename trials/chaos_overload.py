@@ -37,7 +37,6 @@ from confluent_kafka import ShareConsumer
 
 import millstream
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnreadableData
-from millstream.pipelines.jobs.land.manifest import from_rows
 from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.jobs.land.task import LandTasks, Work
 from millstream.pipelines.lake.columns import RAW

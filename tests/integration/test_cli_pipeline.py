@@ -183,7 +183,7 @@ def test_everything_is_there_over_http(server: Server, http: httpx.Client) -> No
     assert changed["overrides"] == {"batch.max.messages": "10", "from": "latest"}
     assert changed["notes"][0].startswith("There is no topic 'web-x' yet")
     refused = http.patch("/pipelines/web", json={"settings": {"decode": "none"}})
-    assert (refused.status_code, "'large' looks into payloads" in refused.json()["detail"]) == (422, True)
+    assert (refused.status_code, "'large' reads payloads" in refused.json()["detail"]) == (422, True)
     other = {**rule, "name": "other"}
     rules = http.patch("/pipelines/web/rules", json={"put": [other], "delete": ["large"]}).json()
     assert (rules["rules"], rules["notes"][0][:29]) == ([other], "There is no topic 'web-x' yet")

@@ -14,6 +14,7 @@ from aiokafka import AIOKafkaConsumer
 from confluent_kafka import Consumer, Producer, TopicPartition
 from kafka import KafkaProducer
 
+from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
 from millstream_testing.server import Server
 
@@ -72,7 +73,7 @@ def throttled(server: Server, quota: str) -> float:
 
     async def ask() -> Any:
         async with Client.connect(server.kafka) as client:
-            return json.loads(bytes(await client.private(None, NODE_STATUS_KEY, b"")))
+            return decode_document(await client.private(None, NODE_STATUS_KEY, encode(Nothing())))
 
     metrics = {metric["name"]: metric["samples"] for metric in asyncio.run(ask())["metrics"]}
     (number,) = [value for value, labels in metrics["millstream_throttled_requests_total"] if labels["quota"] == quota]

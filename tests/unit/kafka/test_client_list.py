@@ -29,9 +29,9 @@ def silent() -> Connection:
 def test_those_that_move_data_come_first() -> None:
     api = ClientList([connection(1), silent(), connection(2, fetch_requests=1, fetched_bytes=7)])
     snapshot = api.snapshot(100.0)
-    assert [one["client_id"] for one in snapshot["clients"]] == ["c2", "c1"]
-    assert (snapshot["clock_s"], snapshot["left_out"]) == (100.0, 0)
-    assert snapshot["clients"][0] == {
+    assert [one["client_id"] for one in snapshot.clients] == ["c2", "c1"]
+    assert (snapshot.clock_s, snapshot.left_out) == (100.0, 0)
+    assert snapshot.clients[0] == {
         "connection": 2,
         "address": "h:2",
         "client_id": "c2",
@@ -48,13 +48,13 @@ def test_those_that_move_data_come_first() -> None:
 def test_no_more_are_told_than_the_loop_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_list, "CLIENTS_MAX", 2)
     snapshot = ClientList([connection(1), connection(2), connection(3, produce_requests=1)]).snapshot(0.0)
-    assert [one["connection"] for one in snapshot["clients"]] == [3, 1]
-    assert (snapshot["left_out"], snapshot["clients"][0]["idle_s"]) == (1, 0.0)
+    assert [one["connection"] for one in snapshot.clients] == [3, 1]
+    assert (snapshot.left_out, snapshot.clients[0]["idle_s"]) == (1, 0.0)
 
 
 async def test_the_answer_is_a_document() -> None:
     frame = memoryview(codec.request_head(ClientList.key, 0, 7, "test"))
     answer: Any = ClientList([connection(1)]).handle_frame(frame, codec.read_request_header(frame), client_info())
     reply = b"".join(answer)[4:]
-    document = msgspec.json.decode(reply[codec.response_body_at(ClientList.key, 0, reply) :])
+    document = msgspec.msgpack.decode(reply[codec.response_body_at(ClientList.key, 0, reply) :])
     assert [one["client_id"] for one in document["clients"]] == ["c1"]

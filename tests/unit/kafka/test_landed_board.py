@@ -20,6 +20,7 @@ from millstream.core.errors import UnknownTopic
 from millstream.core.ids import PartitionIndex
 from millstream.core.pipeline import LandSettings, PipelineKind
 from millstream.core.topic import TopicPartition
+from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import Landed, LandedTopic
 from millstream_testing.clock import ManualClock
 
@@ -67,8 +68,8 @@ class Desk:
         found = self.pipelines.get(name)
         told = LandedTopic(topic_id=topic_id or self.topics.topic_id, offsets={0: offset})
         pipeline_id = uuid4() if found is None else found.pipeline_id
-        body = msgspec.json.encode(Landed(pipeline_id=pipeline_id, lake=lake, format="delta", topics=[told]))
-        assert await PipelineLanded(self.board).handle(msgspec.json.decode(body, type=Landed)) == {}
+        body = msgspec.msgpack.encode(Landed(pipeline_id=pipeline_id, lake=lake, format="delta", topics=[told]))
+        assert await PipelineLanded(self.board).handle(msgspec.msgpack.decode(body, type=Landed)) == Response()
 
     def floor(self) -> int:
         found: int = self.topics.floor(PLACE)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 
 from millstream.broker.kafka.api import ClientInfo
@@ -10,6 +9,7 @@ from millstream.core.ids import PartitionIndex
 from millstream.core.metric import Histogram, Metric, MetricSource, Sample, counter
 from millstream.core.topic import TopicPartition
 from millstream.protocol.messages.codec import read_request_header, request_head, response_body_at
+from millstream.protocol.private.message import decode_document
 from millstream_testing.clock import ManualClock
 
 
@@ -45,7 +45,7 @@ def test_a_frame_is_answered_with_the_document() -> None:
     whole = b"".join(answer)
     assert int.from_bytes(whole[:4], "big") == len(whole) - 4
     assert int.from_bytes(whole[4:8], "big") == 99
-    document = json.loads(whole[4 + response_body_at(api.key, 0, whole[4:]) :])
+    document = decode_document(whole[4 + response_body_at(api.key, 0, whole[4:]) :])
     assert document["metrics"] == [
         {"name": "a_total", "kind": "counter", "help": "A.", "samples": [[1, {}]], "left_out": False}
     ]

@@ -22,7 +22,7 @@ from millstream.broker.kafka.apis.pipeline_create import PipelineCreate
 from millstream.broker.kafka.apis.pipeline_delete import PipelineDelete
 from millstream.broker.kafka.apis.pipeline_list import PipelineList
 from millstream.broker.kafka.apis.rule_change import RuleChange
-from millstream.broker.kafka.apis.subscription_create import NewSubscription, SubscriptionCreate
+from millstream.broker.kafka.apis.subscription_create import SubscriptionCreate
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
@@ -42,6 +42,7 @@ from millstream.core.pipeline import PipelineKind, Rule
 from millstream.core.topic import Topic
 from millstream.protocol.messages.codec import RequestHeader, response_body_at
 from millstream.protocol.private.pipeline_messages import ALTER_KEY, PipelineChanges
+from millstream.protocol.private.subscription_messages import CreateSubscriptionRequest
 from millstream.protocol.wire.client import Client
 from millstream_testing.clock import ManualClock
 
@@ -63,7 +64,7 @@ class Node:
         self.board = PipelineBoard(self.pipelines.all)
         self.topics: list[Topic] = []
         notes = PipelineAdvice(self.pipelines, cast("Topics", self))
-        apis: list[PrivateApi[Any]] = [
+        apis: list[PrivateApi[Any, Any]] = [
             PipelineCreate(self.pipelines, self.subscriptions, notes),
             PipelineAlter(self.pipelines, self.subscriptions, notes),
             PipelineDelete(self.pipelines),
@@ -254,7 +255,7 @@ async def test_rules_are_changed_together_or_not_at_all(client: PipelineClient, 
 
 
 async def test_a_rule_that_looks_at_what_is_not_decoded_is_refused(client: PipelineClient, nodes: Nodes) -> None:
-    expected = "'large' looks into payloads, which decode=none leaves alone"
+    expected = "'large' reads payloads, which decode=none does not decode"
     with pytest.raises(InvalidRequest, match=expected):
         await client.create("director", "route", {"decode": "none"}, rules=[LARGE])
     await client.create("director", "route", {"decode": "none"})
@@ -316,7 +317,7 @@ async def test_a_group_that_is_a_subscription_is_no_pipelines(client: PipelineCl
     assert [pipelines.of_group(group) for group in groups] == ["yours", None, None, None]
     create = SubscriptionCreate(cast("SubscriptionService", SimpleNamespace(declared=subscriptions)), pipelines)
     with pytest.raises(InvalidSubscription, match="is the group of pipeline 'yours'"):
-        await create.handle(NewSubscription("pipeline-yours", ["orders"]))
+        await create.handle(CreateSubscriptionRequest("pipeline-yours", ["orders"]))
 
 
 async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -> None:

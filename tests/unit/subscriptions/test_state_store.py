@@ -99,7 +99,7 @@ class FakePeers:
         except MillstreamError as error:
             from millstream.broker.kafka.errors import error_code
 
-            return api.answers(int(error_code(error)), str(error))
+            return api.response_type(int(error_code(error)), str(error))
 
 
 def coordinator(topics: MemoryTopics) -> StateCoordinator:

@@ -216,7 +216,7 @@ def test_each_fencing_by_the_coordinator_leaves_a_line(
     coordinator.fire()
     assert set(caplog.messages) == {"a producer is fenced"}
     lines = [(one.transactional_id, one.producer_id, one.epoch, one.next_epoch, one.reason) for one in named(caplog)]
-    begins = "a producer begins with its transactional id"
+    begins = "a new producer uses its transactional id"
     assert lines == [
         (ID, 100, 0, 1, begins),
         (ID, 100, 1, 2, begins),

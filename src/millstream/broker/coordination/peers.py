@@ -29,7 +29,7 @@ class Peers(Protocol):
 
 
 class WirePeers:
-    """Asks over connections of its own, opened when they are first needed and again when they were lost."""
+    """Connections to other nodes, opened when first needed and reopened when lost."""
 
     def __init__(self, find: Callable[[NodeId], Node | None], *, me: NodeId) -> None:
         self._find = find

@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateTopic:
-    """The internal topic that holds a kind of state, as it is made when it is missing."""
+    """The internal topic of a kind of state, and the settings it is created with."""
 
     name: str
     partitions: int
@@ -64,7 +64,7 @@ class StateTopics(Protocol):
         """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
-        """Who carries and leads one partition; None when that is not agreed on yet."""
+        """Return the replicas and leader of a partition; None if they are not agreed on yet."""
 
     async def create(
         self,
@@ -112,11 +112,11 @@ class Runtime(Generic[S]):
         return list(self._shards.values())
 
     async def start(self) -> None:
-        """Begin to load every shard that this node leads; requests meanwhile are told to wait."""
+        """Start loading every shard that this node leads; requests wait or are refused in the meantime."""
         self._watch_leadership()
 
     async def wait_loaded(self) -> None:
-        """Wait until no shard is loading any more."""
+        """Wait until all shards are loaded."""
         for shard in self.shards:
             await shard.wait_loaded()
 
@@ -126,7 +126,7 @@ class Runtime(Generic[S]):
         await asyncio.gather(*(shard.close() for shard in self.shards), *self._resigning)
 
     async def ensure(self) -> None:
-        """Make the topic if this is its first use."""
+        """Create the topic on its first use."""
         if self._is_watching and self._topics.get(self._topic.name) is not None:
             return
         # What follows may need a task, and the request may have been started without one.
@@ -147,11 +147,11 @@ class Runtime(Generic[S]):
         return partition_for(name, topic.partitions)
 
     def leader_of(self, name: str) -> NodeId | None:
-        """The node that holds the state of this name; None while nobody leads its partition."""
+        """Return the node that holds the state of a name; None without a leader."""
         return self.leader_at(self.partition_of(name))
 
     def leader_at(self, index: PartitionIndex) -> NodeId | None:
-        """The node that leads one partition of the topic; None while nobody does."""
+        """Return the node that leads a partition of the topic; None without a leader."""
         topic = self._topics.get(self._topic.name)
         state = None if topic is None else self._topics.state_of(topic, index)
         return state.leader if state is not None and state.has_leader else None
@@ -184,7 +184,7 @@ class Runtime(Generic[S]):
         return shard
 
     def lead(self, index: PartitionIndex, partition: StateLog) -> None:
-        """Begin to run the shard of one partition: this node leads it now."""
+        """Start the shard of a partition that this node leads now."""
         known = self._shards.get(index)
         if self._closed or (known is not None and not known.is_closed):
             return

@@ -108,7 +108,7 @@ def _replay(name: str, state: StateMachine, offset: Offset, record: StateRecord)
     try:
         state.replay(record)
     except MillstreamError as error:
-        # One unreadable record must not take the whole shard away; the others are still good.
+        # One unreadable record must not disable the whole shard.
         _logger.warning("a record of state is skipped", extra={"shard": name, "offset": offset, "error": str(error)})
     except Exception:
         _logger.exception("a record of state is skipped: a defect", extra={"shard": name, "offset": offset})
@@ -121,7 +121,7 @@ RECORDS_MIN = 20_000
 
 SUPERSEDED_RATIO = 3
 
-"""A log is written anew when it has this many records for each live key."""
+"""A log is rewritten when it has this many records per live key."""
 
 
 BATCH_RECORDS = 200
@@ -151,7 +151,7 @@ class Rewritable(Protocol):
 
 
 class Rewrite:
-    """Counts the records of one shard's log, and writes the state anew when most of them are overtaken."""
+    """Counts the records of a shard's log, and rewrites the state when most of them are superseded."""
 
     def __init__(self, shard: Rewritable, *, records_min: int = RECORDS_MIN) -> None:
         self._shard = shard
@@ -185,7 +185,7 @@ class Rewrite:
         self._records = 0
         if await self._append_all(keys, state):
             shard.delete_before(first)
-            _logger.info("state written anew", extra={"shard": shard.name, "keys": len(keys), "from_offset": first})
+            _logger.info("state rewritten", extra={"shard": shard.name, "keys": len(keys), "from_offset": first})
 
     async def _append_all(self, keys: list[Hashable], state: StateMachine) -> bool:
         shard = self._shard
@@ -214,7 +214,7 @@ class Rewrite:
             return
         self._due_at = self._records + self._records_min
         _logger.warning(
-            "the state could not be written anew; the log stays as it is",
+            "the state could not be rewritten; the log stays as it is",
             exc_info=None if isinstance(error, MillstreamError) else error,
             extra={"shard": self._shard.name, "error": str(error)},
         )
@@ -286,7 +286,7 @@ class StateLog(Protocol):
 
 
 class _PendingAppend(AcknowledgementFuture):
-    """An append that is not acknowledged yet. The shard hears of it at once, without a turn of a busy loop."""
+    """A pending append. The shard is notified directly, without another turn of a busy loop."""
 
     __slots__ = ("_callback",)
 
@@ -317,7 +317,8 @@ class Shard(Generic[S]):
         self.name = name
         self.partition = partition
         self.epoch = partition.leader_epoch
-        """In which this node leads; the partition itself may have heard of a later one, in which another node does."""
+        """The epoch in which this node leads; the partition may already know a later one, in which another node leads.
+        """
         self._make_state = make_state
         self._clock = clock
         self._load_slot = load_slot
@@ -347,7 +348,7 @@ class Shard(Generic[S]):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it serves nobody any more, because it was told so or because another node leads its partition."""
+        """Whether the shard is closed, on request or because another node leads its partition."""
         return self._closed
 
     @property
@@ -356,7 +357,7 @@ class Shard(Generic[S]):
         return self._written
 
     def open(self) -> None:
-        """Begin to read the state back from the log."""
+        """Start reading the state from the log."""
         self._load_soon(0.0)
 
     async def wait_loaded(self) -> None:
@@ -365,7 +366,7 @@ class Shard(Generic[S]):
             await asyncio.wait([self._loading])
 
     async def close(self) -> None:
-        """Refuse what is parked, let what was appended be acknowledged, and take no more."""
+        """Refuse parked requests, wait for pending appends, and accept no more operations."""
         if self._closed:
             return
         self._closed = True
@@ -393,7 +394,7 @@ class Shard(Generic[S]):
         return await self.submit(operation, pure=pure)
 
     def submit(self, operation: Operation[S, T], *, pure: bool = False) -> asyncio.Future[T]:
-        """Carry out an operation before returning; the future holds its answer when it may be told."""
+        """Carry out an operation before returning; the future is done when its answer may be sent."""
         state = self._loaded_state()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         try:
@@ -484,7 +485,7 @@ class Shard(Generic[S]):
                     state.replay(record)
             except Exception:
                 _logger.exception("a record could not be replayed; the state is read back", extra={"shard": self.name})
-                self._reload("a record could not be taken in")
+                self._reload("a record could not be replayed")
                 return
             self._rewrite.count(len(records))
         self._release_answers(self._written)
@@ -515,7 +516,7 @@ class Shard(Generic[S]):
         if incarnation != self._incarnation:
             return
         if error is not None:
-            # Another node leads now, as after any failover: whoever waits asks there.
+            # Another node leads now, as after any failover; clients find it there.
             level = logging.INFO if isinstance(error, NotLeader) else logging.ERROR
             _logger.log(level, "an append was not acknowledged", extra={"shard": self.name, "error": str(error)})
             self._reload(str(error))
@@ -527,8 +528,8 @@ class Shard(Generic[S]):
             _release_answer(future, later)
 
     def _reload(self, reason: str) -> None:
-        """Throw the state away, send everyone who waits to find the coordinator again, and read the log back."""
-        self._discard_state(NotCoordinator(f"{self.name} begins anew: {reason}"))
+        """Discard the state, refuse all waiting requests with NOT_COORDINATOR, and read the log again."""
+        self._discard_state(NotCoordinator(f"{self.name} is reloading: {reason}"))
         if not self._closed:
             delay_s = min(RETRY_MAX_S, self._retry_first_s * 2**self._failures)
             self._failures = min(self._failures + 1, 16)
@@ -559,7 +560,7 @@ class Shard(Generic[S]):
             return
         error = task.exception()
         if isinstance(error, PartitionClosed | NotLeader):
-            # Whoever leads it now runs a shard of its own; should it be this node again, so will it.
+            # The new leader runs its own shard; if it is this node again, it gets a new one.
             self._closed = True
         elif error is not None:
             _logger.error("the state could not be read back; trying again", exc_info=error, extra={"shard": self.name})
@@ -584,7 +585,7 @@ class Shard(Generic[S]):
         self._set_alarm()
 
     def _cancel_timers(self) -> None:
-        """Let no timer fire any more."""
+        """Cancel all timers."""
         self._timers.clear()
         if self._alarm is not None:
             self._alarm.cancel()
@@ -624,6 +625,6 @@ def _release_answer(future: asyncio.Future[Any], later: Deferred[Any]) -> None:
 
 
 def _release_error(future: asyncio.Future[Any], error: MillstreamError) -> None:
-    # Whoever asked may have gone away, which cancels the future.
+    # The caller may have left, which cancels the future.
     if not future.done():
         future.set_exception(error)

@@ -1,4 +1,4 @@
-"""What the runtime asks of a state machine, and what an operation on one looks like."""
+"""The interface between the runtime and a state machine: records, operations and deferred responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Deferred(Generic[T]):
             self._notify()
 
     def listen(self, listener: Callable[[Deferred[T]], None]) -> None:
-        """Be told when the answer is there; at once if it is there already."""
+        """Call `listener` once the response is available, immediately if it already is."""
         self._listener = listener
         if self.answered:
             listener(self)
@@ -63,7 +63,7 @@ class Deferred(Generic[T]):
 
 
 class StateRecord(NamedTuple):
-    """One change of state as it stands in the log. A value of None takes the key away."""
+    """One change of state in the log; a value of None deletes the key."""
 
     key: bytes
     value: bytes | None
@@ -71,7 +71,7 @@ class StateRecord(NamedTuple):
 
 
 Outcome = tuple[Sequence[StateRecord], T | Deferred[T]]
-"""What an operation returns: the records that make it durable, and its response, now or later."""
+"""What an operation returns: the records that make it durable, and its response, immediate or deferred."""
 
 Operation = Callable[[S], Outcome[T]]
 """A synchronous function of the state. It raises a `MillstreamError` only before it has changed anything."""
@@ -90,13 +90,13 @@ class Confirmation(NamedTuple):
 
 
 class LateRecords(Protocol):
-    """Records for a name that take too long to make for the loop to wait."""
+    """Records of a key that take too long to build on the loop."""
 
     async def make(self) -> None:
-        """Make them, beside the loop."""
+        """Build the records outside the loop."""
 
     def records(self) -> Sequence[StateRecord]:
-        """They, with what has happened since, to be appended at once; none if the name has gone."""
+        """Return the records with later changes, to be appended at once; none if the key was deleted."""
 
 
 class StateMachine(Protocol):
@@ -113,10 +113,10 @@ class StateMachine(Protocol):
         """Called once the whole log has been replayed, before the first operation; timers may be set here."""
 
     def unload(self) -> None:
-        """Refuse every parked request: this copy of the state is thrown away."""
+        """Refuse every parked request: this copy of the state is discarded."""
 
     def durable_keys(self) -> list[Hashable]:
-        """A name for everything that the log has to hold; used to write the state anew."""
+        """Return a key for every record that the log has to hold, for a rewrite."""
 
     def durable_record(self, key: Hashable) -> StateRecord | LateRecords | None:
-        """The record that stands for this name now, or None if it has gone since."""
+        """Return the current record of a key, or None if it was deleted."""

@@ -15,7 +15,7 @@ _STALE_ENTRIES_MAX = 64
 
 
 class Timer:
-    """One deadline. `pure` says that the action only works out records and leaves the state alone."""
+    """One deadline. `pure` means that the action only returns records and does not change the state."""
 
     __slots__ = ("action", "deadline", "pure", "queued_for")
 
@@ -23,7 +23,7 @@ class Timer:
         self.deadline = deadline
         self.action = action
         self.pure = pure
-        # The heap entry of the timer; it may be earlier than the deadline, which only ever costs one extra look.
+        # The heap entry of the timer; it may be earlier than the deadline, which costs one extra check.
         self.queued_for = deadline
 
 
@@ -58,17 +58,17 @@ class Timers:
             self._push(deadline, key)
 
     def cancel(self, key: Hashable) -> None:
-        """Take the timer of this name away, if there is one."""
+        """Cancel a timer, if it exists."""
         self._timers.pop(key, None)
 
     def clear(self) -> None:
-        """Take every timer away."""
+        """Cancel all timers."""
         self._timers.clear()
         self._heap.clear()
 
     @property
     def next_deadline(self) -> float | None:
-        """When to look again, on the monotonic clock; it may turn out that nothing is due yet."""
+        """When to check again, by the monotonic clock; possibly before anything is due."""
         return self._heap[0][0] if self._heap else None
 
     def take_due(self, limit: int) -> list[Timer]:

@@ -58,7 +58,7 @@ Admit = Callable[[TopicPartition], Awaitable[None]]
 
 
 class GroupTopics(StateTopics, TopicView, Protocol):
-    """What the coordinator needs of the topics: a place for its state, and what its groups share out."""
+    """What the coordinator needs of the topics: a place for its state, and the topics that groups assign."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,19 +106,19 @@ class GroupCoordinator:
         )
 
     async def start(self) -> None:
-        """Begin to load what the log has; requests meanwhile are told to wait."""
+        """Start loading groups from the log; requests wait or are refused in the meantime."""
         await self._runtime.start()
 
     async def close(self) -> None:
-        """Send members who wait away, and let appended commits be acknowledged."""
+        """Refuse parked requests, and wait until appended commits are acknowledged."""
         await self._runtime.close()
 
     async def wait_loaded(self) -> None:
-        """Wait until no shard is loading any more."""
+        """Wait until all shards are loaded."""
         await self._runtime.wait_loaded()
 
     async def ensure(self) -> None:
-        """Make the offsets topic if this is its first use."""
+        """Create the offsets topic on its first use."""
         await self._runtime.ensure()
 
     def partition_of(self, group_id: str) -> PartitionIndex:
@@ -126,7 +126,7 @@ class GroupCoordinator:
         return self._runtime.partition_of(group_id)
 
     def leader_of(self, group_id: str) -> NodeId | None:
-        """The node that coordinates a group; None while nobody does."""
+        """Return the node that coordinates a group; None without a leader."""
         return self._runtime.leader_of(group_id)
 
     async def join(self, request: JoinRequest) -> Joined:
@@ -149,24 +149,24 @@ class GroupCoordinator:
             raise InvalidGroupId(f"group {group_id!r} belongs to pipeline {pipeline!r}; consumers use another one")
 
     async def sync(self, request: SyncRequest) -> Synced:
-        """A member asks for its assignment; answered when the leader has brought it and the log has it."""
+        """Return a member's assignment once the group leader has supplied it and it is durable."""
         _check_group_id(request.member.group_id)
         return await self._runtime.run(request.member.group_id, lambda shard: shard.sync(request))
 
     async def heartbeat(self, who: MemberRef) -> None:
-        """A member says that it lives."""
+        """Renew a member's session."""
         _check_group_id(who.group_id)
         await self._runtime.run(who.group_id, lambda shard: shard.heartbeat(who), pure=True)
 
     async def consumer_heartbeat(self, request: ConsumerHeartbeat) -> HeartbeatAnswer:
-        """A member of a consumer group joins, lives or goes."""
+        """Handle a consumer group heartbeat: join, stay or leave."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:
             self._check_not_pipeline_group(request.group_id)
         return await self._runtime.run(request.group_id, lambda shard: shard.consumer_heartbeat(request), pure=True)
 
     async def share_heartbeat(self, request: ShareHeartbeat) -> ShareAnswer:
-        """A member of a share group joins, lives or goes."""
+        """Handle a share group heartbeat: join, stay or leave."""
         _check_length(request.group_id)
         if request.epoch == JOIN_EPOCH:
             self._check_not_pipeline_group(request.group_id)
@@ -184,7 +184,7 @@ class GroupCoordinator:
         return frozenset().union(*(group.topics() for group in groups))
 
     async def open_share_group(self, group_id: str) -> ShareGroupDescription:
-        """One share group, made without members if it is not there yet."""
+        """Describe a share group, creating an empty one if it does not exist."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.shares.open(group_id), pure=True)
 
@@ -202,11 +202,11 @@ class GroupCoordinator:
     async def commit_in_transaction(
         self, request: CommitRequest, producer_id: ProducerId, epoch: int, *, admit: Admit, adds: bool = False
     ) -> CommitAnswer:
-        """Keep offsets that count when the transaction is committed, if `admit` says that it is open.
+        """Store offsets that take effect when the transaction commits, provided that `admit` accepts it.
 
-        It is asked which partition of the offsets topic is written to, and raises when that may not be. With `adds` it
-        adds that partition, and may wait for the end of the transaction before; the marker of this one would have a
-        later epoch, so that no guard is needed while it is asked.
+        `admit` is asked about the partition of the offsets topic, and raises if the transaction does not hold it. With
+        `adds` it adds that partition, and may wait for the previous transaction to end first; the marker of this one
+        would have a later epoch, so no guard is needed in the meantime.
         """
         group_id = request.member.group_id
         _check_group_id(group_id)
@@ -258,7 +258,7 @@ class GroupCoordinator:
     async def delete_offsets(
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]
     ) -> Mapping[str, Mapping[int, MillstreamError | None]]:
-        """Take offsets away."""
+        """Delete committed offsets."""
         _check_group_id(group_id)
         return await self._runtime.run(group_id, lambda shard: shard.delete_offsets(group_id, unwanted), pure=True)
 
@@ -287,7 +287,7 @@ class GroupCoordinator:
             await asyncio.sleep(0)
 
     def topic_deleted(self) -> None:
-        """Take away the offsets of topics that are gone; they have not counted since the topic went."""
+        """Delete the offsets of deleted topics, which already do not count."""
         for shard in self._runtime.shards:
             if shard.state is not None:
                 shard.submit(_sweep_soon, pure=True).add_done_callback(_ignore_result)

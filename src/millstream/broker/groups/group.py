@@ -25,7 +25,7 @@ def subscribed_topics(metadata: bytes) -> frozenset[str] | None:
     """The topics in a consumer's subscription; None when the bytes are something else."""
     reader = Reader(metadata, flexible=False)
     try:
-        # Every later version begins with the fields of version 0, so its number does not matter.
+        # Every later version starts with the fields of version 0, so the version number does not matter.
         reader.int16()
         count = reader.array_length(item_bytes_min=2)
         return frozenset(reader.string() for _ in range(max(0, count)))
@@ -82,7 +82,7 @@ class Group:
         return group
 
     def stored(self, assignments: dict[str, bytes]) -> StoredGroup:
-        """What the log shall remember of the generation."""
+        """Return the generation as it is stored in the log."""
         protocol_name = self.protocol_name or ""
         return StoredGroup(
             protocol_type=self.protocol_type or "",
@@ -101,12 +101,12 @@ class Group:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is in the group."""
+        """Whether the group has no members."""
         return self.state is GroupState.EMPTY
 
     @property
     def can_rebalance(self) -> bool:
-        """Whether a rebalance can begin; one under way has to end first."""
+        """Whether a rebalance can start; one in progress has to end first."""
         return self.state in (GroupState.EMPTY, GroupState.STABLE, GroupState.COMPLETING)
 
     @property
@@ -116,7 +116,7 @@ class Group:
 
     @property
     def has_all_joined(self) -> bool:
-        """Whether nobody is missing for the next generation."""
+        """Whether all members have joined the next generation."""
         return self.awaiting_join == len(self.members) and not self.pending_members
 
     @property
@@ -145,7 +145,7 @@ class Group:
             self.park_join(member, reply)
 
     def update(self, member: Member, protocols: tuple[tuple[str, bytes], ...]) -> None:
-        """Replace what a member says of itself."""
+        """Replace the protocols of a member."""
         self._uncount_protocols(member)
         member.protocols = protocols
         self._count_protocols(member)
@@ -166,7 +166,7 @@ class Group:
             self.leader_id = next(iter(self.members), None)
 
     def replace_static(self, old_id: str, new_id: str) -> Member:
-        """Give a static member a new id: its process began anew, and the old one is fenced."""
+        """Give a static member a new id after a restart of its process, and fence the old one."""
         old = self.members.pop(old_id)
         fenced = FencedInstance(f"another process joined group {self.group_id!r} as instance {old.instance_id!r}")
         self.refuse_join(old, fenced)
@@ -219,7 +219,7 @@ class Group:
             member.refuse_sync(error)
 
     def elect_joined_leader(self) -> bool:
-        """Keep the leader if it has joined, else take the first member that has; False when nobody has."""
+        """Keep the leader if it has joined, otherwise elect the first member that has; return False if none has."""
         leader = self.members.get(self.leader_id or "")
         if leader is not None and leader.awaits_join:
             return True
@@ -252,7 +252,7 @@ class Group:
         return protocol_type == self.protocol_type and any(self._support[name] == everyone for name in names)
 
     def check_member(self, member_id: str, instance_id: str | None) -> Member:
-        """The member that speaks; raise when it is unknown or fenced."""
+        """Return the member that sent a request; raise if it is unknown or fenced."""
         if instance_id is not None:
             known = self.static_members.get(instance_id)
             if known is None:
@@ -300,7 +300,7 @@ class Group:
         skip_assignment: bool = False,
         leader_id: str | None = None,
     ) -> Joined:
-        """What a member is told about the current generation."""
+        """Build a member's response for the current generation."""
         members: tuple[JoinedMember, ...] = ()
         if with_members:
             name = self.protocol_name or ""

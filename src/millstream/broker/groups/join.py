@@ -1,4 +1,4 @@
-"""JoinGroup: who may become or stay a member, and when that starts a rebalance."""
+"""JoinGroup: who can become or stay a member, and when that starts a rebalance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ JoinOutcome = Outcome[Joined]
 
 
 def random_suffix() -> str:
-    """What makes a member id unique."""
+    """Return a unique suffix for a member id."""
     return str(uuid.uuid4())
 
 
@@ -58,7 +58,7 @@ class Join:
             # Static members that do not come back keep their places for a while, but not without end.
             return False
         if group.is_in(GroupState.PREPARING):
-            # Those who wait are counted, not the members: the last to come back are left out if the limit shrank.
+            # Parked requests are counted, not members: if the limit was lowered, the last to rejoin are refused.
             waits = member is not None and member.awaits_join
             return waits or group.awaiting_join < self._limits.members_max
         if group.is_in(GroupState.STABLE, GroupState.COMPLETING):
@@ -100,8 +100,8 @@ class Join:
         member = Member.joining(member_id, request)
         later: Deferred[Joined] = Deferred()
         group.add(member, later)
-        # A new member sends no heartbeats while it waits, and a client that gave up cannot be told from one that
-        # waits: so it has to ask again from time to time.
+        # A new member sends no heartbeats while it waits, and a client that gave up looks the same: it has to repeat
+        # its request from time to time.
         self._rebalance.keep_alive(group, member, self._limits.new_member_ms)
         return self._rebalance.begin_or_complete(group, f"member {member_id} joins"), later
 
@@ -109,7 +109,7 @@ class Join:
         unchanged = member.protocols == request.protocols
         leads = member.member_id == group.leader_id
         if group.is_in(GroupState.COMPLETING) and unchanged:
-            # The member did not get its answer, so it is told once more.
+            # The member did not receive its response, so it is sent again.
             return [], group.joined(member.member_id, with_members=leads)
         if group.is_in(GroupState.STABLE) and unchanged and not leads:
             return [], group.joined(member.member_id)
@@ -139,7 +139,7 @@ class Join:
             reason = f"static member {new_id} changed the protocol"
             return self._rebalance.begin_or_complete(group, reason), later
         if group.is_in(GroupState.COMPLETING):
-            # The leader may be sharing out to the old id just now, which would leave the new one with nothing.
+            # The leader may be assigning partitions to the old id right now, which would leave the new one without any.
             return self._rebalance.prepare(group, f"static member {new_id} took the place of {old_id}"), later
         return self._rebalance.complete_join_if_all(group), later
 
@@ -151,7 +151,7 @@ class Join:
         if request.knows_skip_assignment:
             answer = group.joined(member.member_id, with_members=leads, skip_assignment=leads)
         else:
-            # An older client must not think that it leads, or it would share out anew.
+            # An older client must not believe that it leads, or it would assign partitions again.
             answer = group.joined(member.member_id, leader_id=old_leader_id)
         group.answer_join(member, answer)
         assignments = {known.member_id: known.assignment for known in group.members.values()}

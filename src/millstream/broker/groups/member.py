@@ -10,7 +10,7 @@ from millstream.broker.groups.requests import Joined, JoinRequest, Synced
 from millstream.core.errors import MillstreamError, RebalanceInProgress
 
 MEMBER_BYTES = 128
-"""What a member takes beside what it says of itself."""
+"""The memory of a member apart from its metadata."""
 
 
 def estimated_bytes(client_id: str, instance_id: str | None, protocols: tuple[tuple[str, bytes], ...]) -> int:
@@ -124,7 +124,7 @@ class Member:
         return estimated_bytes(self.client_id, self.instance_id, self.protocols)
 
     def metadata(self, protocol_name: str) -> bytes:
-        """What the member says of itself in the words of one protocol."""
+        """Return the member's metadata for one protocol."""
         return next((metadata for name, metadata in self.protocols if name == protocol_name), b"")
 
     def vote(self, candidates: Collection[str]) -> str:

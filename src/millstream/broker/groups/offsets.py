@@ -86,7 +86,7 @@ class Offsets:
         return found
 
     def expired(self, group: OffsetOwner, now_ms: int, retention_ms: int) -> list[OffsetKey]:
-        """The offsets of a group that are expired, or whose topic is gone."""
+        """Return the offsets of a group that have expired or whose topic was deleted."""
         return [
             OffsetKey(group.group_id, topic, partition)
             for (topic, partition), committed in self.of_group(group.group_id).items()
@@ -109,7 +109,7 @@ def _as_fetched(committed: CommittedOffset) -> FetchedOffset:
 def _is_expired(group: OffsetOwner, topic: str, committed: CommittedOffset, now_ms: int, retention_ms: int) -> bool:
     base_ms = group.expiry_base_ms(committed)
     if base_ms is None or group.consumes(topic) or group.group_id.startswith(GROUP_PREFIX):
-        # A pipeline that was stopped for long would else begin anew, and write everything once more.
+        # A pipeline that was stopped for a long time would otherwise start over and write everything again.
         return False
     if committed.expire_ms != NO_TIME_MS:
         return now_ms >= committed.expire_ms

@@ -39,7 +39,7 @@ class Rebalance:
         self._clock = clock
 
     def begin_or_complete(self, group: Group, reason: str) -> Records:
-        """Begin a rebalance, or see whether the one under way can end."""
+        """Start a rebalance, or complete the one in progress if possible."""
         if group.can_rebalance:
             return self.prepare(group, reason)
         return self.complete_join_if_all(group)
@@ -58,18 +58,18 @@ class Rebalance:
         if not first:
             return self._complete_join_or_wait(group)
         delay_ms = self._limits.initial_delay_ms
-        # A new group waits a little, so that consumers which start together make one generation, not many.
+        # A new group waits briefly, so that consumers that start together form one generation.
         self._wait_initially(group, delay_ms, max(0, group.rebalance_timeout_ms - delay_ms))
         return []
 
     def complete_join_if_all(self, group: Group) -> Records:
-        """End the join phase when nobody is missing; a new group always sits out its delay."""
+        """Complete the join phase if all members have joined; a new group always waits for its initial delay."""
         if not group.is_in(GroupState.PREPARING) or group.previous_state is GroupState.EMPTY:
             return []
         return self.complete_join(group) if group.has_all_joined else []
 
     def complete_join(self, group: Group) -> Records:
-        """Begin the next generation with those who are here, and tell them."""
+        """Start the next generation with the members that have joined, and answer them."""
         self._timers.cancel(("join", group.group_id))
         self._drop_absent(group)
         if group.members and not group.elect_joined_leader():
@@ -97,17 +97,17 @@ class Rebalance:
         group.remove(member_id, error)
 
     def forget_session(self, group: Group, member_id: str) -> None:
-        """Take away the timer of a member or of a pending id."""
+        """Cancel the session timer of a member or of a pending id."""
         self._timers.cancel(("session", group.group_id, member_id))
 
     def rebalance_after_leaving(self, group: Group, reason: str) -> Records:
-        """Share out anew what those who left have had."""
+        """Rebalance after members have left."""
         if group.is_in(GroupState.STABLE, GroupState.COMPLETING):
             return self.prepare(group, reason)
         return self.complete_join_if_all(group)
 
     def keep_alive(self, group: Group, member: Member, timeout_ms: int | None = None) -> None:
-        """Begin the member's session timeout anew."""
+        """Restart the member's session timeout."""
         self._watch(group.group_id, member.member_id, timeout_ms or member.session_timeout_ms)
 
     def keep_pending(self, group: Group, member_id: str, timeout_ms: int) -> None:
@@ -122,19 +122,19 @@ class Rebalance:
             self._timers.cancel(("sync", group.group_id))
 
     def stop_waiting_for_syncs(self, group: Group) -> None:
-        """Forget who has not asked for its assignment: another rebalance begins, or the group goes."""
+        """Stop waiting for SyncGroup requests, since another rebalance starts or the group is deleted."""
         group.pending_sync.clear()
         self._timers.cancel(("sync", group.group_id))
 
     def forget(self, group: Group) -> None:
-        """Take away every timer of a group."""
+        """Cancel every timer of a group."""
         self.stop_waiting_for_syncs(group)
         self._timers.cancel(("join", group.group_id))
         for member_id in (*group.members, *group.pending_members):
             self.forget_session(group, member_id)
 
     def restored(self, group: Group) -> None:
-        """Give every member of a group that was just loaded a whole session to be heard of."""
+        """Give every member of a restored group a full session timeout."""
         for member in group.members.values():
             self.keep_alive(group, member)
         if len(group.members) > self._limits.members_max:
@@ -142,7 +142,7 @@ class Rebalance:
             self._timers.schedule(("join", group_id), 0, lambda: self._shrink(group_id))
 
     def _shrink(self, group_id: str) -> Records:
-        """The limit is lower than it was: in the next generation only so many find room."""
+        """Rebalance a group that exceeds a lowered limit; only that many members fit into the next generation."""
         group = self._registry.get(group_id)
         if group is None or not group.is_in(GroupState.STABLE):
             return []
@@ -157,7 +157,7 @@ class Rebalance:
         group = self._registry.get(group_id)
         if group is None:
             return []
-        gone = UnknownMember(f"member {member_id!r} of group {group_id!r} was not heard of in time")
+        gone = UnknownMember(f"member {member_id!r} of group {group_id!r} sent no heartbeat in time")
         member = group.members.get(member_id)
         if member is None:
             self.remove(group, member_id, gone)
@@ -167,7 +167,7 @@ class Rebalance:
         else:
             self.remove(group, member_id, gone)
             if group.is_in(GroupState.STABLE, GroupState.COMPLETING):
-                return self.prepare(group, f"member {member_id} was not heard of in time")
+                return self.prepare(group, f"member {member_id} sent no heartbeat in time")
         if group.is_in(GroupState.PREPARING) and group.has_all_joined:
             return self.complete_join(group)
         return []

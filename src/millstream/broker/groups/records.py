@@ -77,7 +77,7 @@ class StoredMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredGroup:
-    """A generation of a group. One without members says that the group is empty."""
+    """A generation of a group; one without members marks the group as empty."""
 
     protocol_type: str
     generation: int
@@ -105,7 +105,7 @@ def offset_record(key: OffsetKey, committed: CommittedOffset) -> StateRecord:
 
 
 def offset_tombstone(key: OffsetKey) -> StateRecord:
-    """The record that takes a committed offset away."""
+    """Build the tombstone of a committed offset."""
     return StateRecord(_offset_key(key), None)
 
 
@@ -132,12 +132,12 @@ def group_record(group_id: str, group: StoredGroup) -> StateRecord:
 
 
 def stored_group_record(group_id: str, value: bytes) -> StateRecord:
-    """The record of a generation whose value is at hand as it was written."""
+    """Build the record of a generation from its stored value."""
     return StateRecord(_group_key(group_id), value)
 
 
 def group_tombstone(group_id: str) -> StateRecord:
-    """The record that takes a group away."""
+    """Build the tombstone of a group."""
     return StateRecord(_group_key(group_id), None)
 
 

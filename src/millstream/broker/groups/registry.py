@@ -11,7 +11,7 @@ from millstream.core.errors import PolicyViolation
 
 
 class Registry:
-    """Groups come with their first member or offset, and go when neither members, offsets nor log speak of them."""
+    """Groups exist from their first member or offset until no members, offsets or records are left."""
 
     def __init__(self, offsets: Offsets, *, groups_max: int) -> None:
         self._offsets = offsets
@@ -44,9 +44,9 @@ class Registry:
         return self._consumers.get(group_id)
 
     def check_room(self, others: int = 0) -> None:
-        """Raise when no further group may be made; `others` are those that are kept elsewhere."""
+        """Raise if no further group may be created; `others` counts groups held elsewhere."""
         if len(self) + others >= self._groups_max:
-            raise PolicyViolation(f"there are {len(self) + others} groups already; no more are made")
+            raise PolicyViolation(f"the coordinator already has {len(self) + others} groups, which is the maximum")
 
     def put(self, group: Group) -> Group:
         """Keep a group, in place of another one of the same id."""
@@ -75,7 +75,7 @@ class Registry:
         self.keep_owner(group_id)
 
     def keep_owner(self, group_id: str) -> None:
-        """Make sure that offsets, where there are any, belong to a group."""
+        """Create an owner for offsets that belong to no group."""
         known = group_id in self._groups or group_id in self._consumers
         if not known and self._offsets.of_group(group_id):
             self.put(Group(group_id))

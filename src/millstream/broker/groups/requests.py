@@ -1,4 +1,4 @@
-"""What members ask of their group and what they are answered, whatever version of the protocol they speak."""
+"""Requests of group members and their responses, independent of the protocol version."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from millstream.core.errors import MillstreamError
 from millstream.core.group import HEARTBEAT, SESSION
 
 SettingsOf = Callable[[str], Mapping[str, int]]
-"""The settings that a group has of its own, by their names."""
+"""Returns the settings of a group by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,9 +28,9 @@ class JoinRequest:
     """Names and metadata, the most wanted first."""
     reason: str | None = None
     knows_member_id_required: bool = True
-    """Whether the client can be told to join again with an id."""
+    """Whether the client understands MEMBER_ID_REQUIRED."""
     knows_skip_assignment: bool = True
-    """Whether the client, as leader, can be told that the assignment stands."""
+    """Whether the client, as leader, understands that the assignment is unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class JoinedMember:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
-    """The member belongs to this generation; only its leader is told of the others."""
+    """A member of a generation; only the leader gets the list of members."""
 
     member_id: str
     generation: int
@@ -57,7 +57,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemberRef:
-    """Who speaks: a member of a generation."""
+    """The sender of a request: a member of a generation."""
 
     group_id: str
     member_id: str
@@ -86,7 +86,7 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Leaver:
-    """A member that wants to go, or that an operator wants gone (then by instance id alone)."""
+    """A member that leaves, or that an operator removes (by instance id alone)."""
 
     member_id: str
     instance_id: str | None = None
@@ -119,7 +119,7 @@ class CommitRequest:
     topics: Mapping[str, tuple[PartitionCommit, ...]]
     retention_ms: int | None = None
     knows_unknown_group: bool = True
-    """Whether the client understands that a group does not exist; older ones are told of a wrong generation."""
+    """Whether the client understands GROUP_ID_NOT_FOUND; older ones get ILLEGAL_GENERATION."""
 
 
 CommitAnswer = Mapping[str, Mapping[int, MillstreamError | None]]
@@ -192,11 +192,11 @@ class GroupLimits:
     """The record of a generation: its members and their assignments."""
     offset_metadata_max: int = 4096
     tombstones_max: int = 1000
-    """Offsets that one operation takes away; more are taken away by several."""
+    """The number of offsets that one operation deletes; more are deleted in several."""
     consumer_session_ms: int = 45_000
-    """How long a member of a consumer group may not be heard of; those of classic groups choose for themselves."""
+    """The session timeout of consumer group members; classic members choose their own."""
     consumer_heartbeat_ms: int = 5_000
-    """How often members of consumer groups are told to send heartbeats."""
+    """The heartbeat interval of consumer group members."""
     new_member_ms: int = 300_000
     """How long a joining member without a session is waited for."""
     sweep_ms: int = 600_000
@@ -205,9 +205,9 @@ class GroupLimits:
     """What single groups have otherwise."""
 
     def session_of(self, group_id: str) -> int:
-        """How long a member of this consumer group may not be heard of."""
+        """Return the session timeout of a consumer group."""
         return self.settings_of(group_id).get(SESSION, self.consumer_session_ms)
 
     def heartbeat_of(self, group_id: str) -> int:
-        """How often members of this consumer group are told to send heartbeats."""
+        """Return the heartbeat interval of a consumer group."""
         return self.settings_of(group_id).get(HEARTBEAT, self.consumer_heartbeat_ms)

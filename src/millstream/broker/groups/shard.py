@@ -86,7 +86,7 @@ from millstream.core.errors import (
 _SWEEP: Final = "sweep"
 _SWEEP_PAUSE_MS: Final = 10
 _SWEEP_OFFSETS: Final = 2000
-"""How many offsets one step of a sweep looks at, about."""
+"""The approximate number of offsets that one step of a sweep examines."""
 
 
 class GroupShard:
@@ -102,7 +102,7 @@ class GroupShard:
         new_suffix: Callable[[], str] = random_suffix,
         topics: ConsumerTopics | None = None,
     ) -> None:
-        """`topics` are those that consumer groups share out; without them they have nothing to share."""
+        """`topics` are the topics that consumer groups can assign; none by default."""
         self._timers = timers
         self._limits = limits
         self._clock = clock
@@ -137,7 +137,7 @@ class GroupShard:
         return self._groups
 
     def consumer_heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
-        """A member of a consumer group joins, lives or goes."""
+        """Handle a consumer group heartbeat: join, stay or leave."""
         self._check_not_shared(request.group_id)
         return self.consumers.heartbeat(request)
 
@@ -174,7 +174,7 @@ class GroupShard:
         return [*replaced, *records], response
 
     def sync(self, request: SyncRequest) -> Outcome[Synced]:
-        """A member asks for its assignment, or its leader brings everyone's."""
+        """Return a member's assignment, or accept the assignments from the leader."""
         who = request.member
         consumers = self.consumers.get_with_members(who.group_id)
         if consumers is not None:
@@ -195,7 +195,7 @@ class GroupShard:
         return self._complete(group, member, dict(request.assignments)), reply
 
     def heartbeat(self, who: MemberRef) -> Outcome[None]:
-        """A member says that it lives."""
+        """Renew a member's session."""
         consumers = self.consumers.get_with_members(who.group_id)
         if consumers is not None:
             return self.consumers.classic_heartbeat(consumers, who)
@@ -210,7 +210,7 @@ class GroupShard:
         return [], None
 
     def leave(self, group_id: str, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
-        """Members go; what they had is shared out anew."""
+        """Remove members and rebalance."""
         consumers = self.consumers.get(group_id)
         if consumers is not None:
             return self.consumers.leave(consumers, leavers)
@@ -289,7 +289,7 @@ class GroupShard:
     def delete_offsets(
         self, group_id: str, unwanted: Mapping[str, Iterable[int]]
     ) -> Outcome[dict[str, dict[int, MillstreamError | None]]]:
-        """Take offsets away, but not those of topics that the group consumes."""
+        """Delete offsets, except those of topics that the group consumes."""
         group = self._existing(group_id)
         if isinstance(group, Group) and not group.is_empty and not group.uses_consumer_protocol:
             raise GroupNotEmpty(f"group {group_id!r} has members, whose topics cannot be known")
@@ -318,7 +318,7 @@ class GroupShard:
         return [], group.description()
 
     def delete(self, group_id: str) -> Outcome[bool]:
-        """Delete a group without members, at most so many offsets at a time; False when there is more to delete."""
+        """Delete an empty group, a limited number of offsets at a time; return False if more are left."""
         share_group = self.shares.get(group_id)
         group = share_group or self._existing(group_id)
         if not group.is_empty:
@@ -349,7 +349,7 @@ class GroupShard:
             self._replay_other(record)
 
     def loaded(self) -> None:
-        """Give every member a session to be heard of, and begin to look for what has expired."""
+        """Restart the sessions of all members, and the sweep for expired offsets."""
         self._loaded = True
         for group in self._groups:
             self._rebalance.restored(group)
@@ -358,7 +358,7 @@ class GroupShard:
         self.sweep_soon()
 
     def unload(self) -> None:
-        """Send everyone who waits to find the coordinator again."""
+        """Refuse all parked requests with NOT_COORDINATOR."""
         moved = NotCoordinator("the state of this group is read back from the log")
         for group in self._groups:
             for member in group.members.values():
@@ -389,7 +389,7 @@ class GroupShard:
         return self.consumers.durable_record(key) if isinstance(key, ConsumerKey) else None
 
     def sweep_soon(self) -> None:
-        """Look for offsets that have expired or whose topic is gone, from the first group on."""
+        """Sweep all groups for offsets that have expired or whose topic was deleted."""
         self._to_sweep = self._groups.ids()
         self._timers.schedule(_SWEEP, 0, self._sweep, pure=True)
 
@@ -402,7 +402,7 @@ class GroupShard:
         return group
 
     def _group_using(self, group_id: str) -> Group | ConsumerGroup | None:
-        """Who has a group id, other than a share group."""
+        """Return the classic or consumer group that uses an id."""
         return self._groups.get(group_id) or self.consumers.get(group_id)
 
     def _existing(self, group_id: str) -> Group | ConsumerGroup:
@@ -412,7 +412,7 @@ class GroupShard:
         return group
 
     def _complete(self, group: Group, leader: Member, assignments: dict[str, bytes]) -> Records:
-        """The leader has shared out: write the generation down; its members are told when it is replayed."""
+        """Store the leader's assignment; members are answered when the record is replayed."""
         record = group_record(group.group_id, group.stored(assignments))
         size_bytes = len(record.value or b"")
         if size_bytes > self._limits.generation_bytes_max:
@@ -477,7 +477,7 @@ class GroupShard:
         limit = self._limits.offset_metadata_max
         if len(commit.metadata or "") <= limit:
             return None
-        return MetadataTooLarge(f"at most {limit} characters are kept beside an offset")
+        return MetadataTooLarge(f"offset metadata is limited to {limit} characters")
 
     def _replay_other(self, record: StateRecord) -> None:
         pending_key = read_pending_key(record.key)
@@ -508,7 +508,7 @@ class GroupShard:
         if record.value is None:
             if group is not None:
                 self._rebalance.forget(group)
-                group.refuse_all(RebalanceInProgress(f"group {group_id!r} goes, or becomes a consumer group"))
+                group.refuse_all(RebalanceInProgress(f"group {group_id!r} is deleted or becomes a consumer group"))
                 self._drop_stored(group)
             return
         stored = read_group(record)
@@ -533,12 +533,12 @@ class GroupShard:
                 self._rebalance.keep_alive(group, member)
 
     def _rebalance_downgraded(self, group_id: str) -> Records:
-        """A consumer group has become this classic one: its members share out by themselves from now on."""
+        """Rebalance a group that has just become a classic one."""
         group = self._groups.get(group_id)
         if group is None or not group.is_in(GroupState.STABLE):
             return []
         self._rebalance.restored(group)
-        return self._rebalance.prepare(group, "its last member that spoke the newer protocol has gone")
+        return self._rebalance.prepare(group, "its last member of the consumer protocol has left")
 
     def _sweep(self) -> Records:
         """Look at some groups; the next step follows shortly, the next round after a pause."""

@@ -72,7 +72,7 @@ def pending_record(key: PendingKey, pending: Pending) -> StateRecord:
 
 
 def pending_tombstone(key: PendingKey) -> StateRecord:
-    """The record that takes an offset away that does not count yet, or counts from now on."""
+    """Build the tombstone of a pending offset."""
     return StateRecord(_pending_key(key), None)
 
 
@@ -124,9 +124,10 @@ class PendingOffsets:
         }
 
     def with_uncommitted(self, group_id: str, fetched: FetchedOffsets) -> FetchedOffsets:
-        """Offsets, and beside them those that a transaction is about to commit where there is none yet.
+        """Add partitions whose first offset a transaction is about to commit.
 
-        Who asks for everything that a group has would else take such a partition for one that was never read.
+        Without them, a client that asks for all offsets of a group would take such a partition for one that was never
+        read.
         """
         pending = [key.offset for key in self.of_group(group_id)] if self._producers_of else []
         found = {topic: dict(offsets) for topic, offsets in fetched.items()}
@@ -186,7 +187,7 @@ class PendingOffsets:
         return records
 
     def expired_markers(self, *, before_ms: int) -> Iterator[StateRecord]:
-        """What takes away the last markers of producers that have not been heard of since then."""
+        """Yield tombstones for the last markers of producers that have been silent since a time."""
         for producer_id, marker in self._markers.items():
             if marker.time_ms <= before_ms:
                 yield StateRecord(_marker_key(producer_id), None)
@@ -327,5 +328,5 @@ class TransactionalOffsets:
         return records, None
 
     def expired_markers(self, retention_ms: int) -> Iterator[StateRecord]:
-        """What takes away the memory of producers that have not been heard of for so long."""
+        """Yield tombstones for the last markers of producers that have been silent for a retention time."""
         return self.pending.expired_markers(before_ms=self._clock.now_ms() - retention_ms)

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Generic, NamedTuple, TypeVar
 
-import msgspec
-from kio.schema.errors import ErrorCode
 from kio.static.primitive import i32, i32Timedelta
 
 from millstream.broker.kafka.errors import error_code, error_message, log_fenced
@@ -23,12 +21,13 @@ from millstream.broker.net.promise import Buffers
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape
+from millstream.protocol.private.message import decode, encode
 
 M = TypeVar("M")
 
 
 class Versioned(NamedTuple, Generic[M]):
-    """A message and the version that the client speaks."""
+    """A message and its version."""
 
     version: int
     message: M
@@ -66,12 +65,12 @@ ResponseT = TypeVar("ResponseT")
 
 
 def _cannot_mute(seconds: float) -> None:
-    """For clients without a connection: there is nobody to hold back."""
+    """Do nothing: a client without a connection cannot be held back."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ClientInfo:
-    """Who is at the other end of a connection; one per connection, filled in as the client tells and does more."""
+    """The client of a connection, filled in as requests arrive."""
 
     connection_id: int
     host: str
@@ -82,7 +81,7 @@ class ClientInfo:
     software_name: str = "unknown"
     software_version: str = "unknown"
     mute: Callable[[float], None] = _cannot_mute
-    """Takes no more requests from the client for some seconds."""
+    """Stops reading requests from the client for some seconds."""
     count_as_follower: Callable[[], None] = lambda: None
     """Serves the connection out of the share of those who replicate."""
     presence: Presence = field(default_factory=Presence)
@@ -100,7 +99,7 @@ class Api(ABC, Generic[RequestT, ResponseT]):
     versions: ClassVar[tuple[int, int]]
     """The oldest and the newest version served."""
     waits_for_others: ClassVar[bool] = False
-    """Whether the answer waits for what other clients do, so that it is given up when the client leaves."""
+    """Whether the response waits for other clients, so that it is abandoned when this client leaves."""
 
     starts_at_once: ClassVar[bool] = False
     """Whether a request is worked on as it arrives, not a turn of the loop later; up to its first wait it has no task,
@@ -116,7 +115,7 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return upgraded
 
     def downgrade(self, version: int, response: ResponseT) -> Any:
-        """Turn an answer of the newest version into one of the version asked for."""
+        """Convert a response of the newest version to the requested one."""
         return reshape(response, load_response_class(self.key, version))
 
     def failure(self, error: MillstreamError, request: RequestT) -> ResponseT:
@@ -134,31 +133,43 @@ class Api(ABC, Generic[RequestT, ResponseT]):
         return self.downgrade(version, response)
 
 
-class PrivateApi(ABC, Generic[RequestT]):
-    """One private request."""
+class PrivateApi(ABC, Generic[RequestT, ResponseT]):
+    """One of Millstream's private requests; `protocol/private/message.py` defines the encoding."""
 
     key: int
     versions = (0, 0)
-    asks: ClassVar[Any]
-    """The type of the request's body."""
+    request_type: ClassVar[type]
+    response_type: ClassVar[type]
+    """Its fields have defaults, so that it can be built from an error alone."""
+    waits_for_others: ClassVar[bool] = False
+    """Whether the answer waits for other clients, so that it is abandoned when the client leaves."""
 
     @abstractmethod
-    async def handle(self, request: RequestT) -> dict[str, Any]:
-        """Carry a request out; what is returned goes into the answer."""
+    async def handle(self, request: RequestT) -> ResponseT:
+        """Carry out a request."""
+
+    async def handle_from(self, client: ClientInfo, request: RequestT) -> ResponseT:
+        """Carry out the request of a client; overridden where quotas count."""
+        return await self.handle(request)
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Answer later."""
+        """Answer once the request is carried out."""
         return self._answer(bytes(frame[header.body_at :]), header, client)
 
     async def _answer(self, body: bytes, header: RequestHeader, client: ClientInfo) -> Buffers | None:
-        response: dict[str, Any]
+        if self.waits_for_others:
+            client.presence.give_up_when_left()
+        response: Any
         try:
-            request: RequestT = msgspec.json.decode(body, type=self.asks)
-            response = {"error": 0, "message": None, **await self.handle(request)}
-        except msgspec.MsgspecError as error:
-            response = {"error": int(ErrorCode.invalid_request), "message": str(error)}
+            request: RequestT = decode(body, self.request_type)
+            response = await self.handle_from(client, request)
         except MillstreamError as error:
             log_fenced(error_code(error), str(error), client)
-            response = {"error": int(error_code(error)), "message": error_message(error)}
-        content = msgspec.json.encode(response)
-        return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]
+            response = self.response_type(error=int(error_code(error)), message=error_message(error))
+        return encode_private(header, response)
+
+
+def encode_private(header: RequestHeader, response: Any) -> Buffers:
+    """Encode the response to a private request."""
+    content = encode(response)
+    return [response_head(header.api_key, header.version, header.correlation_id, len(content)), content]

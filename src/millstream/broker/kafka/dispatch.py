@@ -1,8 +1,8 @@
-"""From a frame to the API it asks for and back: reads the header, finds the API, encodes the answer.
+"""Dispatch frames to APIs: read the header, find the API, encode the response.
 
-The APIs are loaded when the broker is up, since their message classes are slow to import; a request that comes
-before that waits. What cannot be read, or asks for what is not served, closes the connection, as in Kafka;
-ApiVersions alone answers every version, so that clients can find out what is served.
+The APIs are loaded when the broker is up, since their message classes are slow to import; a request that comes before
+that waits. An unreadable or unsupported request closes the connection, as in Kafka; only ApiVersions answers every
+version, so that clients can discover what is served.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RawApi(Protocol):
     versions: tuple[int, int]
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
-        """Answer a frame; see `net.connection.Service` for what the kinds of answer mean."""
+        """Answer a frame; `net.connection.Service` describes the kinds of answers."""
 
 
 class Dispatch:
@@ -51,7 +51,7 @@ class Dispatch:
         self._latencies: dict[int, Histogram] = {}
 
     def serve(self, apis: Iterable[Api[Any, Any] | RawApi]) -> None:
-        """Begin to answer with these APIs."""
+        """Start answering with these APIs."""
         self._apis = {api.key: api for api in apis}
         self._latencies = {key: Histogram() for key in self._apis}
         self._loaded.set()
@@ -61,7 +61,7 @@ class Dispatch:
         await self._loaded.wait()
 
     def metrics(self) -> Iterable[Metric]:
-        """How often each API was asked and how long its answers took."""
+        """The number and latency of requests by API."""
         yield Metric(
             "millstream_request_seconds",
             "histogram",
@@ -130,7 +130,7 @@ class Dispatch:
         self, api: Api[Any, Any], header: RequestHeader, frame: memoryview, client: ClientInfo, started: float
     ) -> Answer:
         version = header.version
-        # The frame is not there any more when the coroutine begins.
+        # The frame is no longer valid when the coroutine starts.
         request = read_request(api.key, version, frame, header.body_at)
         answer = self._answer_with(api, header, request, client, started)
         return start(answer) if api.starts_at_once else answer

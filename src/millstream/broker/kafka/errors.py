@@ -1,7 +1,7 @@
 """The one mapping from the error tree to Kafka's error codes.
 
-An error without an entry of its own gets the code of its nearest ancestor. Anything outside the tree is a defect of
-the broker, and clients are told UNKNOWN_SERVER_ERROR.
+An error without an entry of its own gets the code of its nearest ancestor. Anything outside the tree is a defect of the
+broker, and clients get UNKNOWN_SERVER_ERROR.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
     errors.OffsetOutOfRange: ErrorCode.offset_out_of_range,
     # Consumers raise this code to their user; a storage error they would retry for ever.
     errors.DamagedRange: ErrorCode.corrupt_message,
-    # Sends the client back to the metadata, where the topic is gone or has another leader.
+    # Sends the client back to the metadata, where the topic is deleted or has another leader.
     errors.PartitionClosed: ErrorCode.not_leader_or_follower,
     errors.NotLeader: ErrorCode.not_leader_or_follower,
     errors.FencedLeaderEpoch: ErrorCode.fenced_leader_epoch,
@@ -100,7 +100,7 @@ _CODES: Final[dict[type[errors.MillstreamError], ErrorCode]] = {
 }
 
 _MESSAGE_LENGTH_MAX: Final = 2000
-"""A message may quote what the client sent; cut to this, it fits into every version's answer."""
+"""A message may quote the client's data; at this length it fits into every version's response."""
 
 
 def error_code(error: BaseException) -> ErrorCode:
@@ -112,10 +112,10 @@ def error_code(error: BaseException) -> ErrorCode:
 
 
 def error_message(error: BaseException) -> str:
-    """Say what went wrong; what lies outside the tree is not told to clients, since it may name the inside."""
+    """Return the message for clients; errors outside the tree are not exposed, since they may name internals."""
     if isinstance(error, errors.MillstreamError):
         return str(error)[:_MESSAGE_LENGTH_MAX]
-    return "the broker failed to carry out the request; its log says why"
+    return "the broker failed to carry out the request; see its log"
 
 
 if TYPE_CHECKING:

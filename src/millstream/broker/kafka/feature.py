@@ -51,5 +51,5 @@ def features_of(served: Collection[int]) -> Iterator[Feature]:
 
 
 def epoch_of(features: Iterable[Feature]) -> int:
-    """The epoch of the levels: clients take over levels of a larger one. The sum of all levels grows with each."""
+    """Return the epoch of the levels, which is their sum: clients adopt levels with a larger epoch."""
     return sum(feature.level for feature in features)

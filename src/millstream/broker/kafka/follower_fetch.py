@@ -59,10 +59,10 @@ class Waiter(Protocol):
     """A fetch that waits."""
 
     def wake(self) -> None:
-        """Look again, soon."""
+        """Schedule another read."""
 
     def finish(self) -> None:
-        """Answer with what is there."""
+        """Answer with what is available."""
 
 
 class FollowedPartition:
@@ -73,7 +73,7 @@ class FollowedPartition:
     def __init__(self, position: ReplicaPosition) -> None:
         self.position = position
         self.partition: Partition | None = None
-        """Whose appends the session is told of."""
+        """The partition whose appends notify the session."""
         self.sent_watermark = _NEVER_SENT
         self.sent_log_start = _NEVER_SENT
 
@@ -88,7 +88,7 @@ class FollowerSession:
         """Of the request that comes next."""
         self.partitions: dict[PartitionKey, FollowedPartition] = {}
         self.unread: dict[PartitionKey, None] = {}
-        """Partitions to look at, in the order in which something happened to them."""
+        """Partitions to read, in the order of their events."""
         self.moved: dict[PartitionKey, None] = {}
         """Partitions whose high watermark has moved."""
         self.waiting: Waiter | None = None
@@ -104,7 +104,7 @@ class FollowerSession:
         self._note(self.unread, partition)
 
     def advanced(self, partition: Partition) -> None:
-        """The high watermark has moved, or somebody else leads now."""
+        """React to an advanced high watermark or another leader."""
         self._note(self.moved if partition.is_leader else self.unread, partition)
 
     def _note(self, noted: dict[PartitionKey, None], partition: Partition) -> None:
@@ -116,7 +116,7 @@ class FollowerSession:
     # -- what the follower tells ----------------------------------------------------------------------------
 
     def update(self, wanted: Iterable[tuple[PartitionKey, ReplicaPosition]], forgotten: Iterable[PartitionKey]) -> None:
-        """Take in what a request says."""
+        """Apply the changes of a request."""
         for key in forgotten:
             self._drop(key)
         for key, position in wanted:
@@ -128,7 +128,7 @@ class FollowerSession:
             self.unread[key] = None
 
     def listen(self, followed: FollowedPartition, partition: Partition) -> None:
-        """Be told of what happens to a partition from now on."""
+        """Subscribe to the events of a partition."""
         if followed.partition is not partition:
             self._stop_listening(followed)
             followed.partition = partition
@@ -136,7 +136,7 @@ class FollowerSession:
             partition.listen_to_appends(self)
 
     def close(self) -> None:
-        """Be told of nothing any more."""
+        """Unsubscribe from all partitions."""
         for key in tuple(self.partitions):
             self._drop(key)
         self.wake()
@@ -157,7 +157,7 @@ class FollowerSession:
     # -- waiting --------------------------------------------------------------------------------------------
 
     def wake(self) -> None:
-        """Have the fetch that waits look again, once for all that happens in this turn of the loop."""
+        """Let the waiting fetch read again, once for all events of this turn of the loop."""
         if self.waiting is not None:
             self.waiting.wake()
 
@@ -171,12 +171,12 @@ WATERMARK_DELAY_S = 0.02
 
 BYTES_MIN = 1024 * 1024
 
-"""So much a follower gets in any case."""
+"""The minimum that a follower gets."""
 
 
 PARTITIONS_PER_ANSWER_MAX = 2000
 
-"""So many partitions are looked at for one answer; the others come with the next, so that nobody waits for long."""
+"""The number of partitions read per response; the others follow in the next one."""
 
 
 MAX_WAIT_S_MAX = 300.0
@@ -184,7 +184,7 @@ MAX_WAIT_S_MAX = 300.0
 
 _UNREGISTERED = ReplicaAnswer(ErrorCode.not_leader_or_follower, NO_OFFSET, NO_OFFSET, None, b"")
 
-"""What a process is told that is not registered as the node it claims to be, as in Kafka (KIP-903)."""
+"""The response to a process that is not registered as the node it claims to be, as in Kafka (KIP-903)."""
 
 
 class Partitions(Protocol):
@@ -220,13 +220,13 @@ class FollowerFetch:
         return len(self._sessions)
 
     def stop(self) -> None:
-        """Answer every fetch that waits, and let none wait any more."""
+        """Answer every waiting fetch, and let none wait from now on."""
         self._stopping = True
         for session in self._sessions.values():
             session.wake()
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo | None = None) -> Answer:
-        """Answer at once when there is something to tell, else have the connection wait."""
+        """Answer immediately if there is news, otherwise let the connection wait."""
         if header.version < OLDEST:
             raise ProtocolViolation(f"a follower's fetch in version {header.version}; {OLDEST} and later are served")
         fetch = read_replica_fetch(frame, header.body_at)
@@ -250,7 +250,7 @@ class FollowerFetch:
         return wait
 
     def read_again(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer] | None:
-        """What there is to say by now; None when the follower has begun another session, on another connection."""
+        """Read again; None if the follower has opened another session on another connection."""
         return self._read_pending(session, fetch) if self._sessions.get(session.node) is session else None
 
     def is_complete(self, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]) -> bool:
@@ -269,7 +269,7 @@ class FollowerFetch:
             return ErrorCode.invalid_fetch_session_epoch
         else:
             if session.waiting is not None:
-                # Nobody sends the next one before the answer to this one, but if so, an answer is due for each.
+                # A follower sends no request before the previous response; if it does, both are answered.
                 session.waiting.finish()
             session.epoch = next_session_epoch(session.epoch)
         session.update(fetch.wanted.items(), fetch.forgotten)
@@ -288,7 +288,7 @@ class FollowerFetch:
     # -- looking --------------------------------------------------------------------------------------------
 
     def _read_pending(self, session: FollowerSession, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
-        """What there is to say of the partitions to which something has happened, within the bytes allowed."""
+        """Read the partitions with events, within the byte limits."""
         room = max(BYTES_MIN, self._budget.share_bytes)
         remaining = min(fetch.max_bytes, self._bytes_max, room)
         is_first = True
@@ -323,7 +323,7 @@ class FollowerFetch:
         try:
             partition = followed.partition
             if partition is None or not partition.is_leader:
-                # It may be another one by now, or gone, which is what the follower is told then.
+                # It may have been replaced or deleted, which the follower learns from the error.
                 partition = self._partitions.partition_by_id(*key)
                 session.listen(followed, partition)
             read = partition.read_for_follower(
@@ -343,7 +343,7 @@ class FollowerFetch:
         return ReplicaAnswer(ErrorCode.none, read.high_watermark, read.log_start, read.diverging, read.records)
 
     def _read_for_repair(self, fetch: ReplicaFetch) -> dict[PartitionKey, ReplicaAnswer]:
-        """Give a replica what its disk lost, within the bytes allowed."""
+        """Read what a replica has lost, within the byte limits."""
         remaining = min(fetch.max_bytes, self._bytes_max, max(BYTES_MIN, self._budget.share_bytes))
         found: dict[PartitionKey, ReplicaAnswer] = {}
         for key, position in fetch.wanted.items():
@@ -377,7 +377,7 @@ class FollowerFetch:
     def answer(
         self, header: RequestHeader, session: FollowerSession, found: dict[PartitionKey, ReplicaAnswer]
     ) -> Buffers:
-        """Lay an answer, and remember what the follower knows then."""
+        """Encode a response, and remember what it tells the follower."""
         for key, answer in found.items():
             followed = session.partitions.get(key)
             if followed is not None:
@@ -417,7 +417,7 @@ class _Wait(Promise):
         session.waiting = self
 
     def wake(self) -> None:
-        """Look again when everything is done that is under way in this turn of the loop."""
+        """Schedule another read after all events of this turn of the loop."""
         if not self._is_wake_scheduled:
             self._is_wake_scheduled = True
             asyncio.get_running_loop().call_soon(self._look_again)
@@ -437,7 +437,7 @@ class _Wait(Promise):
             self._shorten_wait()
 
     def _shorten_wait(self) -> None:
-        """Wait for a little only, so that records may go with what is known."""
+        """Wait only briefly, so that records can accompany the news."""
         loop = asyncio.get_running_loop()
         due = loop.time() + WATERMARK_DELAY_S
         if due < self._due:
@@ -446,7 +446,7 @@ class _Wait(Promise):
             self._timer = loop.call_at(due, self.finish)
 
     def finish(self) -> None:
-        """Answer with what is there."""
+        """Answer with what is available."""
         if self.is_kept:
             return
         found = self._followers.read_again(self._session, self._fetch)

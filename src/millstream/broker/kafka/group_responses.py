@@ -37,7 +37,7 @@ def milliseconds(value: int) -> i32Timedelta:
 
 
 def partitions_by_topic(part: Callable[..., T], assignment: Mapping[UUID, Collection[int]]) -> tuple[T, ...]:
-    """What a member is told to have."""
+    """Build the assignment of a member."""
     return tuple(
         part(topic_id=topic_id, partitions=tuple(map(i32, sorted(partitions))))
         for topic_id, partitions in sorted(assignment.items())
@@ -45,7 +45,7 @@ def partitions_by_topic(part: Callable[..., T], assignment: Mapping[UUID, Collec
 
 
 def named_partitions(part: Callable[..., T], named: Iterable[tuple[UUID, str, Sequence[int]]]) -> tuple[T, ...]:
-    """What a member has, with the names of topics."""
+    """Build the assignment of a member with topic names."""
     return tuple(
         part(topic_id=topic_id, topic_name=TopicName(name), partitions=tuple(map(i32, numbers)))
         for topic_id, name, numbers in named

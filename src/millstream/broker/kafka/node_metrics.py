@@ -40,14 +40,14 @@ def _open_files() -> int:
 
 
 class CommittedOffsets(Protocol):
-    """Whoever knows what consumer groups have committed."""
+    """The source of committed offsets."""
 
     def committed(self) -> Iterable[tuple[str, str, int, int]]:
         """Every group, topic, partition and committed offset."""
 
 
 class Ends(Protocol):
-    """Whoever knows where partitions end."""
+    """The source of partition ends."""
 
     def high_watermark(self, topic: str, partition: int) -> int | None:
         """The next offset that consumers will read; None when there is no such partition."""

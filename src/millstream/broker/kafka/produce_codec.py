@@ -49,7 +49,7 @@ _TOPICS_REMEMBERED: Final = 1000
 
 
 class Portion:
-    """What a request holds for one partition, and what became of it."""
+    """The records of a request for one partition, and their outcome."""
 
     __slots__ = ("appended", "code", "index", "is_checked", "message", "record_errors", "records", "topic")
 
@@ -224,17 +224,17 @@ def read_any(frame: memoryview, header: RequestHeader) -> Request:
 
 
 def write(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> Buffers:
-    """Lay out the answer."""
+    """Encode the response."""
     if len(portions) == 1 and portions[0].message is None:
         return write_one(header, portions[0], throttle_ms)
     return write_any(header, portions, throttle_ms)
 
 
 def write_one(header: RequestHeader, portion: Portion, throttle_ms: int) -> Buffers:
-    """Lay out the answer to a request for one partition, if there is no message to send."""
+    """Encode the response for a single partition without a message."""
     flexible = header.flexible
     body = _start_of_one(portion.topic, flexible) + _plain_outcome(header.version, portion)
-    # What stands around it, empty tags after each part among it, is laid out here, at a fraction of the cost of calls.
+    # Everything around it, including empty tags, is encoded here at a fraction of the cost of calls.
     if flexible:
         return [_HEAD.pack(len(body) + 11, header.correlation_id) + b"\0" + body + _TAGS_AND_THROTTLE.pack(throttle_ms)]
     return [_HEAD.pack(len(body) + 8, header.correlation_id) + body + _INT32.pack(throttle_ms)]
@@ -251,7 +251,7 @@ def _start_of_one(topic: str | UUID, flexible: bool) -> bytes:
 
 
 def write_any(header: RequestHeader, portions: list[Portion], throttle_ms: int) -> Buffers:
-    """Lay out any answer."""
+    """Encode any response."""
     version = header.version
     writer = Writer(flexible=header.flexible)
     by_topic: dict[str | UUID, list[Portion]] = {}
@@ -280,7 +280,7 @@ def _write_topic(writer: Writer, topic: str | UUID) -> None:
 
 
 def _plain_outcome(version: int, portion: Portion) -> bytes:
-    """What became of a partition, if there is no message; what follows the numbers depends on the version alone."""
+    """Encode the outcome of a partition without a message; what follows the numbers depends only on the version."""
     appended = portion.appended
     base, _, time_ms, start, _ = (-1, -1, -1, -1, False) if appended is None else appended
     if version >= FIRST_WITH_MESSAGES:

@@ -1,4 +1,5 @@
-"""Holds clients to their quotas, as Kafka does: whoever goes beyond is told to wait, and is not read from meanwhile.
+"""Enforce client quotas as Kafka does: a client over its quota is told how long to wait, and its connection is muted
+for that time.
 
 A quota is a bucket that fills with `rate` bytes a second and holds those of ten seconds, which is the time over which
 Kafka measures a rate too. A request takes its bytes out whether they are there or not. If the bucket is then in debt,
@@ -26,11 +27,11 @@ THROTTLE_MS_MAX: Final = 300_000
 """No client is muted for longer, however large its debt: it has to notice that the broker is there."""
 
 CLIENTS_MAX: Final = 10_000
-"""Client ids that are remembered; beyond it the one that was looked up first begins anew."""
+"""The number of client ids that are remembered; beyond it, the oldest one starts over."""
 
 
 class Bucket:
-    """The bytes that whoever shares a quota may still take."""
+    """The bytes that the clients of a quota may still use."""
 
     __slots__ = ("_at", "_level", "_rate")
 
@@ -87,7 +88,7 @@ class QuotaMeter:
         return throttle_ms
 
     def owed_ms(self, client: ClientInfo) -> int:
-        """For how many milliseconds a client has to wait for what it has taken already."""
+        """Return how many milliseconds a client has to wait for its debt."""
         bucket = self._bucket(client.client_id) if self.is_limiting else None
         debt_s = 0.0 if bucket is None else bucket.take(0, self._clock())
         return min(math.ceil(debt_s * 1000), THROTTLE_MS_MAX)
@@ -143,6 +144,6 @@ class QuotaMeters:
         yield Metric(
             "millstream_throttled_seconds_total",
             "counter",
-            "How long clients were told to wait.",
+            "Time for which clients were throttled.",
             tuple(Sample(meter.throttled_ms / 1000, (("quota", meter.key),)) for meter in meters),
         )

@@ -118,7 +118,7 @@ from millstream.core.tasks import Supervise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiDependencies:
-    """What the APIs stand on."""
+    """The parts of a node that the APIs use."""
 
     config: Config
     clock: Clock
@@ -198,7 +198,7 @@ class ServedApis:
         return self._subscriptions
 
     async def start(self) -> None:
-        """Begin to load what the coordinators keep in the log."""
+        """Start loading the state of the coordinators."""
         await self._groups.start()
         await self._transactions.start()
         await self._subscriptions.start()
@@ -207,7 +207,7 @@ class ServedApis:
         self._parts.node.state = READY
 
     async def close(self) -> None:
-        """Answer everybody who waits, and let what was written be acknowledged."""
+        """Answer all waiting requests, and wait until everything written is acknowledged."""
         self._parts.node.state = STOPPING
         self._fetch.stop()
         await self._subscriptions.close()

@@ -87,7 +87,7 @@ class Synonym:
 
 @dataclass(frozen=True, slots=True)
 class SettingView:
-    """One setting as it holds. `synonyms` begins with the place that its value comes from."""
+    """One setting in effect. `synonyms` starts with the source of its value."""
 
     declared: Setting
     synonyms: tuple[Synonym, ...]
@@ -115,7 +115,7 @@ def is_list(declared: Setting) -> bool:
 
 
 def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
-    """Every setting of a topic: what its owner set, else the node's default, else the built-in one."""
+    """Yield every setting of a topic: its own value, the node's default, or the built-in default."""
     node_settings, in_force = topics.settings_of(dataclasses.replace(topic, overrides={})), topics.settings_of(topic)
     node_names = {attribute: declared.name for attribute, declared in settings_of(Config)}
     for attribute, declared in settings_of(TopicSettings):
@@ -135,7 +135,7 @@ def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
 
 
 def node_settings(config: Config, topic_defaults: TopicSettings) -> Iterator[SettingView]:
-    """Every setting of this node, and under Kafka's names those that Kafka's tools look for."""
+    """Yield every setting of this node, with the names that Kafka's tools expect."""
     for attribute, declared in settings_of(Config):
         value = getattr(config, attribute)
         synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
@@ -153,7 +153,7 @@ def node_settings(config: Config, topic_defaults: TopicSettings) -> Iterator[Set
 
 
 def how_to_change(name: str) -> str:
-    """Say where a setting of a node, by our name or by Kafka's, is changed; a running node does not take it."""
+    """Explain where a node setting, by our name or Kafka's, is changed; a running node does not change it."""
     own = next((own for own, kafka_name in _KAFKA_NAMES.items() if name == kafka_name), name)
     if own in Config.declared():
         return f"{name}: set {own} in the node's flags, environment or millstream.toml, and restart it"
@@ -164,7 +164,7 @@ def how_to_change(name: str) -> str:
 
 
 def consumer_group_settings(groups: DeclaredGroups, group_id: str) -> Iterator[SettingView]:
-    """Every setting of a consumer group: what was set for it, else the node's, else the built-in default."""
+    """Yield every setting of a consumer group: its own value, the node's, or the built-in default."""
     own = groups.overrides_of(group_id)
     for name, declared in DECLARED.items():
         synonyms = [Synonym(name, _text(declared.default), SOURCE_DEFAULT)]

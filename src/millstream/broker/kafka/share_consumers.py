@@ -34,7 +34,7 @@ SessionKey = tuple[str, str]
 
 
 class ShareSession:
-    """The partitions of one member, and how many requests it has made."""
+    """The partitions of one member, and the number of its requests."""
 
     __slots__ = ("epoch", "member", "partitions", "presence", "turn")
 
@@ -44,11 +44,11 @@ class ShareSession:
         self.epoch = 1
         self.partitions: dict[SharePartition, None] = {}
         self.turn = 0
-        """Which of the partitions is asked first; they take turns."""
+        """Which partition is asked first; they take turns."""
 
 
 class ShareSessions:
-    """Every session. `lost` is told of those whose connection has gone."""
+    """All sessions; `lost` is called for those whose connection was closed."""
 
     def __init__(self, lost: Callable[[ShareSession], None]) -> None:
         self._lost = lost
@@ -67,7 +67,7 @@ class ShareSessions:
         return session
 
     def resume(self, member: SessionKey, epoch: int) -> ShareSession | ErrorCode:
-        """The session that a request goes on with; it counts the requests."""
+        """Return the session that a request continues, counting the request."""
         session = self._by_member.get(member)
         if session is None:
             return ErrorCode.share_session_not_found
@@ -120,14 +120,14 @@ class AcknowledgementBatch(Protocol):
 
 
 Acknowledgements = dict[SharePartition, Sequence[AcknowledgementBatch]]
-"""What a request acknowledges."""
+"""The acknowledgements of a request."""
 
 Settled = dict[SharePartition, "Delivery | MillstreamError"]
 """The queues in which it was settled, or why not."""
 
 
 class Leader(NamedTuple):
-    """Who leads a partition."""
+    """The leader of a partition."""
 
     node_id: int
     epoch: int
@@ -160,7 +160,7 @@ class ShareConsumers:
         wanted: Iterable[SharePartition] = (),
         forgotten: Iterable[SharePartition] = (),
     ) -> ShareSession | ErrorCode:
-        """The session of a request, with what it changes; the last request of a session still has it."""
+        """Return the session of a request with its changes applied; the last request of a session still gets it."""
         if epoch == CLOSES:
             closed = self._sessions.close(member)
             return ErrorCode.share_session_not_found if closed is None else closed
@@ -192,20 +192,20 @@ class ShareConsumers:
     async def acknowledge(
         self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
     ) -> dict[SharePartition, MillstreamError | None]:
-        """Settle what a member acknowledges: of each partition everything, or nothing. Ends when it is durable."""
+        """Settle a member's acknowledgements, all or none per partition; return when they are durable."""
         return await self.confirm(await self.settle(subscription, member_id, asked, renews=renews))
 
     async def settle(
         self, subscription: Subscription, member_id: str, asked: Acknowledgements, *, renews: bool
     ) -> Settled:
-        """The same, without the wait: `confirm` tells when it may be answered."""
+        """Settle without waiting; `confirm` tells when the request may be answered."""
         return {
             place: await self._settle(subscription, member_id, place, batches, renews)
             for place, batches in asked.items()
         }
 
     async def confirm(self, settled: Settled) -> dict[SharePartition, MillstreamError | None]:
-        """Wait until what was settled is durable; what went wrong with each partition."""
+        """Wait until settlements are durable; return the error of each partition."""
         results: dict[SharePartition, MillstreamError | None] = {}
         for place, delivery in settled.items():
             results[place] = delivery if isinstance(delivery, MillstreamError) else None
@@ -233,13 +233,13 @@ class ShareConsumers:
         return delivery
 
     def release(self, session: ShareSession) -> None:
-        """A session has ended: others get what its member holds."""
+        """Release the leases of a member whose session has ended."""
         group_id, member_id = session.member
         engine, subscription = self.service.loaded, self.service.declared.get(group_id)
         if engine is None or subscription is None:
             return
         for topic_id, index in session.partitions:
-            # Whoever leads a queue that is not open here lets the leases run out.
+            # Leases of a queue that another node leads expire there.
             found = engine.opened(QueueKey(subscription.subscription_id, topic_id, PartitionIndex(index)))
             if found is not None:
                 # A queue that has just closed keeps no other from hearing of it.

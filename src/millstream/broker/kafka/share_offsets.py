@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
+
+import msgspec
 
 from millstream.broker.cluster.membership import Membership
-from millstream.broker.kafka.apis.subscription_forget import SubscriptionForget, Unwanted
-from millstream.broker.kafka.apis.subscription_list import SubscriptionList, WantedSubscriptions
-from millstream.broker.kafka.apis.subscription_seek import AT_OFFSET, Sought, SubscriptionSeek
+from millstream.broker.kafka.apis.subscription_forget import SubscriptionForget
+from millstream.broker.kafka.apis.subscription_list import SubscriptionList
+from millstream.broker.kafka.apis.subscription_seek import AT_OFFSET, SubscriptionSeek
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import NotLeader
+from millstream.core.ids import NodeId
 from millstream.core.topic import Topic
+from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.subscription_messages import (
+    ForgetSubscriptionRequest,
+    ListSubscriptionsRequest,
+    ListSubscriptionsResponse,
+    SeekSubscriptionRequest,
+    SeekSubscriptionResponse,
+)
 from millstream.protocol.wire.error_codes import error_from_code
 
 UNKNOWN: Final = -1
+
+R = TypeVar("R", bound=Response)
 
 
 class QueueOffset(NamedTuple):
@@ -41,57 +53,56 @@ class ShareOffsets:
         found, stored = await self._ask_all(name, set())
         closed = stored - found.keys()
         if closed:
-            # Nobody has asked for them since their leader began to lead.
+            # They were not opened since their leader took over.
             found, _ = await self._ask_all(name, closed)
         return found
 
     async def _ask_all(
         self, name: str, to_open: set[tuple[str, int]]
     ) -> tuple[dict[tuple[str, int], QueueOffset], set[tuple[str, int]]]:
-        """What all nodes tell of a group: its queues that are open, and those whose states they keep."""
+        """Ask all nodes for the open queues of a group, and for those whose states they store."""
         found: dict[tuple[str, int], QueueOffset] = {}
         stored: set[tuple[str, int]] = set()
+        request = ListSubscriptionsRequest([name], sorted(to_open))
         for node in self._membership.nodes():
             if node.node_id == self._membership.me.node_id:
-                response = await self._list.handle(WantedSubscriptions([name], sorted(to_open)))
+                response = await self._list.handle(request)
             else:
-                body = {"names": [name], "open": sorted(to_open)}
-                response = await self._send(node.node_id, SubscriptionList.key, body)
-            for subscription in response["subscriptions"]:
+                response = await self._send(node.node_id, SubscriptionList.key, request, ListSubscriptionsResponse)
+            for subscription in response.subscriptions:
                 stored |= {(topic, partition) for topic, partition in subscription["kept"]}
                 for queue in subscription["queues"]:
                     found[queue["topic"], queue["partition"]] = QueueOffset(queue["oldest"], queue["backlog"])
         return found, stored
 
     async def declare(self, name: str) -> None:
-        """Make sure that a group has its subscription."""
+        """Declare the subscription of a group if it does not exist."""
         await self._service.declared.ensure(name)
 
     async def move(self, name: str, topic: Topic, partition: int, offset: int) -> None:
-        """Have a group go on at an offset of one partition."""
+        """Move a group to an offset of one partition."""
         state = self._service.topics.state_of(topic, partition)
         if state is None or not state.has_leader:
-            raise NotLeader(f"nobody leads {topic.name}-{partition} now")
-        to = f"{AT_OFFSET}{offset}"
+            raise NotLeader(f"{topic.name}-{partition} has no leader")
+        request = SeekSubscriptionRequest(name, f"{AT_OFFSET}{offset}", topic.name, partition)
         if state.leader == self._membership.me.node_id:
-            await self._seek.handle(Sought(name, to, topic.name, partition))
-            return
-        body = {"name": name, "to": to, "topic": topic.name, "partition": partition}
-        await self._send(state.leader, SubscriptionSeek.key, body)
+            await self._seek.handle(request)
+        else:
+            await self._send(state.leader, SubscriptionSeek.key, request, SeekSubscriptionResponse)
 
     async def forget(self, name: str, topic: Topic) -> None:
-        """Forget where a group is on a topic: it begins there as if for the first time."""
-        # First nobody writes any more, then what was written goes.
-        for keeps in (True, False):
+        """Discard a group's state on a topic, so that it starts as if for the first time."""
+        # First all queues stop writing, then their states are deleted.
+        for only_close in (True, False):
+            request = ForgetSubscriptionRequest(name, topic.name, only_close)
             for node in self._membership.nodes():
                 if node.node_id == self._membership.me.node_id:
-                    await self._forget.handle(Unwanted(name, topic.name, keeps))
+                    await self._forget.handle(request)
                 else:
-                    body = {"name": name, "topic": topic.name, "only_close": keeps}
-                    await self._send(node.node_id, SubscriptionForget.key, body)
+                    await self._send(node.node_id, SubscriptionForget.key, request, Response)
 
-    async def _send(self, node: Any, key: int, body: dict[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(bytes(await self._service.ask_node(node, key, json.dumps(body).encode())))
-        if answer["error"]:
-            raise error_from_code(answer["error"], answer["message"])
-        return answer
+    async def _send(self, node: NodeId, key: int, request: msgspec.Struct, kind: type[R]) -> R:
+        response = decode(await self._service.ask_node(node, key, encode(request)), kind)
+        if response.error:
+            raise error_from_code(response.error, response.message)
+        return response

@@ -1,13 +1,12 @@
-"""Everything about subscriptions on this node, put together: what is declared, the queues, and where they are kept.
+"""The subscriptions of a node: declarations, queues, and the store of their states.
 
-The queues work on columns, and the libraries for that take a while to load and some memory to hold. A node that has
-no subscriptions never loads them.
+The queues work on columns, and the libraries for that take a while to load and some memory to hold. A node that has no
+subscriptions never loads them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from random import SystemRandom
@@ -47,7 +46,12 @@ from millstream.core.subscription import (
 )
 from millstream.core.tasks import Supervise
 from millstream.core.topic import TopicPartition
-from millstream.protocol.private.subscription_messages import LIST_KEY
+from millstream.protocol.private.message import decode, encode
+from millstream.protocol.private.subscription_messages import (
+    LIST_KEY,
+    ListSubscriptionsRequest,
+    ListSubscriptionsResponse,
+)
 from millstream.protocol.wire.client import Client
 
 if TYPE_CHECKING:
@@ -59,7 +63,7 @@ if TYPE_CHECKING:
 
 KNOWN_S: Final = 1.0
 
-"""For how long it is not asked again."""
+"""How long the topics of a share group are cached."""
 
 KNOWN_MAX: Final = 1000
 
@@ -68,7 +72,7 @@ AskNode = Callable[[NodeId, int, bytes], Awaitable[memoryview]]
 
 
 class ShareTopics:
-    """What is delivered by subscriptions without topics of their own. Each node knows some of it."""
+    """The topics of subscriptions that declare none. Each node knows some of them."""
 
     def __init__(
         self, topics: Topics, states: StateCoordinator, membership: Membership, clock: Clock, ask_node: AskNode
@@ -102,13 +106,13 @@ class ShareTopics:
         found = self.members(subscription.name) | {
             topic for topic, _ in self.kept().get(subscription.subscription_id, ())
         }
-        body = json.dumps({"names": [subscription.name]}).encode()
+        body = encode(ListSubscriptionsRequest([subscription.name]))
         for node in self._membership.nodes():
             if node.node_id != self._membership.me.node_id:
-                # What a node that is away knows is known again when it is back.
+                # What an unavailable node knows is found again when it returns.
                 with suppress(MillstreamError):
-                    response = json.loads(bytes(await self._ask_node(node.node_id, LIST_KEY, body)))
-                    found |= {topic for one in response.get("subscriptions", ()) for topic in one["topics"]}
+                    response = decode(await self._ask_node(node.node_id, LIST_KEY, body), ListSubscriptionsResponse)
+                    found |= {topic for one in response.subscriptions for topic in one["topics"]}
         topics = tuple(sorted(found))
         if topics:
             if len(self._known) >= KNOWN_MAX:
@@ -119,7 +123,7 @@ class ShareTopics:
 
 _END_MS = -1
 
-"""In the place of a time: the end of what may be read."""
+"""Stands for the end of the readable log instead of a time."""
 
 
 class SubscriptionService:
@@ -160,7 +164,7 @@ class SubscriptionService:
         self._closed = False
 
     def metrics(self) -> Iterable[Metric]:
-        """How many queues are kept and open, and what is in them."""
+        """Yield the numbers of stored and open queues, and the metrics of subscriptions."""
         yield from self.push.metrics()
         opened = 0 if self._engine is None else self._engine.open_count
         yield gauge("millstream_queues_kept", "Queues whose state this node keeps.", self.states.queues)
@@ -172,7 +176,7 @@ class SubscriptionService:
             yield from letter_metrics(self._open_letters(), self._clock)
 
     async def start(self) -> None:
-        """Begin to load what the log has, and the queues of what is declared."""
+        """Start loading states from the log, and the queues of declared subscriptions."""
         self.declared.use_filters(_compiled)
         self.declared.use_topics(lambda name: self.topics.get(name) is not None)
         self.declared.when_changed(self._changed)
@@ -182,7 +186,7 @@ class SubscriptionService:
         self._expiry_task = self._supervise("unused subscriptions", self._expiry.run())
 
     async def close(self) -> None:
-        """Send workers who wait away, and let what was written become durable."""
+        """End all waits, and wait until everything written is durable."""
         self._closed = True
         if self._expiry_task is not None:
             self._expiry_task.cancel()
@@ -208,7 +212,7 @@ class SubscriptionService:
         return self._engine
 
     async def starts(self, topics: Iterable[str], settings: SubscriptionSettings) -> dict[str, tuple[int, ...]]:
-        """Where queues on these topics begin that are made now; topics that do not exist yet begin at their start."""
+        """Return where new queues on these topics start; topics that do not exist yet are read from their start."""
         asked = [topic for name in topics if (topic := self.topics.get(name)) is not None]
         if settings.start == EARLIEST:
             return {start_key(topic.name, topic.topic_id): (0,) * topic.partitions for topic in asked}
@@ -241,7 +245,7 @@ class SubscriptionService:
             raise PolicyViolation(open_letters_error(topic, letters, writers))
 
     async def check_no_letters(self, name: str) -> None:
-        """Raise `GroupNotEmpty` for a subscription with open letters, which nobody could redrive without it."""
+        """Raise `GroupNotEmpty` for a subscription with open letters, which could not be redriven without it."""
         settings = self.declared.settings_of(await self.declared.find(name))
         topic = settings.dead_letter_topic
         if not settings.has_dead_letters or self.topics.get(topic) is None:
@@ -299,11 +303,11 @@ class SubscriptionService:
         return self._engine
 
     def release_worker(self, worker: str) -> None:
-        """Give what a worker holds of any subscription to others."""
+        """Release the leases of a worker of any subscription."""
         if self._engine is None or self._closed:
             return
         for delivery in self._engine.deliveries:
-            # One that is led elsewhere now, or begins anew, lets the lease run out.
+            # In a queue that is led elsewhere or restarting, the lease expires.
             with suppress(MillstreamError):
                 delivery.release_worker(worker)
 
@@ -346,14 +350,14 @@ class SubscriptionService:
         try:
             partition = self.topics.partition(place.topic, place.partition)
         except MillstreamError:
-            # It is coming here or going away, and nothing of it may be deleted for its age meanwhile.
+            # The partition is arriving or leaving; nothing of it may be deleted by age until then.
             return 0
         subscribed = [one for one in self.declared.all() if place.topic in one.topics]
         if not partition.is_leader or (subscribed and self._engine is None):
-            # The leader knows, and others begin where it does.
+            # Only the leader knows; followers keep what it keeps.
             return partition.log_start
         if place.topic in self._letter_topics() and self.declared.get(LETTERS_PREFIX + place.topic) is None:
-            # Nobody has looked at its letters yet, so all of them are open.
+            # No queue has read its letters yet, so all of them are open.
             return partition.log_start
         needed = [] if self._engine is None else self._engine.oldest_needed(topic.topic_id, place.partition, subscribed)
         return min(needed, default=None)

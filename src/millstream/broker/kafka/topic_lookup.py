@@ -1,4 +1,4 @@
-"""The topic that a request names, or the error that says it is not there."""
+"""Look up the topics and check the placements that requests name."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ FIRST_THAT_ADDS: Final = 12
 """From this version of Produce on, writing to a partition adds it to the transaction (KIP-890)."""
 
 TIMEOUT_S = 30.0
-"""How long the coordinator may take. The timeout of a request is about what it writes being acknowledged."""
+"""How long the coordinator may take; the timeout of the request only covers acknowledgements."""
 
 RETRY_S: Final = 0.02
 RETRIES_MAX: Final = 5
@@ -91,7 +91,7 @@ class _Beginning(NamedTuple):
 
 
 class Opening:
-    """The partitions of one request where a transaction begins, and the producer."""
+    """The partitions of one request on which a transaction starts, and the producer."""
 
     def __init__(self, topics: Topics, request: Request, version: int) -> None:
         self.guards: dict[Portion, Guard] = {}
@@ -120,7 +120,7 @@ class Opening:
     def _begin(self, topics: Topics, portion: Portion, header: BatchHeader) -> None:
         partition = _partition(topics, portion)
         if partition.topic.is_internal:
-            # Nothing is appended to it, so nobody is asked about it either.
+            # Nothing is appended to it, so there is nothing to ask.
             return
         guard = self._guard(partition, header)
         if guard is not None:
@@ -135,7 +135,7 @@ class Opening:
         )
 
     async def ask(self, gate: TransactionGate) -> None:
-        """Ask the coordinator; what it does not admit has failed when this returns."""
+        """Ask the coordinator; portions that it does not admit have failed on return."""
         answers = await self._answers(gate)
         for beginning in self._beginnings:
             error = answers.get(beginning.partition.log.partition)
@@ -178,7 +178,7 @@ class Opening:
 
 
 def producer_error(error: MillstreamError, version: int) -> MillstreamError:
-    """What a producer is told of a coordinator's refusal."""
+    """Translate a coordinator's refusal for a producer of this version."""
     if isinstance(error, ProducerFenced):
         return FencedProducer(str(error))
     if isinstance(error, TransactionAbortable) and version < FIRST_WITH_ABORTABLE:
@@ -191,7 +191,7 @@ def producer_error(error: MillstreamError, version: int) -> MillstreamError:
 
 
 def _transactional(portion: Portion) -> BatchHeader | None:
-    """The header of a portion's batch if it belongs to a transaction; what is broken, the log refuses."""
+    """Return the header of a transactional batch; the log rejects malformed ones."""
     records = portion.records
     if records is None or len(records) < HEADER_BYTES:
         return None

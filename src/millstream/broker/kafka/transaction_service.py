@@ -1,4 +1,4 @@
-"""Everything about transactions on this node, put together: the coordinator, who writes its markers, and the gate."""
+"""The transactions of a node: the coordinator, its markers, and the gate."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class PartitionMarkers:
             try:
                 await self._groups.end_transaction(partition.partition, marker)
             except CoordinatorUnavailable as error:
-                # Whoever asks looks for the leader again, as for any other partition.
+                # The caller looks for the leader again, as for any other partition.
                 raise NotLeader(str(error)) from None
             return
         led = self._topics.partition(partition.topic, partition.partition)
@@ -87,7 +87,7 @@ class TransactionService:
         self.gate = CoordinatorGate(self.coordinator, self._peers, me=me)
 
     def metrics(self) -> Iterable[Metric]:
-        """Transactional ids by state, and how the writing of markers goes."""
+        """Yield transactional ids by state, and the progress of markers."""
         states = self.coordinator.status().by_state
         yield Metric(
             "millstream_transactions",
@@ -99,11 +99,11 @@ class TransactionService:
         yield counter("millstream_marker_retries_total", "Times that markers were written again.", self.sender.retries)
 
     async def start(self) -> None:
-        """Begin to load what the log has, and to write the markers that a crash left out."""
+        """Start loading transactions from the log, and writing markers that a crash left out."""
         await self.coordinator.start()
 
     async def close(self) -> None:
-        """Stop writing markers, which goes on after the next start, and let what was appended be acknowledged."""
+        """Stop writing markers, which continues after the next start, and wait until appends are acknowledged."""
         await self.sender.close()
         await self._routes.close()
         await self.coordinator.close()

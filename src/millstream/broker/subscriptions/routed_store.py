@@ -9,8 +9,6 @@ from functools import partial
 from random import Random
 from typing import Any, Final, NamedTuple, TypeVar
 
-import msgspec
-
 from millstream.broker.coordination.peers import Peers
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import (
@@ -39,6 +37,7 @@ from millstream.core.errors import (
 )
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.subscription import QueueKey
+from millstream.protocol.private.message import decode
 from millstream.protocol.wire.error_codes import error_from_code
 
 IN_FLIGHT_MAX: Final = 4
@@ -262,7 +261,7 @@ class RoutedStateStore:
         if node == self._me:
             return await self._local.load(key, leader_epoch)
         body = await self._peers.send_private(node, LOAD_KEY, encode_load(key, leader_epoch))
-        answer = _decode(body, QueueLoaded)
+        answer = decode(body, QueueLoaded)
         if answer.error:
             raise error_from_code(answer.error, answer.message, about="the state of a queue")
         return StoredQueue(answer.snapshot, answer.sequence)
@@ -291,7 +290,7 @@ class RoutedStateStore:
         if node == self._me:
             return await self._local.write(index, writes)
         body = await self._peers.send_private(node, WRITE_KEY, encode_writes(index, writes))
-        answer = _decode(body, QueuesWritten)
+        answer = decode(body, QueuesWritten)
         if answer.error:
             raise error_from_code(answer.error, answer.message, about="the states of queues")
         if len(answer.errors) != len(writes):
@@ -306,10 +305,3 @@ class RoutedStateStore:
         if node is None:
             raise CoordinatorUnavailable(f"partition {index} of the subscriptions' state has no leader")
         return node
-
-
-def _decode(body: memoryview, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ProtocolViolation(f"the answer about a queue's state cannot be decoded: {error}") from error

@@ -12,6 +12,7 @@ from millstream.broker.subscriptions.state_store import QueueWrite
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.subscription import QueueKey
+from millstream.protocol.private.message import encode
 
 LOAD_KEY: Final = 32020
 WRITE_KEY: Final = 32021
@@ -73,7 +74,7 @@ class QueuesWritten(msgspec.Struct, frozen=True, array_like=True):
 
 def encode_load(key: QueueKey, leader_epoch: Epoch) -> bytes:
     """Encode a request for a queue's state."""
-    return msgspec.msgpack.encode(LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch))
+    return encode(LoadQueue(key.subscription_id.bytes, key.topic_id.bytes, key.partition, leader_epoch))
 
 
 def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
@@ -89,7 +90,7 @@ def encode_writes(index: PartitionIndex, writes: Sequence[QueueWrite]) -> bytes:
         )
         for write in writes
     ]
-    return msgspec.msgpack.encode(WriteQueues(index, content))
+    return encode(WriteQueues(index, content))
 
 
 def _key(subscription_id: bytes, topic_id: bytes, partition: int) -> QueueKey:

@@ -22,7 +22,7 @@ _BATCH_MAX: Final = 2**63 - 1
 
 
 class Attempt(NamedTuple):
-    """What a transactional id of this form says."""
+    """The parts of such a transactional id."""
 
     query: str
     batch: int

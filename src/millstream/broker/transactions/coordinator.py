@@ -47,11 +47,11 @@ class ProducerIds(Protocol):
     """Where producer ids come from: unique for ever, across restarts and crashes."""
 
     async def next(self) -> ProducerId:
-        """Give out an id that nobody has had before."""
+        """Allocate an id that was never used before."""
 
 
 class ProducerIdReserve:
-    """A few ids that nobody has yet."""
+    """A few unused producer ids."""
 
     def __init__(self, producer_ids: ProducerIds) -> None:
         self._producer_ids = producer_ids
@@ -59,7 +59,7 @@ class ProducerIdReserve:
         self._error: MillstreamError | None = None
 
     async def fill(self) -> None:
-        """See that there are some; when there is no getting any, only who needs one is told."""
+        """Refill the reserve; if that fails, only callers that need an id get the error."""
         try:
             while len(self._reserve) < RESERVED_IDS:
                 self._reserve.append(await self._producer_ids.next())
@@ -71,7 +71,7 @@ class ProducerIdReserve:
     def take(self) -> ProducerId:
         """Take one."""
         if not self._reserve:
-            raise CoordinatorUnavailable(f"there is no producer id at hand: {self._error or 'try again'}")
+            raise CoordinatorUnavailable(f"no producer id is available: {self._error or 'try again'}")
         return self._reserve.popleft()
 
 
@@ -82,11 +82,11 @@ ID_CHARACTERS_MAX: Final = 4096
 
 ENDING_WAIT_S: Final = 0.5
 
-"""How long a producer waits here for its last transaction to be ended, before it is told to ask again."""
+"""How long a producer waits for its previous transaction to end before it has to ask again."""
 
 MARKERS_WAIT_S: Final = 5.0
 
-"""How long who commits a batch waits here for its markers, which may be on other nodes, before it is told of it."""
+"""How long the commit of a batch waits for its markers, which may be on other nodes."""
 
 
 _TOPIC_SETTINGS: Final = {
@@ -146,23 +146,23 @@ class TransactionCoordinator:
         return self._runtime.shards
 
     def when_ending(self, listener: Callable[[], None]) -> None:
-        """Tell whoever writes markers that there may be some to be written."""
+        """Call `listener` when markers may have to be written."""
         self._on_ending = listener
 
     async def start(self) -> None:
-        """Begin to load what the log has; requests meanwhile are told to wait."""
+        """Start loading transactions from the log; requests wait or are refused in the meantime."""
         await self._runtime.start()
 
     async def wait_loaded(self) -> None:
-        """Wait until no shard is loading any more."""
+        """Wait until all shards are loaded."""
         await self._runtime.wait_loaded()
 
     async def close(self) -> None:
-        """Send producers who wait away, and let what was appended be acknowledged."""
+        """Refuse parked requests, and wait until appends are acknowledged."""
         await self._runtime.close()
 
     async def ensure(self) -> None:
-        """Make the topic if this is its first use."""
+        """Create the topic on its first use."""
         await self._runtime.ensure()
 
     def partition_of(self, transactional_id: str) -> PartitionIndex:
@@ -170,7 +170,7 @@ class TransactionCoordinator:
         return self._runtime.partition_of(placement_of(transactional_id))
 
     def leader_of(self, transactional_id: str) -> NodeId | None:
-        """The node that coordinates a transactional id; None while nobody does."""
+        """Return the node that coordinates a transactional id; None without a leader."""
         return self._runtime.leader_of(placement_of(transactional_id))
 
     def latest_epoch(self) -> int:
@@ -180,7 +180,7 @@ class TransactionCoordinator:
     # Producers
 
     async def init(self, request: InitRequest) -> Initialized:
-        """A producer begins, or begins anew."""
+        """Start a producer, or restart it."""
         _check_id(request.transactional_id)
         if not 0 < request.timeout_ms <= self._limits.timeout_max_ms:
             raise InvalidTransactionTimeout(
@@ -236,7 +236,7 @@ class TransactionCoordinator:
         return is_new
 
     async def abort_batch(self, query: str, batch: int, run: str = "") -> int:
-        """Abort every attempt at a batch, and whatever a named run still begins; the answer is how many there were."""
+        """Abort every attempt at a batch, and fence a named run; return the number of aborted attempts."""
         _check_id(query)
         if run:
             _check_id(run)

@@ -68,7 +68,7 @@ class CoordinatorGate:
     async def _ask(self, who: ProducerRef, partitions: Sequence[TopicPartition], *, add: bool) -> Answers:
         leader = self._coordinator.leader_of(who.transactional_id)
         if leader is None:
-            raise CoordinatorUnavailable(f"nobody coordinates {who.transactional_id!r} now")
+            raise CoordinatorUnavailable(f"the coordinator of {who.transactional_id!r} is not available")
         if leader != self._me:
             answer = await self._peers.send(leader, _request(who, partitions, add=add))
             return _answers(answer)

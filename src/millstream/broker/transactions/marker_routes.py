@@ -40,13 +40,13 @@ class LocalMarkers(Protocol):
 
 
 class LedTopics(Protocol):
-    """Who leads what."""
+    """The leaders of partitions."""
 
     def get(self, name: str) -> Topic | None:
         """The topic of this name, if there is one."""
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
-        """Who carries and leads one partition; None when that is not agreed on yet."""
+        """Return the replicas and leader of a partition; None if they are not agreed on yet."""
 
 
 class _MarkerBatch(NamedTuple):
@@ -93,10 +93,10 @@ class MarkerRoutes:
     def _leader_of(self, partition: TopicPartition) -> NodeId:
         topic = self._topics.get(partition.topic)
         if topic is None or not 0 <= partition.partition < topic.partitions:
-            raise UnknownTopic(f"{partition} does not exist any more")
+            raise UnknownTopic(f"{partition} no longer exists")
         state = self._topics.state_of(topic, partition.partition)
         if state is None or not state.has_leader:
-            raise NotLeader(f"nobody leads {partition}")
+            raise NotLeader(f"{partition} has no leader")
         return state.leader
 
     async def _write_here(self, marker: Marker, partition: TopicPartition) -> Answers:
@@ -165,5 +165,5 @@ def _answers(batch: _MarkerBatch, result: Any) -> Answers:
 
 
 def _retryable(error: MillstreamError) -> MillstreamError:
-    """A leader that does not know the topic may only not have heard of it yet; whether it is gone is decided here."""
+    """Turn an unknown topic into a retryable error: the leader may not know it yet, and deletion is decided here."""
     return NotLeader(str(error)) if isinstance(error, UnknownTopic | UnknownTopicId) else error

@@ -83,7 +83,7 @@ class MarkerSender:
         return len(self._in_flight)
 
     def wake(self) -> None:
-        """Something may have been decided. Cheap, and called from inside of operations, so it only looks later."""
+        """Schedule a scan for decided transactions. Cheap, since operations call it."""
         self._wakes += 1
         if self._soon is None and not self._closed:
             self._soon = asyncio.get_running_loop().call_soon(self._scan_shards)
@@ -106,7 +106,7 @@ class MarkerSender:
                 self._start(self._collect(shard), name=f"endings of {shard.name}")
 
     async def _collect(self, shard: MarkedShard) -> None:
-        """Begin to end what a shard has decided; its answer comes when the decision is durable."""
+        """Start ending what a shard has decided, once the decision is durable."""
         try:
             seen = -1
             while seen != self._wakes:
@@ -120,7 +120,7 @@ class MarkerSender:
                     self._in_flight.add((shard, ending.transactional_id))
                     self._start(self._finish(shard, ending), name=f"end {ending.transactional_id}")
         except MillstreamError:
-            # The shard is read back or led elsewhere; whoever loads it looks again.
+            # The shard is reloading or led elsewhere; its next leader scans again.
             return
         finally:
             self._collecting.discard(shard)
@@ -129,7 +129,7 @@ class MarkerSender:
         try:
             reason = await self._try_to_finish(shard, ending)
             if reason is not None:
-                # It stays decided, so it is tried again, here or by whoever coordinates it then.
+                # The decision stands, so it is retried here or by the next coordinator.
                 details = {"transactional_id": ending.transactional_id, "reason": reason}
                 _logger.info("a transaction is not ended yet", extra=details)
                 await asyncio.sleep(self._pause_s)
@@ -141,7 +141,7 @@ class MarkerSender:
         """Why it did not work, or None."""
         try:
             if not await self._write_all(shard, ending):
-                return "this node does not coordinate it any more"
+                return "this node no longer coordinates it"
             await shard.run(lambda state: state.complete(ending), pure=True)
         except MillstreamError as error:
             return str(error)

@@ -95,7 +95,7 @@ def transaction_record(transaction: Transaction) -> StateRecord:
 
 
 def transaction_tombstone(transactional_id: str) -> StateRecord:
-    """The record that takes a transactional id away."""
+    """Build the tombstone of a transactional id."""
     return StateRecord(_transaction_key(transactional_id), None)
 
 
@@ -110,7 +110,7 @@ def query_record(query: str, last: LastBatch) -> StateRecord:
 
 
 def query_tombstone(query: str) -> StateRecord:
-    """The record that takes the last batch of a query away."""
+    """Build the tombstone of a query's last batch."""
     return StateRecord(_query_key(query), None)
 
 
@@ -124,7 +124,7 @@ def read_key(key: bytes) -> TransactionKey | QueryKey | None:
 
 
 def read_query(value: bytes) -> LastBatch:
-    """The last batch of a query; version 0 does not tell its time."""
+    """Decode the last batch of a query; version 0 has no time."""
     reader = Reader(value)
     version = reader.int16()
     if not 0 <= version <= _QUERY_VERSION:

@@ -20,7 +20,7 @@ class ProducerRef(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InitRequest:
-    """A producer begins, or goes on after an error with the id and epoch that it had."""
+    """A producer starts, or continues after an error with its id and epoch."""
 
     transactional_id: str
     timeout_ms: int

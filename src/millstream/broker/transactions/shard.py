@@ -66,7 +66,7 @@ _MAY_PREPARE = frozenset({TransactionState.EMPTY, TransactionState.ONGOING})
 
 
 class Batches:
-    """Looks at the transactions of the shard, and says what becomes of those that belong to batches."""
+    """Decides about the transactions of a shard that belong to batches."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Batches:
         return [], self.last_batch_of(query)
 
     def check_may_begin(self, attempt: Attempt) -> None:
-        """Raise when nobody would commit what this attempt writes."""
+        """Raise if what this attempt writes could never be committed."""
         known = self.queries.get(attempt.query)
         if known is not None and attempt.batch <= known.batch:
             raise ProducerFenced(f"batch {attempt.batch} of query {attempt.query!r} is committed already")
@@ -177,7 +177,7 @@ class Batches:
             self._attempts.setdefault(attempt.query, {})[transactional_id] = None
 
     def forget(self, transactional_id: str) -> None:
-        """A transactional id is gone."""
+        """Forget a transactional id."""
         attempt = attempt_of(transactional_id)
         if attempt is not None and attempt.query in self._attempts:
             self._attempts[attempt.query].pop(transactional_id, None)
@@ -234,7 +234,7 @@ _RETRY_MS: Final = 1000
 
 _WAITING_MAX: Final = 100
 
-"""So many wait for the end of one transaction; more, such as those who gave up waiting, are not parked."""
+"""The number of requests that wait for one transaction to end; more are not parked."""
 
 _NO_PRODUCER: Final = Initialized(NO_PRODUCER_ID, NO_EPOCH)
 
@@ -243,7 +243,7 @@ _COMPLETE_FOR: Final = {True: TransactionState.COMPLETE_COMMIT, False: Transacti
 
 TakeProducerId = Callable[[], ProducerId]
 
-"""Gives a producer id that nobody has had before; `CoordinatorUnavailable` when none is at hand."""
+"""Returns an unused producer id; raises `CoordinatorUnavailable` if there is none."""
 
 
 class TransactionShard:
@@ -278,7 +278,7 @@ class TransactionShard:
     # Producers
 
     def init(self, request: InitRequest) -> Outcome[Initialized]:
-        """A producer begins, or begins anew; whoever had the id before is fenced."""
+        """Start or restart a producer; the previous owner of the id is fenced."""
         known = self._transactions.get(request.transactional_id)
         self._check_may_begin(request.transactional_id, known)
         now_ms = self._clock.now_ms()
@@ -292,18 +292,18 @@ class TransactionShard:
         _check_expected(transaction, request.expected)
         if transaction.state is TransactionState.ONGOING:
             # The next attempt finds it ended, and gets an epoch that the aborted transaction never had.
-            aborted = self.aborted(transaction, "a producer begins with its transactional id")
+            aborted = self.aborted(transaction, "a new producer uses its transactional id")
             return [transaction_record(aborted)], _refused(_concurrent(transaction))
         if transaction.state not in IDLE:
             raise InvalidTransactionState(f"{request.transactional_id!r} is prepared; its batch decides about it")
         expected_epoch = None if request.expected is None else request.expected[1]
         begun = self._started(transaction, expected_epoch, request.timeout_ms, now_ms)
         if known is not None and request.expected is None:
-            _log_fenced(known, begun, "a producer begins with its transactional id")
+            _log_fenced(known, begun, "a new producer uses its transactional id")
         return [transaction_record(begun)], Initialized(begun.producer_id, begun.epoch)
 
     def add_partitions(self, who: ProducerRef, partitions: Iterable[TopicPartition], *, version: int) -> Outcome[None]:
-        """Partitions become part of the producer's transaction, which begins with the first of them."""
+        """Add partitions to the producer's transaction, which starts with the first of them."""
         transaction = self._known(who.transactional_id)
         _check_not_ending(transaction)
         _check_producer(transaction, who)
@@ -320,7 +320,7 @@ class TransactionShard:
     ) -> Outcome[dict[TopicPartition, MillstreamError | None]]:
         """Whether partitions are part of the producer's transaction."""
         transaction = self._known(who.transactional_id)
-        # Only what is open is asked about, so here the epoch decides first: it tells a late batch from one in time.
+        # Only open transactions are verified, so the epoch is checked first: it tells a late batch from a current one.
         _check_producer(transaction, who)
         _check_not_ending(transaction)
         return [], {
@@ -434,7 +434,7 @@ class TransactionShard:
             self._on_ending()
 
     def unload(self) -> None:
-        """Send everyone who waits to find the coordinator again."""
+        """Refuse all parked requests with NOT_COORDINATOR."""
         waiting, self._ended_waiters = self._ended_waiters, {}
         for laters in waiting.values():
             for later in laters:
@@ -564,7 +564,7 @@ class TransactionShard:
             return []
 
     def _sweep(self) -> list[StateRecord]:
-        """Take away ids that nobody has used for long, and the last batches of queries."""
+        """Delete ids and last batches of queries that have been unused for a long time."""
         most = self._limits.tombstones_max
         oldest_ms = self._clock.now_ms() - self._limits.id_expiration_ms
         expired: list[StateRecord] = []
@@ -594,7 +594,7 @@ def _check_not_ending(transaction: Transaction) -> None:
 
 
 def _check_expected(transaction: Transaction, expected: tuple[ProducerId, int] | None) -> None:
-    """A producer that says what it had must have had it last, or be the one whose epochs were used up."""
+    """Check that a producer names its last id and epoch, or the one whose epochs are exhausted."""
     if expected is None or transaction.epoch == NO_EPOCH:
         return
     producer_id, epoch = expected

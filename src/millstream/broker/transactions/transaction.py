@@ -64,14 +64,14 @@ class Transaction:
     """The epoch before, as long as its owner may still ask again; -1 when a new producer has fenced it."""
     previous_producer_id: ProducerId = NO_PRODUCER_ID
     next_producer_id: ProducerId = NO_PRODUCER_ID
-    """The id that takes over when this transaction is complete, since the epochs of this one are used up."""
+    """The producer id that follows when this transaction completes, since the epochs of this one are exhausted."""
     timeout_ms: int
     state: TransactionState = TransactionState.EMPTY
     partitions: frozenset[TopicPartition] = frozenset()
     started_ms: int = NO_TIME_MS
     updated_ms: int
     version: int = FIRST_VERSION
-    """The version of the protocol that the client speaks."""
+    """The client's version of the transaction protocol."""
 
     @property
     def is_committing(self) -> bool:
@@ -84,7 +84,7 @@ class Transaction:
         return self.started_ms + self.timeout_ms if self.state is TransactionState.ONGOING else None
 
     def with_epoch_bumped(self, expected: int | None, *, timeout_ms: int, now_ms: int) -> Transaction:
-        """A producer begins: a new one (`expected` is None), or one that goes on after an error with its last epoch."""
+        """Start a new producer (`expected` is None), or continue one after an error with its last epoch."""
         epoch, last_epoch = self.epoch + 1, NO_EPOCH
         if expected is not None and self.epoch not in (NO_EPOCH, expected):
             if expected != self.last_epoch or expected == NO_EPOCH:
@@ -105,7 +105,7 @@ class Transaction:
         return self._begun(producer_id=producer_id, epoch=0, last=last_epoch, timeout_ms=timeout_ms, at=now_ms)
 
     def with_partitions(self, added: Iterable[TopicPartition], *, version: int, now_ms: int) -> Transaction:
-        """Partitions are written to from now on; the first ones begin the transaction."""
+        """Add partitions; the first ones start the transaction."""
         started_ms = now_ms if self.state in IDLE else self.started_ms
         return replace(
             self,

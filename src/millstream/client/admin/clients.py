@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from millstream.core.errors import BrokerUnreachable, RequestRefused
+from millstream.core.errors import BrokerUnreachable, ProtocolViolation, RequestRefused
 from millstream.core.ids import NodeId
+from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
 
 CLIENT_LIST_KEY = 32001
@@ -61,8 +61,8 @@ async def list_clients(client: Client, *, interval_s: float) -> Clients:
 
 async def _ask(client: Client, node: NodeId) -> dict[str, Any]:
     try:
-        answer: dict[str, Any] = json.loads(bytes(await client.private(node, CLIENT_LIST_KEY, b"")))
-    except (BrokerUnreachable, ValueError) as error:
+        answer: dict[str, Any] = decode_document(await client.private(node, CLIENT_LIST_KEY, encode(Nothing())))
+    except (BrokerUnreachable, ProtocolViolation) as error:
         raise RequestRefused(
             f"node {node} does not tell its clients ({error}); only Millstream does, no other kind of broker",
             code=UNSUPPORTED_VERSION,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from millstream.core.errors import MillstreamError, RequestTimedOut
 from millstream.core.topic import TRANSACTION_STATE
+from millstream.protocol.private.message import Nothing, decode_document, encode
 
 if TYPE_CHECKING:
     from millstream.core.ids import NodeId
@@ -55,8 +55,8 @@ class DamagedOffsets(NamedTuple):
 async def node_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
     """How a node is, by Millstream's private request; None when it does not tell, as another kind of broker."""
     try:
-        status: dict[str, Any] = json.loads(bytes(await client.private(node, NODE_STATUS_KEY, b"")))
-    except (MillstreamError, ValueError):
+        status: dict[str, Any] = decode_document(await client.private(node, NODE_STATUS_KEY, encode(Nothing())))
+    except MillstreamError:
         return None
     return status
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -11,6 +10,7 @@ from millstream.client.admin.pipelines import pipeline_of
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId
 from millstream.core.pipeline import LandSettings
+from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -53,7 +53,7 @@ async def storage_of(client: Client, *, node: int | None = None) -> PipelineStor
     if result.error_code:
         raise error_from_code(result.error_code, result.error_message, about=f"settings of node {asked}")
     configs = {one.name: one.value or "" for one in result.configs}
-    status = json.loads(bytes(await client.private(asked, _NODE_STATUS_KEY, b"")))
+    status = decode_document(await client.private(asked, _NODE_STATUS_KEY, encode(Nothing())))
     return storage_in(status["data"], lake=configs.get(_LAKE_SETTING, ""), folder=configs.get(_FOLDER_SETTING, ""))
 
 

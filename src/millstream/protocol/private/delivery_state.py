@@ -6,8 +6,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from millstream.core.errors import ProtocolViolation
 from millstream.core.ids import NodeId
+from millstream.protocol.private.message import decode, encode
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
@@ -58,14 +58,11 @@ async def delivery_state(
 ) -> MessageDelivery:
     """Ask the leader of a partition; with a wait of at most `WAIT_MS_MAX`, it answers when the state is final."""
     request = DeliveryStateRequest(subscription, topic, partition, offset, min(wait_ms, WAIT_MS_MAX))
-    body = msgspec.msgpack.encode(request)
+    body = encode(request)
 
     async def attempt(leader: NodeId) -> MessageDelivery:
         frame = await client.private(leader, DELIVERY_STATE_KEY, body, waits=wait_ms > 0)
-        try:
-            answer = msgspec.msgpack.decode(frame, type=DeliveryStateAnswer)
-        except msgspec.MsgspecError as error:
-            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        answer = decode(frame, DeliveryStateAnswer)
         if answer.error:
             raise error_from_code(answer.error, answer.message, about=f"{topic}-{partition} at {offset}")
         return MessageDelivery(answer.state, answer.attempt, answer.next_ms, answer.is_final)

@@ -1,13 +1,15 @@
-"""What clients and nodes say to each other about pipelines: bodies in JSON."""
+"""Private requests about pipelines."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 from uuid import UUID
 
 import msgspec
 
 from millstream.core.pipeline import Rule
+from millstream.protocol.private.message import Response
 
 CREATE_KEY: Final = 32050
 ALTER_KEY: Final = 32051
@@ -98,3 +100,35 @@ class PipelineNames(msgspec.Struct, frozen=True, kw_only=True):
     """Which pipelines; None means all of them."""
 
     names: list[str] | None = None
+
+
+class DeletePipelineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A pipeline to delete."""
+
+    name: str
+
+
+class CreatePipelineResponse(Response, frozen=True, kw_only=True):
+    """The id of a declared pipeline, and remarks for its owner."""
+
+    pipeline_id: str = ""
+    notes: Sequence[str] = ()
+
+
+class AlterPipelineResponse(Response, frozen=True, kw_only=True):
+    """Remarks for the owner of a changed pipeline."""
+
+    notes: Sequence[str] = ()
+
+
+class ListPipelinesResponse(Response, frozen=True, kw_only=True):
+    """Descriptions of pipelines."""
+
+    pipelines: Sequence[dict[str, Any]] = ()
+
+
+class RuleChangeResponse(Response, frozen=True, kw_only=True):
+    """The number of rules after the change, and remarks for the owner of the pipeline."""
+
+    rules: int = 0
+    notes: Sequence[str] = ()

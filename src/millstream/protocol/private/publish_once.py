@@ -18,6 +18,7 @@ import msgspec
 from millstream.core.errors import ProtocolViolation, QuotaExceeded
 from millstream.core.ids import NodeId
 from millstream.core.partitioner import partition_for_key
+from millstream.protocol.private.message import decode, encode
 from millstream.protocol.records.batch import COMPRESSION_NONE
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
@@ -80,14 +81,11 @@ async def publish_once(
     the time that the broker asks for, unless that is longer than the patience.
     """
     batch = bytes(encode_batch(records, compression=compression))
-    body = msgspec.msgpack.encode(PublishOnceRequest(topic, partition, batch, window_ms, timeout_ms))
+    body = encode(PublishOnceRequest(topic, partition, batch, window_ms, timeout_ms))
 
     async def attempt(leader: NodeId) -> PublishOnceAnswer:
         frame = await client.private(leader, PUBLISH_ONCE_KEY, body)
-        try:
-            answer = msgspec.msgpack.decode(frame, type=PublishOnceAnswer)
-        except msgspec.MsgspecError as error:
-            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        answer = decode(frame, PublishOnceAnswer)
         if answer.error:
             refused = error_from_code(answer.error, answer.message, about=f"publish to {topic}-{partition}")
             raise QuotaExceeded(str(refused), wait_s=answer.throttle_ms / 1000) if answer.throttle_ms else refused

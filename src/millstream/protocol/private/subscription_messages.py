@@ -1,12 +1,16 @@
-"""What workers and nodes say to each other about the messages of a subscription: bodies in MessagePack."""
+"""Private requests about subscriptions and their messages."""
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+from uuid import UUID
 
 import msgspec
+from msgspec import Meta
 
 from millstream.core.errors import QuotaExceeded
+from millstream.protocol.private.message import Response
 
 RECEIVE_KEY: Final = 32030
 SETTLE_KEY: Final = 32031
@@ -109,3 +113,96 @@ class SettleAnswer(msgspec.Struct, frozen=True, array_like=True):
     error: int
     message: str | None
     results: list[list[tuple[int, str | None]]] = []
+
+
+class CreateSubscriptionRequest(msgspec.Struct, frozen=True):
+    """A subscription to declare."""
+
+    name: str
+    topics: list[str]
+    settings: dict[str, str] = {}
+    validate_only: bool = False
+
+
+class CreateSubscriptionResponse(Response, frozen=True, kw_only=True):
+    """The id of the declared subscription."""
+
+    subscription_id: str = ""
+
+
+class AlterSubscriptionRequest(msgspec.Struct, frozen=True):
+    """Changes of a subscription; a setting of None returns to its default, topics of None stay."""
+
+    name: str
+    settings: dict[str, str | None] = {}
+    topics: list[str] | None = None
+    validate_only: bool = False
+
+
+class DeleteSubscriptionRequest(msgspec.Struct, frozen=True):
+    """A subscription to delete; one with open dead letters only with `force`."""
+
+    name: str
+    force: bool = False
+
+
+class ListSubscriptionsRequest(msgspec.Struct, frozen=True):
+    """Which subscriptions to describe, None for all, and the partitions whose queues are opened for that."""
+
+    names: list[str] | None = None
+    open: list[tuple[str, int]] = []
+
+
+class ListSubscriptionsResponse(Response, frozen=True, kw_only=True):
+    """Descriptions of subscriptions with the queues that the node leads."""
+
+    subscriptions: Sequence[dict[str, Any]] = ()
+
+
+class SeekSubscriptionRequest(msgspec.Struct, frozen=True):
+    """Where the queues of a subscription continue: all of them, or those of one topic or partition."""
+
+    name: str
+    to: str
+    topic: str | None = None
+    partition: int | None = None
+
+
+class SeekSubscriptionResponse(Response, frozen=True, kw_only=True):
+    """The moved queues, each with its topic, partition and offset."""
+
+    queues: Sequence[dict[str, Any]] = ()
+
+
+class ForgetSubscriptionRequest(msgspec.Struct, frozen=True):
+    """A topic whose delivery state is discarded; with `only_close`, its queues are only closed."""
+
+    name: str
+    topic: str
+    only_close: bool = False
+
+
+LETTERS_MAX: Final = 1000
+_OffsetNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Letters = Annotated[
+    list[tuple[_OffsetNumber, Annotated[int, Meta(ge=0, le=2**31 - 1)], _OffsetNumber]], Meta(max_length=LETTERS_MAX)
+]
+"""Messages by offset, each with the partition and offset of its dead letter."""
+
+
+class ReviveMessagesRequest(msgspec.Struct, frozen=True):
+    """Messages of a partition to deliver again, by their dead letters."""
+
+    name: str
+    topic: str
+    topic_id: UUID
+    partition: int
+    letter_topic_id: UUID
+    letters: Letters
+    closed: Letters = []
+
+
+class ReviveMessagesResponse(Response, frozen=True, kw_only=True):
+    """The messages that the log no longer has."""
+
+    missing: Sequence[int] = ()

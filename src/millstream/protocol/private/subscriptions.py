@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from time import monotonic
@@ -12,10 +11,11 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.core.errors import MillstreamError, ProtocolViolation
+from millstream.core.errors import MillstreamError
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
 from millstream.protocol.private.leasing import Leased, fresh_until
+from millstream.protocol.private.message import Response, decode, encode
 from millstream.protocol.private.subscription_messages import (
     ALTER_KEY,
     CREATE_KEY,
@@ -25,11 +25,21 @@ from millstream.protocol.private.subscription_messages import (
     REVIVE_KEY,
     SEEK_KEY,
     SETTLE_KEY,
+    AlterSubscriptionRequest,
+    CreateSubscriptionRequest,
+    CreateSubscriptionResponse,
+    DeleteSubscriptionRequest,
     LeasedRange,
+    ListSubscriptionsRequest,
+    ListSubscriptionsResponse,
     PartitionMessages,
     PartitionSettles,
     Receive,
     ReceiveAnswer,
+    ReviveMessagesRequest,
+    ReviveMessagesResponse,
+    SeekSubscriptionRequest,
+    SeekSubscriptionResponse,
     SettleAnswer,
     SettledRange,
     SettleRequest,
@@ -43,7 +53,7 @@ _TURN_MS: Final = 200
 _NODES_S: Final = 1.0
 """For how long it is not asked again which nodes there are."""
 
-T = TypeVar("T")
+R = TypeVar("R", bound=Response)
 
 
 class LeasedMessage(NamedTuple):
@@ -91,19 +101,19 @@ class SubscriptionClient:
         self, name: str, topics: Sequence[str], settings: Mapping[str, str], *, validate_only: bool = False
     ) -> UUID:
         """Declare a subscription."""
-        body = {"name": name, "topics": list(topics), "settings": dict(settings), "validate_only": validate_only}
-        return UUID((await self._ask(None, CREATE_KEY, body))["subscription_id"])
+        request = CreateSubscriptionRequest(name, list(topics), dict(settings), validate_only)
+        return UUID((await self._ask(None, CREATE_KEY, request, CreateSubscriptionResponse)).subscription_id)
 
     async def alter(
         self, name: str, settings: Mapping[str, str | None], *, topics: Sequence[str] | None = None
     ) -> None:
         """Change a subscription."""
-        body = {"name": name, "settings": dict(settings), "topics": None if topics is None else list(topics)}
-        await self._ask(None, ALTER_KEY, body)
+        request = AlterSubscriptionRequest(name, dict(settings), None if topics is None else list(topics))
+        await self._ask(None, ALTER_KEY, request, Response)
 
     async def delete(self, name: str, *, force: bool = False) -> None:
         """Delete a subscription; one with open dead letters only by force."""
-        await self._ask(None, DELETE_KEY, {"name": name, "force": force})
+        await self._ask(None, DELETE_KEY, DeleteSubscriptionRequest(name, force), Response)
 
     async def revive(
         self,
@@ -118,19 +128,10 @@ class SubscriptionClient:
         Letters are the offset of a message, and partition and offset of its letter; of `closed` none will come again.
         """
         topic, topic_id, partition = place
-        body = {
-            "name": name,
-            "topic": topic,
-            "topic_id": str(topic_id),
-            "partition": partition,
-            "letter_topic_id": str(letter_topic_id),
-            "letters": letters,
-            "closed": closed,
-        }
+        request = ReviveMessagesRequest(name, topic, topic_id, partition, letter_topic_id, list(letters), list(closed))
 
         async def attempt(leader: NodeId) -> list[int]:
-            missing: list[int] = (await self._ask(leader, REVIVE_KEY, body))["missing"]
-            return missing
+            return list((await self._ask(leader, REVIVE_KEY, request, ReviveMessagesResponse)).missing)
 
         return await self._client.call_leader(topic, partition, attempt)
 
@@ -141,20 +142,20 @@ class SubscriptionClient:
 
         Of a single one, queues that have begun are opened, and those on the partitions of `places`.
         """
-        found = await self._describe_all({"names": None if names is None else list(names)})
+        found = await self._describe_all(ListSubscriptionsRequest(None if names is None else list(names)))
         closed = {*places, *(tuple(place) for described in found.values() for place in described["kept"])} - {
             (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
         }
         if names is not None and len(found) == 1 and closed:
             # Nobody has asked for them since their leader began to lead.
-            found = await self._describe_all({"names": list(names), "open": sorted(closed)})
+            found = await self._describe_all(ListSubscriptionsRequest(list(names), sorted(closed)))
         return [found[name] for name in sorted(found)]
 
-    async def _describe_all(self, body: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    async def _describe_all(self, request: ListSubscriptionsRequest) -> dict[str, dict[str, Any]]:
         """What all nodes tell of subscriptions, put together."""
         found: dict[str, dict[str, Any]] = {}
         for node in await self._nodes():
-            for described in (await self._ask(node, LIST_KEY, body))["subscriptions"]:
+            for described in (await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)).subscriptions:
                 known = found.setdefault(described["name"], described)
                 if known is not described:
                     for part in ("queues", "push", "kept"):
@@ -167,10 +168,10 @@ class SubscriptionClient:
         self, name: str, to: str, *, topic: str | None = None, partition: int | None = None
     ) -> list[dict[str, Any]]:
         """Have the queues of a subscription go on elsewhere."""
-        body = {"name": name, "to": to, "topic": topic, "partition": partition}
+        request = SeekSubscriptionRequest(name, to, topic, partition)
         moved: list[dict[str, Any]] = []
         for node in await self._nodes():
-            moved += (await self._ask(node, SEEK_KEY, body))["queues"]
+            moved += (await self._ask(node, SEEK_KEY, request, SeekSubscriptionResponse)).queues
         return moved
 
     async def receive(
@@ -283,9 +284,9 @@ class SubscriptionClient:
             )
             for (topic, partition), own in asked.items()
         ]
-        body = msgspec.msgpack.encode(SettleRequest(name, worker, settles))
+        body = encode(SettleRequest(name, worker, settles))
         try:
-            answer = _read(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
+            answer = decode(await self._client.private(node, SETTLE_KEY, body), SettleAnswer)
             if answer.error:
                 raise error_from_code(answer.error, answer.message)
         except MillstreamError as error:
@@ -310,10 +311,8 @@ class SubscriptionClient:
     async def _receive_from(self, node: NodeId | None, request: Receive) -> list[LeasedMessage]:
         sent_at = monotonic()
         try:
-            body = await self._client.private(
-                node, RECEIVE_KEY, msgspec.msgpack.encode(request), waits=request.wait_ms > 0
-            )
-            answer = _read(body, ReceiveAnswer)
+            body = await self._client.private(node, RECEIVE_KEY, encode(request), waits=request.wait_ms > 0)
+            answer = decode(body, ReceiveAnswer)
             if answer.error:
                 raise error_from_code(answer.error, answer.message)
             if (held_back := answer.held_back) is not None:
@@ -332,11 +331,11 @@ class SubscriptionClient:
             self._known_until = loop.time() + _NODES_S
         return self._known_nodes
 
-    async def _ask(self, node: NodeId | None, key: int, body: Mapping[str, Any]) -> dict[str, Any]:
-        answer: dict[str, Any] = json.loads(bytes(await self._client.private(node, key, json.dumps(body).encode())))
-        if answer["error"]:
-            raise error_from_code(answer["error"], answer["message"])
-        return answer
+    async def _ask(self, node: NodeId | None, key: int, request: msgspec.Struct, kind: type[R]) -> R:
+        response = decode(await self._client.private(node, key, encode(request)), kind)
+        if response.error:
+            raise error_from_code(response.error, response.message)
+        return response
 
 
 def _runs(messages: Sequence[LeasedMessage]) -> list[range]:
@@ -396,10 +395,3 @@ def _leased_records(part: PartitionMessages) -> Iterator[tuple[LeasedRange, Reco
             while leases[at].end <= record.offset:
                 at += 1
             yield leases[at], record
-
-
-def _read(body: memoryview, kind: type[T]) -> T:
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error

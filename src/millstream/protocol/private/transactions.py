@@ -12,24 +12,39 @@ Everything here may be repeated, so answers that were lost are asked for again.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
-from millstream.core.errors import ConcurrentTransactions, CoordinatorUnavailable, MillstreamError, ProtocolViolation
+import msgspec
+
+from millstream.core.errors import ConcurrentTransactions, CoordinatorUnavailable, MillstreamError
 from millstream.core.ids import NodeId, ProducerId
+from millstream.protocol.private.message import Response, decode, encode
+from millstream.protocol.private.transaction_messages import (
+    ABORT_BATCH_KEY,
+    ABORT_KEY,
+    COMPLETE_BATCH_KEY,
+    LAST_BATCH_KEY,
+    PREPARE_KEY,
+    AbortBatchRequest,
+    AbortBatchResponse,
+    AbortTransactionRequest,
+    AbortTransactionResponse,
+    BatchMember,
+    CompleteBatchRequest,
+    CompleteBatchResponse,
+    LastBatchRequest,
+    LastBatchResponse,
+)
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 GROUP_COORDINATOR: Final = 0
 TRANSACTION_COORDINATOR: Final = 1
-PREPARE_KEY: Final = 32010
-COMPLETE_BATCH_KEY: Final = 32011
-ABORT_BATCH_KEY: Final = 32012
-LAST_BATCH_KEY: Final = 32013
-ABORT_KEY: Final = 32014
 TIMEOUT_MS: Final = 60_000
+
+R = TypeVar("R", bound=Response)
 
 
 class TransactionalProducer(NamedTuple):
@@ -130,33 +145,32 @@ class Transactions:
 
     async def prepare(self, producer: TransactionalProducer) -> None:
         """Everything of one part of a batch is written and acknowledged; only the batch decides from here on."""
-        await self._ask(producer.transactional_id, PREPARE_KEY, _member(producer))
+        await self._ask(producer.transactional_id, PREPARE_KEY, _member(producer), Response)
 
     async def complete_batch(self, query: str, batch: int, members: Iterable[TransactionalProducer]) -> bool:
         """Commit all parts of a batch together; False if the batch was committed before."""
-        body = {"query": query, "batch": batch, "members": [_member(member) for member in members]}
-        return bool((await self._ask(_place_of(query), COMPLETE_BATCH_KEY, body))["done_now"])
+        request = CompleteBatchRequest(query, batch, tuple(_member(member) for member in members))
+        return (await self._ask(_place_of(query), COMPLETE_BATCH_KEY, request, CompleteBatchResponse)).done_now
 
     async def abort_batch(self, query: str, batch: int, *, run: str = "") -> int:
         """Abort every attempt at a batch, and all that this run still begins; says how many there were."""
-        body = {"query": query, "batch": batch, "run": run}
-        return int((await self._ask(_place_of(query), ABORT_BATCH_KEY, body))["aborted"])
+        request = AbortBatchRequest(query, batch, run)
+        return (await self._ask(_place_of(query), ABORT_BATCH_KEY, request, AbortBatchResponse)).aborted
 
     async def last_batch(self, query: str) -> int:
         """The last batch of a query that was committed; -1 if none was."""
-        return int((await self._ask(_place_of(query), LAST_BATCH_KEY, {"query": query}))["batch"])
+        return (await self._ask(_place_of(query), LAST_BATCH_KEY, LastBatchRequest(query), LastBatchResponse)).batch
 
     async def abort(self, transactional_id: str) -> str:
         """End a transaction of somebody else; says in which state it was."""
-        answer = await self._ask(transactional_id, ABORT_KEY, {"transactional_id": transactional_id})
-        return str(answer["state"])
+        request = AbortTransactionRequest(transactional_id)
+        return (await self._ask(transactional_id, ABORT_KEY, request, AbortTransactionResponse)).state
 
-    async def _ask(self, transactional_id: str, api_key: int, body: dict[str, Any]) -> dict[str, Any]:
-        async def attempt(node: NodeId) -> dict[str, Any]:
-            content = await self._client.private(node, api_key, json.dumps(body).encode())
-            answer = _document(content)
-            _check(answer["error"], f"{transactional_id!r}", answer.get("message"))
-            return answer
+    async def _ask(self, transactional_id: str, api_key: int, request: msgspec.Struct, kind: type[R]) -> R:
+        async def attempt(node: NodeId) -> R:
+            response = decode(await self._client.private(node, api_key, encode(request)), kind)
+            _check(response.error, f"{transactional_id!r}", response.message)
+            return response
 
         return await self._client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
 
@@ -166,22 +180,8 @@ def _place_of(query: str) -> str:
     return f"spark/{query}/0/0/0"
 
 
-def _member(producer: TransactionalProducer) -> dict[str, Any]:
-    return {
-        "transactional_id": producer.transactional_id,
-        "producer_id": producer.producer_id,
-        "producer_epoch": producer.epoch,
-    }
-
-
-def _document(content: memoryview) -> dict[str, Any]:
-    try:
-        answer = json.loads(bytes(content))
-    except ValueError as error:
-        raise ProtocolViolation(f"the answer is no JSON: {error}") from None
-    if not isinstance(answer, dict) or not isinstance(answer.get("error"), int):
-        raise ProtocolViolation("the answer does not say how the request went")
-    return answer
+def _member(producer: TransactionalProducer) -> BatchMember:
+    return BatchMember(producer.transactional_id, producer.producer_id, producer.epoch)
 
 
 def _check(code: int, about: str, message: str | None = None) -> None:

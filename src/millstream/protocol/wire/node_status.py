@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple
 
 from millstream.core.errors import MillstreamError, RequestTimedOut
+from millstream.protocol.private.message import Nothing, decode_document, encode
 from millstream.protocol.wire.client import Client
 
 NODE_STATUS_KEY = 32000
@@ -120,11 +121,10 @@ class BrokerStatus:
     async def _ask(self) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self._answer_s):
-                answer = await (await self._connected()).private(None, NODE_STATUS_KEY, b"")
+                answer = await (await self._connected()).private(None, NODE_STATUS_KEY, encode(Nothing()))
         except TimeoutError:
             raise RequestTimedOut(f"no answer from {self._kafka_address} within {self._answer_s:g} s") from None
-        document: dict[str, Any] = json.loads(bytes(answer))
-        return document
+        return decode_document(answer)
 
     async def _connected(self) -> Client:
         if self._client is None:

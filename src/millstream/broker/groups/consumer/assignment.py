@@ -1,4 +1,4 @@
-"""Sets of partitions by topic id: what a member has, shall have, or has to give up."""
+"""Sets of partitions by topic id: what a member owns, is assigned, or has to revoke."""
 
 from __future__ import annotations
 

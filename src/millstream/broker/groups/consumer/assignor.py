@@ -36,7 +36,7 @@ Assignor = Callable[[Sequence[MemberSubscription], Partitions], dict[str, Assign
 
 
 def members_by_topic(members: Sequence[MemberSubscription]) -> dict[UUID, list[MemberSubscription]]:
-    """Who wants each topic, in the order of the members."""
+    """Group members by the topics they subscribe to, in the order of the members."""
     found: dict[UUID, list[MemberSubscription]] = {}
     for member in members:
         for topic_id in member.topics:
@@ -69,16 +69,16 @@ PASSES_MAX = 16
 
 Allocation = dict[UUID, set[int]]
 
-"""What a member holds while partitions are shared out."""
+"""The partitions of a member while they are being assigned."""
 
 
 Free = dict[UUID, list[int]]
 
-"""What nobody holds, by topic."""
+"""Unassigned partitions by topic."""
 
 
 class _Allocations:
-    """What every member holds while partitions are shared out."""
+    """The partitions of every member while they are being assigned."""
 
     def __init__(self) -> None:
         self.sizes: dict[str, int] = {}
@@ -86,7 +86,7 @@ class _Allocations:
         self._opened: dict[str, Allocation] = {}
 
     def keep(self, member_id: str, kept: Assignment) -> None:
-        """Begin with what a member had and still wants."""
+        """Start with the partitions that a member keeps."""
         self._kept[member_id] = kept
         self.sizes[member_id] = size_of(kept)
 
@@ -130,7 +130,7 @@ def assign_uniformly(members: Sequence[MemberSubscription], partitions: Partitio
 
 
 def _keep_previous(members: Sequence[MemberSubscription], partitions: Partitions) -> tuple[_Allocations, Free]:
-    """What members had and still want, and what nobody has."""
+    """Return the partitions that members keep, and the unassigned ones."""
     assigned: dict[UUID, set[int]] = {}
     for topics in {member.topics for member in members}:
         assigned.update((topic_id, set()) for topic_id in topics)
@@ -164,7 +164,7 @@ def _keep_previous(members: Sequence[MemberSubscription], partitions: Partitions
 def _balance_all(allocations: _Allocations, free: Free, total: int) -> None:
     sizes = allocations.sizes
     share, extra = divmod(total, len(sizes))
-    # One partition more goes to those who have most, so that the fewest have to move.
+    # Members with the most partitions get the extra ones, so that the fewest move.
     by_size = sorted(sizes, key=lambda member_id: -sizes[member_id])
     quotas = {member_id: share + (partition < extra) for partition, member_id in enumerate(by_size)}
     for member_id in by_size:
@@ -176,7 +176,7 @@ def _balance_all(allocations: _Allocations, free: Free, total: int) -> None:
 
 
 def _revoke(allocation: Allocation, count: int) -> Iterator[tuple[UUID, int]]:
-    """Take so many partitions out of a hand, always of the topic that it has most of."""
+    """Revoke some partitions of a member, always from the topic with most of them."""
     topics = [(-len(partition_numbers), topic_id) for topic_id, partition_numbers in allocation.items()]
     heapq.heapify(topics)
     for _ in range(count):
@@ -225,7 +225,7 @@ def _balance_by_topic(
 def _distribute(
     topic_id: UUID, partition_numbers: Iterable[int], subscribers: list[str], allocations: _Allocations
 ) -> None:
-    """Give partitions of one topic to whoever has least."""
+    """Assign partitions of one topic to the members with the fewest."""
     least = [(allocations.sizes[member_id], member_id) for member_id in subscribers]
     heapq.heapify(least)
     for partition in partition_numbers:
@@ -235,7 +235,7 @@ def _distribute(
 
 
 def _balance_topic(topic_id: UUID, subscribers: list[str], allocations: _Allocations) -> int:
-    """Move partitions of one topic from who has most to who has least, while they differ by more than one."""
+    """Move partitions of one topic from the largest to the smallest member while they differ by more than one."""
     sizes = allocations.sizes
     found = [sizes[member_id] for member_id in subscribers]
     if max(found) - min(found) < 2:
@@ -278,7 +278,7 @@ def preferred_assignor(votes: Counter[str]) -> str:
 
 
 def names_of(choice: Choice, resolved: Mapping[str, Resolved]) -> frozenset[str]:
-    """The topics that somebody who chose this wants; an expression that is not resolved yet matches none."""
+    """Return the topics of a subscription; an unresolved expression matches none."""
     names, expression = choice
     found = resolved.get(expression) if expression else None
     return names if found is None else names | found.topics
@@ -296,7 +296,7 @@ def compute_target(
     topics: TopicView,
     assignor: str,
 ) -> dict[str, Assignment]:
-    """What every member shall have, given what each shall have had so far."""
+    """Compute the target assignment of every member from the previous one."""
     chosen = {(member.subscription.topics, member.subscription.expression) for member in members}
     ids = {choice: topic_ids_of(choice, resolved, topics) for choice in chosen}
     names = {name for choice in chosen for name in names_of(choice, resolved)}

@@ -1,8 +1,8 @@
-"""Members of a consumer group that speak the classic protocol: their requests mean the same in the other words.
+"""Serve members of a consumer group that use the classic protocol.
 
-A generation is an epoch. Joining is a heartbeat with everything in it, and is answered at once; nobody leads, since
-the coordinator shares out. To sync is to be told what one has. Heartbeats tell a member that it has to join again
-when there is something for it to give up or to get.
+A generation is an epoch. JoinGroup corresponds to a full heartbeat and is answered immediately; no member leads, since
+the coordinator assigns partitions. SyncGroup returns the current assignment. Heartbeats ask a member to rejoin when it
+has to revoke partitions or can get new ones.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ClassicMembers:
         return records, joined
 
     def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[Synced]:
-        """A classic member asks what it has."""
+        """Return the assignment of a classic member."""
         member, classic = self._find_member(group, request.member)
         _check_protocol(group, classic, request)
         if group.epoch > member.epoch and member.position.state is not MemberState.UNREVOKED:
@@ -81,7 +81,7 @@ class ClassicMembers:
         return [], Synced(request.protocol_type, request.protocol_name, encode_assignment(partitions, version=version))
 
     def heartbeat(self, group: ConsumerGroup, who: MemberRef) -> Outcome[None]:
-        """A classic member says that it lives, and hears whether it has to join again."""
+        """Renew a classic member's session; ask it to rejoin if its assignment has to change."""
         member, _ = self._find_member(group, who)
         self._context.sessions.keep_alive(group.group_id, member)
         state = member.position.state
@@ -91,7 +91,7 @@ class ClassicMembers:
         return [], None
 
     def leave(self, group: ConsumerGroup, leavers: list[Leaver]) -> Outcome[list[Left]]:
-        """Members go, or an operator wants them gone."""
+        """Remove members."""
         going: dict[str, ConsumerMember] = {}
         results = []
         for leaver in leavers:
@@ -108,7 +108,7 @@ class ClassicMembers:
         member = group.find_sender(who.member_id, who.instance_id)
         classic = member.subscription.classic
         if classic is None:
-            raise UnknownMember(f"member {who.member_id!r} of group {group.group_id!r} speaks the newer protocol")
+            raise UnknownMember(f"member {who.member_id!r} of group {group.group_id!r} uses the consumer protocol")
         if member.epoch != who.generation:
             raise IllegalGeneration(
                 f"member {who.member_id!r} of group {group.group_id!r} is at generation {member.epoch}, "
@@ -127,13 +127,13 @@ def _parse_metadata(request: JoinRequest) -> ProtocolSubscription:
     try:
         return parse_subscription(request.protocols[0][1])
     except ProtocolViolation as error:
-        raise InconsistentProtocol(f"what {request.client_id!r} says of itself cannot be read: {error}") from None
+        raise InconsistentProtocol(f"the metadata of {request.client_id!r} cannot be read: {error}") from None
 
 
 def _find_joining(
     group: ConsumerGroup, member_id: str, request: JoinRequest, records: list[StateRecord]
 ) -> ConsumerMember:
-    """The member that joins; with an instance id but no member id it takes the place of who has that id."""
+    """Return the joining member; one with an instance id but no member id replaces the static member of that id."""
     if request.instance_id is None:
         return group.members.get(member_id) or ConsumerMember(member_id=member_id)
     if request.member_id:

@@ -20,7 +20,7 @@ TopicPartitions = Sequence[tuple[str, Sequence[int]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProtocolSubscription:
-    """What a classic consumer tells of itself."""
+    """The subscription of a classic consumer."""
 
     version: int
     topics: frozenset[str]

@@ -27,7 +27,7 @@ from millstream.broker.groups.consumer.topic_view import metadata_hash
 _logger = logging.getLogger(__name__)
 
 Downgrade = Callable[[ConsumerGroup, Collection[str]], list[StateRecord]]
-"""Turn a group into a classic one without these members, if all others speak that protocol; else no records."""
+"""Returns the records that downgrade a group without these members; none if the others are not all classic."""
 
 
 class Departure:
@@ -38,7 +38,7 @@ class Departure:
         self._downgrade = downgrade
 
     def leave(self, group: ConsumerGroup, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
-        """A member goes by its own will."""
+        """Handle a member that leaves."""
         member = group.find_sender(request.member_id, request.instance_id)
         answer = HeartbeatAnswer(member_id=member.member_id, epoch=request.epoch)
         if request.epoch != AWAY_EPOCH:
@@ -48,7 +48,7 @@ class Departure:
         return [position_record(group.group_id, member.member_id, position)], answer
 
     def remove(self, group: ConsumerGroup, members: Collection[ConsumerMember], reason: str) -> list[StateRecord]:
-        """Take members out; what they had is free, and the next heartbeat of anybody shares it out."""
+        """Remove members; the next heartbeat of any member reassigns their partitions."""
         if not members:
             return []
         gone = [member.member_id for member in members]

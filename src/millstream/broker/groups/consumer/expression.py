@@ -12,7 +12,7 @@ from millstream.broker.groups.consumer.topic_view import TopicView
 from millstream.core.regex import compile_regex
 
 KEPT_MAX: Final = 256
-"""Expressions whose matches are remembered; others are compiled and matched anew."""
+"""The number of expressions whose matches are cached."""
 
 
 class _Known:
@@ -62,7 +62,7 @@ class Expressions:
         return known
 
     def _catch_up(self) -> None:
-        """Take in the names that are new; begin anew when most of the old ones are gone."""
+        """Add new topic names; start over when most of the known ones were deleted."""
         if self._version == self._topics.version:
             return
         self._version = self._topics.version

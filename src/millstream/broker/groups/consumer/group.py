@@ -35,7 +35,7 @@ class ConsumerGroupState(StrEnum):
 
 
 class ConsumerGroup:
-    """The members of one group, and who has which partition."""
+    """The members of one group, and the owners of partitions."""
 
     def __init__(self, group_id: str) -> None:
         self.group_id = group_id
@@ -82,7 +82,7 @@ class ConsumerGroup:
             self._disown(member)
 
     def resolve(self, expression: str, resolved: Resolved | None) -> None:
-        """Note the topics of an expression, or that it is not used any more."""
+        """Record the topics of an expression, or that it is unused."""
         if resolved is not None:
             self.resolved[expression] = resolved
         else:
@@ -93,7 +93,7 @@ class ConsumerGroup:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is in the group."""
+        """Whether the group has no members."""
         return not self.members
 
     @property
@@ -125,7 +125,7 @@ class ConsumerGroup:
         return None if member_id is None else self.members.get(member_id)
 
     def find_sender(self, member_id: str, instance_id: str | None) -> ConsumerMember:
-        """The member that speaks; raise when it is unknown or another process has taken its place."""
+        """Return the member that sent a request; raise if it is unknown or was replaced."""
         if instance_id is None:
             return self.find(member_id)
         member = self.find_static(instance_id)
@@ -136,7 +136,7 @@ class ConsumerGroup:
         return member
 
     def target_of(self, member: ConsumerMember) -> Assignment:
-        """What a member shall have; one that takes the place of a static member shall have what that had."""
+        """Return the target of a member; one that replaces a static member inherits its target."""
         known = self.targets.get(member.member_id)
         if known is None and member.instance_id is not None:
             known = self.targets.get(self.static_members.get(member.instance_id, ""))
@@ -147,7 +147,7 @@ class ConsumerGroup:
         return self._owners.get((topic_id, partition), by_other_than) != by_other_than
 
     def awaits_release(self, member: ConsumerMember) -> bool:
-        """Whether a member shall have partitions that others have not given up yet."""
+        """Whether a member waits for partitions that others have not revoked yet."""
         if member.position.state is not MemberState.UNRELEASED:
             return False
         return any(
@@ -164,7 +164,7 @@ class ConsumerGroup:
         return sum(count for choice, count in self.choices.items() if choice[1] == expression)
 
     def supports_classic(self, protocol_type: str, names: Iterable[str]) -> bool:
-        """Whether a member that speaks the classic protocol can work with those here that do."""
+        """Whether a classic member is compatible with the classic members of the group."""
         if protocol_type != CONSUMER_PROTOCOL_TYPE:
             return False
         return any(self._classic_support[name] == self.classic_members for name in names)

@@ -1,4 +1,4 @@
-"""ConsumerGroupHeartbeat: a member joins or lives, and hears what it shall have."""
+"""ConsumerGroupHeartbeat: a member joins or stays, and receives its assignment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millstream.broker.groups.consumer.requests import ConsumerHeartbeat, Heartb
 from millstream.core.errors import FencedMemberEpoch, GroupFull, UnreleasedInstance
 
 FindGroup = Callable[[str, bool], tuple[ConsumerGroup, list[StateRecord]]]
-"""The group of an id, and the records that make it one; it is made only if the flag says so."""
+"""Returns the group of an id and the records that create it, which it does only if the flag is set."""
 
 
 class Heartbeats:
@@ -36,7 +36,7 @@ class Heartbeats:
         reconciliation = Reconciliation(group, before=before, after=after, context=self._context, records=records)
         member = reconciliation.run(request.owned)
         self._context.sessions.keep_alive(group.group_id, member)
-        # A member that joins, or tells everything, may not know what it has.
+        # A member that joins, or sends everything, may not know its assignment.
         include_assignment = joins or request.is_full or member.position.assigned != before.position.assigned
         answer = HeartbeatAnswer(
             member_id=member_id,
@@ -49,7 +49,7 @@ class Heartbeats:
     def _member(
         self, group: ConsumerGroup, member_id: str, request: ConsumerHeartbeat, records: list[StateRecord]
     ) -> ConsumerMember:
-        """The member that speaks; a new one if it joins."""
+        """Return the member that sent the heartbeat; a new one if it joins."""
         if request.epoch != 0:
             member = group.find_sender(member_id, request.instance_id)
             _check_epoch(member, request.epoch, request.owned)
@@ -78,7 +78,7 @@ def replace_static_member(
 
 
 def check_room(group: ConsumerGroup, member: ConsumerMember, context: GroupContext) -> None:
-    """Raise `GroupFull` when there is no room for what a member says of itself, or for the member."""
+    """Raise `GroupFull` if there is no room for a member or its metadata."""
     limits = context.limits
     known = group.members.get(member.member_id)
     if known is None and member.instance_id is not None:
@@ -91,7 +91,7 @@ def check_room(group: ConsumerGroup, member: ConsumerMember, context: GroupConte
 
 
 def _updated_subscription(before: Subscription, request: ConsumerHeartbeat) -> Subscription:
-    """What the member says of itself now; what it leaves out is as it was."""
+    """Return the updated subscription; fields that are left out stay as they were."""
     updated = dataclasses.replace(
         before,
         instance_id=before.instance_id if request.instance_id is None else request.instance_id,

@@ -18,13 +18,13 @@ from uuid import UUID
 from millstream.broker.groups.consumer.assignment import NO_PARTITIONS, Assignment, nothing
 
 LEFT_EPOCH = -1
-"""The epoch of a member that goes for good."""
+"""The epoch of a member that leaves."""
 
 AWAY_EPOCH = -2
-"""The epoch of a static member that goes and will be back."""
+"""The epoch of a static member that leaves temporarily."""
 
 MEMBER_BYTES = 256
-"""What a member takes beside what it says of itself."""
+"""The memory of a member apart from its metadata."""
 
 
 class MemberState(IntEnum):
@@ -41,7 +41,7 @@ class MemberState(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassicSide:
-    """What a member that speaks the classic protocol told when it joined."""
+    """What a classic member sent when it joined."""
 
     session_timeout_ms: int
     protocols: tuple[tuple[str, bytes], ...]
@@ -50,7 +50,7 @@ class ClassicSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subscription:
-    """What a member says of itself."""
+    """The metadata and subscription of a member."""
 
     instance_id: str | None = None
     rack_id: str | None = None
@@ -85,7 +85,7 @@ class Position:
     state: MemberState = MemberState.STABLE
     assigned: Assignment = field(default_factory=nothing)
     pending: Assignment = field(default_factory=nothing)
-    """What it has to give up, and has until it says that it gave it up."""
+    """Partitions to revoke, owned until the member confirms that."""
     since: Mapping[UUID, Mapping[int, int]] = field(default_factory=dict, compare=False)
     """The epoch in which it got each partition that it has; the newest for those that are not in here. It follows from
     how the member got here, so two positions that have the same are the same.
@@ -105,7 +105,7 @@ class Position:
         return dataclasses.replace(self, epoch=epoch, previous_epoch=self.epoch)
 
     def is_reconciled_to(self, target_epoch: int) -> bool:
-        """Whether the member has all that it shall have in this epoch."""
+        """Whether the member owns its whole target in this epoch."""
         return self.state is MemberState.STABLE and self.epoch == target_epoch
 
 
@@ -129,11 +129,11 @@ class ConsumerMember:
 
     @property
     def speaks_classic(self) -> bool:
-        """Whether the member speaks the classic protocol."""
+        """Whether the member uses the classic protocol."""
         return self.subscription.classic is not None
 
     def saying(self, subscription: Subscription) -> ConsumerMember:
-        """The member, which says something else of itself."""
+        """Return the member with another subscription."""
         return dataclasses.replace(self, subscription=subscription)
 
     def at(self, position: Position) -> ConsumerMember:

@@ -43,7 +43,7 @@ _logger = logging.getLogger(__name__)
 
 
 def upgrade(group: Group, topics: TopicView, *, members_max: int) -> tuple[ConsumerGroup, list[StateRecord]]:
-    """The consumer group that a classic one with members becomes, and the records that make it one."""
+    """Convert a classic group with members; return the consumer group and the records that create it."""
     if not group.uses_consumer_protocol:
         raise UnknownGroup(f"group {group.group_id!r} is not one of consumers, and cannot become a consumer group")
     if len(group.members) > members_max:
@@ -54,7 +54,7 @@ def upgrade(group: Group, topics: TopicView, *, members_max: int) -> tuple[Consu
         try:
             converted = _upgraded_member(group, member, upgraded, topics)
         except ProtocolViolation as error:
-            raise UnknownGroup(f"what member {member.member_id!r} says of itself cannot be read: {error}") from None
+            raise UnknownGroup(f"the metadata of member {member.member_id!r} cannot be read: {error}") from None
         upgraded.put(converted)
         upgraded.targets[member.member_id] = converted.position.assigned
     upgraded.metadata_hash = metadata_hash(topics, {name for names, _ in upgraded.choices for name in names})
@@ -101,7 +101,7 @@ def _group_records(group: ConsumerGroup) -> Iterable[StateRecord]:
 
 
 def can_downgrade(group: ConsumerGroup, without: Collection[str], *, members_max: int) -> bool:
-    """Whether members remain when these have gone, and all of them speak the classic protocol."""
+    """Whether members remain without these, all of them classic."""
     remaining = [member for member_id, member in group.members.items() if member_id not in without]
     return 0 < len(remaining) <= members_max and all(member.speaks_classic for member in remaining)
 
@@ -129,7 +129,7 @@ def downgrade(group: ConsumerGroup, without: Collection[str], topics: TopicView,
 
 
 def deletion_records(group: ConsumerGroup) -> list[StateRecord]:
-    """The records that take a consumer group away with everything in it."""
+    """Build the records that delete a consumer group and everything in it."""
     records: list[StateRecord] = []
     for member_id in group.members:
         records += member_tombstones(group.group_id, member_id)
@@ -144,7 +144,7 @@ def _classic_member(member: ConsumerMember) -> Member:
     subscription = member.subscription
     classic = subscription.classic
     if classic is None:
-        raise ValueError(f"member {member.member_id!r} does not speak the classic protocol")
+        raise ValueError(f"member {member.member_id!r} does not use the classic protocol")
     return Member(
         member.member_id,
         instance_id=subscription.instance_id,
@@ -175,7 +175,7 @@ def partitions_by_id(partitions: TopicPartitions, topics: TopicView) -> Assignme
 
 
 def named_partitions(assignment: Assignment, topics: TopicView) -> list[tuple[str, frozenset[int]]]:
-    """Partitions by the name of their topic; those of topics that are gone are left out."""
+    """Return partitions by topic name, without those of deleted topics."""
     return [
         (topic.name, numbers)
         for topic_id, numbers in assignment.items()

@@ -52,7 +52,7 @@ class GroupContext:
     limits: GroupLimits
     clock: Clock
     new_suffix: Callable[[], str]
-    """What makes a member id unique."""
+    """Returns a unique suffix for a member id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Goal:
     epoch: int
     target: Assignment
     topics: Set[UUID]
-    """The topics that the member wants; it is not given others, whatever the target says."""
+    """The subscribed topics; others are not assigned, whatever the target contains."""
     is_taken: Callable[[UUID, int], bool]
     """Whether another member has this partition."""
 
@@ -166,12 +166,12 @@ REFRESH_MS = 1000
 
 EXPRESSIONS_AT_ONCE_MAX = 8
 
-"""So many expressions are looked at in one turn; the next turns, of this member or others, do the rest."""
+"""The number of expressions refreshed per heartbeat; later heartbeats of any member refresh the rest."""
 
 
 EXPRESSIONS_MAX = 100
 
-"""So many different expressions a group may use: what each matches is kept."""
+"""The number of different expressions per group, whose matches are all stored."""
 
 
 TARGET_AT_ONCE_MEMBERS_MAX = 50
@@ -224,7 +224,7 @@ class Reconciliation:
         self._next_position(owned)
         return self.member
 
-    # What the member says of itself
+    # The subscription of the member
 
     def _record_subscription(self) -> bool:
         before, after = self._before.subscription, self.member.subscription
@@ -298,13 +298,13 @@ class Reconciliation:
         _logger.info("group rebalances", extra={"group": group.group_id, "epoch": self._epoch})
 
     def _may_compute_target(self) -> bool:
-        """Whether to work out a target now; what is put off, the next heartbeat of anybody does."""
+        """Whether to compute a target now; otherwise the next heartbeat of any member does."""
         members = len(self.group.members)
         pause_ms = min(members, TARGET_PAUSE_MS_MAX) if members > TARGET_AT_ONCE_MEMBERS_MAX else 0
         return self.group.target_epoch == 0 or self._now_ms - self.group.target_computed_ms >= pause_ms
 
     def _compute_target(self) -> None:
-        """Work out a new target for everybody, and write down what changes."""
+        """Compute a new target assignment, and record what changes."""
         group = self.group
         group.target_computed_ms = self._now_ms
         members = {**group.members, self.member.member_id: self.member}
@@ -346,7 +346,7 @@ class Reconciliation:
 
     def _goal(self) -> Goal:
         subscription = self.member.subscription
-        # A member that takes a static member's place has what that had.
+        # A member that replaces a static member owns its partitions.
         owner = self.member.member_id if self._replaced is None else self._replaced.member_id
         return Goal(
             epoch=self._target_epoch,

@@ -81,18 +81,18 @@ def read_consumer_key(key: bytes) -> ConsumerKey | None:
 
 
 def tombstone(key: ConsumerKey) -> StateRecord:
-    """The record that takes something away."""
+    """Build a tombstone."""
     return StateRecord(_key(key), None)
 
 
 def member_tombstones(group_id: str, member_id: str) -> list[StateRecord]:
-    """Take a member away; in this order, so that nothing speaks of a member that is not there."""
+    """Build the tombstones of a member, in an order that never leaves a dangling reference."""
     kinds = (Kind.POSITION, Kind.TARGET, Kind.SUBSCRIPTION)
     return [tombstone(ConsumerKey(kind, group_id, member_id)) for kind in kinds]
 
 
 def group_tombstones(group_id: str) -> list[StateRecord]:
-    """Take a group away that has neither members nor expressions."""
+    """Build the tombstones of a group without members and expressions."""
     return [tombstone(ConsumerKey(kind, group_id)) for kind in (Kind.TARGET_EPOCH, Kind.GROUP)]
 
 
@@ -137,7 +137,7 @@ def read_target_epoch(record: StateRecord) -> int:
 
 
 def target_record(group_id: str, member_id: str, target: Assignment) -> StateRecord:
-    """What a member shall have."""
+    """Build the record of a member's target."""
     writer = _begin()
     _write_assignment(writer, target)
     writer.no_tags()
@@ -193,7 +193,7 @@ def read_expression(record: StateRecord) -> Resolved:
 
 
 def subscription_record(group_id: str, member_id: str, subscription: Subscription) -> StateRecord:
-    """What a member says of itself."""
+    """Build the record of a member's subscription."""
     writer = _begin()
     writer.string(subscription.instance_id)
     writer.string(subscription.rack_id)

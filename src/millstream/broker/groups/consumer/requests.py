@@ -1,4 +1,4 @@
-"""What members of consumer groups ask and are answered, and what people and tools are told of such groups."""
+"""Requests of consumer group members, their responses, and descriptions of groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.broker.groups.consumer.assignment import Assignment
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerHeartbeat:
-    """A member joins (epoch 0), lives (its epoch), goes (-1) or goes for a while (-2); None is "as before"."""
+    """A member joins (epoch 0), stays (its epoch), leaves (-1) or leaves temporarily (-2); None means unchanged."""
 
     group_id: str
     member_id: str
@@ -28,14 +28,14 @@ class ConsumerHeartbeat:
 
     @property
     def is_full(self) -> bool:
-        """Whether the member tells everything, as it does when it does not know what the coordinator knows."""
+        """Whether the member sends everything, as it does when it does not know the coordinator's state."""
         subscribed = self.topics is not None or self.expression is not None
         return self.rebalance_timeout_ms is not None and subscribed and self.owned is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatAnswer:
-    """What the member is told; the assignment only if the member may not know it."""
+    """The response to a member; the assignment only if the member may not know it."""
 
     member_id: str
     epoch: int

@@ -36,10 +36,10 @@ class Sessions:
         self._expire = expire
 
     def keep_alive(self, group_id: str, member: ConsumerMember) -> None:
-        """Begin the member's session anew."""
+        """Restart the member's session."""
         classic = member.subscription.classic
         delay_ms = self._session_of(group_id) if classic is None else classic.session_timeout_ms
-        self._schedule(_SESSION, group_id, member.member_id, delay_ms, "was not heard of in time")
+        self._schedule(_SESSION, group_id, member.member_id, delay_ms, "sent no heartbeat in time")
 
     def await_revocation(self, group_id: str, member: ConsumerMember) -> None:
         """Give the member its rebalance timeout to give up what it must."""
@@ -53,7 +53,7 @@ class Sessions:
         self._schedule(_REBALANCE, group_id, member.member_id, delay_ms, reason, late)
 
     def await_join(self, group_id: str, member: ConsumerMember) -> None:
-        """Give a classic member that was told to join its rebalance timeout to do so, unless it runs already."""
+        """Start the rebalance timeout of a classic member that was asked to rejoin, unless it is running."""
         if (_JOIN, group_id, member.member_id) not in self._timers:
             delay_ms = max(0, member.subscription.rebalance_timeout_ms)
             self._schedule(_JOIN, group_id, member.member_id, delay_ms, "did not join in time")
@@ -69,7 +69,7 @@ class Sessions:
         self._timers.cancel((_SYNC, group_id, member_id))
 
     def forget(self, group_id: str, member_id: str) -> None:
-        """Take every deadline of a member away."""
+        """Cancel every deadline of a member."""
         for kind in _KINDS:
             self._timers.cancel((kind, group_id, member_id))
 

@@ -76,9 +76,9 @@ _GONE: Final = Position(epoch=LEFT_EPOCH, previous_epoch=LEFT_EPOCH)
 
 
 def apply(group: ConsumerGroup, key: ConsumerKey, record: StateRecord) -> None:
-    """Take one record in, but not the one that takes the whole group away.
+    """Apply one record, except the one that deletes the group.
 
-    Records of a member may come in any order, since older ones of the same key are dropped from the log.
+    Records of a member may come in any order, since compaction removes older ones of the same key.
     """
     _APPLY[key.kind](group, key.name, record)
 
@@ -136,7 +136,7 @@ _APPLY: Final[dict[Kind, Callable[[ConsumerGroup, str, StateRecord], None]]] = {
 
 
 def record_of(group: ConsumerGroup, key: ConsumerKey) -> StateRecord | None:
-    """The record of this name as it stands now, or None if it has gone since."""
+    """Build the current record of a key; None if it was deleted."""
     if key.kind is Kind.GROUP:
         return group_epoch_record(group.group_id, group.epoch, group.metadata_hash)
     if key.kind is Kind.TARGET_EPOCH:
@@ -164,7 +164,7 @@ _DOWNGRADE = "consumer-downgrade"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConsumerTopics:
-    """The topics that consumer groups share out, and the expressions that were held against them."""
+    """The topics that consumer groups can assign, and their matched expressions."""
 
     topics: TopicView
     expressions: Expressions
@@ -225,7 +225,7 @@ class ConsumerShard:
     # The newer protocol
 
     def heartbeat(self, request: ConsumerHeartbeat) -> Outcome[HeartbeatAnswer]:
-        """A member joins, lives or goes."""
+        """Handle a heartbeat: join, stay or leave."""
         if request.epoch < 0:
             return self._departure.leave(self._existing(request.group_id), request)
         return self._heartbeats.run(request)
@@ -264,11 +264,11 @@ class ConsumerShard:
         return outcome
 
     def sync(self, group: ConsumerGroup, request: SyncRequest) -> Outcome[Synced]:
-        """A classic member asks for its assignment."""
+        """Return a classic member's assignment."""
         return self._classic.sync(group, request)
 
     def classic_heartbeat(self, group: ConsumerGroup, who: MemberRef) -> Outcome[None]:
-        """A classic member says that it lives."""
+        """Renew a classic member's session."""
         return self._classic.heartbeat(group, who)
 
     def leave(self, group: ConsumerGroup, leavers: Iterable[Leaver]) -> Outcome[list[Left]]:
@@ -276,7 +276,7 @@ class ConsumerShard:
         return self._classic.leave(group, list(leavers))
 
     def delete_if_empty(self, group_id: str) -> Records:
-        """The records that take an empty group away, because a classic one begins in its place."""
+        """Build the records that delete an empty group, which a classic one replaces."""
         group = self.get(group_id)
         return [] if group is None else deletion_records(group)
 
@@ -304,13 +304,13 @@ class ConsumerShard:
             raise _stale(member, who.generation)
 
     def check_fetch(self, group_id: str, member_id: str | None, epoch: int) -> None:
-        """Raise when this member cannot be told offsets now; whoever names no member can."""
+        """Raise if this member may not fetch offsets now; requests without a member may."""
         group = self.get(group_id)
         if group is not None and (member_id or epoch >= 0):
             _check_epoch(group.find(member_id or ""), epoch)
 
     def expire_if_unused(self, group: ConsumerGroup, now_ms: int, *, offsets_left: int, some_expired: bool) -> Records:
-        """The records that take a group away of which nothing is left."""
+        """Build the records that delete an unused group."""
         # A group that has only just become empty may be one whose consumers restart.
         idle = some_expired or now_ms - group.empty_since_ms >= self._limits.sweep_ms
         return deletion_records(group) if group.is_empty and idle and not offsets_left else []
@@ -330,7 +330,7 @@ class ConsumerShard:
         apply(group, key, record)
 
     def restored(self) -> None:
-        """Give every member a session to be heard of, and time to give up what it has to."""
+        """Restart the sessions of all members, and the deadlines of those that have to revoke partitions."""
         for group in self:
             for member in group.members.values():
                 self._sessions.keep_alive(group.group_id, member)
@@ -424,7 +424,7 @@ class ConsumerShard:
             client_host=subscription.client_host,
             topics=subscription.topics,
             expression=subscription.expression,
-            # What a member was told to give up, it has until it says that it gave it up.
+            # A member owns revoked partitions until it confirms the revocation.
             assigned=self._named(union(member.position.assigned, member.position.pending)),
             target=self._named(group.targets.get(member.member_id, NOTHING)),
             speaks_classic=member.speaks_classic,

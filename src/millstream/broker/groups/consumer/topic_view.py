@@ -18,7 +18,7 @@ class TopicView(Protocol):
 
     @property
     def version(self) -> int:
-        """A number that changes whenever a topic comes, grows or goes."""
+        """A number that changes whenever a topic is created, grows or is deleted."""
 
     def get(self, name: str) -> Topic | None:
         """The topic of this name, if there is one."""

@@ -20,7 +20,7 @@ Assignment = Mapping[UUID, frozenset[int]]
 def assign_partitions(wanted: Mapping[str, frozenset[UUID]], partitions: Mapping[UUID, int]) -> dict[str, Assignment]:
     """What each member gets of the topics that it wants."""
     shares: dict[str, dict[UUID, frozenset[int]]] = {member: {} for member in wanted}
-    # Each topic begins with another member, so that topics of one partition do not all go to the first.
+    # Each topic starts with another member, so that single-partition topics are not all assigned to the first one.
     turn = 0
     for topic in sorted(partitions):
         members = sorted(member for member, topics in wanted.items() if topic in topics)
@@ -42,7 +42,7 @@ def _deal(members: list[str], partitions: int, turn: int) -> dict[str, frozenset
 
 GROUP_TYPE = "share"
 NO_EPOCH = -1
-"""Of a member that was read back from the log: it tells its epoch with its next heartbeat."""
+"""The epoch of a member restored from the log, until its next heartbeat."""
 
 
 class ShareGroupState(StrEnum):
@@ -54,7 +54,7 @@ class ShareGroupState(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareMember:
-    """What a member says of itself."""
+    """The metadata and subscription of a member."""
 
     member_id: str
     rack_id: str | None
@@ -65,7 +65,7 @@ class ShareMember:
 
 @dataclass(slots=True)
 class ReportedState:
-    """What a member was told last; soft."""
+    """What was last sent to a member; not stored."""
 
     epoch: int = NO_EPOCH
     previous_epoch: int = NO_EPOCH
@@ -87,7 +87,7 @@ class ShareGroup:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nobody is in the group."""
+        """Whether the group has no members."""
         return not self.members
 
     @property
@@ -109,7 +109,7 @@ class ShareGroup:
         return frozenset().union(*(member.topics for member in self.members.values()))
 
     def target(self, view: TopicView) -> dict[str, Assignment]:
-        """What each member shall fetch, now."""
+        """Return the current target assignment."""
         current = (self.epoch, view.version)
         if self._target_for != current:
             self._target = target_of(self.members, view)
@@ -118,7 +118,7 @@ class ShareGroup:
 
 
 def target_of(members: dict[str, ShareMember], view: TopicView) -> dict[str, Assignment]:
-    """What each of some members shall fetch."""
+    """Compute the target assignment of some members."""
     names = frozenset().union(*(member.topics for member in members.values()))
     topics = {topic.name: topic.topic_id for topic in existing(view, names)}
     partitions = partitions_of(existing(view, names))

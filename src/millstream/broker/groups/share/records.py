@@ -51,7 +51,7 @@ def read_share_key(key: bytes) -> ShareKey | None:
 
 
 def tombstone(key: ShareKey) -> StateRecord:
-    """The record that takes something away."""
+    """Build a tombstone."""
     return StateRecord(_key(key), None)
 
 
@@ -71,7 +71,7 @@ def read_group(record: StateRecord) -> tuple[int, int]:
 
 
 def member_record(group_id: str, member: ShareMember) -> StateRecord:
-    """What a member says of itself."""
+    """Build the record of a member."""
     writer = _begin()
     writer.string(member.rack_id)
     writer.string(member.client_id)

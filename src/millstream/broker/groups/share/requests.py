@@ -13,7 +13,7 @@ LEFT_EPOCH = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareHeartbeat:
-    """A member joins, lives or goes. None means: as before."""
+    """A member joins, stays or leaves; None means unchanged."""
 
     group_id: str
     member_id: str
@@ -28,13 +28,13 @@ class ShareHeartbeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareAnswer:
-    """What a member is told."""
+    """The response to a member."""
 
     member_id: str
     epoch: int
     heartbeat_ms: int
     assignment: Assignment | None
-    """None when it is what the member was told before."""
+    """None if it is unchanged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

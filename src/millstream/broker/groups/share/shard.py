@@ -61,14 +61,16 @@ class ShareShard:
         is_taken: Callable[[str], bool],
         check_room: Callable[[], None],
     ) -> None:
-        """`is_taken` tells whether a group of another kind has an id; `check_room` raises when there are too many."""
+        """`is_taken` returns whether another kind of group uses an id; `check_room` raises if there are too many
+        groups.
+        """
         self._timers = timers
         self._limits = limits
         self._topics = topics
         self._is_taken = is_taken
         self._check_room = check_room
         self._groups: dict[str, ShareGroup] = {}
-        # Soft; beside the groups, since the first member of a group is told before there is one.
+        # Not stored, and kept apart from the groups: the first member is answered before its group exists.
         self._reported: dict[tuple[str, str], ReportedState] = {}
 
     def __iter__(self) -> Iterator[ShareGroup]:
@@ -82,7 +84,7 @@ class ShareShard:
         return self._groups.get(group_id)
 
     def heartbeat(self, request: ShareHeartbeat) -> Outcome[ShareAnswer]:
-        """A member joins, lives or goes."""
+        """Handle a heartbeat: join, stay or leave."""
         group = self._find(request)
         known = group.members.get(request.member_id)
         if request.epoch == LEFT_EPOCH:
@@ -126,7 +128,7 @@ class ShareShard:
         return [], ShareGroupDescription(group_id=group_id, state=group.state.value, epoch=group.epoch, members=members)
 
     def open(self, group_id: str) -> Outcome[ShareGroupDescription]:
-        """One group, made without members if it is not there yet."""
+        """Describe a group, creating an empty one if it does not exist."""
         if group_id in self._groups:
             return self.describe(group_id)
         self._check_free(group_id)
@@ -145,7 +147,7 @@ class ShareShard:
             )
 
     def deletion_records(self, group: ShareGroup) -> Records:
-        """The records that take an empty group away."""
+        """Build the records that delete an empty group."""
         return [tombstone(ShareKey(ShareKind.GROUP, group.group_id))]
 
     # The fold
@@ -165,7 +167,7 @@ class ShareShard:
             group.members[key.member_id] = read_member(key, record)
 
     def restored(self) -> None:
-        """Give every member a session to be heard of."""
+        """Restart the sessions of all members."""
         for group in self:
             for member_id in group.members:
                 self._keep_alive(group.group_id, member_id, self._limits.consumer_session_ms)
@@ -214,7 +216,7 @@ class ShareShard:
             if len(group.members) >= self._limits.members_max:
                 raise GroupFull(f"share group {group.group_id!r} has {len(group.members)} members already")
             if not request.topics:
-                raise InvalidRequest("a member that joins has to tell its topics")
+                raise InvalidRequest("a member that joins must send its topics")
             return ShareMember(
                 member_id=request.member_id,
                 rack_id=request.rack_id,
@@ -284,7 +286,7 @@ class ShareShard:
     def _expire(self, group_id: str, member_id: str) -> Records:
         group = self._groups.get(group_id)
         if group is None or member_id not in group.members:
-            # It was told that it is in, but the log did not take it.
+            # The member was answered, but the append was refused.
             self._reported.pop((group_id, member_id), None)
             return []
         # Set once more, in case that the log does not take it now.

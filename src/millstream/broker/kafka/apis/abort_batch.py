@@ -4,38 +4,29 @@
 
 A batch that is committed cannot be aborted (INVALID_TXN_STATE). The same batch may be tried again afterwards, but not
 by the run that is named, if one is: its transactional ids, `spark/q/3/{partition}/4f2a-{random}`, are fenced from here
-on, so that a task which nobody has stopped yet cannot open a transaction that nobody would end.
+on, so that a task that is still running cannot open a transaction that would never end.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.protocol.private.transaction_messages import ABORT_BATCH_KEY, AbortBatchRequest, AbortBatchResponse
 
 
-class NamedBatch(msgspec.Struct, frozen=True):
-    """A batch of a query."""
+class AbortBatch(PrivateApi[AbortBatchRequest, AbortBatchResponse]):
+    """Aborts the attempts at a batch."""
 
-    query: str
-    batch: int
-    run: str = ""
-
-
-class AbortBatch(PrivateApi[NamedBatch]):
-    """Aborts what was written for a batch."""
-
-    key = 32012
-    asks = NamedBatch
+    key = ABORT_BATCH_KEY
+    request_type = AbortBatchRequest
+    response_type = AbortBatchResponse
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
 
-    async def handle(self, request: NamedBatch) -> dict[str, Any]:
+    async def handle(self, request: AbortBatchRequest) -> AbortBatchResponse:
         """Abort every attempt."""
-        return {"aborted": await self._transactions.abort_batch(request.query, request.batch, request.run)}
+        aborted = await self._transactions.abort_batch(request.query, request.batch, request.run)
+        return AbortBatchResponse(aborted=aborted)

@@ -10,29 +10,25 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.protocol.private.transaction_messages import (
+    ABORT_KEY,
+    AbortTransactionRequest,
+    AbortTransactionResponse,
+)
 
 
-class NamedTransaction(msgspec.Struct, frozen=True):
-    """A transactional id."""
-
-    transactional_id: str
-
-
-class AbortTransaction(PrivateApi[NamedTransaction]):
+class AbortTransaction(PrivateApi[AbortTransactionRequest, AbortTransactionResponse]):
     """Ends transactions for administrators."""
 
-    key = 32014
-    asks = NamedTransaction
+    key = ABORT_KEY
+    request_type = AbortTransactionRequest
+    response_type = AbortTransactionResponse
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
 
-    async def handle(self, request: NamedTransaction) -> dict[str, Any]:
+    async def handle(self, request: AbortTransactionRequest) -> AbortTransactionResponse:
         """Abort the transaction."""
-        return {"state": await self._transactions.abort(request.transactional_id)}
+        return AbortTransactionResponse(state=await self._transactions.abort(request.transactional_id))

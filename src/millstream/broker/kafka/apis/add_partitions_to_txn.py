@@ -63,7 +63,7 @@ class AddPartitionsToTxn(Api[AddPartitionsCall, AddPartitionsToTxnResponse]):
         self._topics = topics
 
     def upgrade(self, version: int, request: Any) -> AddPartitionsCall:
-        """Make a list of the one producer of older versions."""
+        """Convert the single producer of older versions to a list."""
         if version >= _FIRST_WITH_MANY:
             newest: AddPartitionsToTxnRequest = reshape(request, AddPartitionsToTxnRequest)
             return AddPartitionsCall(version, newest.transactions)

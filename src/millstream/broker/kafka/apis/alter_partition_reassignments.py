@@ -75,7 +75,7 @@ class AlterPartitionReassignments(Api[AlterPartitionReassignmentsRequest, AlterP
         topic = topic_named(self._topics, name)
         target: tuple[NodeId, ...] | None = None
         if wanted.replicas is not None:
-            # A partition that is not there is told before nodes that are not.
+            # A missing partition is reported before missing nodes.
             self._topics.state_of(topic, wanted.partition_index)
             check_replicas(wanted.replicas, self._membership)
             target = tuple(NodeId(node) for node in wanted.replicas)

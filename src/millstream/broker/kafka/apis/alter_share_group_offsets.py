@@ -53,7 +53,7 @@ class AlterShareGroupOffsets(Api[AlterShareGroupOffsetsRequest, AlterShareGroupO
         )
 
     def failure(self, error: MillstreamError, request: AlterShareGroupOffsetsRequest) -> AlterShareGroupOffsetsResponse:
-        """Say why nothing was moved."""
+        """Report why nothing was moved."""
         return AlterShareGroupOffsetsResponse(
             throttle_time=NO_THROTTLE, error_code=error_code(error), error_message=error_message(error), responses=()
         )

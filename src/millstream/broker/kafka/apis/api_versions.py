@@ -1,14 +1,14 @@
-"""ApiVersions (key 18), versions 0 to 4: tells clients which APIs are served, and in which versions.
+"""ApiVersions (key 18), versions 0 to 4: lists the served APIs and their versions.
 
 The list is made from the APIs that are registered, so there is no second one to keep true. Millstream's private
-requests are told to Millstream's own clients alone, which may also meet Apache Kafka. The features and their levels
-are those of `broker/kafka/feature.py`.
+requests are listed for Millstream's own clients only, which may also connect to Apache Kafka. The features and their
+levels are those of `broker/kafka/feature.py`.
 
 Version notes: 1 adds the throttle time, 3 is flexible and tells the client's software, whose name and version are
 checked as Kafka does, and adds the features, without those that may be off, since older clients cannot read a level of
-0; 4 has these too. The response header is that of version 0 in every version, since a client reads it before it
-knows what the broker serves. A version that is not served is answered in version 0 with UNSUPPORTED_VERSION and the
-versions of this API alone.
+0; 4 has these too. The response header is that of version 0 in every version, since a client reads it before it knows
+what the broker serves. A version that is not served is answered in version 0 with UNSUPPORTED_VERSION and the versions
+of this API alone.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FIRST_WITH_LEVEL_0: Final = 4
 
 
 class ServedApi(Protocol):
-    """What is told about an API, whether it reads its frames itself or not."""
+    """What is listed about an API."""
 
     @property
     def key(self) -> int:

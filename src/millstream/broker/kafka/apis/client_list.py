@@ -1,14 +1,14 @@
 """ClientList (key 32001), version 0: Millstream's private request for the clients that are connected to a node.
 
-`millstream client list` asks it. The request has no body. The answer is one JSON document of UTF-8:
+`millstream client list` uses it. The response holds:
 
     {"clock_s": …, "clients": [{"connection": 1, "address": "host:port", "client_id": "…", "software": "…",
      "software_version": "…", "idle_s": …, "produce_requests": …, "produced_bytes": …, "fetch_requests": …,
      "fetched_bytes": …}, …], "left_out": 0}
 
-The numbers count from the connection's start; whoever wants rates asks twice and divides by the difference of
-`clock_s`, which is no time of day. Those that produced or fetched come first. An answer has at most `CLIENTS_MAX` of
-them, so that it never holds up the loop; `left_out` says how many more there are.
+Counters start with the connection. For rates, send the request twice and divide by the difference of `clock_s`, which
+is not a wall clock. Those that produced or fetched come first. An answer has at most `CLIENTS_MAX` of them, so that it
+never holds up the loop; `left_out` says how many more there are.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -16,20 +16,27 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
-import msgspec
-
-from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.api import ClientInfo, encode_private
 from millstream.broker.net.connection import Answer, Connection
-from millstream.protocol.messages.codec import RequestHeader, response_head
+from millstream.protocol.messages.codec import RequestHeader
+from millstream.protocol.private.message import Response
 
 CLIENTS_MAX: Final = 2000
 
 
+class ClientListResponse(Response, frozen=True, kw_only=True):
+    """The connected clients, at most `CLIENTS_MAX`, and how many more there are."""
+
+    clock_s: float = 0.0
+    clients: Sequence[dict[str, Any]] = ()
+    left_out: int = 0
+
+
 class ClientList:
-    """Tells who is connected and what they do."""
+    """Lists connected clients and their activity."""
 
     key = 32001
     versions = (0, 0)
@@ -39,10 +46,9 @@ class ClientList:
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once."""
-        body = msgspec.json.encode(self.snapshot(asyncio.get_running_loop().time()))
-        return [response_head(header.api_key, header.version, header.correlation_id, len(body)), body]
+        return encode_private(header, self.snapshot(asyncio.get_running_loop().time()))
 
-    def snapshot(self, now: float) -> dict[str, Any]:
+    def snapshot(self, now: float) -> ClientListResponse:
         """The document that the answer carries."""
         busy: list[tuple[Connection, ClientInfo]] = []
         others: list[tuple[Connection, ClientInfo]] = []
@@ -52,11 +58,11 @@ class ClientList:
                 moves_data = client.produce_requests or client.fetch_requests
                 (busy if moves_data else others).append((connection, client))
         known = [*busy, *others]
-        return {
-            "clock_s": now,
-            "clients": [_described(connection, client, now) for connection, client in known[:CLIENTS_MAX]],
-            "left_out": max(0, len(known) - CLIENTS_MAX),
-        }
+        return ClientListResponse(
+            clock_s=now,
+            clients=[_described(connection, client, now) for connection, client in known[:CLIENTS_MAX]],
+            left_out=max(0, len(known) - CLIENTS_MAX),
+        )
 
 
 def _described(connection: Connection, client: ClientInfo, now: float) -> dict[str, Any]:

@@ -14,45 +14,31 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.transactions.batch import Member
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.core.ids import ProducerId
+from millstream.protocol.private.transaction_messages import (
+    COMPLETE_BATCH_KEY,
+    CompleteBatchRequest,
+    CompleteBatchResponse,
+)
 
 
-class BatchMember(msgspec.Struct, frozen=True):
-    """One prepared transaction."""
-
-    transactional_id: str
-    producer_id: int
-    producer_epoch: int
-
-
-class WholeBatch(msgspec.Struct, frozen=True):
-    """A batch and everything that belongs to it."""
-
-    query: str
-    batch: int
-    members: tuple[BatchMember, ...]
-
-
-class CompleteBatch(PrivateApi[WholeBatch]):
+class CompleteBatch(PrivateApi[CompleteBatchRequest, CompleteBatchResponse]):
     """Commits batches."""
 
-    key = 32011
-    asks = WholeBatch
+    key = COMPLETE_BATCH_KEY
+    request_type = CompleteBatchRequest
+    response_type = CompleteBatchResponse
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
 
-    async def handle(self, request: WholeBatch) -> dict[str, Any]:
+    async def handle(self, request: CompleteBatchRequest) -> CompleteBatchResponse:
         """Commit all members together."""
         members = tuple(
             Member(one.transactional_id, ProducerId(one.producer_id), one.producer_epoch) for one in request.members
         )
         done_now = await self._transactions.complete_batch(request.query, request.batch, members)
-        return {"done_now": done_now}
+        return CompleteBatchResponse(done_now=done_now)

@@ -1,8 +1,7 @@
 """ConsumerGroupDescribe (key 69), versions 0 to 1: consumer groups (KIP-848) with their members and assignments.
 
-A group that does not exist, or is a classic one, is GROUP_ID_NOT_FOUND; DescribeGroups has those. Of each member the
-assignment that it has and the one that it shall have are told. Version 1 adds whether a member speaks the classic
-protocol.
+A group that does not exist, or is a classic one, is GROUP_ID_NOT_FOUND; DescribeGroups has those. Each member has its
+current and its target assignment. Version 1 adds whether a member uses the classic protocol.
 """
 
 from __future__ import annotations

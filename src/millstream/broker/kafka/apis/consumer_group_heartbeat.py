@@ -1,10 +1,10 @@
-"""ConsumerGroupHeartbeat (key 68), versions 0 to 1: a consumer joins its group, lives in it and leaves it (KIP-848).
+"""ConsumerGroupHeartbeat (key 68), versions 0 to 1: a consumer joins, stays in or leaves its group (KIP-848).
 
-One request does it all. Epoch 0 joins, with everything that the group has to know of the member; a positive epoch says
-that the member lives, and only what has changed; -1 leaves, -2 leaves a static member's place for its next process.
-The answer tells the epoch, when to send the next heartbeat, and the partitions where the member may not know them: the
-coordinator shares out by `uniform` (the default) or `range`. A member gives partitions up before others get them; it
-has its rebalance timeout for that.
+One request does it all. Epoch 0 joins, with everything that the group has to know of the member; a positive epoch
+renews the session and carries only changes; -1 leaves, -2 leaves a static member's place for its next process. The
+response holds the epoch, the heartbeat interval, and the assignment if the member may not know it; the coordinator
+assigns partitions by `uniform` (the default) or `range`. A member gives partitions up before others get them; it has
+its rebalance timeout for that.
 
 Refused are: an epoch that is not the member's (FENCED_MEMBER_EPOCH: give up everything and join again), an unknown
 member (UNKNOWN_MEMBER_ID), an instance id that another process has not left (UNRELEASED_INSTANCE_ID) or has taken
@@ -45,7 +45,7 @@ _AS_BEFORE: Final = -1
 
 
 class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], ConsumerGroupHeartbeatResponse]):
-    """Keeps members of consumer groups alive, and tells them what they have."""
+    """Keeps members of consumer groups alive and returns their assignments."""
 
     key = 68
     versions = (0, 1)
@@ -63,14 +63,14 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
         return _accepted(await self._groups.consumer_heartbeat(_as_heartbeat(message, client)))
 
     def upgrade(self, version: int, request: Any) -> Versioned[ConsumerGroupHeartbeatRequest]:
-        """Keep the version, which decides who chooses the member's id."""
+        """Keep the version, which decides whether the client chooses the member id."""
         newest: Any = super().upgrade(version, request)
         return Versioned(version, newest)
 
     def failure(
         self, error: MillstreamError, request: Versioned[ConsumerGroupHeartbeatRequest]
     ) -> ConsumerGroupHeartbeatResponse:
-        """Say why the member is refused."""
+        """Report why the member is refused."""
         return ConsumerGroupHeartbeatResponse(
             throttle_time=NO_THROTTLE,
             error_code=error_code(error),
@@ -83,7 +83,7 @@ class ConsumerGroupHeartbeat(Api[Versioned[ConsumerGroupHeartbeatRequest], Consu
 
 
 def _check(message: ConsumerGroupHeartbeatRequest, version: int) -> None:
-    """What can be checked without the group, in Kafka's order."""
+    """Check what does not depend on the group, in Kafka's order."""
     epoch = message.member_epoch
     needs_member_id = version >= _FIRST_WITH_OWN_MEMBER_ID or epoch > 0 or epoch == LEFT_EPOCH
     check_text("member id", message.member_id if needs_member_id else message.member_id or None)
@@ -104,11 +104,11 @@ def _check(message: ConsumerGroupHeartbeatRequest, version: int) -> None:
 
 def _check_join(message: ConsumerGroupHeartbeatRequest) -> None:
     if message.rebalance_timeout // _MILLISECOND == _AS_BEFORE:
-        raise InvalidRequest("a member that joins has to tell its rebalance timeout")
+        raise InvalidRequest("a member that joins must send its rebalance timeout")
     if message.topic_partitions is None or message.topic_partitions:
         raise InvalidRequest("a member that joins has to say that it has no partitions")
     if message.subscribed_topic_names is None and message.subscribed_topic_regex is None:
-        raise InvalidRequest("a member that joins has to tell its topics, by name or by regular expression")
+        raise InvalidRequest("a member that joins must send its topics, by name or by regular expression")
 
 
 def _as_heartbeat(message: ConsumerGroupHeartbeatRequest, client: ClientInfo) -> ConsumerHeartbeat:

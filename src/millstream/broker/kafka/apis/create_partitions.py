@@ -61,7 +61,7 @@ class CreatePartitions(Api[CreatePartitionsRequest, CreatePartitionsResponse]):
         return CreatePartitionsResponse(throttle_time=NO_THROTTLE, results=tuple(results.values()))
 
     def _checked(self, wanted: CreatePartitionsTopic) -> Placement | None:
-        """Raise if the topic cannot grow so; returns where its new partitions are to be, if that is said."""
+        """Check that the topic can grow; return the placement of its new partitions, if given."""
         topic = topic_named(self._topics, wanted.name)
         if topic.is_internal:
             raise PolicyViolation(f"topic {wanted.name!r} holds the broker's own state; its partitions are fixed")

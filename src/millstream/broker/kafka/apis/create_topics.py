@@ -83,7 +83,7 @@ class CreateTopics(Api[CreateTopicsRequest, CreateTopicsResponse]):
         )
 
     def _numbers(self, wanted: CreatableTopic) -> tuple[int, int, Placement | None]:
-        """How many partitions and replicas are asked for, by number or by hand, and where they are to be."""
+        """Return the requested partitions and replicas, as numbers or as a placement."""
         if not wanted.assignments:
             if wanted.num_partitions != _DEFAULT and wanted.num_partitions < 1:
                 raise InvalidPartitions(

@@ -40,7 +40,7 @@ class DeleteTopics(Api[DeleteTopicsRequest, DeleteTopicsResponse]):
 
     async def handle(self, request: DeleteTopicsRequest, client: ClientInfo) -> DeleteTopicsResponse:
         """Delete the topics one after the other."""
-        # The same topic may be named by name and by id, so they are counted by what they resolve to.
+        # A topic may be given by name and by id, so they are counted by what they resolve to.
         named = Counter(self._identity(wanted) for wanted in request.topics)
         results: dict[Any, DeletableTopicResult] = {}
         for wanted in request.topics:

@@ -1,4 +1,4 @@
-"""DeliveryState (key 32039), version 0: Millstream's private request that tells what has become of a message.
+"""DeliveryState (key 32039), version 0: Millstream's private request for the delivery state of a message.
 
     [subscription, topic, partition, offset, wait ms]
     answer: [error, message, state, attempt, next ms, is final]
@@ -12,7 +12,7 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import InvalidRequest, OffsetOutOfRange, UnknownTopic
 from millstream.protocol.private.delivery_state import (
@@ -23,19 +23,19 @@ from millstream.protocol.private.delivery_state import (
 )
 
 
-class DeliveryState(PackedApi[DeliveryStateRequest]):
-    """Tells where messages of subscriptions are."""
+class DeliveryState(PrivateApi[DeliveryStateRequest, DeliveryStateAnswer]):
+    """Returns the delivery states of messages."""
 
     key = DELIVERY_STATE_KEY
-    asks = DeliveryStateRequest
-    answers = DeliveryStateAnswer
+    request_type = DeliveryStateRequest
+    response_type = DeliveryStateAnswer
     waits_for_others = True
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
 
     async def handle(self, request: DeliveryStateRequest) -> DeliveryStateAnswer:
-        """Look it up, and wait for its end."""
+        """Look up the state, waiting until it is final."""
         subscription = await self._service.declared.find(request.subscription)
         if subscription.topics and request.topic not in subscription.topics:
             raise UnknownTopic(f"subscription {subscription.name!r} does not deliver topic {request.topic!r}")
@@ -51,7 +51,7 @@ class DeliveryState(PackedApi[DeliveryStateRequest]):
                 start=partition.log_start,
                 end=end,
             )
-        # Imported when first asked for, with what queues are made of.
+        # Imported on first use, together with the queues.
         from millstream.broker.subscriptions.outcomes import message_state
 
         start = subscription.start_on(partition.topic.name, partition.topic.topic_id, partition.index)

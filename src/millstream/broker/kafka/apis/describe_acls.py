@@ -15,13 +15,13 @@ from millstream.broker.kafka.api import NO_THROTTLE, SECURITY_DISABLED, Api, Cli
 
 
 class DescribeAcls(Api[DescribeAclsRequest, DescribeAclsResponse]):
-    """Says that there are no access rules."""
+    """Reports that there are no access rules."""
 
     key = 29
     versions = (1, 3)
 
     async def handle(self, request: DescribeAclsRequest, client: ClientInfo) -> DescribeAclsResponse:
-        """Say so."""
+        """Return SECURITY_DISABLED."""
         return DescribeAclsResponse(
             throttle_time=NO_THROTTLE,
             error_code=ErrorCode.security_disabled,

@@ -1,4 +1,4 @@
-"""DescribeClientQuotas (key 48), versions 0 and 1: the quotas of clients that a filter lets through.
+"""DescribeClientQuotas (key 48), versions 0 and 1: the quotas of clients that match a filter.
 
 A filter names a type of entity (`user`, `client-id`) with an exact name, the default, or any name; `strict` leaves out
 entities that have other types too. An empty filter asks for all quotas, and for none if it is strict.
@@ -30,7 +30,7 @@ ANY_NAME: Final = 2
 
 
 class _Refused(Exception):
-    """The filter cannot be; what the answer says."""
+    """An invalid filter, with the error of the response."""
 
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
@@ -47,7 +47,7 @@ class DescribeClientQuotas(Api[DescribeClientQuotasRequest, DescribeClientQuotas
         self._quotas = quotas
 
     async def handle(self, request: DescribeClientQuotasRequest, client: ClientInfo) -> DescribeClientQuotasResponse:
-        """Show what the filter lets through."""
+        """List the quotas that match the filter."""
         try:
             wanted = _filter(request)
         except _Refused as refused:

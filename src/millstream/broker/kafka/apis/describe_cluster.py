@@ -33,7 +33,7 @@ class DescribeCluster(Api[DescribeClusterRequest, DescribeClusterResponse]):
     async def handle(self, request: DescribeClusterRequest, client: ClientInfo) -> DescribeClusterResponse:
         """Describe the cluster, unless something else than brokers is wanted."""
         if request.endpoint_type == _CONTROLLERS:
-            return _refused(ErrorCode.mismatched_endpoint_type, "controllers are asked for, this endpoint has brokers")
+            return _refused(ErrorCode.mismatched_endpoint_type, "controllers were requested; this endpoint has brokers")
         if request.endpoint_type != _BROKERS:
             return _refused(ErrorCode.unsupported_endpoint_type, f"endpoint type {request.endpoint_type} is unknown")
         asked = request.include_cluster_authorized_operations

@@ -79,7 +79,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             views = self._settings(resource)
         except MillstreamError as error:
             code, message = error_code(error), error_message(error)
-        # An empty list of names asks for all settings too, as in Kafka.
+        # An empty list of names also requests all settings, as in Kafka.
         wanted = set(resource.configuration_keys or ())
         return DescribeConfigsResult(
             error_code=code,
@@ -103,7 +103,7 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             return node_settings(self._config, self._topics.defaults_for(replication))
         if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
             check_group_name(name)
-            # A group that nobody has declared has the defaults, as in Kafka.
+            # An undeclared group has the defaults, as in Kafka.
             shared = share_group_settings(self._subscriptions.get(name))
             return chain(consumer_group_settings(self._groups, name), shared)
         raise InvalidRequest(

@@ -2,8 +2,8 @@
 
 A group that does not exist, or is a consumer group (which ConsumerGroupDescribe has), is GROUP_ID_NOT_FOUND from
 version 6 on, which also adds error messages, and an answer without error in the state "Dead" before. Metadata and
-assignments are told only while the group is stable, since they mean nothing else. Version 3 adds what the client may do
-with the group, 4 static members.
+assignments are only returned while the group is stable. Version 3 adds what the client may do with the group, 4 static
+members.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class DescribeGroups(Api[Versioned[DescribeGroupsRequest], DescribeGroupsRespons
         return DescribeGroupsResponse(throttle_time=NO_THROTTLE, groups=tuple(described))
 
     def upgrade(self, version: int, request: Any) -> Versioned[DescribeGroupsRequest]:
-        """Keep the version, which decides what a missing group is."""
+        """Keep the version, which decides how a missing group is reported."""
         newest: Any = super().upgrade(version, request)
         return Versioned(version, newest)
 

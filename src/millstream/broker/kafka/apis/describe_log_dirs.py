@@ -29,7 +29,7 @@ from millstream.broker.replication.partition import Partition
 
 
 class DescribeLogDirs(Api[DescribeLogDirsRequest, DescribeLogDirsResponse]):
-    """Tells the sizes of partitions and of their disk."""
+    """Returns the sizes of partitions and of their disk."""
 
     key = 35
     versions = (1, 5)
@@ -78,7 +78,7 @@ def _sized(partition: Partition) -> DescribeLogDirsPartition:
     return DescribeLogDirsPartition(
         partition_index=i32(partition.index),
         partition_size=i64(partition.size_bytes),
-        # What is written but not acknowledged yet.
+        # Written but not acknowledged yet.
         offset_lag=i64(max(0, partition.log.end_offset - partition.high_watermark)),
         is_future_key=False,
     )

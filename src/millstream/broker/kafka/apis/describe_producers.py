@@ -44,7 +44,7 @@ class OffsetTransactions(Protocol):
 
 
 class DescribeProducers(Api[DescribeProducersRequest, DescribeProducersResponse]):
-    """Tells who writes to partitions."""
+    """Lists the producers of partitions."""
 
     key = 61
     versions = (0, 0)

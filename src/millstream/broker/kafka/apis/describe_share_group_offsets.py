@@ -35,7 +35,7 @@ _NOT_BEGUN = QueueOffset(UNKNOWN, UNKNOWN)
 
 
 class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeShareGroupOffsetsResponse]):
-    """Tells where share groups are."""
+    """Returns the offsets of share groups."""
 
     key = 90
     versions = (0, 1)
@@ -47,7 +47,7 @@ class DescribeShareGroupOffsets(Api[DescribeShareGroupOffsetsRequest, DescribeSh
     async def handle(
         self, request: DescribeShareGroupOffsetsRequest, client: ClientInfo
     ) -> DescribeShareGroupOffsetsResponse:
-        """Tell of each group."""
+        """Describe each group."""
         groups = await asyncio.gather(*(self._group(group) for group in request.groups))
         return DescribeShareGroupOffsetsResponse(throttle_time=NO_THROTTLE, groups=tuple(groups))
 

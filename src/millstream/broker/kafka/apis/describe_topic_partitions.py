@@ -2,8 +2,8 @@
 
 Topics come in the order of their names; no topics means all of them. An answer holds at most `response_partition_limit`
 partitions, but at least one and never more than 2,000; if there are more, `next_cursor` says where to go on, and the
-next request hands it back. A cursor whose topic is gone goes on with the topic after it. A partition that nobody leads
-has LEADER_NOT_AVAILABLE; replicas that may lead it although they are not in sync are told as eligible.
+next request hands it back. A cursor whose topic was deleted continues with the next topic. A partition without a leader
+has LEADER_NOT_AVAILABLE; replicas that may lead it although they are not in sync are listed as eligible.
 
 Version notes: version 0 is the only one. It has no error for the whole request, so an invalid one gives its error to
 each topic that it names, as in Kafka.
@@ -83,11 +83,11 @@ class DescribeTopicPartitions(Api[DescribeTopicPartitionsRequest, DescribeTopicP
         """The topics of this page and of those behind it, in order."""
         cursor = request.cursor
         if cursor is not None and cursor.partition_index < 0:
-            raise InvalidRequest(f"the cursor begins with partition {cursor.partition_index}")
+            raise InvalidRequest(f"the cursor has partition {cursor.partition_index}")
         if request.topics:
             names = sorted({str(topic.name) for topic in request.topics})
             if cursor is not None and cursor.topic_name not in names:
-                raise InvalidRequest(f"the cursor's topic {cursor.topic_name!r} is not among those asked for")
+                raise InvalidRequest(f"the cursor's topic {cursor.topic_name!r} is not among the requested ones")
         else:
             names = [topic.name for topic in self._topics.all()]
         return names if cursor is None else [name for name in names if name >= cursor.topic_name]

@@ -29,7 +29,7 @@ from millstream.core.topic import by_topic
 
 
 class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactionsResponse]):
-    """Tells what transactions are about."""
+    """Describes transactions."""
 
     key = 65
     versions = (0, 0)
@@ -38,7 +38,7 @@ class DescribeTransactions(Api[DescribeTransactionsRequest, DescribeTransactions
         self._transactions = transactions
 
     async def handle(self, request: DescribeTransactionsRequest, client: ClientInfo) -> DescribeTransactionsResponse:
-        """Describe every id asked for."""
+        """Describe each id."""
         states = await asyncio.gather(*(self._describe(one) for one in request.transactional_ids))
         return DescribeTransactionsResponse(throttle_time=NO_THROTTLE, transaction_states=tuple(states))
 

@@ -1,9 +1,10 @@
 """ElectLeaders (key 43), versions 0 to 2: asks for the election of leaders.
 
 The preferred election gives partitions back to the first of their replicas: ELECTION_NOT_NEEDED where it leads already,
-PREFERRED_LEADER_NOT_AVAILABLE where it is down or not in sync. The unclean one has any replica lead where nobody can,
-at the price of acknowledged records: ELIGIBLE_LEADERS_NOT_AVAILABLE where no replica is alive. No list of partitions
-means all of them; then, as in Kafka, those that need no election are left out. A single node never needs one.
+PREFERRED_LEADER_NOT_AVAILABLE where it is down or not in sync. The unclean election lets any replica lead where no
+in-sync one can, at the price of acknowledged records: ELIGIBLE_LEADERS_NOT_AVAILABLE where no replica is alive. No list
+of partitions means all of them; then, as in Kafka, those that need no election are left out. A single node never needs
+one.
 
 Version notes: 1 adds the kind of election (before, it was that of the preferred replica) and an error for the whole
 answer, 2 is flexible.

@@ -1,13 +1,14 @@
 """Fetch (key 1), versions 4 to 18: reads batches, with topic ids, sessions, and a long poll that wakes on append.
 
-Hand-laid, since this is the hot path: stored batches go to the socket as they are. What a large answer is made of is
-read when its turn comes to be sent, so a consumer costs the memory of a piece, and has one while the next is read.
+Encoded by hand, since this is the hot path: stored batches are sent to the socket unchanged. The parts of a large
+response are read when their turn to be sent comes, so a consumer costs the memory of one part, and receives one while
+the next is read.
 
 A request that finds fewer than `min_bytes` waits for its partitions' high watermarks to move or for `max_wait`,
 whichever comes first. The last stable offset moves only with the high watermark, so that goes for `read_committed` too.
 
-Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id,
-15 moves the replica id into a tag, 18 adds a tag that only followers send. A request of a follower is handed over to
+Version notes: 7 brings sessions (KIP-227), 9 the leader epoch, 11 the rack, 12 is flexible, 13 names topics by id, 15
+moves the replica id into a tag, 18 adds a tag that only followers send. A request of a follower is handed over to
 `follower_fetch`.
 """
 
@@ -59,7 +60,7 @@ PartitionKey = tuple[str | UUID, int]
 
 
 class Position:
-    """What a client wants of one partition, and what it was last told about it."""
+    """The fetch position of a client in one partition, and what it was last sent about it."""
 
     __slots__ = ("leader_epoch", "max_bytes", "offset", "sent_log_start", "sent_watermark")
 
@@ -101,7 +102,7 @@ class FetchSession:
 
 
 class FetchSessions:
-    """Every session; the one that was used longest ago goes first when there are too many."""
+    """All sessions; the least recently used one is evicted first."""
 
     def __init__(self) -> None:
         self._by_id: OrderedDict[int, FetchSession] = OrderedDict()
@@ -123,7 +124,7 @@ class FetchSessions:
         return session
 
     def resume(self, session_id: int, epoch: int, *, by_id: bool) -> FetchSession | ErrorCode:
-        """The session that a request goes on with, or the error code that makes the client begin a new one."""
+        """Return the session that a request continues, or the error code that makes the client open a new one."""
         session = self._by_id.get(session_id)
         if session is None:
             return ErrorCode.fetch_session_id_not_found
@@ -209,7 +210,7 @@ class _Request(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What is said about one partition."""
+    """What is returned for one partition."""
 
     key: PartitionKey
     code: ErrorCode
@@ -218,7 +219,7 @@ class _Found(NamedTuple):
     stretch: SegmentSlice | None
     last_stable: int = -1
     aborted: Sequence[tuple[int, int]] | None = None
-    """The aborted transactions among the records, each as producer id and first offset; None if nobody asked."""
+    """The aborted transactions among the records, as producer id and first offset; None if not requested."""
 
     @property
     def size(self) -> int:
@@ -245,7 +246,7 @@ class _Context(NamedTuple):
 
 
 class _Wait:
-    """A long poll: woken at the first advance of any of its partitions, or of what is committed there."""
+    """A long poll: woken when any of its partitions, or its last stable offset, advances."""
 
     __slots__ = ("_bounds", "_partitions", "moved", "woken")
 
@@ -267,7 +268,7 @@ class _Wait:
 
     def advanced(self, partition: Partition) -> None:
         self.moved[self._partitions[partition]] = None
-        # What is written behind an open transaction is nothing to wake up for.
+        # Records behind an open transaction are no reason to wake up.
         if self._bounds is None or not partition.is_leader or self._bounds_of(partition) != self._bounds[partition]:
             self.finish()
 
@@ -276,7 +277,7 @@ class _Wait:
             self.woken.set_result(None)
 
     def rearm(self) -> list[PartitionKey]:
-        """Wait once more; tells what has moved."""
+        """Wait again; return the partitions that have advanced."""
         moved, self.moved = list(self.moved), {}
         self.woken = asyncio.get_running_loop().create_future()
         if self._bounds is not None:
@@ -363,13 +364,13 @@ class Fetch:
         return self._topics.partition_by_id(topic, index)
 
     def _read_all(self, context: _Context) -> _FoundByKey:
-        """What there is now, within the limits of the request and of the broker."""
+        """Read all partitions, within the limits of the request and of the broker."""
         found: _FoundByKey = {}
         self._read_some(context, found, context.positions)
         return found
 
     def _read_some(self, context: _Context, found: _FoundByKey, keys: Iterable[PartitionKey]) -> None:
-        """The same of some of the partitions; what was found of the others stands."""
+        """Read some partitions again; the results of the others stand."""
         size = _size_of(found)
         share_bytes = self._budget.share_bytes
         left = min(context.bytes_max, share_bytes) - size
@@ -463,20 +464,20 @@ class Fetch:
         return True
 
     def _read_moved(self, context: _Context, found: _FoundByKey, moved: list[PartitionKey]) -> None:
-        """Look at the partitions to which something has happened, and once more at what there is to send already."""
+        """Read the partitions that have advanced, and again those with records to send."""
         keys = dict.fromkeys(moved) | {key: None for key, result in found.items() if result.size}
         for key in keys:
             found.pop(key, None)
         self._read_some(context, found, [key for key in context.positions if key in keys])
 
     def _listen(self, context: _Context, wait: _Wait, found: _FoundByKey) -> bool:
-        """Be told of every advance from now on; whether something has changed since the partitions were looked at."""
+        """Subscribe to all partitions; return whether any has changed since it was read."""
         changed = self._stopping or context.client.presence.has_left
         for key in context.positions:
             try:
                 partition = self._partition(key)
             except MillstreamError:
-                # A topic that went away in the meantime is what the next look reports to the client.
+                # The next read reports a deleted topic to the client.
                 changed = True
                 continue
             wait.listen(partition, key)
@@ -575,7 +576,7 @@ def _new_session_id() -> int:
 
 
 def _wanted_layout(version: int) -> struct.Struct:
-    """One partition of a request; the epoch of the last record and the log start only followers make use of."""
+    """Return the layout of a requested partition; only followers use the last epoch and the log start."""
     if version >= FIRST_WITH_LAST_EPOCH:
         return _WANTED_WITH_LAST_EPOCH
     if version >= FIRST_WITH_LEADER_EPOCH:
@@ -608,7 +609,7 @@ def _write(
     *,
     throttle_ms: int = 0,
 ) -> Reply:
-    """Lay out the reply as a list of parts: records are sent from where they were read to, or read when it is time."""
+    """Encode the reply in parts: records are sent from where they were read, or read when their turn comes."""
     version = header.version
     writer = Writer(flexible=header.flexible)
     writer.int32(throttle_ms)
@@ -647,7 +648,7 @@ def _write(
 
 def _write_found(writer: Writer, version: int, result: _Found) -> None:
     if version >= FIRST_WITH_RACK and result.aborted is None:
-        # What most consumers ask for all day long, without a call for each field.
+        # The common case, without a call for each field.
         is_flexible = version >= FIRST_FLEXIBLE
         writer.buffer += (_PLAIN_COMPACT if is_flexible else _PLAIN).pack(
             result.key[1],
@@ -666,7 +667,7 @@ def _write_found(writer: Writer, version: int, result: _Found) -> None:
         )
     else:
         writer.buffer += _FOUND.pack(result.key[1], result.code, result.high_watermark, result.last_stable)
-    # Only `read_committed` asks for the aborted transactions.
+    # Only `read_committed` returns aborted transactions.
     writer.array_length(-1 if result.aborted is None else len(result.aborted))
     for producer_id, first_offset in result.aborted or ():
         writer.int64(producer_id)

@@ -32,17 +32,17 @@ _FIRST_WITH_MANY: Final = 4
 
 
 class Placement(Protocol):
-    """A kind of coordinator, and where it keeps what."""
+    """A kind of coordinator and its placement."""
 
     async def ensure(self) -> None:
-        """Make the internal topic if this is its first use."""
+        """Create the internal topic on its first use."""
 
     def leader_of(self, name: str, /) -> NodeId | None:
-        """The node that coordinates a name; None while nobody does."""
+        """Return the node that coordinates a name; None without a leader."""
 
 
 class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
-    """Tells clients where their group is looked after."""
+    """Finds the coordinators of groups and transactions."""
 
     key = 10
     versions = (0, 6)
@@ -67,7 +67,7 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
             return _not_found(key, error_code(error), error_message(error))
         node = None if leader is None else self._membership.node(leader)
         if node is None:
-            return _not_found(key, ErrorCode.coordinator_not_available, f"nobody leads the partition of {key!r}")
+            return _not_found(key, ErrorCode.coordinator_not_available, f"the partition of {key!r} has no leader")
         return Coordinator(
             key=key,
             node_id=BrokerId(node.node_id),
@@ -78,7 +78,7 @@ class FindCoordinator(Api[FindCoordinatorRequest, FindCoordinatorResponse]):
         )
 
     def upgrade(self, version: int, request: Any) -> FindCoordinatorRequest:
-        """Make a list of the one key of older versions."""
+        """Convert the single key of older versions to a list."""
         upgraded = super().upgrade(version, request)
         if version >= _FIRST_WITH_MANY:
             return upgraded

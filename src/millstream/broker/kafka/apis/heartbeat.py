@@ -1,7 +1,7 @@
-"""Heartbeat (key 12), versions 0 to 4: a member says that it lives, and hears whether it has to join again.
+"""Heartbeat (key 12), versions 0 to 4: renews a member's session, and reports whether it has to rejoin.
 
-While the group is being read back from the log the answer is "all is well", as in Kafka: the member's session begins
-anew once that is done. Version 3 adds static members.
+While the group is being read back from the log the response is success, as in Kafka: the member's session restarts
+after that. Version 3 adds static members.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Heartbeat(Api[HeartbeatRequest, HeartbeatResponse]):
         self._groups = groups
 
     async def handle(self, request: HeartbeatRequest, client: ClientInfo) -> HeartbeatResponse:
-        """Begin the member's session anew."""
+        """Renew the member's session."""
         await self._groups.heartbeat(
             MemberRef(
                 group_id=request.group_id,
@@ -40,7 +40,7 @@ class Heartbeat(Api[HeartbeatRequest, HeartbeatResponse]):
         return _response(ErrorCode.none)
 
     def failure(self, error: MillstreamError, request: HeartbeatRequest) -> HeartbeatResponse:
-        """Tell the member what to do."""
+        """Report the error; a loading coordinator answers with success."""
         return _response(ErrorCode.none if isinstance(error, CoordinatorLoading) else error_code(error))
 
 

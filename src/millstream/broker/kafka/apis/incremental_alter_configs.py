@@ -130,7 +130,7 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
         for config in configs:
             if config.name in changes:
                 raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
-            # Deleting what is not there is no error, as in Kafka: tools clean up settings of other versions so.
+            # Deleting an unknown setting is no error, as in Kafka: tools clean up settings of other versions.
             if config.config_operation != DELETE and config.name not in TopicSettings.declared():
                 raise unknown_setting(config.name, TopicSettings.declared())
             changes[config.name] = self._changed(topic, config)

@@ -1,11 +1,11 @@
 """InitProducerId (key 22), versions 0 to 5: the number that makes a producer idempotent, or transactional.
 
 Without a transactional id every call gets a new producer id at epoch 0, also one that names the id it has (version 3
-and later), as in Kafka: the client begins anew and its old numbers are never used again. An id without its epoch, or
+and later), as in Kafka: the client starts over, and its old numbers are never used again. An id without its epoch, or
 an epoch without its id, is INVALID_REQUEST.
 
-With a transactional id the coordinator answers: whoever had the id before is fenced, and a transaction it left open is
-aborted first (CONCURRENT_TRANSACTIONS if that takes longer than a moment). A timeout beyond
+With a transactional id the coordinator answers: the previous owner of the id is fenced, and a transaction it left open
+is aborted first (CONCURRENT_TRANSACTIONS if that takes longer than a moment). A timeout beyond
 `transaction-timeout-max-ms` is INVALID_TRANSACTION_TIMEOUT.
 
 Version notes: 3 lets a producer go on after an error with the id and epoch it had; up to 3 a fenced producer gets
@@ -38,7 +38,7 @@ Call = Versioned[InitProducerIdRequest]
 
 
 class InitProducerId(Api[Call, InitProducerIdResponse]):
-    """Hands out producer ids."""
+    """Allocates producer ids."""
 
     key = 22
     versions = (0, 5)

@@ -42,12 +42,12 @@ class JoinGroup(Api[Versioned[JoinGroupRequest], JoinGroupResponse]):
         return _accepted(await self._groups.join(_as_join(request, client)))
 
     def upgrade(self, version: int, request: Any) -> Versioned[JoinGroupRequest]:
-        """Keep the version, which decides what the client can be told."""
+        """Keep the version, which decides what the client understands."""
         newest: Any = super().upgrade(version, request)
         return Versioned(version, newest)
 
     def failure(self, error: MillstreamError, request: Versioned[JoinGroupRequest]) -> JoinGroupResponse:
-        """Refuse, with the member id that the client shall go on with."""
+        """Refuse, with the member id that the client continues with."""
         member_id = request.message.member_id
         if isinstance(error, MemberIdRequired):
             member_id = error.member_id

@@ -9,29 +9,21 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
+from millstream.protocol.private.transaction_messages import LAST_BATCH_KEY, LastBatchRequest, LastBatchResponse
 
 
-class NamedQuery(msgspec.Struct, frozen=True):
-    """A query."""
+class LastBatch(PrivateApi[LastBatchRequest, LastBatchResponse]):
+    """Returns the last committed batch of a query."""
 
-    query: str
-
-
-class LastBatch(PrivateApi[NamedQuery]):
-    """Tells how far a query is."""
-
-    key = 32013
-    asks = NamedQuery
+    key = LAST_BATCH_KEY
+    request_type = LastBatchRequest
+    response_type = LastBatchResponse
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
 
-    async def handle(self, request: NamedQuery) -> dict[str, Any]:
+    async def handle(self, request: LastBatchRequest) -> LastBatchResponse:
         """Name the last batch."""
-        return {"batch": await self._transactions.last_batch(request.query)}
+        return LastBatchResponse(batch=await self._transactions.last_batch(request.query))

@@ -45,7 +45,7 @@ class LeaveGroup(Api[LeaveGroupRequest, LeaveGroupResponse]):
         )
 
     def upgrade(self, version: int, request: Any) -> LeaveGroupRequest:
-        """Make a list of the one member of older versions."""
+        """Convert the single member of older versions to a list."""
         if version >= _FIRST_WITH_MANY:
             return super().upgrade(version, request)
         return LeaveGroupRequest(group_id=request.group_id, members=(MemberIdentity(member_id=request.member_id),))

@@ -30,7 +30,7 @@ _KNOWN: Final = frozenset({TOPIC_RESOURCE, NODE_RESOURCE, _LOGGER_RESOURCE, _CLI
 
 
 class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesResponse]):
-    """Lists what has settings."""
+    """Lists resources with settings."""
 
     key = 74
     versions = (0, 1)
@@ -54,7 +54,7 @@ class ListConfigResources(Api[ListConfigResourcesRequest, ListConfigResourcesRes
         return super().upgrade(version, request)
 
     async def handle(self, request: ListConfigResourcesRequest, client: ClientInfo) -> ListConfigResourcesResponse:
-        """List everything of the types asked for."""
+        """List all resources of the requested types."""
         wanted = set(request.resource_types) or _KNOWN
         if not wanted <= _KNOWN:
             return ListConfigResourcesResponse(

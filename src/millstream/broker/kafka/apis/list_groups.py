@@ -48,5 +48,5 @@ class ListGroups(Api[ListGroupsRequest, ListGroupsResponse]):
         )
 
     def failure(self, error: MillstreamError, request: ListGroupsRequest) -> ListGroupsResponse:
-        """Say why there is no list."""
+        """Report why there is no list."""
         return ListGroupsResponse(throttle_time=NO_THROTTLE, error_code=error_code(error), groups=())

@@ -8,8 +8,8 @@ Beside a time in milliseconds (the first record that is not older), a partition 
 
 "None", and a time after the last record, is offset -1 without an error, as in Kafka. A negative time that the version
 does not know is UNSUPPORTED_VERSION. A partition named twice is answered once, with INVALID_REQUEST. A leader that has
-just been elected and does not yet know how far the one before it had got answers OFFSET_NOT_AVAILABLE, so that nobody
-sees an end that goes back; before version 5, which has that code, LEADER_NOT_AVAILABLE.
+just been elected and does not yet know how far the one before it had got answers OFFSET_NOT_AVAILABLE, so that no
+client sees the end move back; before version 5, which has that code, LEADER_NOT_AVAILABLE.
 
 Version notes: 2 adds the isolation level, 4 the leader epochs, 6 is flexible, 10 adds a timeout that only tiered
 storage needs.
@@ -97,7 +97,7 @@ class ListOffsets(Api[ListOffsetsRequest, ListOffsetsResponse]):
         return ListOffsetsResponse(throttle_time=NO_THROTTLE, topics=topics)
 
     def downgrade(self, version: int, response: ListOffsetsResponse) -> Any:
-        """Say to older clients in another way that an offset is not known yet."""
+        """Use LEADER_NOT_AVAILABLE for older clients while an offset is not known yet."""
         if version < _FIRST_WITH_NOT_AVAILABLE:
             topics = tuple(
                 dataclasses.replace(topic, partitions=tuple(map(_as_no_leader, topic.partitions)))
@@ -151,7 +151,7 @@ def _marked(version: int, wanted: ListOffsetsPartition) -> ListOffsetsPartition:
 
 
 def _readable_end(partition: Partition, request: ListOffsetsRequest) -> Offset:
-    """Up to where the asker may read: followers see everything, consumers what is acknowledged or committed."""
+    """Return how far the client may read: followers everything, consumers what is acknowledged or committed."""
     if request.replica_id != _CONSUMER:
         return partition.log.end_offset
     if request.isolation_level == _READ_COMMITTED:

@@ -24,7 +24,7 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 
 
 class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPartitionReassignmentsResponse]):
-    """Lists what is being moved."""
+    """Lists partition reassignments."""
 
     key = 46
     versions = (0, 0)
@@ -35,7 +35,7 @@ class ListPartitionReassignments(Api[ListPartitionReassignmentsRequest, ListPart
     async def handle(
         self, request: ListPartitionReassignmentsRequest, client: ClientInfo
     ) -> ListPartitionReassignmentsResponse:
-        """List the moves of the topics asked for."""
+        """List the reassignments of the requested topics."""
         wanted = None
         if request.topics is not None:
             wanted = {(str(one.name), int(index)) for one in request.topics for index in one.partition_indexes}

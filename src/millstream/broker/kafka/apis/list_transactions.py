@@ -1,8 +1,8 @@
 """ListTransactions (key 66), versions 0 to 2: the transactional ids that this node coordinates.
 
 Filters by state, producer id, running time and, from 2 on, a regular expression for the whole id
-(INVALID_REGULAR_EXPRESSION if it cannot be used); all given ones have to match. Unknown states are told back.
-While one of this node's coordinators is loading, the answer is COORDINATOR_LOAD_IN_PROGRESS.
+(INVALID_REGULAR_EXPRESSION if it cannot be used); all given ones have to match. Unknown states are returned. While one
+of this node's coordinators is loading, the answer is COORDINATOR_LOAD_IN_PROGRESS.
 
 Version notes: 1 adds the filter by running time, 2 that by the id.
 """
@@ -35,7 +35,7 @@ class ListTransactions(Api[ListTransactionsRequest, ListTransactionsResponse]):
         self._transactions = transactions
 
     async def handle(self, request: ListTransactionsRequest, client: ClientInfo) -> ListTransactionsResponse:
-        """List what the filters let through."""
+        """List the transactions that match the filters."""
         known = [state for state in request.state_filters if state in _STATES]
         unknown = tuple(state for state in request.state_filters if state not in _STATES)
         pattern = request.transactional_id_pattern

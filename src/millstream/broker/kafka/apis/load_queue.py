@@ -9,18 +9,18 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import LOAD_KEY, LoadQueue, QueueLoaded
 from millstream.core.ids import Epoch
 
 
-class LoadQueueState(PackedApi[LoadQueue]):
-    """Gives out what this node keeps of a queue."""
+class LoadQueueState(PrivateApi[LoadQueue, QueueLoaded]):
+    """Returns the stored state of a queue."""
 
     key = LOAD_KEY
-    asks = LoadQueue
-    answers = QueueLoaded
+    request_type = LoadQueue
+    response_type = QueueLoaded
 
     def __init__(self, states: StateCoordinator) -> None:
         self._states = states

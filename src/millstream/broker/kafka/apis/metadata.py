@@ -1,14 +1,14 @@
 """Metadata (key 3), versions 0 to 13: the nodes of the cluster, and topics with the leaders of their partitions.
 
-No list of topics means all of them; an empty list means none, but all in version 0, which has no other way to say it.
-A topic that is named neither by name nor by id is passed over.
-A topic that is missing is created when both the request and the node's `auto-create-topics` allow it, and is then
-answered like any other; if the cluster does not agree on it in time, with LEADER_NOT_AVAILABLE, so that clients ask
-again. A partition that nobody leads has that error too, and replicas on nodes that are down are told as offline.
+No list of topics means all of them; an empty list means none, but all in version 0, which has no other way to say it. A
+topic that is named neither by name nor by id is passed over. A topic that is missing is created when both the request
+and the node's `auto-create-topics` allow it, and is then answered like any other; if the cluster does not agree on it
+in time, with LEADER_NOT_AVAILABLE, so that clients ask again. A partition without a leader has that error too, and
+replicas on unavailable nodes are listed as offline.
 
 Version notes: 4 adds `allow_auto_topic_creation` (older clients always allow it), 8 to 10 can ask for what the client
-may do with the cluster, 10 adds topic ids, and from 12 on a topic can be asked for by its id. 10 and 11 have the
-field, but a client that fills it in gets INVALID_REQUEST, as in Kafka. 13 adds an error for the whole answer.
+may do with the cluster, 10 adds topic ids, and from 12 on a topic can be asked for by its id. 10 and 11 have the field,
+but a client that fills it in gets INVALID_REQUEST, as in Kafka. 13 adds an error for the whole answer.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _TRANSIENT: Final = (RequestTimedOut, StoreUnavailable, CatalogUnavailable)
 
 
 class Metadata(Api[MetadataRequest, MetadataResponse]):
-    """Tells clients where to send what."""
+    """Describes the cluster and its topics."""
 
     key = 3
     versions = (0, 13)
@@ -59,7 +59,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         self._membership = membership
 
     async def handle(self, request: MetadataRequest, client: ClientInfo) -> MetadataResponse:
-        """Describe the cluster and the topics asked for."""
+        """Describe the cluster and the requested topics."""
         operations = TOPIC_OPERATIONS if request.include_topic_authorized_operations else NOT_ASKED
         if request.topics is None:
             alive = self._alive()
@@ -79,11 +79,9 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         return super().upgrade(version, request)
 
     async def answer(self, version: int, request: Any, client: ClientInfo) -> Any:
-        """Answer, with what only some versions have: refused topic ids and what may be done with the cluster."""
+        """Answer, with what only some versions have: refused topic ids and authorized operations."""
         if version < _FIRST_BY_ID and _names_ids(request):
-            error = InvalidRequest(
-                f"topics cannot be asked for by id in version {version}, only from {_FIRST_BY_ID} on"
-            )
+            error = InvalidRequest(f"version {version} cannot request topics by id, only {_FIRST_BY_ID} and later")
             return self.downgrade(version, self.failure(error, self.upgrade(version, request)))
         response = await super().answer(version, request, client)
         oldest, newest = _CLUSTER_OPERATIONS_IN
@@ -92,7 +90,7 @@ class Metadata(Api[MetadataRequest, MetadataResponse]):
         return response
 
     def failure(self, error: MillstreamError, request: MetadataRequest) -> MetadataResponse:
-        """Give the error to every topic asked for, since older versions have no other place for it."""
+        """Return the error for every requested topic, since older versions have no other field for it."""
         refused = tuple(_refused(error_code(error), wanted) for wanted in request.topics or ())
         return self._response(refused, "", error=error_code(error))
 

@@ -1,6 +1,6 @@
 """NodeStatus (key 32000), version 0: Millstream's private request for a node's health and numbers.
 
-The HTTP gateway and `millstream doctor` ask it. The request has no body. The answer is one JSON document of UTF-8:
+The HTTP gateway and `millstream doctor` use it. The response holds:
 
     {"node_id": 1, "cluster_id": "…", "version": "0.1.0", "state": "starting" | "ready" | "stopping",
      "reasons": ["…"], "warnings": ["…"], "started_ms": …, "now_ms": …,
@@ -9,13 +9,13 @@ The HTTP gateway and `millstream doctor` ask it. The request has no body. The an
      "behind": [{"topic": …, "partition": …, "replica": …, "records": …}, …],
      "metrics": [{"name": …, "kind": …, "help": …, "samples": [[value, {label: text}], …], "left_out": false}, …]}
 
-`reasons` says why the node should get no traffic now; it is empty exactly when the node is ready and unharmed.
-`warnings` says what is not well although the node takes traffic, for example that the coordination store is away.
-`damage` names the ranges of offsets that the disk lost, each from `first` up to but without `next`, at most
-`DAMAGE_MAX` of them; `repair` tells whether a range is being fetched from other replicas. `behind` names replicas on
-other nodes that lack records of what this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample
-is `{"bounds": […], "cumulative": […], "observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so
-that a node with very many partitions answers as quickly as any; `left_out` tells whether there are more.
+`reasons` lists why the node should get no traffic; it is empty exactly when the node is ready and unharmed. `warnings`
+lists problems of a node that takes traffic, for example an unavailable coordination store. `damage` names the ranges of
+offsets that the disk lost, each from `first` up to but without `next`, at most `DAMAGE_MAX` of them; `repair` tells
+whether a range is being fetched from other replicas. `behind` names replicas on other nodes that lack records of what
+this node leads, at most `BEHIND_MAX` of them. The value of a histogram's sample is `{"bounds": […], "cumulative": […],
+"observations": …, "total": …}`. A metric has at most `SAMPLES_MAX` samples, so that a node with very many partitions
+answers as quickly as any; `left_out` tells whether there are more.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -27,16 +27,14 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-import msgspec
-
 from millstream import __version__
 from millstream.broker.cluster.replica_lag import ReplicaLag
-from millstream.broker.kafka.api import ClientInfo
+from millstream.broker.kafka.api import ClientInfo, encode_private
 from millstream.broker.net.connection import Answer
 from millstream.core.clock import Clock
 from millstream.core.metric import Distribution, Metric, MetricSource
 from millstream.core.topic import TopicPartition
-from millstream.protocol.messages.codec import RequestHeader, response_head
+from millstream.protocol.messages.codec import RequestHeader
 
 SAMPLES_MAX = 2000
 """Samples of one metric at most: about 2 ms of the loop's time for the largest."""
@@ -47,14 +45,14 @@ DAMAGE_MAX = 1000
 BEHIND_MAX = 1000
 
 Damaged = Iterable[tuple[TopicPartition, Iterable[tuple[int, int, bool]]]]
-"""Partitions with the ranges of offsets that were lost, and whether other replicas are asked for each."""
+"""Partitions with their damaged ranges, and whether each is being repaired from other replicas."""
 
 STARTING, READY, STOPPING = "starting", "ready", "stopping"
 
 
 @dataclass(slots=True, kw_only=True)
 class NodeState:
-    """What a node is and how it is. The composition root keeps it true; everybody else reads."""
+    """The identity and state of a node; only the composition root changes it."""
 
     node_id: int
     cluster_id: str
@@ -66,7 +64,7 @@ class NodeState:
 
 
 class NodeStatus:
-    """Tells how the node is, and every number that its parts count."""
+    """Returns the health and metrics of the node."""
 
     key = 32000
     versions = (0, 0)
@@ -94,8 +92,7 @@ class NodeStatus:
 
     def handle_frame(self, frame: memoryview, header: RequestHeader, client: ClientInfo) -> Answer:
         """Answer at once."""
-        body = msgspec.json.encode(self.snapshot())
-        return [response_head(header.api_key, header.version, header.correlation_id, len(body)), body]
+        return encode_private(header, {"error": 0, "message": None, **self.snapshot()})
 
     def health(self) -> dict[str, Any]:
         """The part of the document that health checks need."""

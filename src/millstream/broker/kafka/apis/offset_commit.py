@@ -57,7 +57,7 @@ class OffsetCommitCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicResult:
-    """What became of the offsets of one topic, in the order of the request."""
+    """The outcome for the offsets of one topic, in the order of the request."""
 
     name: str
     topic_id: UUID | None
@@ -156,7 +156,7 @@ class OffsetCommit(Api[OffsetCommitCall, tuple[TopicResult, ...]]):
     async def _commit(
         self, request: OffsetCommitCall, valid: dict[str, list[PartitionCommit]]
     ) -> dict[tuple[str | None, int], ErrorCode]:
-        """Have the group keep them; return the codes of those that it does not keep."""
+        """Commit the offsets; return the codes of those that were refused."""
         if not valid:
             return {}
         try:

@@ -49,7 +49,7 @@ class TopicQuery:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupQuery:
-    """What is asked of one group; None means all its topics."""
+    """The request for one group; None means all its topics."""
 
     version: int
     group_id: str
@@ -78,7 +78,7 @@ class GroupAnswer:
 
 
 class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
-    """Tells consumers where to go on."""
+    """Returns committed offsets."""
 
     key = 9
     versions = (1, 10)
@@ -156,7 +156,7 @@ class OffsetFetch(Api[tuple[GroupQuery, ...], tuple[GroupAnswer, ...]]):
             topic = self._topics.get(name)
             topic_id = None if topic is None else topic.topic_id
             if topic_id is None and version >= _FIRST_BY_ID:
-                # A topic without an id cannot be spoken of any more.
+                # A topic without an id cannot be named any more.
                 continue
             query = TopicQuery(name=name, topic_id=topic_id, partitions=tuple(offsets))
             answers.append(_answered(query, offsets))

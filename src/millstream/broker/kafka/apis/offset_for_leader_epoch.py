@@ -26,7 +26,7 @@ from millstream.core.ids import Epoch
 
 
 class OffsetForLeaderEpoch(Api[OffsetForLeaderEpochRequest, OffsetForLeaderEpochResponse]):
-    """Tells where epochs end."""
+    """Returns where leader epochs end."""
 
     key = 23
     versions = (2, 4)

@@ -13,40 +13,39 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.rule_change import check_filters_of
 from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.pipeline import DECODE, NO_DECODING
-from millstream.protocol.private.pipeline_messages import ALTER_KEY, PipelineChanges
+from millstream.protocol.private.pipeline_messages import ALTER_KEY, AlterPipelineResponse, PipelineChanges
 
 
-class PipelineAlter(PrivateApi[PipelineChanges]):
+class PipelineAlter(PrivateApi[PipelineChanges, AlterPipelineResponse]):
     """Changes pipelines."""
 
     key = ALTER_KEY
-    asks = PipelineChanges
+    request_type = PipelineChanges
+    response_type = AlterPipelineResponse
 
     def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
 
-    async def handle(self, request: PipelineChanges) -> dict[str, Any]:
+    async def handle(self, request: PipelineChanges) -> AlterPipelineResponse:
         """Change it durably."""
         notes: list[str] = []
         if request.settings or request.validate_only:
             notes = await self._change_settings(request)
         if request.validate_only:
-            return {"notes": notes}
+            return AlterPipelineResponse(notes=notes)
         if request.wanted is not None:
             await (self._pipelines.start if request.wanted else self._pipelines.stop)(request.name)
         if request.parked:
             await self._pipelines.park(await self._pipelines.find(request.name), request.parked)
-        return {"notes": notes}
+        return AlterPipelineResponse(notes=notes)
 
     async def _change_settings(self, request: PipelineChanges) -> list[str]:
         if request.settings.get(DECODE) == NO_DECODING:

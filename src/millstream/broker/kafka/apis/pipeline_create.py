@@ -12,8 +12,6 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.apis.rule_change import check_filters_of
@@ -21,21 +19,22 @@ from millstream.broker.pipelines.advice import PipelineAdvice
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import InvalidPipeline
 from millstream.core.pipeline import DECODE, GROUP_PREFIX, kind_of
-from millstream.protocol.private.pipeline_messages import CREATE_KEY, NewPipeline
+from millstream.protocol.private.pipeline_messages import CREATE_KEY, CreatePipelineResponse, NewPipeline
 
 
-class PipelineCreate(PrivateApi[NewPipeline]):
+class PipelineCreate(PrivateApi[NewPipeline, CreatePipelineResponse]):
     """Declares pipelines."""
 
     key = CREATE_KEY
-    asks = NewPipeline
+    request_type = NewPipeline
+    response_type = CreatePipelineResponse
 
     def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
 
-    async def handle(self, request: NewPipeline) -> dict[str, Any]:
+    async def handle(self, request: NewPipeline) -> CreatePipelineResponse:
         """Declare it durably."""
         group = f"{GROUP_PREFIX}{request.name}"
         if self._subscriptions.get(group) is not None:
@@ -50,4 +49,4 @@ class PipelineCreate(PrivateApi[NewPipeline]):
             is_wanted=request.wanted,
             validate_only=request.validate_only,
         )
-        return {"pipeline_id": str(made.pipeline_id), "notes": self._notes.notes_for(made)}
+        return CreatePipelineResponse(pipeline_id=str(made.pipeline_id), notes=self._notes.notes_for(made))

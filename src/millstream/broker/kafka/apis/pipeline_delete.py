@@ -1,39 +1,31 @@
-"""PipelineDelete (key 32052), version 0: Millstream's private request that takes a pipeline away.
+"""PipelineDelete (key 32052), version 0: Millstream's private request that deletes a pipeline.
 
     {"name": "land-orders"}     answer: {"error": 0, "message": null}
 
-Its rules go with it; what it has written stays. An unknown name is RESOURCE_NOT_FOUND.
+Its rules are deleted with it; its tables stay. An unknown name is RESOURCE_NOT_FOUND.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.pipelines.declared import Pipelines
-from millstream.protocol.private.pipeline_messages import DELETE_KEY
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.pipeline_messages import DELETE_KEY, DeletePipelineRequest
 
 
-class GonePipeline(msgspec.Struct, frozen=True):
-    """Which one."""
-
-    name: str
-
-
-class PipelineDelete(PrivateApi[GonePipeline]):
+class PipelineDelete(PrivateApi[DeletePipelineRequest, Response]):
     """Deletes pipelines."""
 
     key = DELETE_KEY
-    asks = GonePipeline
+    request_type = DeletePipelineRequest
+    response_type = Response
 
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
 
-    async def handle(self, request: GonePipeline) -> dict[str, Any]:
+    async def handle(self, request: DeletePipelineRequest) -> Response:
         """Take it out durably."""
         await self._pipelines.delete(request.name)
-        return {}
+        return Response()

@@ -1,9 +1,9 @@
-"""PipelineLanded (key 32055), version 0: Millstream's private request that tells how far a topic was landed.
+"""PipelineLanded (key 32055), version 0: Millstream's private request that reports how far topics were landed.
 
     {"pipeline_id": "…", "lake": "", "format": "delta", "topics": [{"topic_id": "…", "offsets": {"0": 1200, "1": 900}}]}
     answer: {"error": 0, "message": null}
 
-The driver tells it to all nodes after each batch, with the lake and the format that the pipeline is declared with. A
+The driver sends it to all nodes after each batch, with the lake and the format that the pipeline is declared with. A
 topic with `retention.until.landed` keeps what lies beyond.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
@@ -11,24 +11,24 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.pipelines.landed_board import LandedBoard
+from millstream.protocol.private.message import Response
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed
 
 
-class PipelineLanded(PrivateApi[Landed]):
+class PipelineLanded(PrivateApi[Landed, Response]):
     """Hears how far pipelines have come."""
 
     key = LANDED_KEY
-    asks = Landed
+    request_type = Landed
+    response_type = Response
 
     def __init__(self, board: LandedBoard) -> None:
         self._board = board
 
-    async def handle(self, request: Landed) -> dict[str, Any]:
+    async def handle(self, request: Landed) -> Response:
         """Note it."""
         for topic in request.topics:
             self._board.take(request.pipeline_id, (request.lake, request.format), topic.topic_id, topic.offsets)
-        return {}
+        return Response()

@@ -7,8 +7,8 @@
     "last_error": "", "last_error_ms": 0, "failing_ms": 0, "counts": {…}, "node": 1}}]}
 
 Every node knows all pipelines; `report` and `lag` are null unless the node that is asked runs the driver, so a client
-asks all nodes. Of what they tell of a pipeline, that of the highest `version` holds: it counts the changes. Rules, of
-which there may be many, are told only of pipelines that are named.
+asks all nodes. The description with the highest `version`, which counts changes, is current. Rules, of which there may
+be many, are only returned for pipelines that are named.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -22,25 +22,26 @@ from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.broker.pipelines.report_board import PipelineBoard
 from millstream.core.pipeline import Pipeline, Rule
-from millstream.protocol.private.pipeline_messages import LIST_KEY, PipelineNames, RuleMessage
+from millstream.protocol.private.pipeline_messages import LIST_KEY, ListPipelinesResponse, PipelineNames, RuleMessage
 
 
-class PipelineList(PrivateApi[PipelineNames]):
-    """Tells of pipelines."""
+class PipelineList(PrivateApi[PipelineNames, ListPipelinesResponse]):
+    """Lists pipelines."""
 
     key = LIST_KEY
-    asks = PipelineNames
+    request_type = PipelineNames
+    response_type = ListPipelinesResponse
 
     def __init__(self, pipelines: Pipelines, board: PipelineBoard) -> None:
         self._pipelines = pipelines
         self._board = board
 
-    async def handle(self, request: PipelineNames) -> dict[str, Any]:
-        """Tell of some, or of all."""
+    async def handle(self, request: PipelineNames) -> ListPipelinesResponse:
+        """Describe some or all pipelines."""
         if request.names is None:
-            return {"pipelines": [self._describe(one, ()) for one in self._pipelines.all()]}
+            return ListPipelinesResponse(pipelines=[self._describe(one, ()) for one in self._pipelines.all()])
         wanted = [await self._pipelines.find(name) for name in request.names]
-        return {"pipelines": [self._describe(one, one.rules) for one in wanted]}
+        return ListPipelinesResponse(pipelines=[self._describe(one, one.rules) for one in wanted])
 
     def _describe(self, pipeline: Pipeline, rules: Iterable[Rule]) -> dict[str, Any]:
         return {

@@ -10,35 +10,26 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.transactions.coordinator import TransactionCoordinator
 from millstream.broker.transactions.requests import ProducerRef
 from millstream.core.ids import ProducerId
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.transaction_messages import PREPARE_KEY, BatchMember
 
 
-class PreparedBy(msgspec.Struct, frozen=True):
-    """Who has written its part."""
-
-    transactional_id: str
-    producer_id: int
-    producer_epoch: int
-
-
-class PrepareTransaction(PrivateApi[PreparedBy]):
+class PrepareTransaction(PrivateApi[BatchMember, Response]):
     """Makes a part of a batch ready to be decided about."""
 
-    key = 32010
-    asks = PreparedBy
+    key = PREPARE_KEY
+    request_type = BatchMember
+    response_type = Response
 
     def __init__(self, transactions: TransactionCoordinator) -> None:
         self._transactions = transactions
 
-    async def handle(self, request: PreparedBy) -> dict[str, Any]:
+    async def handle(self, request: BatchMember) -> Response:
         """Prepare the transaction."""
         who = ProducerRef(request.transactional_id, ProducerId(request.producer_id), request.producer_epoch)
         await self._transactions.prepare(who)
-        return {}
+        return Response()

@@ -1,17 +1,17 @@
-"""Produce (key 0), versions 3 to 13: appends batches, and answers once they are as durable as was asked for.
+"""Produce (key 0), versions 3 to 13: appends batches, and answers once they are as durable as requested.
 
 Versions 0 to 2 are advertised for old librdkafka, which needs to see them, and refused.
 
-Hand-laid, since this is the hot path: the batches are patched and written to disk straight from the frame they
-arrived in. All partitions of a request are appended before the first await, in the order of the request, so
-requests of one connection are appended in the order they were sent, and the reply is a promise that is kept once
-every partition is acknowledged as `acks` and the topic's `flush` say.
+Decoded by hand, since this is the hot path: the batches are patched and written to disk straight from the frame they
+arrived in. All partitions of a request are appended before the first await, in the order of the request, so requests of
+one connection are appended in the order they were sent, and the reply is a promise that is kept once every partition is
+acknowledged as `acks` and the topic's `flush` say.
 
-A batch with which a transaction begins on a partition is appended once the coordinator of the transaction knows of it
+A batch that starts a transaction on a partition is appended once the coordinator of the transaction knows of it
 (`transaction_opening`); the connection waits meanwhile. All further ones go the way of any other batch.
 
-What only the internals of the broker may write is refused here: internal topics, and batches of a transaction that
-the request does not name.
+What only the internals of the broker may write is refused here: internal topics, and batches of a transaction that the
+request does not name.
 
 A batch is stored as a whole or not at all. If some of its records are to blame, the answer names them.
 
@@ -74,7 +74,7 @@ _TIMEOUT_S_MAX = 600.0
 # The lower byte of a batch's attributes, which holds the codec and all flags.
 _FLAGS_AT = 22
 _MANY_RECORDS_BYTES = 8 * 1024
-"""What is smaller, and not compressed, holds few records."""
+"""Smaller, uncompressed batches hold few records."""
 _FIRST_FIELDS = struct.Struct(">qiib")
 _TIMED_OUT = "the records were not acknowledged within the request's timeout"
 _NO_TRANSACTION = "the record batch belongs to a transaction, but the request names none"
@@ -123,7 +123,7 @@ class _Pending(Promise):
             self._produce.send_reply(self)
 
     def time_out(self) -> list[Partition]:
-        """Tell of every partition that is still waited for that nothing is known; returns these."""
+        """Fail every partition that is still unacknowledged with a timeout; return them."""
         unsettled = [waiting for waiting in self.waiting if not waiting.is_finished]
         for waiting in unsettled:
             waiting.is_finished = True
@@ -132,7 +132,7 @@ class _Pending(Promise):
 
 
 class Produce:
-    """Appends batches and answers once they are as durable as was asked for."""
+    """Appends batches, and answers once they are as durable as requested."""
 
     key = 0
     versions = (0, 13)
@@ -146,7 +146,7 @@ class Produce:
         self.batches_rejected = 0
 
     def metrics(self) -> Iterable[Metric]:
-        """What waits and what was refused."""
+        """Yield the numbers of waiting requests and rejected batches."""
         yield gauge("millstream_produce_waiting", "Produce requests that wait to be acknowledged.", len(self._pending))
         yield counter("millstream_batches_rejected_total", "Batches that were not stored.", self.batches_rejected)
 
@@ -173,7 +173,7 @@ class Produce:
         heavy: list[Portion],
         size: int,
     ) -> Reply | None:
-        """Check heavy batches beside the loop, and ask the coordinator, before anything is appended."""
+        """Check heavy batches in a thread, and ask the coordinator, before anything is appended."""
         for portion in heavy:
             try:
                 records, log = portion.records or b"", self._partition(portion).log
@@ -228,7 +228,7 @@ class Produce:
     def _append(
         self, portion: Portion, request: Request, version: int, guards: Mapping[Portion, Guard] | None
     ) -> Partition | None:
-        """Append what is given for one partition; returns the partition if it has to be waited for."""
+        """Append the records of one partition; return the partition if it is not acknowledged yet."""
         if request.acks not in _ACKS_VALID:
             portion.fail(ErrorCode.invalid_required_acks, f"acks must be -1, 0 or 1, not {request.acks}")
         elif request.transactional_id is None and _is_transactional(portion.records):
@@ -255,7 +255,7 @@ class Produce:
         if codec:
             check_declared_size(codec, records[HEADER_BYTES:])
         appended = portion.appended = partition.write(records, acks=acks, guard=guard, is_checked=portion.is_checked)
-        # The memory they lie in is not the request's any more once it is answered or promised.
+        # The memory belongs to the next request once this one is answered or promised.
         portion.records = None
         return None if partition.is_acknowledged(appended, acks) else partition
 
@@ -283,14 +283,14 @@ class Produce:
             self._sweep = loop.call_later(_PENDING_SWEEP_S, self._time_out)
 
     def send_reply(self, pending: _Pending) -> None:
-        """Answer a request that waits for nothing any more."""
+        """Answer a request that no longer waits."""
         del self._pending[pending]
         # Each of them refers back to the request: apart, both are freed at once and the collector has nothing to find.
         pending.waiting.clear()
         pending.keep(write(pending.header, pending.portions, pending.throttle_ms))
 
     def _time_out(self) -> None:
-        """Answer what has waited longer than its client is willing to; the records may still become durable."""
+        """Answer requests that exceed their timeout; their records may still become durable."""
         self._sweep = None
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -306,7 +306,7 @@ class Produce:
 
 
 def _flags(records: memoryview | None) -> int:
-    """Codec and flags of the first batch; what is too short to have them, the log refuses."""
+    """Return the codec and flags of the first batch; the log rejects a batch that is too short."""
     return 0 if records is None or len(records) <= _FLAGS_AT else records[_FLAGS_AT]
 
 
@@ -322,10 +322,10 @@ def _check_allowed(partition: Partition, records: memoryview, version: int) -> N
 
 
 def _client_error(error: CorruptBatch, records: memoryview | None) -> MillstreamError:
-    """What a client is told of a batch that cannot be read.
+    """Return the error for a batch that cannot be read.
 
-    As in Kafka, a wrong checksum, an impossible length or an impossible format is corruption on the way, and clients
-    send the batch again; anything else in its frame is how they made it, and sending it again would not help.
+    As in Kafka, a wrong checksum, length or format counts as corruption in transit, and clients send the batch again;
+    any other framing error is the client's, and sending it again would not help.
     """
     if records is not None and len(records) >= _FIRST_FIELDS.size:
         _offset, length, _epoch, magic = _FIRST_FIELDS.unpack_from(records)
@@ -341,5 +341,5 @@ def _client_error(error: CorruptBatch, records: memoryview | None) -> Millstream
 def _check_unanswered(portions: list[Portion]) -> None:
     for portion in portions:
         if portion.code is not ErrorCode.none:
-            # There is no reply that could carry the error, so the connection itself has to tell.
+            # No reply could carry the error, so the connection is closed.
             raise ProtocolViolation(f"produce with acks=0 failed: {portion.message}")

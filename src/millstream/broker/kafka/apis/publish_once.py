@@ -4,11 +4,11 @@
     answer, when they are acknowledged by all:
     [error, message, for each record [offset, timestamp ms, is new], throttle ms]
 
-Every record has a `message-id` header. One whose id the partition was given within the window, through any door, is
-not stored again: the answer tells where it stands. The batch is no producer's and no transaction's, since what is left
-out of it would be a gap. The window is the topic's `deduplication.window.ms` unless a shorter one is given. What a
-client sends while it is in debt to its `producer_byte_rate` is refused with THROTTLING_QUOTA_EXCEEDED; `throttle ms` is
-how long it has to wait.
+Every record has a `message-id` header. One whose id the partition was given within the window, through any door, is not
+stored again: the response holds its position. The batch is no producer's and no transaction's, since what is left out
+of it would be a gap. The window is the topic's `deduplication.window.ms` unless a shorter one is given. What a client
+sends while it is in debt to its `producer_byte_rate` is refused with THROTTLING_QUOTA_EXCEEDED; `throttle ms` is how
+long it has to wait.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -23,8 +23,7 @@ from typing import Final
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
-from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.api import ClientInfo, PrivateApi
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.replication.partition import Partition
@@ -40,18 +39,18 @@ from millstream.protocol.records.record import NewRecord, Record, decode_batch, 
 RECORDS_MAX: Final = 10_000
 TIMEOUT_MS_MAX: Final = 600_000
 NODE_IDS_MAX: Final = 1_000_000
-"""How many ids a node remembers; beyond, partitions that were not asked for lately are read again when they are."""
+"""The number of ids a node remembers; beyond it, partitions that are rarely used are read again when they are."""
 COUNT_EVERY: Final = 64
-"""After so many requests the ids of all partitions are counted."""
+"""The number of requests after which the ids of all partitions are counted."""
 _ACKS_ALL: Final = -1
 
 
-class PublishOnce(PackedApi[PublishOnceRequest]):
+class PublishOnce(PrivateApi[PublishOnceRequest, PublishOnceAnswer]):
     """Stores messages that are not there yet."""
 
     key = PUBLISH_ONCE_KEY
-    asks = PublishOnceRequest
-    answers = PublishOnceAnswer
+    request_type = PublishOnceRequest
+    response_type = PublishOnceAnswer
 
     def __init__(self, topics: Topics, quota: QuotaMeter) -> None:
         self._topics = topics
@@ -63,7 +62,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         topics.when_deleted(self._topic_deleted)
 
     def metrics(self) -> Iterable[Metric]:
-        """What was found to be there already, and what is remembered for that."""
+        """Yield the numbers of duplicates and of remembered ids."""
         held = list(self._ids.values())
         yield counter(
             "millstream_duplicate_messages_total", "Messages that were published again by id.", self.duplicates
@@ -76,7 +75,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         )
 
     async def handle_from(self, client: ClientInfo, request: PublishOnceRequest) -> PublishOnceAnswer:
-        """Store what is new, unless the client has taken more than its quota gives."""
+        """Store new messages, unless the client is over its quota."""
         owed_ms = self._quota.owed_ms(client)
         if owed_ms:
             message = f"client {client.client_id!r} is beyond its {self._quota.key}; wait for {owed_ms} ms"
@@ -88,7 +87,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         return await self.handle(request)
 
     async def handle(self, request: PublishOnceRequest) -> PublishOnceAnswer:
-        """Store what is new; answer once everything is acknowledged, also what was there."""
+        """Store new messages; answer once they and their duplicates are acknowledged."""
         partition = self._topics.partition(request.topic, request.partition)
         if partition.topic.is_internal:
             raise InvalidTopicName(f"topic {partition.topic.name!r} is internal; clients may not write to it")
@@ -108,7 +107,7 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
     async def _publish(
         self, partition: Partition, records: Sequence[Record], batch: bytes, window_ms: int
     ) -> tuple[list[tuple[int, int, bool]], int]:
-        """Append what is new; where every message stands, and up to where the log has to be acknowledged."""
+        """Append new messages; return where every message is, and the offset that has to be acknowledged."""
         ids = self._ids_of(partition)
         async with ids.lock:
             await ids.catch_up()
@@ -141,14 +140,14 @@ class PublishOnce(PackedApi[PublishOnceRequest]):
         if found is None or not found.is_current or found.window_ms < window_ms:
             self._drop(partition)
             if not partition.is_leader:
-                # Raises what clients are told in this case.
+                # Raises the error for clients.
                 partition.check_leader_epoch(-1)
             found = self._ids[partition] = PublishedIds(partition, window_ms)
         found.window_ms = window_ms
         self._ids.move_to_end(partition)
         self._requests += 1
         if self._requests % COUNT_EVERY == 0:
-            # What this node does not lead any more is never asked for here.
+            # A partition that another node leads now is not requested here any more.
             for known in [one for one, ids in self._ids.items() if not ids.is_current]:
                 self._drop(known)
             while len(self._ids) > 1 and sum(map(len, self._ids.values())) > NODE_IDS_MAX:
@@ -169,7 +168,7 @@ def _window(asked_ms: int | None, most_ms: int) -> int:
         return most_ms
     if not 0 < asked_ms <= most_ms:
         raise InvalidRequest(
-            f"messages can be told apart from those of the last {most_ms} ms, not {asked_ms}; set the topic's "
+            f"duplicates are recognized within {most_ms} ms, not {asked_ms}; set the topic's "
             "deduplication.window.ms for a longer time"
         )
     return asked_ms

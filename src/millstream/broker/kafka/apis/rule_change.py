@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.kafka.api import PrivateApi
@@ -24,21 +23,22 @@ from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import FilterError, InvalidPipeline
 from millstream.core.pipeline import DECODE, NO_DECODING, Rule
 from millstream.core.subscription import FILTER
-from millstream.protocol.private.pipeline_messages import RULES_KEY, RuleChanges
+from millstream.protocol.private.pipeline_messages import RULES_KEY, RuleChangeResponse, RuleChanges
 
 
-class RuleChange(PrivateApi[RuleChanges]):
+class RuleChange(PrivateApi[RuleChanges, RuleChangeResponse]):
     """Changes rules."""
 
     key = RULES_KEY
-    asks = RuleChanges
+    request_type = RuleChanges
+    response_type = RuleChangeResponse
 
     def __init__(self, pipelines: Pipelines, subscriptions: Subscriptions, notes: PipelineAdvice) -> None:
         self._pipelines = pipelines
         self._subscriptions = subscriptions
         self._notes = notes
 
-    async def handle(self, request: RuleChanges) -> dict[str, Any]:
+    async def handle(self, request: RuleChanges) -> RuleChangeResponse:
         """Change them durably."""
         rules = [rule.rule() for rule in request.put]
         now = await self._pipelines.find(request.name)
@@ -46,7 +46,7 @@ class RuleChange(PrivateApi[RuleChanges]):
         changed = await self._pipelines.change_rules(
             request.name, rules, gone=request.delete, validate_only=request.validate_only
         )
-        return {"rules": len(changed.rules), "notes": self._notes.notes_for(changed)}
+        return RuleChangeResponse(rules=len(changed.rules), notes=self._notes.notes_for(changed))
 
 
 async def check_filters_of(rules: Collection[Rule], subscriptions: Subscriptions, *, decode: str) -> None:
@@ -70,6 +70,6 @@ def _check_conditions(conditions: Mapping[str, str], decode: str) -> None:
     for name, condition in conditions.items():
         try:
             if condition and compile_filter(condition).uses.payload and decode == NO_DECODING:
-                raise InvalidPipeline(f"rule {name!r} looks into payloads, which decode={NO_DECODING} leaves alone")
+                raise InvalidPipeline(f"rule {name!r} reads payloads, which decode={NO_DECODING} does not decode")
         except FilterError as error:
             raise InvalidPipeline(f"rule {name!r}: {error}") from error

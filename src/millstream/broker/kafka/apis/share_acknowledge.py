@@ -70,7 +70,7 @@ class ShareAcknowledge(Api[ShareAcknowledgeRequest, ShareAcknowledgeResponse]):
         return self._answer(results, self._consumers.service.declared.settings_of(subscription).lease_ms)
 
     def failure(self, error: MillstreamError, request: ShareAcknowledgeRequest) -> ShareAcknowledgeResponse:
-        """Say why nothing is settled."""
+        """Report why nothing is settled."""
         return _refused(error_code(error), error_message(error))
 
     def _answer(

@@ -2,8 +2,8 @@
 
 The queue behind each partition of the member's session leases messages to it, oldest first, and the answer carries the
 batches in which they are, with the ranges that are the member's. Without any, it waits up to `max_wait`. The session
-remembers the partitions: epoch 0 opens it, each further request counts one up, -1 closes it and gives what the member
-holds to others.
+remembers the partitions: epoch 0 opens it, each further request counts one up, -1 closes it and releases the member's
+leases.
 
 What a session gets wrong is SHARE_SESSION_NOT_FOUND or INVALID_SHARE_SESSION_EPOCH; a session also ends with its
 connection. An acknowledgement of a message that the member does not hold (any more) is INVALID_RECORD_STATE for that
@@ -14,7 +14,7 @@ its limits must be 0. It also adds `share_acquire_mode`: by default a batch is a
 `max_records`; in mode 1 that is a limit.
 
 What is given counts to the client's `consumer_byte_rate`. One that is in debt gets no messages before that is paid. It
-is not muted, and told no throttle time, since its acknowledgements would be late then.
+is neither muted nor throttled, since that would delay its acknowledgements.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ _MILLISECOND: Final = timedelta(milliseconds=1)
 _RECORD_LIMIT: Final = 1
 _WAIT_MS_MAX: Final = 300_000
 _ACKNOWLEDGED_MS_MAX: Final = 20
-"""An answer that tells of acknowledgements is not held back for longer: a client may wait for them. Where messages come
-often it carries some, which saves a request for each."""
+"""How long a response with acknowledgement results is delayed at most, since a client may wait for them. Where messages
+arrive often it carries some, which saves requests.
+"""
 _BYTES_MAX: Final = 16 * 1024 * 1024
 """An answer is held in memory as a whole; one batch is given however large it is."""
 _PAUSE_MS: Final = 100
@@ -73,12 +74,12 @@ _KNOWN_TO_CLIENTS: Final = frozenset(
         ErrorCode.corrupt_message,
     }
 )
-"""What share consumers know what to do about; Java's ends with any other code but UNKNOWN_SERVER_ERROR, after which it
-asks again."""
+"""The codes that share consumers handle; Java's stops at any other except UNKNOWN_SERVER_ERROR, after which it retries.
+"""
 
 
 class _Results:
-    """What is said about each partition."""
+    """The results of each partition."""
 
     def __init__(self) -> None:
         self.acknowledged: Mapping[SharePartition, MillstreamError | None] = {}
@@ -119,7 +120,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         finally:
             if epoch == CLOSES:
                 self._consumers.release(session)
-        # What is settled becomes durable while more is acquired.
+        # Settlements become durable while more messages are acquired.
         confirming = asyncio.ensure_future(self._consumers.confirm(settled)) if settled else None
         try:
             if epoch != CLOSES and request.max_records > 0 and request.max_bytes > 0:
@@ -136,11 +137,11 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         return self._answer(subscription, results)
 
     def downgrade(self, version: int, response: ShareFetchResponse) -> ShareFetchResponse:
-        """Both versions of the answer are laid alike."""
+        """Both versions have the same response."""
         return response
 
     def failure(self, error: MillstreamError, request: ShareFetchRequest) -> ShareFetchResponse:
-        """Say why nothing is given."""
+        """Report why nothing is delivered."""
         return _refused(error_code(error), error_message(error))
 
     async def _acquire(
@@ -172,7 +173,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
         patience_ms = 0 if results.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX
         wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)
         if any(_code(error) == ErrorCode.unknown_server_error for error in results.failed.values()):
-            # The client asks again at once.
+            # The client retries immediately.
             await asyncio.sleep(_PAUSE_MS / 1000)
         remaining_ms = await self._wait_for_quota(client, max(0, wait_ms))
         if remaining_ms is None:

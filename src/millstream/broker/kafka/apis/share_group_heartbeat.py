@@ -1,8 +1,8 @@
-"""ShareGroupHeartbeat (key 76), version 1: a share consumer joins its group, lives in it and leaves it (KIP-932).
+"""ShareGroupHeartbeat (key 76), version 1: a share consumer joins, stays in or leaves its group (KIP-932).
 
-One request does it all. Epoch 0 joins, with the topics of the member; a positive epoch says that the member lives, and
-only what has changed; -1 leaves. The answer tells the epoch, when to send the next heartbeat, and the partitions where
-the member may not know them. Several members may have the same partition: each message goes to one of them.
+One request does it all. Epoch 0 joins, with the topics of the member; a positive epoch renews the session and carries
+only changes; -1 leaves. The response holds the epoch, the heartbeat interval, and the assignment if the member may not
+know it. Several members may have the same partition: each message goes to one of them.
 
 A share group is a subscription of the same name. It is declared when the first member joins, unless it was before;
 `share.session.timeout.ms`, `share.heartbeat.interval.ms` and the other settings are the subscription's.
@@ -33,7 +33,7 @@ from millstream.core.subscription import SubscriptionSettings
 
 
 class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatResponse]):
-    """Keeps members of share groups alive, and tells them what to fetch."""
+    """Keeps members of share groups alive and returns their assignments."""
 
     key = 76
     versions = (1, 1)
@@ -65,7 +65,7 @@ class ShareGroupHeartbeat(Api[ShareGroupHeartbeatRequest, ShareGroupHeartbeatRes
         return _accepted(answer)
 
     def failure(self, error: MillstreamError, request: ShareGroupHeartbeatRequest) -> ShareGroupHeartbeatResponse:
-        """Say why the member is refused."""
+        """Report why the member is refused."""
         return ShareGroupHeartbeatResponse(
             throttle_time=NO_THROTTLE,
             error_code=error_code(error),
@@ -87,7 +87,7 @@ def _check(message: ShareGroupHeartbeatRequest) -> None:
     if message.member_epoch < LEFT_EPOCH:
         raise InvalidRequest(f"there is no member epoch {message.member_epoch}")
     if message.member_epoch == JOIN_EPOCH and not message.subscribed_topic_names:
-        raise InvalidRequest("a member that joins has to tell its topics")
+        raise InvalidRequest("a member that joins must send its topics")
 
 
 def _accepted(answer: ShareAnswer) -> ShareGroupHeartbeatResponse:

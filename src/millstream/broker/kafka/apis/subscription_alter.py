@@ -10,35 +10,24 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.protocol.private.subscription_messages import ALTER_KEY
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.subscription_messages import ALTER_KEY, AlterSubscriptionRequest
 
 
-class ChangedSubscription(msgspec.Struct, frozen=True):
-    """What is changed."""
-
-    name: str
-    settings: dict[str, str | None] = {}
-    topics: list[str] | None = None
-    validate_only: bool = False
-
-
-class SubscriptionAlter(PrivateApi[ChangedSubscription]):
+class SubscriptionAlter(PrivateApi[AlterSubscriptionRequest, Response]):
     """Changes subscriptions."""
 
     key = ALTER_KEY
-    asks = ChangedSubscription
+    request_type = AlterSubscriptionRequest
+    response_type = Response
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
         self._subscriptions = service.declared
 
-    async def handle(self, request: ChangedSubscription) -> dict[str, Any]:
+    async def handle(self, request: AlterSubscriptionRequest) -> Response:
         """Change it durably."""
         found = await self._subscriptions.find(request.name)
         further = [topic for topic in request.topics or () if topic not in found.topics]
@@ -49,4 +38,4 @@ class SubscriptionAlter(PrivateApi[ChangedSubscription]):
             starts=await self._service.starts(further, found.settings) if further else None,
             validate_only=request.validate_only,
         )
-        return {}
+        return Response()

@@ -11,39 +11,31 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.pipelines.declared import Pipelines
 from millstream.core.errors import InvalidSubscription
 from millstream.core.subscription import check_subscription
-from millstream.protocol.private.subscription_messages import CREATE_KEY
+from millstream.protocol.private.subscription_messages import (
+    CREATE_KEY,
+    CreateSubscriptionRequest,
+    CreateSubscriptionResponse,
+)
 
 
-class NewSubscription(msgspec.Struct, frozen=True):
-    """What is declared."""
-
-    name: str
-    topics: list[str]
-    settings: dict[str, str] = {}
-    validate_only: bool = False
-
-
-class SubscriptionCreate(PrivateApi[NewSubscription]):
+class SubscriptionCreate(PrivateApi[CreateSubscriptionRequest, CreateSubscriptionResponse]):
     """Declares subscriptions."""
 
     key = CREATE_KEY
-    asks = NewSubscription
+    request_type = CreateSubscriptionRequest
+    response_type = CreateSubscriptionResponse
 
     def __init__(self, service: SubscriptionService, pipelines: Pipelines) -> None:
         self._service = service
         self._pipelines = pipelines
         self._subscriptions = service.declared
 
-    async def handle(self, request: NewSubscription) -> dict[str, Any]:
+    async def handle(self, request: CreateSubscriptionRequest) -> CreateSubscriptionResponse:
         """Declare it durably."""
         settings = check_subscription(request.name, request.topics, request.settings)
         pipeline = self._pipelines.of_group(request.name)
@@ -56,4 +48,4 @@ class SubscriptionCreate(PrivateApi[NewSubscription]):
             starts=await self._service.starts(request.topics, settings),
             validate_only=request.validate_only,
         )
-        return {"subscription_id": str(made.subscription_id)}
+        return CreateSubscriptionResponse(subscription_id=str(made.subscription_id))

@@ -1,4 +1,4 @@
-"""SubscriptionDelete (key 32034), version 0: Millstream's private request that takes a subscription away.
+"""SubscriptionDelete (key 32034), version 0: Millstream's private request that deletes a subscription.
 
     {"name": "billing", "force": false}     answer: {"error": 0, "message": null}
 
@@ -10,32 +10,23 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.protocol.private.subscription_messages import DELETE_KEY
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.subscription_messages import DELETE_KEY, DeleteSubscriptionRequest
 
 
-class GoneSubscription(msgspec.Struct, frozen=True):
-    """Which one."""
-
-    name: str
-    force: bool = False
-
-
-class SubscriptionDelete(PrivateApi[GoneSubscription]):
+class SubscriptionDelete(PrivateApi[DeleteSubscriptionRequest, Response]):
     """Deletes subscriptions."""
 
     key = DELETE_KEY
-    asks = GoneSubscription
+    request_type = DeleteSubscriptionRequest
+    response_type = Response
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
 
-    async def handle(self, request: GoneSubscription) -> dict[str, Any]:
+    async def handle(self, request: DeleteSubscriptionRequest) -> Response:
         """Take it out durably."""
         await self._service.delete(request.name, force=request.force)
-        return {}
+        return Response()

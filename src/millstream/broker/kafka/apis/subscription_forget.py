@@ -1,4 +1,4 @@
-"""SubscriptionForget (key 32037), version 0: Millstream's private request to forget what was delivered of a topic.
+"""SubscriptionForget (key 32037), version 0: Millstream's private request to discard the delivery state of a topic.
 
     {"name": "billing", "topic": "orders", "only_close": true}     answer: {"error": 0, "message": null}
 
@@ -10,34 +10,24 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
-from typing import Any
-
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import UnknownTopic
-from millstream.protocol.private.subscription_messages import FORGET_KEY
+from millstream.protocol.private.message import Response
+from millstream.protocol.private.subscription_messages import FORGET_KEY, ForgetSubscriptionRequest
 
 
-class Unwanted(msgspec.Struct, frozen=True):
-    """What is forgotten."""
-
-    name: str
-    topic: str
-    only_close: bool = False
-
-
-class SubscriptionForget(PrivateApi[Unwanted]):
-    """Forgets what subscriptions have delivered."""
+class SubscriptionForget(PrivateApi[ForgetSubscriptionRequest, Response]):
+    """Discards the delivery state of subscriptions."""
 
     key = FORGET_KEY
-    asks = Unwanted
+    request_type = ForgetSubscriptionRequest
+    response_type = Response
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
 
-    async def handle(self, request: Unwanted) -> dict[str, Any]:
+    async def handle(self, request: ForgetSubscriptionRequest) -> Response:
         """Close the queues, or drop their states."""
         subscription = await self._service.declared.find(request.name)
         topic = self._service.topics.get(request.topic)
@@ -51,4 +41,4 @@ class SubscriptionForget(PrivateApi[Unwanted]):
             await self._service.states.forget(
                 lambda key: key.subscription_id == subscription.subscription_id and key.topic_id == topic.topic_id
             )
-        return {}
+        return Response()

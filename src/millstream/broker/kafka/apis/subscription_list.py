@@ -5,11 +5,11 @@
     "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
     "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}]}]}
 
-Every node knows all subscriptions; of the queues it tells those that it leads and has open, so a client asks all nodes.
-`kept` are those whose states it keeps, for subscriptions that are named; of those that are to be opened it opens what
-it leads, and tells of them too. The topics of a share group for which none are declared are those of `kept`, and those
-that members subscribe to, if the node coordinates the group. `push` is how the node's push process does with the
-subscription's endpoint, if its messages are pushed. Values of secret settings are never told.
+Every node knows all subscriptions; of the queues it lists those that it leads and has open, so a client asks all nodes.
+`kept` are those whose states it keeps, for subscriptions that are named; of those in `open` it opens and lists the ones
+that it leads. The topics of a share group for which none are declared are those of `kept`, and those that members
+subscribe to, if the node coordinates the group. `push` is how the node's push process does with the subscription's
+endpoint, if its messages are pushed. Values of secret settings are never returned.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -21,14 +21,16 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
-import msgspec
-
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.core.errors import NotLeader
 from millstream.core.subscription import Subscription, shown
-from millstream.protocol.private.subscription_messages import LIST_KEY
+from millstream.protocol.private.subscription_messages import (
+    LIST_KEY,
+    ListSubscriptionsRequest,
+    ListSubscriptionsResponse,
+)
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
@@ -44,25 +46,19 @@ _COUNTERS = {
 }
 
 
-class WantedSubscriptions(msgspec.Struct, frozen=True):
-    """Which ones."""
-
-    names: list[str] | None = None
-    open: list[tuple[str, int]] = []
-
-
-class SubscriptionList(PrivateApi[WantedSubscriptions]):
-    """Tells of subscriptions."""
+class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsResponse]):
+    """Lists subscriptions."""
 
     key = LIST_KEY
-    asks = WantedSubscriptions
+    request_type = ListSubscriptionsRequest
+    response_type = ListSubscriptionsResponse
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
         self._subscriptions = service.declared
 
-    async def handle(self, request: WantedSubscriptions) -> dict[str, Any]:
-        """Tell of some, or of all."""
+    async def handle(self, request: ListSubscriptionsRequest) -> ListSubscriptionsResponse:
+        """Describe some or all subscriptions."""
         if request.names is None:
             wanted = self._subscriptions.all()
         else:
@@ -74,7 +70,9 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
         for delivery in () if engine is None else engine.deliveries:
             queues.setdefault(delivery.key.subscription_id, []).append(delivery)
         described = [self._describe(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
-        return {"subscriptions": [{**one, "kept": []} for one in described] if request.names is None else described}
+        if request.names is None:
+            described = [{**one, "kept": []} for one in described]
+        return ListSubscriptionsResponse(subscriptions=described)
 
     async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
         for topic, index in places:
@@ -87,7 +85,7 @@ class SubscriptionList(PrivateApi[WantedSubscriptions]):
                         await engine.delivery(subscription, partition)
 
     def _push_status(self, subscription: Subscription) -> list[dict[str, Any]]:
-        """How push goes here; a client puts those of all nodes together."""
+        """Return the push status on this node; a client combines those of all nodes."""
         status = self._service.push.describe(subscription.name)
         return [] if status is None else [{"node": self._service.node_id, **status}]
 

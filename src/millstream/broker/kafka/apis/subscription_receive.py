@@ -5,11 +5,11 @@
     answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …],
     throttle ms, waited ms]
 
-Messages are leased to the worker until the deadline. The worker's clock may differ from the broker's, so it is told
-how long its request waited before they were leased. Leases of an answer that never leaves the connection are returned
-at once. The batches hold the leased messages, and others that are not
-this worker's. Without any, the answer waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets
-no messages before that is paid; if the wait is over before, `throttle ms` tells how much longer it takes.
+Messages are leased to the worker until the deadline. The worker's clock may differ from the broker's, so the response
+says how long the request waited before they were leased. Leases of an answer that never leaves the connection are
+returned at once. The batches hold the leased messages, and others that are not this worker's. Without any, the answer
+waits up to `wait ms`. A client that is in debt to its `consumer_byte_rate` gets no messages before that is paid; if the
+wait is over before, `throttle ms` tells how much longer it takes.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from millstream.broker.kafka.api import ClientInfo
-from millstream.broker.kafka.packed import PackedApi
+from millstream.broker.kafka.api import ClientInfo, PrivateApi
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.replication.partition import Partition
@@ -49,12 +48,12 @@ WAIT_MS_MAX = 300_000
 WORKER_LENGTH_MAX = 249
 
 
-class SubscriptionReceive(PackedApi[Receive]):
+class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
     """Leases messages to workers."""
 
     key = RECEIVE_KEY
-    asks = Receive
-    answers = ReceiveAnswer
+    request_type = Receive
+    response_type = ReceiveAnswer
     waits_for_others = True
 
     def __init__(self, service: SubscriptionService, quota: QuotaMeter) -> None:
@@ -66,7 +65,7 @@ class SubscriptionReceive(PackedApi[Receive]):
         self._turn = itertools.count()
 
     async def handle_from(self, client: ClientInfo, request: Receive) -> ReceiveAnswer:
-        """Lease what is there, or wait for it, once the client's quota lets it."""
+        """Lease messages, or wait for some, once the client's quota allows it."""
         arrived = monotonic()
         _check(request)
         if not self._quota.is_limiting:
@@ -92,7 +91,7 @@ class SubscriptionReceive(PackedApi[Receive]):
         return answer
 
     async def handle(self, request: Receive) -> ReceiveAnswer:
-        """Lease what is there, or wait for it, whoever asks."""
+        """Lease messages, or wait for some, without a quota."""
         arrived = monotonic()
         _check(request)
         return build_answer(await self._lease(request), arrived)
@@ -113,7 +112,7 @@ class SubscriptionReceive(PackedApi[Receive]):
     async def _receive(
         self, engine: Engine, subscription: Subscription, request: Receive, wait_s: float, opening: asyncio.Future[None]
     ) -> list[Grant]:
-        # Imported when the first worker asks, with what queues are made of.
+        # Imported with the first worker, together with the queues.
         from millstream.broker.subscriptions.delivery import Demand
         from millstream.broker.subscriptions.receiving import receive
 
@@ -151,11 +150,11 @@ def _check(request: Receive) -> None:
     if not 0 < len(request.worker) <= WORKER_LENGTH_MAX:
         raise InvalidRequest(f"a worker has a name of at most {WORKER_LENGTH_MAX} characters")
     if request.max_records < 1 or request.max_bytes < 1 or request.wait_ms < 0:
-        raise InvalidRequest("at least one record and one byte are asked for, and no wait is negative")
+        raise InvalidRequest("max records and max bytes must be at least 1, and the wait not negative")
 
 
 def build_answer(grants: list[Grant], arrived: float) -> ReceiveAnswer:
-    """Tell a worker, whose request arrived at this monotonic time, what it was given."""
+    """Build the response to a request that arrived at this monotonic time."""
     waited_s = min((one.granted_at for one in grants), default=arrived) - arrived
     return ReceiveAnswer(0, None, [_partition_messages(one) for one in grants], waited_ms=max(0, int(waited_s * 1000)))
 

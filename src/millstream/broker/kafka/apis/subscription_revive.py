@@ -17,60 +17,39 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Any, Final
-from uuid import UUID
-
-import msgspec
-from msgspec import Meta
+from typing import Final
 
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.core.errors import InvalidSubscription
 from millstream.core.ids import Offset
-from millstream.protocol.private.subscription_messages import REVIVE_KEY
+from millstream.protocol.private.subscription_messages import REVIVE_KEY, ReviveMessagesRequest, ReviveMessagesResponse
 
-LETTERS_MAX: Final = 1000
 _PLACE: Final = struct.Struct(">iq")
 
-OffsetNumber = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-Letters = Annotated[
-    list[tuple[OffsetNumber, Annotated[int, Meta(ge=0, le=2**31 - 1)], OffsetNumber]], Meta(max_length=LETTERS_MAX)
-]
 
-
-class Revived(msgspec.Struct, frozen=True):
-    """Which messages, and by which letters."""
-
-    name: str
-    topic: str
-    topic_id: UUID
-    partition: int
-    letter_topic_id: UUID
-    letters: Letters
-    closed: Letters = []
-
-
-class SubscriptionRevive(PrivateApi[Revived]):
+class SubscriptionRevive(PrivateApi[ReviveMessagesRequest, ReviveMessagesResponse]):
     """Revives dead letters."""
 
     key = REVIVE_KEY
-    asks = Revived
+    request_type = ReviveMessagesRequest
+    response_type = ReviveMessagesResponse
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
 
-    async def handle(self, request: Revived) -> dict[str, Any]:
+    async def handle(self, request: ReviveMessagesRequest) -> ReviveMessagesResponse:
         """Revive all that can be; answered once it is durable."""
         subscription = await self._service.declared.find(request.name)
         if request.topic not in await self._service.share_topics.of(subscription):
             raise InvalidSubscription(f"subscription {request.name!r} no longer delivers topic {request.topic!r}")
         partition = self._service.topics.partition(request.topic, request.partition)
         if partition.topic.topic_id != request.topic_id:
-            return {"missing": [offset for offset, _, _ in request.letters]}
+            return ReviveMessagesResponse(missing=[offset for offset, _, _ in request.letters])
         engine = await self._service.engine()
         delivery = await engine.delivery(subscription, partition)
         letters, closed = (
             {Offset(offset): request.letter_topic_id.bytes + _PLACE.pack(*place) for offset, *place in listed}
             for listed in (request.letters, request.closed)
         )
-        return {"missing": await delivery.revive(letters, closed)}
+        return ReviveMessagesResponse(missing=await delivery.revive(letters, closed))

@@ -3,17 +3,13 @@
     {"name": "billing", "topic": null, "partition": null, "to": "earliest" | "latest" | "at:<ms>" | "offset:<n>"}
     answer: {"error": 0, "message": null, "queues": [{"topic": …, "partition": …, "offset": …}]}
 
-It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes. Leases that
-are out become void; what was delivered before is delivered again where the new place lies before it.
+It moves the queues that this node leads, of one topic or partition or of all, so a client asks all nodes. Outstanding
+leases become void; what was delivered before is delivered again where the new place lies before it.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
 
 from __future__ import annotations
-
-from typing import Any
-
-import msgspec
 
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
@@ -21,35 +17,31 @@ from millstream.broker.replication.partition import Partition
 from millstream.core.errors import InvalidRequest
 from millstream.core.ids import Offset
 from millstream.core.subscription import READ_COMMITTED
-from millstream.protocol.private.subscription_messages import SEEK_KEY
+from millstream.protocol.private.subscription_messages import (
+    SEEK_KEY,
+    SeekSubscriptionRequest,
+    SeekSubscriptionResponse,
+)
 
 AT_OFFSET = "offset:"
 AT_TIME = "at:"
 _DIGITS_MAX = 18
 
 
-class Sought(msgspec.Struct, frozen=True):
-    """What moves, and where to."""
-
-    name: str
-    to: str
-    topic: str | None = None
-    partition: int | None = None
-
-
-class SubscriptionSeek(PrivateApi[Sought]):
+class SubscriptionSeek(PrivateApi[SeekSubscriptionRequest, SeekSubscriptionResponse]):
     """Moves queues."""
 
     key = SEEK_KEY
-    asks = Sought
+    request_type = SeekSubscriptionRequest
+    response_type = SeekSubscriptionResponse
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
         self._subscriptions = service.declared
         self._topics = service.topics
 
-    async def handle(self, request: Sought) -> dict[str, Any]:
-        """Move each queue; told once it is durable."""
+    async def handle(self, request: SeekSubscriptionRequest) -> SeekSubscriptionResponse:
+        """Move each queue; return once that is durable."""
         subscription = await self._subscriptions.find(request.name)
         _check(request.to)
         engine = await self._service.engine()
@@ -61,7 +53,7 @@ class SubscriptionSeek(PrivateApi[Sought]):
             delivery.seek(offset)
             await delivery.durable()
             moved.append({"topic": partition.topic.name, "partition": partition.index, "offset": offset})
-        return {"queues": moved}
+        return SeekSubscriptionResponse(queues=moved)
 
     def _partitions(self, topics: tuple[str, ...], index: int | None) -> list[Partition]:
         found = [topic for name in topics if (topic := self._topics.get(name)) is not None]

@@ -4,9 +4,8 @@
     answer, when it is durable: [error, message, for each partition [[error, message], …]]
 
 Verbs: 1 accept, 2 release (after `delay ms`, else the declared backoff), 3 reject (dead letter now), 4 extend (for
-`delay ms`, else the declared lease), 5 return (nobody has looked at it: at once to another worker, and the delivery
-does not count). A lease that has expired, is another worker's, or is of another attempt than
-the one that is named, is INVALID_RECORD_STATE.
+`delay ms`, else the declared lease), 5 return (unseen: available at once, and the delivery does not count). A lease
+that has expired, is another worker's, or is of another attempt than the one that is named, is INVALID_RECORD_STATE.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -17,8 +16,8 @@ import asyncio
 
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.packed import PackedApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.lease import Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError
@@ -41,12 +40,12 @@ OFFSET_MAX = 2**63 - 1
 _VERBS = frozenset(Verb)
 
 
-class SubscriptionSettle(PackedApi[SettleRequest]):
-    """Carries out what workers say of their leases."""
+class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
+    """Settles the leases of workers."""
 
     key = SETTLE_KEY
-    asks = SettleRequest
-    answers = SettleAnswer
+    request_type = SettleRequest
+    response_type = SettleAnswer
 
     def __init__(self, service: SubscriptionService) -> None:
         self._service = service
@@ -76,9 +75,9 @@ class SubscriptionSettle(PackedApi[SettleRequest]):
 def _verb(asked: SettledRange) -> Settlement:
     if asked.verb not in _VERBS:
         known = "1 accept, 2 release, 3 reject, 4 extend, 5 return"
-        raise InvalidRequest(f"verb {asked.verb} is not known; there are {known}")
+        raise InvalidRequest(f"verb {asked.verb} is unknown; use {known}")
     if not 0 <= asked.start < asked.end <= OFFSET_MAX:
-        raise InvalidRequest(f"offsets {asked.start} to {asked.end}, end exclusive, are no range of messages")
+        raise InvalidRequest(f"offsets {asked.start} to {asked.end}, end exclusive, are not a valid range")
     if asked.delay_ms is not None and not 0 <= asked.delay_ms <= DELAY_MS_MAX:
         raise InvalidRequest(f"a delay is 0 to {DELAY_MS_MAX} ms, not {asked.delay_ms}")
     return Settlement(

@@ -22,7 +22,7 @@ _FIRST_WITH_PROTOCOL: Final = 5
 
 
 class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
-    """Hands out assignments."""
+    """Distributes assignments."""
 
     key = 14
     versions = (0, 5)
@@ -58,7 +58,7 @@ class SyncGroup(Api[Versioned[SyncGroupRequest], SyncGroupResponse]):
         )
 
     def upgrade(self, version: int, request: Any) -> Versioned[SyncGroupRequest]:
-        """Keep the version, which decides what must be given."""
+        """Keep the version, which decides which fields are required."""
         newest: Any = super().upgrade(version, request)
         return Versioned(version, newest)
 

@@ -1,4 +1,4 @@
-"""UpdateFeatures (key 57), versions 0 to 2: asks for other levels of features, which are fixed by the release.
+"""UpdateFeatures (key 57), versions 0 to 2: requests feature levels, which are fixed by the release.
 
 The level that is in force already is answered with success; every other one with INVALID_UPDATE_VERSION and a sentence
 that says which levels there are. `broker/kafka/feature.py` says what the features mean.
@@ -31,7 +31,7 @@ _ACCEPTED: Final[Refusal] = (ErrorCode.none, None)
 
 
 class UpdateFeatures(Api[Versioned[UpdateFeaturesRequest], Any]):
-    """Says which levels features have. `served` may still grow until the first request."""
+    """Checks feature levels. `served` may still grow until the first request."""
 
     key = 57
     versions = (0, 2)

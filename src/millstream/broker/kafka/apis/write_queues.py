@@ -11,25 +11,25 @@ Version notes: version 0 is the only one. It is not advertised by ApiVersions, s
 
 from __future__ import annotations
 
+from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.errors import error_code, error_message
-from millstream.broker.kafka.packed import PackedApi
 from millstream.broker.subscriptions.state_coordinator import StateCoordinator
 from millstream.broker.subscriptions.state_messages import WRITE_KEY, QueuesWritten, WriteQueues
 from millstream.core.ids import PartitionIndex
 
 
-class WriteQueueStates(PackedApi[WriteQueues]):
-    """Takes in what happened to queues of other nodes."""
+class WriteQueueStates(PrivateApi[WriteQueues, QueuesWritten]):
+    """Stores changes of other nodes' queues."""
 
     key = WRITE_KEY
-    asks = WriteQueues
-    answers = QueuesWritten
+    request_type = WriteQueues
+    response_type = QueuesWritten
 
     def __init__(self, states: StateCoordinator) -> None:
         self._states = states
 
     async def handle(self, request: WriteQueues) -> QueuesWritten:
-        """Make it durable."""
+        """Write the changes durably."""
         writes = [write.read() for write in request.writes]
         results = await self._states.write(PartitionIndex(request.state_partition), writes)
         outcomes = [(0, None) if error is None else (int(error_code(error)), error_message(error)) for error in results]

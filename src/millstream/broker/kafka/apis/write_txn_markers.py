@@ -6,7 +6,7 @@ that the producer has left INVALID_PRODUCER_EPOCH. Markers for `__consumer_offse
 transaction has committed.
 
 A coordinator epoch above all that this node knows gets UNKNOWN_LEADER_EPOCH, so that a request which made it up cannot
-fence the coordinators that there are; a coordinator of which this node has not heard yet tries again. Producer ids and
+fence the coordinators that there are; a coordinator that this node does not know yet tries again. Producer ids and
 epochs below 0 get INVALID_REQUEST, and `__transaction_state`, where no transaction writes, INVALID_TOPIC_EXCEPTION.
 
 Version notes: 2 tells the version of the protocol, from which a partition knows whether the marker's epoch is above

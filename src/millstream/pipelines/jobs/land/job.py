@@ -19,7 +19,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 from uuid import UUID, uuid4
 
-import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake.exceptions import DeltaError
@@ -49,6 +48,7 @@ from millstream.pipelines.lake.rewriting import FileWork, Rewrite
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.runtime.fault import Marked, kind_in
 from millstream.pipelines.source.ranges import admitted
+from millstream.protocol.private.message import encode
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed, LandedTopic
 from millstream.protocol.wire.client import Client
 
@@ -127,7 +127,7 @@ async def report_landed(client: Client, pipeline: Pipeline, landed: Mapping[str,
     if not topics:
         return
     report = Landed(pipeline_id=pipeline.pipeline_id, lake=settings.lake, format=settings.format, topics=topics)
-    body = msgspec.json.encode(report)
+    body = encode(report)
     nodes = (await client.metadata(())).nodes
     # A node that misses it keeps more than it must until the next batch.
     await asyncio.gather(*(client.private(NodeId(node), LANDED_KEY, body) for node in nodes), return_exceptions=True)

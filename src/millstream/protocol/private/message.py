@@ -1,0 +1,42 @@
+"""The one encoding of Millstream's private requests and their responses: MessagePack of typed messages.
+
+A request is a msgspec struct. A response starts with `error`, Kafka's code (0 for success), and `message`, which
+explains it. New fields go to the end and have a default, so that nodes of adjacent versions understand each other; any
+other change raises the version of the request.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+
+from millstream.core.errors import ProtocolViolation
+
+T = TypeVar("T")
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """A request without parameters."""
+
+
+class Response(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a request, without further fields."""
+
+    error: int = 0
+    message: str | None = None
+
+
+def decode(body: bytes | memoryview, kind: type[T]) -> T:
+    """Decode a message from another process, or raise `ProtocolViolation`."""
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ProtocolViolation(f"the {kind.__name__} cannot be decoded: {error}") from error
+
+
+def decode_document(body: bytes | memoryview) -> dict[str, Any]:
+    """Decode a response as a plain document, as HTTP and the commands print it."""
+    return decode(body, dict[str, Any])
