@@ -38,7 +38,7 @@ from confluent_kafka import ShareConsumer
 import millstream
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnreadableData
 from millstream.pipelines.jobs.land.plan import TopicRange
-from millstream.pipelines.jobs.land.task import LandTasks, Work
+from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.source.link import link_to
