@@ -6,15 +6,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from benchmarks.overload_flood import CONNECT, PRODUCE
+from benchmarks.overload_flood import CONNECT, FETCH, METADATA, PRODUCE
 from benchmarks.processes import resident_of
 from trials.chaos_overload import GROWTH_BYTES_MAX, Chaos, flood
 
 from millstream_testing.server import Server
 
 CONNECTIONS, SECONDS, SETTLE_S = 50, 1.0, 0.5
-# The other kinds are flooded by the long form.
-KINDS = (PRODUCE, CONNECT)
+KINDS = (PRODUCE, FETCH, METADATA, CONNECT)
 
 
 @pytest.fixture
@@ -22,6 +21,7 @@ def server(tmp_path: Path) -> Server:
     return Server(tmp_path / "data")
 
 
+@pytest.mark.trial
 async def test_a_bystander_and_health_are_served_beside_floods_and_bombs(server: Server) -> None:
     with server:
         async with httpx.AsyncClient(timeout=60) as http:
