@@ -32,7 +32,7 @@ from millstream_testing.server import Server
 from millstream_testing.server_group import ServerGroup
 from millstream_testing.waiting import wait_until
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 SETTINGS = {"group-initial-delay-ms": 100, "leader-balance-ms": 500, "lease-ms": 2000, "group-session-min-ms": 1000}
 
 

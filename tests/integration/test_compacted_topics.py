@@ -16,7 +16,7 @@ import millstream
 from millstream_testing.server import Server
 from millstream_testing.waiting import wait_until
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}
 SETTINGS = {
     "cleanup.policy": "compact",

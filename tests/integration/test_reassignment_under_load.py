@@ -23,7 +23,7 @@ from millstream_testing.replica_bytes import differing_replicas
 from millstream_testing.server_group import ServerGroup
 from millstream_testing.waiting import wait_until
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 BEFORE = [[1, 2, 3], [2, 1, 3]]
 AFTER = [[2, 3, 4], [4, 3, 2]]
 

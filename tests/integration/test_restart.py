@@ -25,7 +25,7 @@ from millstream_testing.finding import Kind
 from millstream_testing.kill_trial import KillTrial, Plan
 from millstream_testing.server import Server, ServerFailed
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 QUIET = {"log_level": 0, "reconnect.backoff.ms": 20, "reconnect.backoff.max.ms": 200}
 PARTITIONS = 3
 

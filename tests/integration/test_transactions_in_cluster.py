@@ -18,7 +18,7 @@ from millstream_testing.etcd_server import EtcdServer
 from millstream_testing.postgres_server import PostgresServer
 from millstream_testing.server_group import ServerGroup
 
-WAIT_S = 60.0
+WAIT_S = 120.0
 HANGS_S = 20.0
 PARTITIONS = 3
 INTERNAL = {"__consumer_offsets": 3, "__transaction_state": 3}
