@@ -97,6 +97,7 @@ MillstreamError
 ├── DataFolderInvalid
 ├── AddressTaken                   a listener cannot have the address it was given
 ├── BrokerUnreachable              raised by clients of the wire protocol
+├── UnreadableData                 a batch of a topic cannot be decoded, and the job was not told to go on without it
 ├── LostData                       offsets that a reader was to have are gone
 ├── PublishFailed                  some of the messages that were published together are not stored
 ├── RequestRefused                 an error code that has no class of its own here
