@@ -103,10 +103,10 @@ async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
     [
         (
             b"HTTP/1.1 404 Not Found\r\n\r\n",
-            "something else than etcd answers at 127.0.0.1:.*: 'HTTP/1.1 404 Not Found'",
+            "127.0.0.1:.* is not etcd; it answers 'HTTP/1.1 404 Not Found'",
         ),
-        (b"", "takes connections and says nothing"),
-        (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "takes no requests"),
+        (b"", "accepts connections but does not answer"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "accepts no requests"),
     ],
 )
 async def test_what_answers_in_the_place_of_etcd_is_told(connect: Connect, answer: bytes, said: str) -> None:

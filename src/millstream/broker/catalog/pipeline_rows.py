@@ -12,11 +12,11 @@ from millstream.broker.catalog.tables import pipelines, routing_rules
 from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 
 _NAMES_AT_ONCE: Final = 1000
-"""Databases have a limit."""
+"""Databases limit the number of parameters."""
 
 
 def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> list[Pipeline]:
-    """Every pipeline, by name, or those for which conditions hold."""
+    """Return every pipeline that meets the conditions, by name."""
     # One statement, so that the rules are those of the pipelines as they are read.
     both = pipelines.outerjoin(routing_rules, pipelines.c.pipeline_id == routing_rules.c.pipeline_id)
     rule_name = routing_rules.c.name.label("rule_name")
@@ -31,12 +31,12 @@ def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> 
 
 
 def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
-    """The pipeline of this name."""
+    """Return the pipeline with this name."""
     return next(iter(read_pipelines(connection, pipelines.c.name == name)), None)
 
 
 def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline | None:
-    """The pipeline with this id, and nobody else changes it until the end of the transaction."""
+    """Return the pipeline with this id, locked until the end of the transaction."""
     here = pipelines.c.pipeline_id == str(pipeline_id)
     # First the lock, then the rules: a statement that waits for a lock sees other tables as they were before.
     connection.execute(select(pipelines.c.pipeline_id).where(here).with_for_update())
@@ -44,7 +44,7 @@ def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline | None:
 
 
 def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:
-    """Add a pipeline that is not there."""
+    """Add a pipeline."""
     connection.execute(
         insert(pipelines).values(
             pipeline_id=str(pipeline.pipeline_id),
@@ -58,7 +58,7 @@ def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:
 
 
 def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -> None:
-    """Store what has changed; of the rules only those that are not as they were."""
+    """Store what has changed; of the rules only those that differ."""
     here = pipelines.c.pipeline_id == str(before.pipeline_id)
     connection.execute(update(pipelines).where(here).values(_changing(after)))
     old, new = set(before.rules), set(after.rules)
@@ -67,7 +67,7 @@ def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -
 
 
 def delete_pipeline(connection: Connection, pipeline_id: UUID) -> bool:
-    """Take a pipeline out with its rules; whether it was there."""
+    """Delete a pipeline with its rules; return whether it existed."""
     connection.execute(delete(routing_rules).where(routing_rules.c.pipeline_id == str(pipeline_id)))
     return connection.execute(delete(pipelines).where(pipelines.c.pipeline_id == str(pipeline_id))).rowcount == 1
 

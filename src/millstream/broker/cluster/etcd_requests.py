@@ -1,4 +1,4 @@
-"""Requests to etcd, and what its answers mean, in the terms of the coordination store."""
+"""Requests to etcd and their responses, in the terms of the coordination store."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from millstream.core.errors import CorruptState
 
 
 def range_end(prefix: bytes) -> bytes:
-    """The first key behind all that begin with `prefix`."""
+    """Return the first key behind all that begin with `prefix`."""
     kept = prefix.rstrip(b"\xff")
     return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\x00"
 
 
 def transaction(namespace: bytes, changes: Sequence[Change], expect: Sequence[Expect], lease: int) -> Any:
-    """Carry out changes under conditions."""
+    """Build a transaction of changes under conditions."""
     return rpc.TxnRequest(
         compare=[
             rpc.Compare(
@@ -42,12 +42,12 @@ def _operation(namespace: bytes, change: Change, lease: int) -> Any:
 
 
 def page(prefix: bytes, *, first: bytes, revision: int, keys_max: int) -> Any:
-    """Read the keys below `prefix` from `first` on, as of a revision; 0 means the newest."""
+    """Build a read of the keys below `prefix` from `first` on, as of a revision; 0 means the newest."""
     return rpc.RangeRequest(key=first, range_end=range_end(prefix), revision=revision, limit=keys_max)
 
 
 def watch(prefix: bytes, *, after: int) -> Any:
-    """Tell what changes below `prefix`."""
+    """Build a watch of what changes below `prefix`."""
     create = rpc.WatchCreateRequest(
         key=prefix, range_end=range_end(prefix), start_revision=after + 1, progress_notify=True
     )
@@ -55,12 +55,12 @@ def watch(prefix: bytes, *, after: int) -> Any:
 
 
 def entry(namespace: bytes, found: Any) -> Entry:
-    """A key as a read found it."""
+    """Convert a key of a read."""
     return Entry(_text(found.key[len(namespace) :]), _text(found.value), found.mod_revision, found.create_revision)
 
 
 def event(namespace: bytes, event: Any) -> Event:
-    """A change as a watch tells of it."""
+    """Convert a change of a watch."""
     value = None if event.type == rpc.Event.DELETE else _text(event.kv.value)
     return Event(_text(event.kv.key[len(namespace) :]), value, event.kv.mod_revision)
 
@@ -69,4 +69,4 @@ def _text(content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise CorruptState(f"etcd holds what is no text: {content[:100]!r}") from error
+        raise CorruptState(f"etcd holds a value that is not UTF-8: {content[:100]!r}") from error

@@ -1,7 +1,7 @@
 """A lease in etcd, kept alive by a thread of its own for as long as the event loop is alive.
 
-A loop that is busy for a second does not lose its lease, since the thread goes on. A loop that stands still for as long
-as the lease holds does: the thread then gives the lease back, so that others take over.
+A loop that is busy for a second does not lose its lease, because the thread continues. A loop that hangs for as long as
+the lease holds does: the thread then revokes the lease, so that others take over.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from millstream.core.clock import Clock
 from millstream.core.errors import StoreUnavailable
 
 RENEWALS = 3
-"""How many signs of life are given in the time of a lease."""
+"""How often a lease is renewed within its time to live."""
 
 _BEATS = 6
 _JOIN_S_MAX = 5.0
@@ -49,7 +49,7 @@ class EtcdSession:
 
     @property
     def confirmed(self) -> bool:
-        """Whether etcd has said within the time of the lease that it holds."""
+        """Whether etcd has confirmed the lease within its time to live."""
         return self.live and self._clock.monotonic() - self._renewed_at < self._ttl_s
 
     async def close(self) -> None:
@@ -76,7 +76,7 @@ class EtcdSession:
             self._on_lost()
 
     def _keep_alive(self) -> None:
-        """What the thread does."""
+        """Renew the lease until the session ends; runs in the thread."""
         try:
             # A loop that was closed raises RuntimeError: the process ends, and the lease ends by its time.
             with suppress(RuntimeError):
@@ -89,7 +89,7 @@ class EtcdSession:
                 channel.close()
 
     def _renew(self) -> bool:
-        """Give a sign of life; False when the lease is lost."""
+        """Renew the lease; return False if it is lost."""
         if self._clock.monotonic() - self._last_beat >= self._ttl_s:
             self._ask("LeaseRevoke", rpc.LeaseRevokeRequest(ID=self.lease), rpc.LeaseRevokeResponse)
             return False
@@ -101,7 +101,7 @@ class EtcdSession:
         return bool(answer.TTL > 0)
 
     def _ask(self, method: str, request: Any, kind: Any) -> Any:
-        """What a request about the lease came to, which every member may be asked; None when it was not carried out."""
+        """Send a request about the lease to any member; return None if it was not carried out."""
         reason = ""
         for _ in self._members.address.endpoints:
             endpoint = self._members.endpoint
@@ -109,7 +109,7 @@ class EtcdSession:
                 answer = self._call(endpoint, f"Lease/{method}", request, kind)
             except grpc.RpcError as error:
                 if is_final(error):
-                    # An answer all the same, for example that there is no such lease any more.
+                    # Still an answer, for example that the lease no longer exists.
                     self._loop.call_soon_threadsafe(self._members.health.answered)
                     return None
                 reason = str(error.details())

@@ -28,7 +28,7 @@ _logger = logging.getLogger(__name__)
 
 SILENCE_S_MAX = 900.0
 
-"""etcd says every ten minutes that nothing happened; a connection that is silent for longer is not trusted."""
+"""etcd reports progress every ten minutes; a connection that is silent for longer is not trusted."""
 
 
 _PAUSE_S_MIN = 0.05
@@ -37,7 +37,7 @@ _PAUSE_S_MAX = 1.0
 
 
 class _Interrupted(Exception):
-    """The connection has to be made anew."""
+    """The connection has to be opened again."""
 
 
 class EtcdWatch:
@@ -51,7 +51,7 @@ class EtcdWatch:
         self._backoff = Backoff(Random(), first_s=_PAUSE_S_MIN, max_s=_PAUSE_S_MAX)
 
     async def batches(self) -> AsyncGenerator[Sequence[Event], None]:
-        """Batches of changes, for ever."""
+        """Yield batches of changes, forever."""
         while True:
             endpoint = self._members.endpoint
             try:
@@ -68,11 +68,11 @@ class EtcdWatch:
                     self._members.use_token("")
                 self._members.move_on(endpoint)
             except _Interrupted as error:
-                _logger.info("a watch on etcd was interrupted and goes on", extra={"reason": str(error) or "moved"})
+                _logger.info("a watch on etcd was interrupted and continues", extra={"reason": str(error) or "moved"})
             await self._rest()
 
     async def _connection(self) -> AsyncGenerator[Any, None]:
-        """What one connection tells until it breaks."""
+        """Yield the responses of one connection until it breaks."""
         moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         member = await self._members.connected()
         stop = self._members.when_moved(lambda: None if moved.done() else moved.set_result(None))
@@ -99,17 +99,17 @@ class EtcdWatch:
         if events:
             self._after = events[-1].revision
         elif not answer.created and not answer.events:
-            # A sign of life: everything up to the revision in its header has been told.
+            # A progress report: everything up to the revision in its header has been sent.
             self._after = max(self._after, answer.header.revision)
         return events
 
     async def _rest(self) -> None:
-        """Wait a little before the next connection, longer each time, and not in step with other nodes."""
+        """Wait before the next connection, longer each time, and not in step with other nodes."""
         await self._backoff.pause()
 
 
 async def _next_unless(moved: asyncio.Future[None], call: Any) -> Any:
-    """The next answer, unless the member that sends them is given up."""
+    """Return the next response, unless the member is given up."""
     reading = asyncio.create_task(call.read())
     waiting: set[asyncio.Future[Any]] = {reading, moved}
     try:
@@ -130,14 +130,14 @@ REQUEST_S_MAX = 5.0
 
 PAGE_KEYS = 1000
 
-"""How many keys one answer of a read holds, so that a large cluster does not hold up the loop."""
+"""How many keys one response of a read holds, so that a large cluster does not block the loop."""
 
 
 _READS_MAX = 5
 
 
 class EtcdStore(HealthReporting):
-    """One node's door to etcd. Its keys lie under `/millstream/<cluster>/`."""
+    """One node's access to etcd. Its keys are below `/millstream/<cluster>/`."""
 
     def __init__(
         self, address: EtcdAddress, cluster: str, clock: Clock, *, request_s_max: float = REQUEST_S_MAX
@@ -149,7 +149,7 @@ class EtcdStore(HealthReporting):
         self._session: EtcdSession | None = None
 
     async def read(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, page by page, all as of the revision of the first page."""
+        """Return every key that begins with `prefix`, page by page, all as of the revision of the first page."""
         for _ in range(_READS_MAX):
             try:
                 return await self._read(self._namespace + prefix.encode())
@@ -184,13 +184,13 @@ class EtcdStore(HealthReporting):
         return int(answer.header.revision) if answer.succeeded else None
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
-        """Every change below `prefix` with a revision above `after`."""
+        """Yield every change below `prefix` with a revision above `after`."""
         async with aclosing(EtcdWatch(self._members, self._namespace, prefix, after).batches()) as batches:
             async for events in batches:
                 yield events
 
     async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> EtcdSession:
-        """Begin a session. etcd counts in whole seconds and has a least time of two."""
+        """Begin a session. etcd counts in whole seconds, at least two."""
         if self._session is not None and self._session.live:
             raise StoreRefused("the session before this one has not ended")
         # A lease whose answer was lost ends by its time, so asking twice does no harm.

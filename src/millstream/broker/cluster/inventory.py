@@ -1,7 +1,7 @@
-"""What the data folder of a stopped node holds, for the day when etcd has lost what the nodes agreed on.
+"""What the data folder of a stopped node holds, for the case that etcd has lost what the nodes agreed on.
 
-Taking it opens the folder as a start of the node does: torn tails are cut, and what the folder notes of an unclean stop
-stays noted. Nothing else is changed.
+Taking it opens the folder as a start of the node does: torn tails are truncated, and the record of an unclean stop
+stays. Nothing else is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from millstream.core.topic import TopicPartition, TopicSettings
 
 _JOURNAL_BYTES = 64 * 1024 * 1024
 _NEVER_MS = 1 << 40
-"""Producers that a node would forget by now are left to the node."""
+"""Forgetting expired producers is left to the node."""
 
 
 class ReplicaFound(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +29,7 @@ class ReplicaFound(msgspec.Struct, frozen=True, kw_only=True):
     partition: int
     end: int
     epoch: int
-    """Of the leader that wrote its last record; -1 if there never was one."""
+    """Of the leader that wrote its last record; -1 if there is none."""
     damaged: bool
     """Whether the disk lost records in the middle of it."""
 
@@ -41,24 +41,24 @@ class Inventory(msgspec.Struct, frozen=True, kw_only=True):
     cluster: str
     cluster_id: str
     whole: str
-    """An incarnation of which everything is here that it told others it has; empty when a log may have a hole."""
+    """An incarnation of which everything that it claimed is here; empty if a log may have a hole."""
     replicas: list[ReplicaFound]
 
     def to_json(self) -> str:
-        """As it is carried from one machine to another."""
+        """Encode it, to be carried from one machine to another."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: bytes) -> Inventory:
-        """Read it back."""
+        """Decode it."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.DecodeError as error:
-            raise CorruptState(f"this is no inventory of a node: {error}") from error
+            raise CorruptState(f"not an inventory of a node: {error}") from error
 
 
 async def take_inventory(folder: str, files: Files, clock: Clock, *, boot_id: str) -> Inventory:
-    """Look at every log of a folder whose node is stopped."""
+    """List every log of a folder whose node is stopped."""
     owner = FolderOwner.read(files, folder)
     if owner.node_id == UNKNOWN_NODE:
         raise DataFolderInvalid(f"{folder} is not the data folder of a node that was part of a cluster")

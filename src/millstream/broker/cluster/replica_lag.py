@@ -1,4 +1,4 @@
-"""Which replicas lack something of what this node leads."""
+"""Which replicas lack records of the partitions that this node leads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.core.topic import TopicPartition
 
 
 class ReplicaLag(NamedTuple):
-    """A replica and how many records of the leader's log it lacks, as its last fetch told."""
+    """A replica and how many records of the leader's log it lacks, according to its last fetch."""
 
     partition: TopicPartition
     replica: NodeId
@@ -19,7 +19,7 @@ class ReplicaLag(NamedTuple):
 
 
 def lagging_replicas(hosted: Iterable[Partition]) -> Iterator[ReplicaLag]:
-    """Every replica that does not have all of a partition that this node leads."""
+    """Yield every replica that lacks part of a partition that this node leads."""
     for partition in hosted:
         if partition.in_sync is None:
             continue

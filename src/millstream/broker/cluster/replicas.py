@@ -1,7 +1,7 @@
-"""Replication of the partitions that this node carries: following their leaders, and minding the followers of its own.
+"""Replication of the partitions that this node hosts: following their leaders, and tracking its own followers.
 
-Nothing here polls partitions. A follower is woken by its leader's answer. Of the partitions that this node leads only
-those are looked at, every now and then, of which somebody in sync does not have everything.
+Nothing here polls partitions. A follower is woken by its leader's response. Of the partitions that this node leads,
+only those with a lagging in-sync replica are looked at periodically.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class _PendingChange(NamedTuple):
 
 
 class InSyncWriter:
-    """Asks the store for the changes that partitions want."""
+    """Requests the changes that partitions want from the store."""
 
     def __init__(
         self, store: CoordinationStore, wanted: Callable[[Partition], InSyncChange | None], backoff: Backoff
@@ -67,16 +67,16 @@ class InSyncWriter:
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many partitions wait to be looked at."""
+        """Return how many partitions wait to be looked at."""
         return len(self._queue)
 
     def look_at(self, partition: Partition) -> None:
-        """See soon whether a partition wants a change."""
+        """Check before long whether a partition wants a change."""
         self._queue[partition] = None
         self._wake.set()
 
     async def run(self) -> None:
-        """Ask for changes, for ever."""
+        """Request changes; runs forever."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -109,7 +109,7 @@ class InSyncWriter:
             await self._give_up(pending, error)
             return
         except StoreUnavailable as error:
-            _logger.warning("the store gave no answer about in-sync sets", extra={"error": str(error)})
+            _logger.warning("the store did not answer about in-sync sets", extra={"error": str(error)})
             await self._backoff.pause()
         for one in pending:
             await self._write_alone(one)
@@ -131,7 +131,7 @@ class InSyncWriter:
         return True
 
     async def _write_alone(self, one: _PendingChange) -> None:
-        """Ask for one change until it is certain what became of it, or the view has shown it."""
+        """Request one change until its outcome is certain, or the view has shown it."""
         while one.partition.is_pending(one.change):
             try:
                 if not await self._change([one]):
@@ -141,20 +141,20 @@ class InSyncWriter:
                 await self._give_up([one], error)
                 return
             except CorruptState as error:
-                # Both sets count until the state can be read again, which the view will tell.
+                # Both sets count until the view shows a state that can be read.
                 _logger.error("a state cannot be read back", extra={"key": one.key, "error": str(error)})
                 return
             except StoreUnavailable as error:
                 _logger.warning(
-                    "it is not known whether an in-sync set changed; asking again",
+                    "it is unknown whether an in-sync set changed; retrying",
                     extra={"partition": str(one.partition.log.partition), "error": str(error)},
                 )
                 await self._backoff.pause()
 
     async def _read_back(self, one: _PendingChange) -> None:
-        """A condition failed: somebody else has changed the state, or one who was to join is another process now.
+        """Resolve a failed condition: the state was changed by another, or a joining node is another process now.
 
-        Either way the change, and any earlier attempt of it that is still under way, never comes true.
+        Either way the change, and any earlier attempt of it that is still under way, never takes effect.
         """
         entry = (await self._store.read(one.key)).entries.get(one.key)
         if entry is not None and entry.revision > one.change.revision:
@@ -176,13 +176,13 @@ RESTART_S = 1.0
 
 
 def not_registered() -> int:
-    """For nodes without registrations: nothing is expected of who joins."""
+    """Return the registration of nodes without one: it is not checked when they join."""
     return NOT_REGISTERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What replication may take."""
+    """The limits of replication."""
 
     lag_s: float = 10.0
     """A follower that was behind for longer is not waited for."""
@@ -190,7 +190,7 @@ class ReplicaSettings:
 
     @classmethod
     def of(cls, config: Config) -> ReplicaSettings:
-        """What a node's config says."""
+        """Return the settings of a node's configuration."""
         fetch = FetchLimits(wait_ms=config.replica_fetch_wait_ms, bytes_max=config.replica_fetch_bytes)
         return cls(lag_s=config.replica_lag_ms / 1000, fetch=fetch)
 
@@ -223,7 +223,7 @@ class Replicas:
         """The leader from which each partition is fetched."""
         self._behind: dict[Partition, None] = {}
         self._incomplete: dict[Partition, None] = {}
-        """Partitions that are led here, with a replica that is not in sync."""
+        """Partitions led here with a replica that is not in sync."""
         self._sweep: asyncio.TimerHandle | None = None
         self._running = False
 
@@ -257,10 +257,10 @@ class Replicas:
         task.add_done_callback(lambda done: self._ended(what, done))
 
     def _ended(self, what: object, task: asyncio.Task[None]) -> None:
-        """No part of this ends by itself, so an end is a defect; the part begins anew after a moment."""
+        """Restart a part after a moment; none of them ends by itself, so an end is a defect."""
         if task.cancelled() or not self._running or self._tasks.get(what) is not task:
             return
-        _logger.error("a part of replication died; it starts again", exc_info=task.exception())
+        _logger.error("a part of replication died; restarting it", exc_info=task.exception())
         del self._tasks[what]
         asyncio.get_running_loop().call_later(RESTART_S, self._start_again, what, task.get_name())
 
@@ -277,7 +277,7 @@ class Replicas:
     # -- what the cluster has agreed on ---------------------------------------------------------------------
 
     def apply(self, partitions: Iterable[Partition]) -> None:
-        """Partitions have taken over a state: fetch each from its leader, or from nobody."""
+        """Fetch each partition from the leader of its new state, if it has another one."""
         for partition in partitions:
             if partition.in_sync_manager is not self:
                 partition.in_sync_manager = self
@@ -288,7 +288,7 @@ class Replicas:
             self._watch_damage(partition)
 
     def _watch_damage(self, partition: Partition) -> None:
-        """Have what the disk lost, or will lose, of a partition put back from other replicas, where there are some."""
+        """Repair what the disk lost, or will lose, of a partition from other replicas, if there are some."""
         partition.log.damage.on_change = lambda: self._damage_changed(partition)
         self._repair.look_at(partition)
 
@@ -303,12 +303,12 @@ class Replicas:
         partition.damage_changed()
 
     def nodes_changed(self) -> None:
-        """Nodes came or went: somebody who has caught up may join now who might not before."""
+        """Check partitions whose followers may join now that nodes came or went."""
         for partition in self._incomplete:
             self.wants_change(partition)
 
     def forget(self, partitions: Iterable[Partition]) -> None:
-        """Partitions are carried here no more."""
+        """Forget partitions that are no longer hosted here."""
         for partition in partitions:
             self._leave((partition.topic.topic_id, partition.index), None)
             self._behind.pop(partition, None)
@@ -338,7 +338,7 @@ class Replicas:
         fetcher.follow(partition)
 
     def _leave(self, key: PartitionKey, leader: NodeId | None) -> None:
-        """Fetch a partition no more from where it was, unless that is the leader still."""
+        """Stop fetching a partition from its former leader, unless that still leads."""
         before = self._leader_of.get(key)
         if before is None or before == leader:
             return
@@ -364,13 +364,13 @@ class Replicas:
     # -- the followers of what is led here ------------------------------------------------------------------
 
     def behind(self, partition: Partition) -> None:
-        """Somebody in sync does not have all of a partition: look at it until everybody has."""
+        """Check a partition until all in-sync replicas have caught up."""
         if partition.has_lagging:
             self._behind[partition] = None
             self._sweep_later()
 
     def wants_change(self, partition: Partition) -> None:
-        """It is worth to see whether a partition wants a change of its in-sync set."""
+        """Check whether a partition wants a change of its in-sync set."""
         if partition.is_leader:
             self._writer.look_at(partition)
 
@@ -393,8 +393,8 @@ class Replicas:
     # -- numbers --------------------------------------------------------------------------------------------
 
     def metrics(self) -> Iterable[Metric]:
-        """How much is followed, and how many of the led partitions have somebody behind."""
+        """Return how much is followed, and how many led partitions have a lagging replica."""
         followed = len(self._leader_of)
         yield gauge("millstream_replicas_followed", "Partitions that are fetched from their leaders.", followed)
         yield from self._repair.metrics()
-        yield gauge("millstream_replicas_behind", "Led, with somebody in sync who lacks something.", len(self._behind))
+        yield gauge("millstream_replicas_behind", "Led, with an in-sync replica that lags.", len(self._behind))

@@ -11,7 +11,7 @@ _logger = logging.getLogger(__name__)
 
 
 class StoreHealth:
-    """What the last call of the store told about it."""
+    """The health of the store according to its last call."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -21,32 +21,32 @@ class StoreHealth:
 
     @property
     def available(self) -> bool:
-        """Whether the last that was heard of the store was an answer."""
+        """Whether the last call of the store was answered."""
         return self.away_since_ms is None
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called each time `available` changes."""
+        """Call `listener` each time `available` changes."""
         self._listeners.append(listener)
 
     def answered(self) -> None:
-        """Note that the store gave an answer, whatever it was."""
+        """Note that the store answered, whatever it was."""
         self._answered_once = True
         if self.away_since_ms is None:
             return
         away_ms = self._clock.now_ms() - self.away_since_ms
         self.away_since_ms = None
-        _logger.info("the coordination store is back", extra={"away_ms": away_ms})
+        _logger.info("etcd is available again", extra={"away_ms": away_ms})
         self._notify()
 
     def silent(self, reason: str) -> None:
-        """Note that the store gave no answer."""
+        """Note that the store did not answer."""
         if self.away_since_ms is not None:
             return
         self.away_since_ms = self._clock.now_ms()
         if self._answered_once:
-            # Before that, whoever waits for the first answer tells.
+            # Before that, the task that waits for the first answer reports it.
             _logger.warning(
-                "the coordination store is away; data flows with the current leaders, changes of the cluster wait",
+                "etcd is unavailable; data flows with the current leaders, changes of the cluster wait",
                 extra={"reason": reason},
             )
         self._notify()
@@ -57,21 +57,21 @@ class StoreHealth:
 
 
 class HealthReporting:
-    """A store that tells its health; what every back end has in common."""
+    """A store that reports its health; what every back end has in common."""
 
     def __init__(self, clock: Clock) -> None:
         self._health = StoreHealth(clock)
 
     @property
     def available(self) -> bool:
-        """Whether the last that was heard of the store was an answer."""
+        """Whether the last call of the store was answered."""
         return self._health.available
 
     @property
     def away_since_ms(self) -> int | None:
-        """Since when it gives none."""
+        """Since when it does not answer."""
         return self._health.away_since_ms
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called each time `available` changes."""
+        """Call `listener` each time `available` changes."""
         self._health.when_changed(listener)

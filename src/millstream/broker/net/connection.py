@@ -344,7 +344,7 @@ class Connection(asyncio.BufferedProtocol):
     def _split(self, data: memoryview) -> None:
         """Serve the whole frames in the scratch buffer; begin a frame of its own for the rest."""
         if self._length_bytes:
-            # A length that came in pieces: put it together and go on with a copy, which is rare and small.
+            # A length that came in pieces: join it and continue with a copy, which is rare and small.
             data = memoryview(bytearray(self._length_bytes) + data)
             self._length_bytes.clear()
         position = 0

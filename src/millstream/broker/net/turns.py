@@ -113,7 +113,7 @@ class Flow:
 
 
 class Turns:
-    """Decides which connections go on and which wait."""
+    """Decides which connections continue and which wait."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
