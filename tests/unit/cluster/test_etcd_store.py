@@ -12,10 +12,9 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 from aetcd import rpc
 
-from millstream.broker.cluster import etcd_members, etcd_session
+from millstream.broker.cluster import etcd_members, etcd_store
 from millstream.broker.cluster.etcd_address import EtcdAddress
-from millstream.broker.cluster.etcd_session import EtcdSession
-from millstream.broker.cluster.etcd_store import EtcdStore
+from millstream.broker.cluster.etcd_store import EtcdSession, EtcdStore
 from millstream.broker.cluster.store import Event, Put
 from millstream.cli.reserved_port import ReservedPort
 from millstream.core.clock import Clock, SystemClock
@@ -33,7 +32,7 @@ Connect = Callable[..., EtcdStore]
 @pytest.fixture(autouse=True)
 def many_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease outlasts whatever holds a test up, and is renewed every second all the same."""
-    monkeypatch.setattr(etcd_session, "RENEWALS", int(TTL_S))
+    monkeypatch.setattr(etcd_store, "RENEWALS", int(TTL_S))
 
 
 async def until_renewed(session: EtcdSession) -> None:

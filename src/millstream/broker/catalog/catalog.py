@@ -12,14 +12,14 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import Connection, Table, delete, insert, select, text, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     DatabaseError,
@@ -32,14 +32,6 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.broker.catalog.database import open_database
-from millstream.broker.catalog.pipeline_rows import (
-    delete_pipeline,
-    hold_pipeline,
-    insert_pipeline,
-    read_pipeline_named,
-    read_pipelines,
-    update_pipeline,
-)
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
@@ -67,10 +59,127 @@ from millstream.core.errors import (
     UnknownSubscription,
     UnknownTopic,
 )
-from millstream.core.pipeline import Pipeline
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.quota import QuotaEntity
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
+
+_NAMES_AT_ONCE: Final = 1000
+"""Databases limit the number of parameters."""
+
+
+def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> list[Pipeline]:
+    """Return every pipeline that meets the conditions, by name."""
+    # One statement, so that the rules are those of the pipelines as they are read.
+    both = pipelines.outerjoin(routing_rules, pipelines.c.pipeline_id == routing_rules.c.pipeline_id)
+    rule_name = routing_rules.c.name.label("rule_name")
+    columns = [column for column in routing_rules.c if column.name not in ("pipeline_id", "name")]
+    found: dict[str, tuple[Any, list[Rule]]] = {}
+    for row in connection.execute(select(pipelines, rule_name, *columns).select_from(both).where(*conditions)):
+        _, rules = found.setdefault(row.name, (row, []))
+        if row.rule_name is not None:
+            rules.append(_rule(row))
+    # Sorted here, since databases have orders of their own.
+    return [_pipeline(*found[name]) for name in sorted(found)]
+
+
+def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
+    """Return the pipeline with this name."""
+    return next(iter(read_pipelines(connection, pipelines.c.name == name)), None)
+
+
+def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline | None:
+    """Return the pipeline with this id, locked until the end of the transaction."""
+    here = pipelines.c.pipeline_id == str(pipeline_id)
+    # First the lock, then the rules: a statement that waits for a lock sees other tables as they were before.
+    connection.execute(select(pipelines.c.pipeline_id).where(here).with_for_update())
+    return next(iter(read_pipelines(connection, here)), None)
+
+
+def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:
+    """Add a pipeline."""
+    connection.execute(
+        insert(pipelines).values(
+            pipeline_id=str(pipeline.pipeline_id),
+            name=pipeline.name,
+            kind=str(pipeline.kind),
+            created_ms=pipeline.created_ms,
+            **_changing(pipeline),
+        )
+    )
+    _insert_rules(connection, pipeline.pipeline_id, pipeline.rules)
+
+
+def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -> None:
+    """Store what has changed; of the rules only those that differ."""
+    here = pipelines.c.pipeline_id == str(before.pipeline_id)
+    connection.execute(update(pipelines).where(here).values(_changing(after)))
+    old, new = set(before.rules), set(after.rules)
+    _delete_rules(connection, before.pipeline_id, [rule.name for rule in before.rules if rule not in new])
+    _insert_rules(connection, before.pipeline_id, [rule for rule in after.rules if rule not in old])
+
+
+def delete_pipeline(connection: Connection, pipeline_id: UUID) -> bool:
+    """Delete a pipeline with its rules; return whether it existed."""
+    connection.execute(delete(routing_rules).where(routing_rules.c.pipeline_id == str(pipeline_id)))
+    return connection.execute(delete(pipelines).where(pipelines.c.pipeline_id == str(pipeline_id))).rowcount == 1
+
+
+def _insert_rules(connection: Connection, pipeline_id: UUID, rules: Sequence[Rule]) -> None:
+    if not rules:
+        return
+    rows = [
+        {
+            "pipeline_id": str(pipeline_id),
+            "name": rule.name,
+            "topic": rule.topic,
+            "targets": list(rule.targets),
+            "condition": rule.condition,
+            "subscription": rule.subscription,
+        }
+        for rule in rules
+    ]
+    connection.execute(insert(routing_rules), rows)
+
+
+def _delete_rules(connection: Connection, pipeline_id: UUID, names: Sequence[str]) -> None:
+    here = routing_rules.c.pipeline_id == str(pipeline_id)
+    for at in range(0, len(names), _NAMES_AT_ONCE):
+        gone = routing_rules.c.name.in_(names[at : at + _NAMES_AT_ONCE])
+        connection.execute(delete(routing_rules).where(here, gone))
+
+
+def _changing(pipeline: Pipeline) -> dict[str, Any]:
+    return {
+        "overrides": dict(pipeline.overrides),
+        "is_wanted": pipeline.is_wanted,
+        "parked": pipeline.parked,
+        "version": pipeline.version,
+    }
+
+
+def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
+    return Pipeline(
+        pipeline_id=UUID(row.pipeline_id),
+        name=row.name,
+        kind=PipelineKind(row.kind),
+        overrides=dict(row.overrides),
+        is_wanted=row.is_wanted,
+        parked=row.parked,
+        created_ms=row.created_ms,
+        version=row.version,
+        rules=tuple(sorted(rules, key=lambda rule: rule.name)),
+    )
+
+
+def _rule(row: Any) -> Rule:
+    return Rule(
+        name=row.rule_name,
+        topic=row.topic,
+        targets=tuple(row.targets),
+        condition=row.condition,
+        subscription=row.subscription,
+    )
 
 
 def _add_client_quotas(connection: Connection) -> None:
@@ -169,11 +278,6 @@ _DENIED = re.compile(
 )
 
 """How a server says that retrying is pointless. A connection that was never made has no code, only a text."""
-
-
-_NAMES_AT_ONCE = 1000
-
-"""Databases limit the number of parameters."""
 
 
 _PREPARE_LOCK = 0x6D696C6C

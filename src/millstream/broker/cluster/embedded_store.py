@@ -12,8 +12,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from millstream.broker.cluster.store import ABSENT, Change, Delete, Entry, Event, Expect, Put, Snapshot, check_changes
-from millstream.broker.cluster.store_health import HealthReporting
+from millstream.broker.cluster.store import (
+    ABSENT,
+    Change,
+    Delete,
+    Entry,
+    Event,
+    Expect,
+    HealthReporting,
+    Put,
+    Snapshot,
+    check_changes,
+)
 from millstream.core.clock import Clock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 

@@ -16,7 +16,7 @@ import grpc
 from aetcd import rpc
 
 from millstream.broker.cluster.etcd_address import EtcdAddress
-from millstream.broker.cluster.store_health import StoreHealth
+from millstream.broker.cluster.store import StoreHealth
 from millstream.core.errors import StoreDenied, StoreRefused, StoreUnavailable, WatchLost
 
 PROBE_S_MAX = 0.5
