@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,6 +41,7 @@ from millstream.core.errors import AddressTaken, ClusterMismatch, InvalidSetting
 from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
+from millstream.core.tasks import TaskSupervisor
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.records.compression import set_limits
 
@@ -167,9 +168,10 @@ class Broker:
         self._gateway: GatewayProcess | None = None
         self._gateway_runs = False
         self._serving: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = TaskSupervisor()
+        self._supervise = self._background.start
         self._undo = AsyncExitStack()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed = self._background.failed
         """Fails with the reason when a part that the node cannot do without has died."""
 
     # -- start and stop -------------------------------------------------------------------------------------
@@ -208,7 +210,7 @@ class Broker:
         self._kafka_at = _address_of(self._kafka_socket)
         if config.http and self._children.gateway is not None:
             await self._prepare_gateway(self._children.gateway)
-        undo.push_async_callback(self._end_tasks)
+        undo.push_async_callback(self._background.close)
 
         # Settings are checked before the log is opened: a start that fails after that leaves the mark of a clean stop,
         # which would hide that the machine went down before.
@@ -581,32 +583,6 @@ class Broker:
         # Nodes on one machine fail together, unless the configuration says otherwise.
         rack = self._config.rack or (socket.gethostname() if self._config.in_cluster else None)
         return Node(node_id=NodeId(self._config.node_id), host=host, port=port, rack=rack)
-
-    # -- supervision ----------------------------------------------------------------------------------------
-
-    def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or task.exception() is None:
-            return
-        name, error = task.get_name(), task.exception()
-        # What the tree of errors has says by itself what is wrong; anything else is a defect, whose place matters.
-        defect = None if isinstance(error, MillstreamError) else error
-        _logger.critical("a part of the node died", extra={"part": name, "error": str(error)}, exc_info=defect)
-        if not self.failed.done():
-            failure = RuntimeError(f"{name}: {error}")
-            failure.__cause__ = error
-            self.failed.set_exception(failure)
-
-    async def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # -- addresses ------------------------------------------------------------------------------------------
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.damage_repair import DamageRepair
@@ -27,6 +27,7 @@ from millstream.core.errors import CorruptState, StoreRefused, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, gauge
 from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.tasks import keep_running
 from millstream.protocol.wire.replica_fetch import PartitionKey
 
 _logger = logging.getLogger(__name__)
@@ -172,9 +173,6 @@ class InSyncWriter:
         await self._backoff.pause()
 
 
-RESTART_S = 1.0
-
-
 def not_registered() -> int:
     """Return the registration of nodes without one: it is not checked when they join."""
     return NOT_REGISTERED
@@ -232,10 +230,10 @@ class Replicas:
     async def start(self) -> None:
         """Begin to fetch and to write; what was applied before counts."""
         self._running = True
-        self._spawn(self._writer, self._writer.run(), "in-sync sets")
-        self._spawn(self._repair, self._repair.run(), "repair of damage")
+        self._spawn(self._writer, "changes of in-sync sets")
+        self._spawn(self._repair, "repair of damage")
         for fetcher in self._fetchers.values():
-            self._spawn(fetcher, fetcher.run(), f"follow node {fetcher.leader}")
+            self._spawn(fetcher, f"following node {fetcher.leader}")
         self._sweep_later()
 
     async def close(self) -> None:
@@ -251,28 +249,8 @@ class Replicas:
         self._fetchers.clear()
         self._leader_of.clear()
 
-    def _spawn(self, what: object, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks[what] = task
-        task.add_done_callback(lambda done: self._ended(what, done))
-
-    def _ended(self, what: object, task: asyncio.Task[None]) -> None:
-        """Restart a part after a moment; none of them ends by itself, so an end is a defect."""
-        if task.cancelled() or not self._running or self._tasks.get(what) is not task:
-            return
-        _logger.error("a part of replication died; restarting it", exc_info=task.exception())
-        del self._tasks[what]
-        asyncio.get_running_loop().call_later(RESTART_S, self._start_again, what, task.get_name())
-
-    def _start_again(self, what: object, name: str) -> None:
-        if not self._running or what in self._tasks:
-            return
-        if isinstance(what, ReplicaFetcher) and self._fetchers.get(what.leader) is what:
-            self._spawn(what, what.run(), name)
-        elif what is self._writer:
-            self._spawn(what, self._writer.run(), name)
-        elif what is self._repair:
-            self._spawn(what, self._repair.run(), name)
+    def _spawn(self, part: InSyncWriter | DamageRepair | ReplicaFetcher, name: str) -> None:
+        self._tasks[part] = asyncio.get_running_loop().create_task(keep_running(name, part.run), name=name)
 
     # -- what the cluster has agreed on ---------------------------------------------------------------------
 
@@ -333,7 +311,7 @@ class Replicas:
         if fetcher is None:
             fetcher = self._fetchers[leader] = self._new_fetcher(leader)
             if self._running:
-                self._spawn(fetcher, fetcher.run(), f"follow node {leader}")
+                self._spawn(fetcher, f"following node {leader}")
         self._leader_of[key] = leader
         fetcher.follow(partition)
 
