@@ -4,7 +4,7 @@ Leader or follower, a replica asks the others for the batches of a lost range, t
 place. If several replicas lost different ranges, each gets what the others still have. A follower takes what its leader
 has; otherwise only acknowledged records are repaired, because all replicas are identical below the high watermark. A
 leader that cannot repair a range that others have hands over to one of them. A range that no other replica has is
-beyond repair, and readers are told so from then on.
+beyond repair, which readers see from then on.
 """
 
 from __future__ import annotations

@@ -375,7 +375,7 @@ class Partition(Replica):
 
         `inherited` is a state from before this process registered. If it names this node as the leader, that was an
         earlier process, whose last records may be lost; this one leads only in a later epoch, for which it has to be
-        elected. Otherwise one epoch could have two histories that cannot be told apart.
+        elected. Otherwise one epoch could have two indistinguishable histories.
         """
         if versioned.revision <= self._revision or self._closed:
             return
