@@ -23,8 +23,7 @@ import uvloop
 from trials.fuzz_trial import Finding, listen, run
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits
-from millstream.broker.net.traffic import Traffic
+from millstream.broker.net.connection import Answer, Buffers, Connection, ConnectionLimits, Traffic
 from millstream.broker.net.turns import Turns
 
 FRAME_BYTES_MAX = 6 * 1024 * 1024

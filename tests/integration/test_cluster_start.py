@@ -137,7 +137,7 @@ def test_a_later_start_does_without_the_catalog_and_health_says_so(cluster: Serv
     node.settings["catalog"] = f"postgresql://nobody@{NOBODY}/none"
     try:
         node.start()
-        code, said = await_answer(node.http, "/readyz", "the catalog is away since")
+        code, said = await_answer(node.http, "/readyz", "the catalog is unavailable since")
         assert code == 200, said
         command = CommandLine(node.kafka)
         for arguments in (("topic", "create", "new"), ("publish", "missing", "hello")):

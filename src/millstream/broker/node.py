@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -41,6 +41,7 @@ from millstream.core.errors import AddressTaken, ClusterMismatch, InvalidSetting
 from millstream.core.heap import enable_trimming, freeze_heap, keep_freed_memory
 from millstream.core.ids import NodeId
 from millstream.core.setting import parse_address
+from millstream.core.tasks import TaskSupervisor
 from millstream.protocol.messages.lean_kio import import_lean_kio
 from millstream.protocol.records.compression import set_limits
 
@@ -54,13 +55,13 @@ _logger = logging.getLogger(__name__)
 
 _ORPHAN_S = 10.0
 _ORPHAN_LOOK_S = 0.1
-"""How long, and how often, a start after a kill tries to get the address that the old gateway may still hold."""
+"""How long, and how often, a start after a kill retries the address that the old gateway may still hold."""
 
 _REASONS_MAX = 10
-"""So many failed partitions are named; more would help nobody."""
+"""How many failed partitions are named."""
 
 _RECOVERED_AT_ONCE = 100
-"""So many logs are recovered before a gateway could be up to tell of it."""
+"""How many logs are recovered before a gateway could be up to report it."""
 
 _SPAWN_S_MAX = 5.0
 _PROBE_S_MAX = 1.0
@@ -69,23 +70,23 @@ _WAIT_S_FIRST, _WAIT_S_MAX = 0.5, 10.0
 
 
 class ChildProcess(Protocol):
-    """The broker's side of a process that it runs."""
+    """The broker's side of a child process."""
 
     async def run(self) -> None:
         """Start the process whenever it is needed, and again when it ends, until `stop`."""
 
     async def stop(self) -> None:
-        """Let it finish what is under way, then end it."""
+        """Let it finish its work, then end it."""
 
 
 class GatewayProcess(ChildProcess, Protocol):
-    """The one that serves HTTP, also while the node is still starting."""
+    """The process that serves HTTP, also while the node is still starting."""
 
     def report_starting(self, starting: str) -> None:
-        """Have it answer why the node does not serve yet."""
+        """Let it answer why the node does not serve yet."""
 
     def serve_status(self, status: Callable[[], Mapping[str, Any]]) -> None:
-        """Have it answer with the node's status from now on."""
+        """Let it answer with the node's status from now on."""
 
     async def spawned(self) -> None:
         """Wait until the process has been started."""
@@ -102,12 +103,12 @@ class RunningNode:
     pipelines: Pipelines
     pipeline_board: PipelineBoard
     pipeline_owner: Callable[[bool], PipelineOwner]
-    """Who runs pipelines; the argument says whether this node can."""
+    """Which node runs pipelines; the argument says whether this node can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChildProcesses:
-    """How the processes beside a node are made: the table that the composition root takes."""
+    """How the child processes of a node are created: the table that the composition root takes."""
 
     gateway: Callable[[socket.socket, str, Config], GatewayProcess] | None = None
     beside: Mapping[str, Callable[[RunningNode], ChildProcess]] = field(default_factory=dict)
@@ -116,7 +117,7 @@ class ChildProcesses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Core:
-    """What the APIs stand on: a single node's, or that of one of several."""
+    """What the APIs are built on: the parts of a single node, or of a cluster node."""
 
     topics: Topics
     membership: Membership
@@ -139,8 +140,8 @@ class _Reached:
 class Broker:
     """One node: everything between its sockets and its data folder.
 
-    As a guest in the process of a program it leaves alone what belongs to the whole process: how memory is given back
-    and when the collector runs.
+    As a guest in another program's process it leaves alone what belongs to the whole process: memory trimming and
+    garbage collection.
     """
 
     def __init__(
@@ -160,25 +161,26 @@ class Broker:
         self._data = os.path.abspath(config.data)
         self._kafka_socket: socket.socket | None = None
         self._http_socket: socket.socket | None = None
-        # Kept, since the sockets may be closed already while somebody still wants to tell where they were.
+        # Kept, because the addresses are still asked for after the sockets are closed.
         self._kafka_at = self._http_at = ""
         self._served: ServedApis | None = None
         self._store: LogStore | None = None
         self._gateway: GatewayProcess | None = None
         self._gateway_runs = False
         self._serving: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = TaskSupervisor()
+        self._supervise = self._background.start
         self._undo = AsyncExitStack()
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.failed = self._background.failed
         """Fails with the reason when a part that the node cannot do without has died."""
 
     # -- start and stop -------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bring every part up, the lowest first; what was started is taken down again if a later part fails.
+        """Start every part, the lowest first; if one fails, stop those that were started.
 
-        Each line that starts something also says how it is undone, and `stop` goes through these from the last
-        to the first: no new work, then finish what is under way, then the data.
+        Each line that starts something also says how it is undone, and `stop` goes through these from the last to the
+        first: no new work, then finish pending work, then the data.
         """
         try:
             await self._start()
@@ -187,7 +189,7 @@ class Broker:
             raise
 
     async def stop(self) -> None:
-        """Take every part down in order; whatever was acknowledged is on disk when this returns."""
+        """Stop every part in order; everything acknowledged is on disk when this returns."""
         await self._undo.aclose()
         _logger.info("stopped")
 
@@ -208,14 +210,14 @@ class Broker:
         self._kafka_at = _address_of(self._kafka_socket)
         if config.http and self._children.gateway is not None:
             await self._prepare_gateway(self._children.gateway)
-        undo.push_async_callback(self._end_tasks)
+        undo.push_async_callback(self._background.close)
 
-        # What may be wrong with the settings is told before the log is opened: a start that fails after that leaves the
-        # mark of a clean stop, and with it nobody would know that a machine went down before.
+        # Settings are checked before the log is opened: a start that fails after that leaves the mark of a clean stop,
+        # which would hide that the machine went down before.
         self._check_data_folder()
         reached = await self._reach_cluster() if config.in_cluster else None
         if self._has_much_to_recover():
-            await self._serve_start_report("the logs are checked, since the last stop was not clean")
+            await self._serve_start_report("the logs are checked, because the last stop was not clean")
         store = self._open_store()
         self._store = store
         make_private(Path(self._data))
@@ -224,8 +226,8 @@ class Broker:
         self._supervise("log store", store.run())
         core = await (self._open_alone(store) if reached is None else self._open_in_cluster(store, reached))
         store.finish_recovery()
-        self._report_start("the logs are open, and the APIs are being loaded")
-        # Not before: whoever connects while logs are recovered would wait without knowing what for.
+        self._report_start("the logs are open, the APIs are loading")
+        # Not earlier: clients that connect while logs are recovered would wait without knowing why.
         listen(self._kafka_socket, flag="kafka")
         if self._http_socket is not None:
             listen(self._http_socket, flag="http")
@@ -258,14 +260,14 @@ class Broker:
         _logger.info("ready", extra={"kafka": self.kafka_address, "http": self.http_address, "data": config.data})
 
     async def _prepare_gateway(self, make: Callable[[socket.socket, str, Config], GatewayProcess]) -> None:
-        """Take the address of the gateway, which is started when there is something to tell."""
+        """Bind the gateway's address; the process is started when there is something to report."""
         self._http_socket = await self._bind_http()
         self._undo.callback(self._http_socket.close)
         self._http_at = _address_of(self._http_socket)
         self._gateway = make(self._http_socket, self.kafka_address, self._config)
 
     def _report_start(self, starting: str) -> None:
-        """Have the gateway, if there is one, answer why the node is not up yet."""
+        """Let the gateway, if there is one, answer why the node is not up yet."""
         if self._gateway is not None:
             self._gateway.report_starting(starting)
 
@@ -285,17 +287,17 @@ class Broker:
             await asyncio.sleep(_ORPHAN_LOOK_S)
 
     def _check_advertised(self) -> None:
-        """Refuse addresses that nobody could connect to; they are used only when the APIs are built."""
+        """Refuse addresses that clients could not connect to, before the APIs use them."""
         config = self._config
         if config.advertise:
             if is_any_address(parse_address(config.advertise, name="advertise")[0]):
                 raise InvalidSetting(
-                    f"--advertise {config.advertise} names no address that a client could connect to; give a name or "
+                    f"--advertise {config.advertise} is not an address that clients can connect to; give a name or "
                     "an address of this machine"
                 )
         elif config.in_cluster and is_any_address(parse_address(config.kafka, name="kafka")[0]):
             raise InvalidSetting(
-                f"--kafka {config.kafka} listens on every address, and the other nodes need one to connect to; give it "
+                f"--kafka {config.kafka} listens on every address, but the other nodes need one to connect to; give it "
                 "with --advertise HOST:PORT"
             )
 
@@ -303,15 +305,17 @@ class Broker:
         if self._config.in_cluster:
             if os.path.exists(os.path.join(self._data, CATALOG_NAME)):
                 raise ClusterMismatch(
-                    f"{self._config.data} is that of a node on its own, whose topics a cluster would not know; "
+                    f"{self._config.data} belongs to a single node, whose topics a cluster would not know; "
                     "start this node with another --data and copy the topics over with a Kafka client"
                 )
             return
         if self._config.catalog:
-            raise InvalidSetting("--catalog is for nodes of a cluster, which need --etcd too; a node alone has its own")
+            raise InvalidSetting(
+                "--catalog is for nodes of a cluster, which need --etcd too; a single node has its own catalog"
+            )
         if self._files.exists(f"{self._data}/{LAST_RUN_NAME}"):
             raise ClusterMismatch(
-                f"{self._config.data} is that of a node of a cluster; give --etcd and --catalog too, or another --data"
+                f"{self._config.data} belongs to a node of a cluster; give --etcd and --catalog too, or another --data"
             )
 
     def _open_store(self) -> LogStore:
@@ -327,7 +331,7 @@ class Broker:
         )
 
     async def _reach_cluster(self) -> _Reached:
-        """What the nodes of a cluster share, when it is there and belongs to this node's folder."""
+        """Connect to what the nodes of a cluster share, once it belongs to this node's folder."""
         # Without this, gRPC's own handlers crash the gateway's process when it is forked off.
         os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "false")
         # Not needed on a single node, where they may not even be installed.
@@ -393,7 +397,7 @@ class Broker:
             await status.close()
 
     async def _open_alone(self, store: LogStore) -> _Core:
-        """A single node: its own catalog, and nobody to agree with."""
+        """Open a single node with its own catalog."""
         catalog = Catalog.open_folder(Path(self._data))
         self._undo.callback(catalog.close)
         declarations = CatalogDeclarations(catalog)
@@ -420,7 +424,7 @@ class Broker:
         )
 
     async def _open_in_cluster(self, store: LogStore, reached: _Reached) -> _Core:
-        """One of several nodes, which agree through etcd on what the shared catalog declares."""
+        """Open one of several nodes, which agree through etcd on what the shared catalog declares."""
         from millstream.broker.cluster.cluster_node import ClusterDependencies, ClusterNode
         from millstream.broker.cluster.last_run import read_boot_id
         from millstream.broker.cluster.replica_link import WireLinks
@@ -460,7 +464,7 @@ class Broker:
     async def _serve(
         self, dispatch: Dispatch, core: _Core, listener: Listener, budget: Budget, store: LogStore
     ) -> None:
-        """Import the APIs beside the loop, since their message classes take a while, then answer with them."""
+        """Import the APIs in a thread, because their message classes take a while, then answer with them."""
         config, clock = self._config, self._clock
         module = await asyncio.to_thread(_import_served)
         node = module.NodeState(
@@ -510,7 +514,7 @@ class Broker:
         self._begin_gateway(gateway)
 
     def _run_child(self, name: str, make: Callable[[RunningNode], ChildProcess], core: _Core) -> None:
-        """Run a child process once the APIs answer, and have `stop` end it."""
+        """Run a child process once the APIs answer, and end it on `stop`."""
         made: list[ChildProcess] = []
 
         async def run() -> None:
@@ -543,13 +547,13 @@ class Broker:
         )
 
     def _begin_gateway(self, gateway: GatewayProcess) -> None:
-        """Start the gateway, if it does not run already since there was something to wait for."""
+        """Start the gateway, unless it runs already."""
         if not self._gateway_runs:
             self._gateway_runs = True
             self._supervise("HTTP gateway", gateway.run())
 
     async def _serve_start_report(self, reason: str) -> None:
-        """Have the gateway say why the node is not up yet, in good time before the loop stands still."""
+        """Let the gateway say why the node is not up yet, before the loop is busy."""
         if self._gateway is None or self._http_socket is None:
             return
         self._gateway.report_starting(reason)
@@ -559,7 +563,7 @@ class Broker:
             await asyncio.wait_for(self._gateway.spawned(), _SPAWN_S_MAX)
 
     def _has_much_to_recover(self) -> bool:
-        """Whether opening the logs may take long enough for somebody to ask why."""
+        """Whether opening the logs may take long enough for users to ask why."""
         folder = f"{self._data}/{PARTITIONS_NAME}"
         if self._files.exists(f"{self._data}/{CLEAN_STOP_NAME}") or not self._files.exists(folder):
             return False
@@ -576,35 +580,9 @@ class Broker:
     def _advertised(self) -> Node:
         address = self._config.advertise or self.kafka_address
         host, port = parse_address(address, name="advertise")
-        # Nodes on one machine fail together, unless somebody says otherwise.
+        # Nodes on one machine fail together, unless the configuration says otherwise.
         rack = self._config.rack or (socket.gethostname() if self._config.in_cluster else None)
         return Node(node_id=NodeId(self._config.node_id), host=host, port=port, rack=rack)
-
-    # -- supervision ----------------------------------------------------------------------------------------
-
-    def _supervise(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-        return task
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled() or task.exception() is None:
-            return
-        name, error = task.get_name(), task.exception()
-        # What the tree of errors has says by itself what is wrong; anything else is a defect, whose place matters.
-        defect = None if isinstance(error, MillstreamError) else error
-        _logger.critical("a part of the node died", extra={"part": name, "error": str(error)}, exc_info=defect)
-        if not self.failed.done():
-            failure = RuntimeError(f"{name}: {error}")
-            failure.__cause__ = error
-            self.failed.set_exception(failure)
-
-    async def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # -- addresses ------------------------------------------------------------------------------------------
 
@@ -617,7 +595,7 @@ class Broker:
 
     @property
     def http_address(self) -> str:
-        """Where HTTP is served, with the real port; empty when no gateway is wanted."""
+        """Where HTTP is served, with the real port; empty without a gateway."""
         return self._http_at
 
 
@@ -629,7 +607,7 @@ def _import_served() -> Any:
 
 
 def _unready_reasons(store: LogStore, node: ClusterNode | None) -> Iterable[str]:
-    """Why the node should get no traffic although it runs."""
+    """Yield why the node should get no traffic although it runs."""
     if node is not None:
         yield from node.troubles()
     for partition, reason in islice(store.failures.items(), _REASONS_MAX):

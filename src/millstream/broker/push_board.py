@@ -1,4 +1,4 @@
-"""What this node's push process tells of itself: by subscription, how the endpoint does and what was sent."""
+"""What this node's push process reports: by subscription, the state of the endpoint and what was sent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.core.metric import Distribution, Metric, Sample
 
 
 class PushState(msgspec.Struct, frozen=True, kw_only=True):
-    """How push to an endpoint goes, since its process was started or the settings were changed."""
+    """The state of push to an endpoint, since its process was started or the settings were changed."""
 
     state: str
     """unused, up, failing or down."""
@@ -29,7 +29,7 @@ class PushState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PushReport(PushState, frozen=True, kw_only=True):
-    """The same of one subscription, and how long its endpoint takes to answer."""
+    """The same for one subscription, and how long its endpoint takes to answer."""
 
     subscription: str
     bounds: list[float]
@@ -38,7 +38,7 @@ class PushReport(PushState, frozen=True, kw_only=True):
     seconds: float
 
     def describe(self) -> dict[str, Any]:
-        """What `subscription describe` shows."""
+        """Return what `subscription describe` shows."""
         return {name: getattr(self, name) for name in PushState.__struct_fields__}
 
 
@@ -50,20 +50,20 @@ class PushBoard:
         self.restarts = 0
 
     def take(self, reports: Iterable[PushReport]) -> None:
-        """These hold from now on."""
+        """Replace all reports."""
         self._reports = {report.subscription: report for report in reports}
 
     def clear(self) -> None:
-        """The process has ended."""
+        """Drop the reports: the process has ended."""
         self._reports = {}
 
     def describe(self, subscription: str) -> dict[str, Any] | None:
-        """How push of one subscription goes here."""
+        """Return the state of push of one subscription on this node."""
         found = self._reports.get(subscription)
         return None if found is None else found.describe()
 
     def metrics(self) -> Iterable[Metric]:
-        """Numbers by subscription, while messages are pushed."""
+        """Yield metrics by subscription, while messages are pushed."""
         reports = list(self._reports.values())
         if not reports:
             return

@@ -10,9 +10,8 @@ from typing import Any
 from millstream.broker.catalog.catalog import Catalog
 from millstream.broker.cluster.etcd_address import EtcdAddress
 from millstream.broker.cluster.etcd_store import EtcdStore
-from millstream.broker.cluster.inventory import Inventory, take_inventory
 from millstream.broker.cluster.last_run import read_boot_id
-from millstream.broker.cluster.rebuild import Rebuilt, check_unknown, derive_states, write
+from millstream.broker.cluster.rebuild import Inventory, Rebuilt, check_unknown, derive_states, take_inventory, write
 from millstream.broker.log.files import DiskFiles
 from millstream.cli.exit_code import CommandFailed, ExitCode
 from millstream.cli.output import counted

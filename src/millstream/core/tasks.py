@@ -1,16 +1,23 @@
-"""Several things done at the same time, of which the first failure ends the others.
+"""Concurrent work: groups of which the first failure ends the others, and supervised background tasks.
 
-A task group of Python 3.11 that ends for an error forgets a cancellation that comes meanwhile, so that whoever stops
-its task waits for ever. Here the cancellation wins.
+A task group of Python 3.11 that ends because of an error forgets a cancellation that arrives meanwhile, so that the
+one who stops its task waits forever. Here the cancellation wins.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
+
+from millstream.core.errors import MillstreamError
+
+_logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
+
+RESTART_S: Final = 1.0
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
@@ -39,4 +46,50 @@ async def _ended(work: Iterable[Coroutine[Any, Any, _Result]], until: str) -> li
 
 
 Supervise = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Starts work under a name; a failure of it is one of the whole node."""
+"""Starts a background task under a name; its failure is that of the whole node."""
+
+
+class TaskSupervisor:
+    """Owns the background tasks of a node: none ends unseen, and the first failure is reported as the node's."""
+
+    def __init__(self) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with the reason when a task has died."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run work in a task; it may end, but not fail."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    async def close(self) -> None:
+        """Cancel every task and wait for it."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        name, error = task.get_name(), task.exception()
+        # An expected error explains itself; for any other, a defect, the traceback matters.
+        defect = None if isinstance(error, MillstreamError) else error
+        _logger.critical("a part of the node died", extra={"part": name, "error": str(error)}, exc_info=defect)
+        if not self.failed.done():
+            failure = RuntimeError(f"{name}: {error}")
+            failure.__cause__ = error
+            self.failed.set_exception(failure)
+
+
+async def keep_running(name: str, run: Callable[[], Coroutine[Any, Any, None]], *, pause_s: float = RESTART_S) -> None:
+    """Run work that never ends by itself; if it does, log the defect and restart it after a pause."""
+    while True:
+        try:
+            await run()
+            _logger.error("%s ended; restarting it", name)
+        except Exception:
+            _logger.exception("%s failed; restarting it", name)
+        await asyncio.sleep(pause_s)

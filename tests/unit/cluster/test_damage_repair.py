@@ -184,7 +184,7 @@ async def test_a_leader_whose_disk_takes_nothing_hands_over(group: ReplicaGroup)
     assert (await group.partition(2).append(encode_values(b"%0100d" % COUNT))).base_offset == COUNT
 
 
-NOT_YET = "lost offsets are not put back yet; it is tried again"
+NOT_YET = "lost offsets are not repaired yet; retrying"
 
 
 def attempts(caplog: pytest.LogCaptureFixture) -> int:

@@ -12,10 +12,9 @@ from contextlib import AsyncExitStack, aclosing
 import pytest
 from aetcd import rpc
 
-from millstream.broker.cluster import etcd_members, etcd_session
+from millstream.broker.cluster import etcd_members, etcd_store
 from millstream.broker.cluster.etcd_address import EtcdAddress
-from millstream.broker.cluster.etcd_session import EtcdSession
-from millstream.broker.cluster.etcd_store import EtcdStore
+from millstream.broker.cluster.etcd_store import EtcdSession, EtcdStore
 from millstream.broker.cluster.store import Event, Put
 from millstream.cli.reserved_port import ReservedPort
 from millstream.core.clock import Clock, SystemClock
@@ -33,7 +32,7 @@ Connect = Callable[..., EtcdStore]
 @pytest.fixture(autouse=True)
 def many_renewals(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lease outlasts whatever holds a test up, and is renewed every second all the same."""
-    monkeypatch.setattr(etcd_session, "RENEWALS", int(TTL_S))
+    monkeypatch.setattr(etcd_store, "RENEWALS", int(TTL_S))
 
 
 async def until_renewed(session: EtcdSession) -> None:
@@ -103,10 +102,10 @@ async def test_what_never_left_was_surely_not_done(connect: Connect) -> None:
     [
         (
             b"HTTP/1.1 404 Not Found\r\n\r\n",
-            "something else than etcd answers at 127.0.0.1:.*: 'HTTP/1.1 404 Not Found'",
+            "127.0.0.1:.* is not etcd; it answers 'HTTP/1.1 404 Not Found'",
         ),
-        (b"", "takes connections and says nothing"),
-        (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "takes no requests"),
+        (b"", "accepts connections but does not answer"),
+        (b'HTTP/1.1 200 OK\r\n\r\n{"etcdserver":"3.5"}', "accepts no requests"),
     ],
 )
 async def test_what_answers_in_the_place_of_etcd_is_told(connect: Connect, answer: bytes, said: str) -> None:

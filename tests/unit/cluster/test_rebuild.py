@@ -10,9 +10,16 @@ import pytest
 from millstream.broker.cluster import keys, rebuild
 from millstream.broker.cluster.election import elect
 from millstream.broker.cluster.embedded_store import EmbeddedService, EmbeddedStore
-from millstream.broker.cluster.inventory import Inventory, ReplicaFound, take_inventory
 from millstream.broker.cluster.last_run import FolderOwner, LastRun
-from millstream.broker.cluster.rebuild import EPOCHS_SKIPPED, NOT_WHOLE, derive_states, state_of
+from millstream.broker.cluster.rebuild import (
+    EPOCHS_SKIPPED,
+    NOT_WHOLE,
+    Inventory,
+    ReplicaFound,
+    derive_states,
+    state_of,
+    take_inventory,
+)
 from millstream.broker.cluster.store import Put
 from millstream.broker.log.store import LogStore
 from millstream.core.clock import SystemClock

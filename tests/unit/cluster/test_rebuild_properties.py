@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from millstream.broker.cluster.inventory import ReplicaFound
-from millstream.broker.cluster.rebuild import state_of
+from millstream.broker.cluster.rebuild import ReplicaFound, state_of
 from millstream.core.ids import NodeId
 
 NODES = (1, 2, 3)

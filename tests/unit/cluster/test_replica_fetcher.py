@@ -230,5 +230,5 @@ async def test_a_topic_that_a_leader_does_not_know_yet_is_no_warning_unless_it_s
         link.answers.put_nowait(answers)
         await link.fetches.get()
     warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert warned == ["a replica could not go on; it is tried again"]
+    assert warned == ["a replica could not be followed; retrying"]
     await end(task)

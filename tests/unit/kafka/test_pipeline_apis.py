@@ -296,7 +296,7 @@ async def test_circles_of_several_pipelines_are_told(client: PipelineClient, nod
     back = Rule(name="back", topic="copies", targets=("orders",))
     made = await client.create("return", "route", {}, rules=[back])
     expected = (
-        "Messages may go round for ever: copies to orders to audit to copies, by the pipelines director, on, return. "
+        "Messages may loop forever: copies to orders to audit to copies, through the pipelines director, on, return. "
         "Have a condition end that."
     )
     assert made.notes == [expected]

@@ -24,14 +24,13 @@ from millstream.broker.kafka.apis import produce as produce_api
 from millstream.broker.kafka.apis.fetch import Fetch
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
-from millstream.broker.log import batch_checks, checked_append
+from millstream.broker.log import append as append_module
 from millstream.broker.log.batch_checks import check_records
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer
-from millstream.broker.net.promise import Promise
-from millstream.broker.net.stream import Stream
+from millstream.broker.net.reply import Promise, Stream
 from millstream.broker.replication.partition import Partition
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config
@@ -190,9 +189,8 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(threading.get_ident())
         check_records(*given)
 
-    monkeypatch.setattr(batch_checks, "check_records", check)
     monkeypatch.setattr(produce_api, "check_records", check)
-    monkeypatch.setattr(checked_append, "check_records", check)
+    monkeypatch.setattr(append_module, "check_records", check)
     return seen
 
 

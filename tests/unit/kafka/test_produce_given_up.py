@@ -18,7 +18,7 @@ from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.store import LogStore
-from millstream.broker.net.promise import Promise
+from millstream.broker.net.reply import Promise
 from millstream.broker.replication.partition import Partition
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState, Versioned

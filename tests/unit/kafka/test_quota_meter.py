@@ -18,7 +18,7 @@ from millstream.broker.kafka.apis.produce import Produce
 from millstream.broker.kafka.apis.share_fetch import ShareFetch
 from millstream.broker.kafka.quota_meter import THROTTLE_MS_MAX, WINDOW_S, Bucket, QuotaMeter, QuotaMeters
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.stream import Stream
+from millstream.broker.net.reply import Stream
 from millstream.core.quota import (
     ANONYMOUS,
     CLIENT_ID,

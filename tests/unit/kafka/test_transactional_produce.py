@@ -28,7 +28,7 @@ from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.store import LogStore
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.stream import Stream
+from millstream.broker.net.reply import Stream
 from millstream.broker.replication.partition import Partition
 from millstream.core.clock import SystemClock
 from millstream.core.config import Config

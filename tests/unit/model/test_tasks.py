@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from millstream.core.tasks import gather_or_cancel, run_until_first
+from millstream.core.tasks import TaskSupervisor, gather_or_cancel, keep_running, run_until_first
 
 
 async def _given(value: int) -> int:
@@ -73,3 +73,48 @@ async def test_a_cancellation_while_a_failure_ends_the_others_is_not_forgotten()
     may_leave.set()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(task, 60)
+
+
+async def test_the_first_task_that_dies_is_reported() -> None:
+    supervisor = TaskSupervisor()
+
+    async def end() -> None:
+        return
+
+    async def die() -> None:
+        raise ValueError("broken")
+
+    await supervisor.start("short", end())
+    assert not supervisor.failed.done()
+    await asyncio.wait([supervisor.start("mill", die())])
+    with pytest.raises(RuntimeError, match="mill: broken"):
+        await supervisor.failed
+
+
+async def test_a_supervisor_ends_its_tasks() -> None:
+    supervisor = TaskSupervisor()
+    task = supervisor.start("waiting", asyncio.Event().wait())  # type: ignore[arg-type]
+    await supervisor.close()
+    assert task.cancelled()
+    assert not supervisor.failed.done()
+
+
+async def test_work_that_ends_or_fails_is_restarted() -> None:
+    runs = 0
+    running = asyncio.Event()
+
+    async def run() -> None:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            raise ValueError("a defect")
+        if runs == 3:
+            running.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.ensure_future(keep_running("work", run, pause_s=0))
+    await running.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert runs == 3

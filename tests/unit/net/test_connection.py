@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
-from millstream.broker.net.frame_buffers import BUFFER_BYTES
 from millstream.broker.net.listener import Listener, bind
-from millstream.broker.net.promise import Promise
+from millstream.broker.net.partial_frame import BUFFER_BYTES
+from millstream.broker.net.reply import Promise
 from millstream.core.errors import AddressTaken, ProtocolViolation
 from millstream.core.metric import Histogram
 

@@ -13,10 +13,9 @@ import pytest
 
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
-from millstream.broker.net.hangups import Hangups
 from millstream.broker.net.listener import Listener, bind
-from millstream.broker.net.presence import Presence
-from millstream.broker.net.promise import Buffers, Promise
+from millstream.broker.net.presence import Hangups, Presence
+from millstream.broker.net.reply import Buffers, Promise
 
 LIMITS = ConnectionLimits(frame_bytes_max=1000)
 

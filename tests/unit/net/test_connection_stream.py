@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Connection, ConnectionLimits
 from millstream.broker.net.listener import Listener, bind
-from millstream.broker.net.outgoing import PIECE_BYTES, Outgoing
-from millstream.broker.net.stream import Piece, Stored, Stream
+from millstream.broker.net.reply import PIECE_BYTES, Outgoing, Piece, Stored, Stream
 from millstream.core.errors import StorageFailure
 
 MEGABYTE = 1 << 20

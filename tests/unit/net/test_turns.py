@@ -15,7 +15,7 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import SCRATCH_BYTES, Answer, Connection, ConnectionLimits
 from millstream.broker.net.listener import Listener, bind
 from millstream.broker.net.partial_frame import FRAME_COST_BYTES
-from millstream.broker.net.promise import Promise
+from millstream.broker.net.reply import Promise
 from millstream.broker.net.turns import (
     FOLLOWERS,
     LIGHT_BURST_S,

@@ -12,14 +12,14 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 from uuid import UUID
 
-from sqlalchemy import Connection, Table, delete, insert, select, text, update
+from sqlalchemy import ColumnElement, Connection, Table, delete, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import (
     DatabaseError,
@@ -32,14 +32,6 @@ from sqlalchemy.exc import (
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from millstream.broker.catalog.database import open_database
-from millstream.broker.catalog.pipeline_rows import (
-    delete_pipeline,
-    hold_pipeline,
-    insert_pipeline,
-    read_pipeline_named,
-    read_pipelines,
-    update_pipeline,
-)
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
@@ -67,10 +59,127 @@ from millstream.core.errors import (
     UnknownSubscription,
     UnknownTopic,
 )
-from millstream.core.pipeline import Pipeline
+from millstream.core.pipeline import Pipeline, PipelineKind, Rule
 from millstream.core.quota import QuotaEntity
 from millstream.core.subscription import Subscription
 from millstream.core.topic import Topic
+
+_NAMES_AT_ONCE: Final = 1000
+"""Databases limit the number of parameters."""
+
+
+def read_pipelines(connection: Connection, *conditions: ColumnElement[bool]) -> list[Pipeline]:
+    """Return every pipeline that meets the conditions, by name."""
+    # One statement, so that the rules are those of the pipelines as they are read.
+    both = pipelines.outerjoin(routing_rules, pipelines.c.pipeline_id == routing_rules.c.pipeline_id)
+    rule_name = routing_rules.c.name.label("rule_name")
+    columns = [column for column in routing_rules.c if column.name not in ("pipeline_id", "name")]
+    found: dict[str, tuple[Any, list[Rule]]] = {}
+    for row in connection.execute(select(pipelines, rule_name, *columns).select_from(both).where(*conditions)):
+        _, rules = found.setdefault(row.name, (row, []))
+        if row.rule_name is not None:
+            rules.append(_rule(row))
+    # Sorted here, since databases have orders of their own.
+    return [_pipeline(*found[name]) for name in sorted(found)]
+
+
+def read_pipeline_named(connection: Connection, name: str) -> Pipeline | None:
+    """Return the pipeline with this name."""
+    return next(iter(read_pipelines(connection, pipelines.c.name == name)), None)
+
+
+def hold_pipeline(connection: Connection, pipeline_id: UUID) -> Pipeline | None:
+    """Return the pipeline with this id, locked until the end of the transaction."""
+    here = pipelines.c.pipeline_id == str(pipeline_id)
+    # First the lock, then the rules: a statement that waits for a lock sees other tables as they were before.
+    connection.execute(select(pipelines.c.pipeline_id).where(here).with_for_update())
+    return next(iter(read_pipelines(connection, here)), None)
+
+
+def insert_pipeline(connection: Connection, pipeline: Pipeline) -> None:
+    """Add a pipeline."""
+    connection.execute(
+        insert(pipelines).values(
+            pipeline_id=str(pipeline.pipeline_id),
+            name=pipeline.name,
+            kind=str(pipeline.kind),
+            created_ms=pipeline.created_ms,
+            **_changing(pipeline),
+        )
+    )
+    _insert_rules(connection, pipeline.pipeline_id, pipeline.rules)
+
+
+def update_pipeline(connection: Connection, before: Pipeline, after: Pipeline) -> None:
+    """Store what has changed; of the rules only those that differ."""
+    here = pipelines.c.pipeline_id == str(before.pipeline_id)
+    connection.execute(update(pipelines).where(here).values(_changing(after)))
+    old, new = set(before.rules), set(after.rules)
+    _delete_rules(connection, before.pipeline_id, [rule.name for rule in before.rules if rule not in new])
+    _insert_rules(connection, before.pipeline_id, [rule for rule in after.rules if rule not in old])
+
+
+def delete_pipeline(connection: Connection, pipeline_id: UUID) -> bool:
+    """Delete a pipeline with its rules; return whether it existed."""
+    connection.execute(delete(routing_rules).where(routing_rules.c.pipeline_id == str(pipeline_id)))
+    return connection.execute(delete(pipelines).where(pipelines.c.pipeline_id == str(pipeline_id))).rowcount == 1
+
+
+def _insert_rules(connection: Connection, pipeline_id: UUID, rules: Sequence[Rule]) -> None:
+    if not rules:
+        return
+    rows = [
+        {
+            "pipeline_id": str(pipeline_id),
+            "name": rule.name,
+            "topic": rule.topic,
+            "targets": list(rule.targets),
+            "condition": rule.condition,
+            "subscription": rule.subscription,
+        }
+        for rule in rules
+    ]
+    connection.execute(insert(routing_rules), rows)
+
+
+def _delete_rules(connection: Connection, pipeline_id: UUID, names: Sequence[str]) -> None:
+    here = routing_rules.c.pipeline_id == str(pipeline_id)
+    for at in range(0, len(names), _NAMES_AT_ONCE):
+        gone = routing_rules.c.name.in_(names[at : at + _NAMES_AT_ONCE])
+        connection.execute(delete(routing_rules).where(here, gone))
+
+
+def _changing(pipeline: Pipeline) -> dict[str, Any]:
+    return {
+        "overrides": dict(pipeline.overrides),
+        "is_wanted": pipeline.is_wanted,
+        "parked": pipeline.parked,
+        "version": pipeline.version,
+    }
+
+
+def _pipeline(row: Any, rules: Iterable[Rule]) -> Pipeline:
+    return Pipeline(
+        pipeline_id=UUID(row.pipeline_id),
+        name=row.name,
+        kind=PipelineKind(row.kind),
+        overrides=dict(row.overrides),
+        is_wanted=row.is_wanted,
+        parked=row.parked,
+        created_ms=row.created_ms,
+        version=row.version,
+        rules=tuple(sorted(rules, key=lambda rule: rule.name)),
+    )
+
+
+def _rule(row: Any) -> Rule:
+    return Rule(
+        name=row.rule_name,
+        topic=row.topic,
+        targets=tuple(row.targets),
+        condition=row.condition,
+        subscription=row.subscription,
+    )
 
 
 def _add_client_quotas(connection: Connection) -> None:
@@ -110,13 +219,13 @@ RESERVE_BYTES = 512 * 1024
 
 
 class Reserve:
-    """A file that only takes up room. Giving it up makes room for a change that matters."""
+    """A file that only takes up space. Giving it up makes room for a change that matters."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
 
     def fill(self) -> None:
-        """Take the room, if it is not taken and the disk has it."""
+        """Take the space, if it is not taken and the disk has it."""
         if self._path is None or self._path.exists():
             return
         # A disk without room for the reserve is no reason to stop; the next change tries again.
@@ -132,7 +241,7 @@ class Reserve:
                 raise
 
     def give_up(self) -> bool:
-        """Free the room; False when there is none to free."""
+        """Free the space; return False if there is none to free."""
         if self._path is None:
             return False
         try:
@@ -147,7 +256,7 @@ _logger = logging.getLogger(__name__)
 
 CATALOG_NAME = "catalog.sqlite"
 
-"""The catalog of a node on its own, in its data folder."""
+"""The catalog of a single node, in its data folder."""
 
 
 _CLUSTER_ID = "cluster-id"
@@ -168,24 +277,19 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 
-"""How a server says that waiting is of no use. A connection that was never made has no code, only a text."""
-
-
-_NAMES_AT_ONCE = 1000
-
-"""Databases have a limit."""
+"""How a server says that retrying is pointless. A connection that was never made has no code, only a text."""
 
 
 _PREPARE_LOCK = 0x6D696C6C
 
-"""Of PostgreSQL's advisory locks: held by the node that creates or changes the tables."""
+"""The PostgreSQL advisory lock of the node that creates or changes the tables."""
 
 
 class Catalog:
-    """What people declared, kept durably."""
+    """What users declared, stored durably."""
 
     def __init__(self, url: str, *, reserve: Path | None = None, cluster: str = "") -> None:
-        """`cluster` is the name of the cluster that shares it: the first one that comes has it for good."""
+        """Open a catalog; `cluster` is the name of the cluster that shares it, which the first node claims."""
         self._cluster = cluster
         self._reserve = Reserve(reserve)
         self._engine = open_database(url)
@@ -214,7 +318,7 @@ class Catalog:
 
     @classmethod
     def open_shared(cls, url: str) -> Catalog:
-        """Open the catalog of a cluster, creating its tables if this is the first node that comes."""
+        """Open the catalog of a cluster, creating its tables if this is the first node."""
         catalog = cls(url)
         try:
             catalog.prepare()
@@ -224,7 +328,7 @@ class Catalog:
         return catalog
 
     def prepare(self) -> None:
-        """Create the tables of a new catalog, or bring those of an older Millstream up to date."""
+        """Create the tables of a new catalog, or upgrade those of an older version."""
         if not self._shared:
             self._prepare()
             self._reserve.fill()
@@ -235,7 +339,7 @@ class Catalog:
         except ProgrammingError as error:
             reason = _first_line(error.orig)
             raise CatalogDenied(
-                f"the catalog's tables cannot be made: {reason}; its user must own the database"
+                f"the catalog's tables cannot be created: {reason}; its user must own the database"
             ) from error
 
     def _prepare(self) -> None:
@@ -254,7 +358,7 @@ class Catalog:
             self.cluster_id = _about(connection, _CLUSTER_ID) or ""
 
     def _claim(self, connection: Connection) -> None:
-        """See to it that no other cluster uses this catalog, which would carry out what this one declares."""
+        """Make sure that no other cluster uses this catalog, which would carry out what this one declares."""
         if not self._cluster:
             return
         claimed = self._insert(about).values(name=_CLUSTER_NAME, value=self._cluster)
@@ -262,12 +366,12 @@ class Catalog:
         name = _about(connection, _CLUSTER_NAME)
         if name != self._cluster:
             raise ClusterMismatch(
-                f"the catalog is that of the cluster {name!r}, and this node is started for {self._cluster!r}; "
+                f"the catalog belongs to the cluster {name!r}, but this node is started for {self._cluster!r}; "
                 f"give --cluster {name}, or a database of its own with --catalog"
             )
 
     def topics(self) -> list[Topic]:
-        """Every topic, by name."""
+        """Return every topic, by name."""
         with self._read() as connection:
             return [_topic(row) for row in connection.execute(select(topics).order_by(topics.c.name))]
 
@@ -289,7 +393,7 @@ class Catalog:
             raise TopicExists(f"topic {topic.name!r} exists already") from error
 
     def alter_topic(self, topic_id: UUID, change: Callable[[Topic], Topic]) -> Topic:
-        """Store the partitions and overrides that `change` gives a topic, worked out from what is declared now.
+        """Store the partitions and overrides that `change` computes from a topic as it is declared now.
 
         Several nodes may do so at once: each sees what the one before it has stored.
         """
@@ -313,7 +417,7 @@ class Catalog:
             return changed
 
     def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
-        """Take a topic out and leave the record that allows its files to go."""
+        """Delete a topic and write the record that allows its files to be removed."""
         self._even_on_a_full_disk(lambda: self._delete_topic(topic, now_ms))
 
     def _delete_topic(self, topic: Topic, now_ms: int) -> None:
@@ -326,7 +430,7 @@ class Catalog:
             )
 
     def deleted_topic_ids(self) -> set[UUID]:
-        """Topics whose files may go."""
+        """Return the topics whose files may be removed."""
         with self._read() as connection:
             return {UUID(row.topic_id) for row in connection.execute(select(deleted_topics.c.topic_id))}
 
@@ -340,9 +444,9 @@ class Catalog:
             connection.execute(delete(deleted_topics).where(deleted_topics.c.topic_id == str(topic_id)))
 
     def take_block(self, counter: str, size: int, *, first: int = 0) -> int:
-        """Take `size` numbers of a counter for good and return the first of them."""
+        """Take `size` numbers of a counter and return the first of them; they are never given out again."""
         with self._change() as connection:
-            # One statement, so that the row is locked from here to the end for everybody else.
+            # One statement, which locks the row for all others until the end of the transaction.
             taken = self._insert(counters).values(name=counter, next_value=first + size)
             grown = {"next_value": counters.c.next_value + size}
             connection.execute(taken.on_conflict_do_update(index_elements=[counters.c.name], set_=grown))
@@ -350,12 +454,12 @@ class Catalog:
             return int(end) - size
 
     def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
-        """The limits of every entity that has some."""
+        """Return the limits of every entity that has some."""
         with self._read() as connection:
             return {_entity(row.entity): dict(row.limits) for row in connection.execute(select(client_quotas))}
 
     def change_client_quotas(self, changes: Mapping[QuotaEntity, Mapping[str, float]]) -> None:
-        """Store the limits of some entities, all or none; an entity without limits is forgotten."""
+        """Store the limits of some entities, all or none; an entity without limits is removed."""
         with self._change() as connection:
             # In one order, so that two nodes cannot wait for each other.
             for entity, limits in sorted(
@@ -369,12 +473,12 @@ class Catalog:
                 connection.execute(stored.on_conflict_do_update(index_elements=[client_quotas.c.entity], set_=replaced))
 
     def group_settings(self) -> dict[str, dict[str, str]]:
-        """The settings of every group that has some of its own."""
+        """Return the settings of every group that has its own."""
         with self._read() as connection:
             return {row.group_id: dict(row.overrides) for row in connection.execute(select(group_settings))}
 
     def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
-        """Store the settings of a group; one without any is forgotten."""
+        """Store the settings of a group; a group without any is removed."""
         with self._change() as connection:
             if not overrides:
                 connection.execute(delete(group_settings).where(group_settings.c.group_id == group_id))
@@ -384,14 +488,14 @@ class Catalog:
             connection.execute(stored.on_conflict_do_update(index_elements=[group_settings.c.group_id], set_=replaced))
 
     def subscriptions(self) -> list[Subscription]:
-        """Every subscription, by name."""
+        """Return every subscription, by name."""
         with self._read() as connection:
             return [
                 _subscription(row) for row in connection.execute(select(subscriptions).order_by(subscriptions.c.name))
             ]
 
     def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
-        """The subscriptions of these names that there are."""
+        """Return the subscriptions with these names that exist."""
         with self._read() as connection:
             return [
                 _subscription(row)
@@ -420,7 +524,7 @@ class Catalog:
             raise SubscriptionExists(f"subscription {subscription.name!r} exists already") from error
 
     def alter_subscription(self, subscription_id: UUID, change: Callable[[Subscription], Subscription]) -> Subscription:
-        """Store the topics and overrides that `change` gives a subscription, worked out from what is declared now."""
+        """Store the topics and overrides that `change` computes from a subscription as it is declared now."""
         with self._change() as connection:
             here = subscriptions.c.subscription_id == str(subscription_id)
             row = connection.execute(select(subscriptions).where(here).with_for_update()).first()
@@ -437,7 +541,7 @@ class Catalog:
             return changed
 
     def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
-        """Take a subscription out and leave the record that allows its state to go."""
+        """Delete a subscription and write the record that allows its state to be removed."""
         with self._change() as connection:
             here = subscriptions.c.subscription_id == str(subscription.subscription_id)
             if connection.execute(delete(subscriptions).where(here)).rowcount != 1:
@@ -449,7 +553,7 @@ class Catalog:
             )
 
     def deleted_subscriptions(self) -> dict[UUID, int]:
-        """Subscriptions whose state may go, and since when."""
+        """Return the subscriptions whose state may be removed, and since when."""
         with self._read() as connection:
             return {
                 UUID(row.subscription_id): row.deleted_ms for row in connection.execute(select(deleted_subscriptions))
@@ -462,12 +566,12 @@ class Catalog:
             connection.execute(delete(deleted_subscriptions).where(here))
 
     def pipelines(self) -> list[Pipeline]:
-        """Every pipeline with its rules, by name."""
+        """Return every pipeline with its rules, by name."""
         with self._read() as connection:
             return read_pipelines(connection)
 
     def pipeline_named(self, name: str) -> Pipeline | None:
-        """The pipeline of this name, if there is one."""
+        """Return the pipeline with this name, if it exists."""
         with self._read() as connection:
             return read_pipeline_named(connection, name)
 
@@ -480,10 +584,7 @@ class Catalog:
             raise PipelineExists(f"pipeline {pipeline.name!r} exists already") from error
 
     def alter_pipeline(self, pipeline_id: UUID, change: Callable[[Pipeline], Pipeline]) -> Pipeline:
-        """Store what `change` makes of a pipeline and its rules, worked out from what is declared now.
-
-        Its version grows with that.
-        """
+        """Store what `change` computes from a pipeline and its rules as declared now; increment its version."""
         with self._change() as connection:
             before = hold_pipeline(connection, pipeline_id)
             if before is None:
@@ -496,13 +597,13 @@ class Catalog:
             return after
 
     def delete_pipeline(self, pipeline: Pipeline) -> None:
-        """Take a pipeline out, with its rules."""
+        """Delete a pipeline with its rules."""
         with self._change() as connection:
             if not delete_pipeline(connection, pipeline.pipeline_id):
                 raise UnknownPipeline(f"pipeline {pipeline.name!r} is not in the catalog")
 
     def _insert(self, table: Table) -> postgresql.Insert | sqlite.Insert:
-        """An insertion that can say what to do when the row is there; both databases write it in the same way."""
+        """Return an insert that supports `ON CONFLICT`, which both databases write in the same way."""
         return postgresql.insert(table) if self._shared else sqlite.insert(table)
 
     @contextmanager
@@ -512,13 +613,13 @@ class Catalog:
 
     @contextmanager
     def _change(self) -> Iterator[Connection]:
-        """One transaction."""
+        """Run one transaction."""
         with self._asking("changed"), self._engine.begin() as connection:
             yield connection
 
     @contextmanager
     def _asking(self, what: str) -> Iterator[None]:
-        """Tell a database that is away, or a disk that takes no more, in words that clients can be told."""
+        """Turn errors of an unavailable database or a full disk into errors that clients can read."""
         try:
             yield
         except _AWAY as error:
@@ -530,7 +631,7 @@ class Catalog:
             ) from error
 
     def _even_on_a_full_disk(self, change: Callable[[], None]) -> None:
-        """Carry out a change that may free space; on a full disk, at the expense of the reserve."""
+        """Carry out a change that may free space; on a full disk, give up the reserve for it."""
         try:
             change()
         except StorageFailure:
@@ -547,11 +648,11 @@ def _away(what: str, cause: object) -> CatalogUnavailable:
     said = f"the catalog could not be {what}: {_first_line(cause)}"
     if _DENIED.search(str(cause)):
         return CatalogDenied(f"{said}; check user, password and database in --catalog")
-    return CatalogUnavailable(f"{said}; it works again when PostgreSQL is back")
+    return CatalogUnavailable(f"{said}; it recovers when PostgreSQL is back")
 
 
 def _first_line(error: object) -> str:
-    """What went wrong, without the advice that drivers give on further lines."""
+    """Return the first line of an error, without the advice that drivers add."""
     return str(error).strip().partition("\n")[0]
 
 

@@ -1,7 +1,7 @@
-"""The connection to the database that keeps the catalog: SQLite in the data folder, or PostgreSQL for a cluster.
+"""The connection to the database of the catalog: SQLite in the data folder, or PostgreSQL for a cluster.
 
-A call of the catalog ends within seconds whatever becomes of the database: making a connection, every statement and the
-whole call have their limits.
+A call to the catalog ends within seconds whatever happens to the database: connecting, every statement and the whole
+call have their limits.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from sqlalchemy.exc import DisconnectionError
 CONNECT_S_MAX = 3
 STATEMENT_MS_MAX = 5_000
 CALL_S_MAX = 10.0
-"""For a server that stands still with its connections open, which no limit of its own can end."""
+"""For a server that hangs with its connections open, which none of its own limits can end."""
 
 POOL_SIZE = 2
 POOL_OVERFLOW = 6
 _FRESH_S = 1.0
-"""A connection that was used within this time is not asked whether it still works."""
+"""A connection that was used within this time is not tested before it is used again."""
 
 _WATCH = "millstream-deadline"
 _USED_AT = "millstream-used-at"
 
 
 def open_database(url: str) -> Engine:
-    """The engine of SQLAlchemy for a URL; no connection is made yet."""
+    """Return the SQLAlchemy engine for a URL; it connects later."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "sqlite":
         engine = create_engine(parsed)
@@ -73,7 +73,7 @@ def _open_postgres(url: URL) -> Engine:
 
 
 def _begin_call(connection: Any, record: Any, _proxy: Any) -> None:
-    """Set the limit of a call, and see whether a connection that lay idle still works."""
+    """Set the limit of a call, and test a connection that was idle."""
     record.info[_WATCH] = _Deadline(connection.fileno())
     if time.monotonic() - record.info.get(_USED_AT, float("-inf")) < _FRESH_S:
         return
@@ -82,7 +82,7 @@ def _begin_call(connection: Any, record: Any, _proxy: Any) -> None:
         connection.rollback()
     except Exception as error:
         _drop_deadline(record)
-        # The pool then makes a new connection, and tells if it cannot.
+        # The pool then opens a new connection, and reports if it cannot.
         raise DisconnectionError(str(error)) from error
 
 
@@ -98,7 +98,7 @@ def _drop_deadline(record: Any) -> None:
 
 
 class _Deadline:
-    """Cuts a connection when its call takes too long, so that the thread that waits for it goes on."""
+    """Closes a connection when its call takes too long, so that the thread that waits for it continues."""
 
     def __init__(self, handle: int) -> None:
         # A handle of our own: the number may mean another connection by the time the limit is reached.
@@ -108,7 +108,7 @@ class _Deadline:
         self._timer.start()
 
     def drop(self) -> None:
-        """The call is over."""
+        """End the watch: the call is over."""
         self._timer.cancel()
         self._socket.close()
 

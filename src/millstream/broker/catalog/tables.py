@@ -1,11 +1,11 @@
-"""The tables of the catalog: what people declare, as opposed to what the log holds."""
+"""The tables of the catalog: what users declare, as opposed to what the log holds."""
 
 from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
 
 SCHEMA_VERSION = 5
-"""Whoever raises this adds the step to `broker/catalog/catalog.py`."""
+"""Incremented with every change of the tables, together with a step in `broker/catalog/catalog.py`."""
 
 metadata = MetaData()
 
@@ -35,7 +35,7 @@ deleted_topics = Table(
     Column("name", String(249), nullable=False),
     Column("deleted_ms", BigInteger, nullable=False),
 )
-"""Explicit deletion records: data files go only because of a row here, never because one is missing above."""
+"""Explicit deletion records: data files are removed only because of a row here, never because one is missing above."""
 
 counters = Table(
     "counters",
@@ -43,7 +43,7 @@ counters = Table(
     Column("name", String(64), primary_key=True),
     Column("next_value", BigInteger, nullable=False),
 )
-"""Numbers that are handed out once, in blocks."""
+"""Numbers that are given out once, in blocks."""
 
 client_quotas = Table(
     "client_quotas",
@@ -80,7 +80,7 @@ deleted_subscriptions = Table(
     Column("name", String(249), nullable=False),
     Column("deleted_ms", BigInteger, nullable=False),
 )
-"""Explicit deletion records: what a queue holds goes only because of a row here."""
+"""Explicit deletion records: the state of a queue is removed only because of a row here."""
 
 pipelines = Table(
     "pipelines",
@@ -105,4 +105,4 @@ routing_rules = Table(
     Column("condition", Text, nullable=False),
     Column("subscription", String(249), nullable=False),
 )
-"""The rules of pipelines that route: they go with their pipeline."""
+"""The rules of routing pipelines, which are deleted with their pipeline."""

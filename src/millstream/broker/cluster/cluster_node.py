@@ -1,7 +1,7 @@
-"""The parts that make a node one of several: its picture of the cluster, its place in it, its replicas, its candidate.
+"""The parts that make a node a member of a cluster: its view, its registration, its replicas, its controller.
 
-They start and stop in the order of the methods here: `open` (follow what was agreed on, carry what is carried here),
-`join` (when the APIs answer), `leave` (have others take over what this node leads), `close`.
+They start and stop in the order of the methods here: `open` (follow what was agreed on, host what is hosted here),
+`join` (when the APIs answer), `leave` (let others take over what this node leads), `close`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Links = Callable[[Callable[[NodeId], Node | None]], ReplicaLinks]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDependencies:
-    """What a node in a cluster stands on; a simulation gives its own."""
+    """What a cluster node is built on; a simulation passes its own."""
 
     config: Config
     clock: Clock
@@ -61,11 +61,11 @@ class ClusterDependencies:
     coordination: CoordinationStore
     declarations: Declarations
     links: Links
-    """Makes the links to other nodes, given where these are found."""
+    """Creates the links to other nodes, given how to find them."""
     boot_id: str
     supervise: Supervise
     catalog_away_since_ms: Callable[[], int | None] = lambda: None
-    """Since when the catalog gives no answer, if it does not."""
+    """Since when the catalog does not answer, if so."""
 
 
 class ClusterNode:
@@ -116,8 +116,8 @@ class ClusterNode:
         self.pipelines = Pipelines(self.declarations, dependencies.clock, new_id=self._new_id)
 
     async def open(self) -> None:
-        """Follow the coordination store, and open what this node carries. Nothing is led or followed yet."""
-        self._start("picture of the cluster", self.view.run())
+        """Follow the coordination store, and open what this node hosts. Nothing is led or followed yet."""
+        self._start("view of the cluster", self.view.run())
         self._start("changes of the catalog", self._announcer.run())
         self._start("logs to open", self.topics.open_logs())
         self._start("removed files", self.topics.report_removed())
@@ -130,7 +130,7 @@ class ClusterNode:
         await self.replicas.start()
 
     async def membership(self, me: Node) -> Membership:
-        """Who belongs to the cluster; its id comes from the catalog, and stays where all nodes see it."""
+        """Return who belongs to the cluster; its id comes from the catalog, and stays where all nodes see it."""
         found = self.view.cluster_id
         if found is None:
             declared = await self._dependencies.declarations.cluster_id()
@@ -141,7 +141,7 @@ class ClusterNode:
         return Membership(found, me, self.view)
 
     async def join(self, me: Node, http: str) -> None:
-        """Register, and wait until the cluster has let this node in."""
+        """Register, and wait until the cluster has admitted this node."""
         dependencies = self._dependencies
         self._registration = registration = Registration(
             self._store,
@@ -174,7 +174,7 @@ class ClusterNode:
             admitted.cancel()
 
     def pipeline_owner(self, *, stands: bool) -> ElectedOwner:
-        """Who runs the pipelines; this node is one of those that may be it, if it stands for it."""
+        """Return who runs the pipelines; this node is a candidate if it `stands`."""
         owner = ElectedOwner(
             self._id,
             self._store,
@@ -187,7 +187,7 @@ class ClusterNode:
         return owner
 
     async def leave(self) -> None:
-        """Have others take over what this node leads, as far as they can, for a bounded time."""
+        """Let others take over what this node leads, as far as they can, for a bounded time."""
         registration = self._registration
         if registration is not None and not registration.is_fenced and len(self.view.live) > 1:
             await registration.leave(
@@ -195,7 +195,7 @@ class ClusterNode:
             )
 
     async def close(self) -> None:
-        """Go out of the cluster, and stop following."""
+        """Leave the cluster, and stop following."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -209,7 +209,7 @@ class ClusterNode:
         return task
 
     async def _follow_catalog(self) -> None:
-        """Read quotas, groups, subscriptions and pipelines now and after each change of the catalog, for ever."""
+        """Read quotas, groups, subscriptions and pipelines now and after each change of the catalog."""
         backoff = self._backoff()
         while True:
             try:
@@ -231,18 +231,18 @@ class ClusterNode:
             self._catalog_changed.clear()
 
     def troubles(self) -> Iterable[str]:
-        """Why this node should get no traffic."""
+        """Yield why this node should get no traffic."""
         if self._registration is None or self._registration.is_fenced:
-            yield "the cluster does not count on this node now"
+            yield "this node is not an admitted member of the cluster now"
 
     def warnings(self) -> Iterable[str]:
-        """What is not well in the cluster, although this node goes on."""
+        """Yield what is wrong in the cluster although this node works."""
         away = self._store.away_since_ms
         if away is not None:
-            yield f"the coordination store is away since {_time(away)}; data flows, elections and new topics wait"
+            yield f"etcd is unavailable since {_time(away)}; data flows, elections and new topics wait"
         away = self._dependencies.catalog_away_since_ms()
         if away is not None:
-            yield f"the catalog is away since {_time(away)}; data flows, changes of topics and quotas wait"
+            yield f"the catalog is unavailable since {_time(away)}; data flows, changes of topics and quotas wait"
         if self.view.controller is None:
             yield "no node is the controller"
         without_leader = self.topics.without_leader()
@@ -253,7 +253,7 @@ class ClusterNode:
             yield f"{under_min} partitions that this node leads have too few replicas in sync for acks=all"
 
     def metrics(self) -> Iterable[Metric]:
-        """The node's place in the cluster."""
+        """Return the metrics of the node's place in the cluster."""
         registration = self._registration
         fenced = registration is None or registration.is_fenced or not registration.is_certain
         losses = 0 if registration is None else registration.losses
@@ -276,12 +276,12 @@ class ClusterNode:
             self._catalog_changed.set()
 
     def _may_join(self, node: NodeId, registration: int) -> bool:
-        """Whether a replica may come in sync: what it had before it registered anew counts no more."""
+        """Whether a replica may join the in-sync set: positions from before its last registration do not count."""
         registered = self.view.nodes.get(node)
         return registered is not None and registered.revision == registration and self.view.is_live(node)
 
     def _registration_revision(self) -> int:
-        """Under which this process follows; also while its lease is lost, since leaders know it by that.
+        """Return the registration under which this process follows, also while its lease is lost.
 
         Never that of another process under the same id: leaders would take this one's log for the other's.
         """

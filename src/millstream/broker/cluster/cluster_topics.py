@@ -1,7 +1,7 @@
-"""The topics of a node in a cluster: it declares through the catalog, and believes what the coordination store says.
+"""The topics of a node in a cluster: declared through the catalog, hosted as the coordination store says.
 
-Partitions take their roles from the agreed states, but not before the cluster has let this node in: until then a state
-may still speak of a process that is gone.
+Partitions take their roles from the agreed states, but not before the cluster has admitted this node: until then a
+state may still refer to an earlier process.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ _logger = logging.getLogger(__name__)
 
 _ATTEMPTS_MAX = 5
 _OPENED_AT_ONCE = 100
-"""Logs that are opened before others get their turn on the loop: a node that stalls loses its place."""
+"""Logs that are opened before other tasks get their turn: a node that stalls loses its lease."""
 
 
 OPEN_AGAIN_S = 1.0
 OPEN_AGAIN_S_MAX = 60.0
-"""How long after it failed a log is opened again, at first and at most."""
+"""How long after a failure a log is opened again, at first and at most."""
 
 
 class ClusterTopics(Topics):
-    """Every topic of the cluster, and the partitions that this node carries."""
+    """Every topic of the cluster, and the partitions that this node hosts."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class ClusterTopics(Topics):
         self._drop_listeners: list[Callable[[Sequence[Partition]], None]] = []
 
     async def load(self) -> None:
-        """Open what this node carries as the first picture of the cluster shows it, and follow from there."""
+        """Open what this node hosts according to the first view of the cluster, and follow it from there."""
         for topic in tuple(self._view.topics.values()):
             self._take_topic(topic)
             while self._unopened:
@@ -94,26 +94,26 @@ class ClusterTopics(Topics):
             self._remove_files(topic_id)
         for partition in tuple(self._view.removed):
             self._remove_replica(partition)
-        # After a rebuild, a topic is told when the controller has made the partitions of it that were lost.
+        # After a rebuild, a topic appears when the controller has created its lost partitions.
         placed = {topic_id for topic_id, _ in self._view.states}
         self._warn_of_unknown_partitions({*self._view.topics, *self._view.deleted, *placed})
         self._view.listen(self.apply)
 
     def activate(self) -> None:
-        """Take up the roles that the cluster has given this node: it was let in."""
+        """Take the roles that the cluster has given this node: it was admitted."""
         self._active = True
         self._notify_roles([self._take_state(one.topic, one.index) for one in tuple(self.hosted())])
 
     def when_roles_change(self, listener: Callable[[Sequence[Partition]], None]) -> None:
-        """Have `listener` called with the partitions here of which the cluster has agreed on another state."""
+        """Call `listener` with the partitions here whose agreed state has changed."""
         self._role_listeners.append(listener)
 
     def when_dropped(self, listener: Callable[[Sequence[Partition]], None]) -> None:
-        """Have `listener` called with partitions that are carried here no more."""
+        """Call `listener` with partitions that are no longer hosted here."""
         self._drop_listeners.append(listener)
 
     def apply(self, change: ViewChange) -> None:
-        """Take over what has changed in the picture of the cluster."""
+        """Apply a change of the cluster view."""
         shown: set[UUID] = set()
         changed: list[Partition | None] = []
         for topic_id in change.topics:
@@ -135,7 +135,7 @@ class ClusterTopics(Topics):
             self._remove_replica(partition)
 
     async def open_logs(self) -> None:
-        """Open the logs of partitions that are new here, some at a time so that the loop goes on; for ever."""
+        """Open the logs of new partitions, some at a time so that the loop stays responsive; runs forever."""
         while True:
             await self._unopened_some.wait()
             self._unopened_some.clear()
@@ -144,7 +144,7 @@ class ClusterTopics(Topics):
                 await asyncio.sleep(0)
 
     async def report_removed(self) -> None:
-        """Tell the cluster which deleted topics have no files here any more; for ever."""
+        """Report which deleted topics have no files here any more; runs forever."""
         while True:
             await self._removed_some.wait()
             self._removed_some.clear()
@@ -157,28 +157,28 @@ class ClusterTopics(Topics):
                     self._removed_replicas.discard(partition)
                 self._backoff.reset()
             except StoreUnavailable as error:
-                _logger.warning("removed files could not be told yet", extra={"error": str(error)})
+                _logger.warning("removed files could not be reported yet", extra={"error": str(error)})
                 self._removed_some.set()
                 await self._backoff.pause()
 
     def states_of(self, topic: Topic) -> Sequence[PartitionState | None]:
-        """Who carries and leads each partition of a topic, in order; None where that is not agreed on yet."""
+        """Return the state of each partition of a topic, in order; None where it is not agreed on yet."""
         return [None if one is None else one.state for one in self._view.states_of(topic)]
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
-        """Who carries and leads one partition; None when that is not agreed on yet."""
+        """Return the state of one partition; None if it is not agreed on yet."""
         self._check_index(topic, index)
         versioned = self.versioned((topic.topic_id, PartitionIndex(index)))
         return None if versioned is None else versioned.state
 
     def versioned(self, partition: PartitionKey) -> Versioned | None:
-        """The state of a partition with the revision that a change of it has to name."""
+        """Return the state of a partition with the revision that a change of it has to name."""
         return self._view.states.get(partition)
 
     async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:
-        """Have the preferred replica lead or, with `unclean`, any replica when nobody can.
+        """Let the preferred replica lead or, with `unclean`, any replica if no other can.
 
-        Any node may do so, since the state is compared before it is changed.
+        Any node may do so, because the state is compared before it is changed.
         """
 
         def elected(key: PartitionKey, state: PartitionState) -> list[Change]:
@@ -187,7 +187,7 @@ class ClusterTopics(Topics):
         await self._change_state(topic, index, elected)
 
     async def reassign(self, topic: Topic, index: int, target: tuple[NodeId, ...] | None) -> None:
-        """Begin to move a partition to other nodes, which the controller ends; None cancels a move under way."""
+        """Begin to move a partition to other nodes, which the controller completes; None cancels a move."""
 
         def moving(key: PartitionKey, state: PartitionState) -> list[Change]:
             move = self._view.reassignments.get(key)
@@ -206,13 +206,13 @@ class ClusterTopics(Topics):
         await self._change_state(topic, index, moving)
 
     def reassignments(self) -> Mapping[PartitionKey, Reassignment]:
-        """Every move under way."""
+        """Return every move under way."""
         return self._view.reassignments
 
     async def _change_state(
         self, topic: Topic, index: int, decide: Callable[[PartitionKey, PartitionState], list[Change]]
     ) -> None:
-        """Change what is agreed on for a partition, worked out anew when somebody else was faster."""
+        """Change the agreed state of a partition, computed again if another node was faster."""
         self._check_index(topic, index)
         key = topic.topic_id, PartitionIndex(index)
         for _ in range(_ATTEMPTS_MAX):
@@ -249,14 +249,14 @@ class ClusterTopics(Topics):
         return versioned is None or versioned.revision >= revision
 
     def may_follow(self, node: NodeId, registration: int) -> bool:
-        """Whether a fetch may be that of a follower: from the process that was the last to register as this node.
+        """Whether a fetch may be that of a follower: from the process that registered last as this node.
 
-        Whether it is alive is not asked: one that has just lost its lease goes on, and nobody has to wait for it.
+        Liveness does not matter: a node that has just lost its lease continues, and is not waited for.
         """
         return self._view.registrations.get(node) == registration
 
     def led(self) -> Iterable[Partition]:
-        """The partitions that this node leads."""
+        """Return the partitions that this node leads."""
         return (partition for partition in self.hosted() if partition.is_leader)
 
     def leads_movable_partition(self) -> bool:
@@ -268,7 +268,7 @@ class ClusterTopics(Topics):
         )
 
     def metrics(self) -> Iterable[Metric]:
-        """What is stored, and how well it is replicated."""
+        """Return what is stored, and how well it is replicated."""
         yield from super().metrics()
         led = list(self.led())
         states = [partition.state for partition in led if partition.state is not None]
@@ -278,17 +278,17 @@ class ClusterTopics(Topics):
         yield gauge(
             "millstream_partitions_under_min_in_sync", "Led, and acks=all is refused.", self.under_min_in_sync()
         )
-        yield gauge("millstream_partitions_without_leader", "Of the cluster, led by nobody.", self.without_leader())
+        yield gauge("millstream_partitions_without_leader", "Of the cluster, without a leader.", self.without_leader())
 
     def without_leader(self) -> int:
-        """How many partitions of the cluster nobody leads."""
+        """Return how many partitions of the cluster have no leader."""
         return sum(not versioned.state.has_leader for versioned in self._view.states.values())
 
     def under_min_in_sync(self) -> int:
-        """How many partitions that this node leads refuse `acks=all`."""
+        """Return how many partitions that this node leads refuse `acks=all`."""
         return sum(partition.is_under_min_in_sync for partition in self.led())
 
-    # -- how a declaration comes true: when everybody has agreed --------------------------------------------
+    # -- when a declaration takes effect: once all nodes have agreed ----------------------------------------
 
     def _replication_max(self) -> int:
         return len(self._view.live)
@@ -298,14 +298,14 @@ class ClusterTopics(Topics):
             await self._coordination.change([Put(keys.placement_key(topic_id), placement_to_json(placement))])
 
     def _declared(self, topic: Topic) -> None:
-        """The controller is told; what it makes of it shows in the picture."""
+        """Do nothing: the controller acts on the announcement, and the view shows the result."""
 
     async def _await_agreement(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
         def agreed() -> bool:
             now = self._by_id.get(topic.topic_id)
             if now is None:
                 return before is not None
-            # Somebody else may have changed it again meanwhile.
+            # It may have been changed again meanwhile.
             return now in (topic, None) or (before is not None and now != before)
 
         await self._view.until(agreed, timeout_s, what=f"topic {topic.name!r}")
@@ -315,29 +315,29 @@ class ClusterTopics(Topics):
         return self._by_name[name]
 
     async def _deleted(self, topic: Topic) -> None:
-        """The controller is told; the files go when the picture shows the deletion."""
+        """Do nothing: the files are removed when the view shows the deletion."""
 
     async def _await_deletion(self, topic: Topic, timeout_s: float) -> None:
         await self._view.until(
             lambda: topic.topic_id not in self._by_id, timeout_s, what=f"the deletion of topic {topic.name!r}"
         )
 
-    # -- the picture ----------------------------------------------------------------------------------------
+    # -- the view -------------------------------------------------------------------------------------------
 
     def _take_topic(self, topic: Topic) -> list[Partition | None]:
         try:
             self._apply_topic(topic)
         except MillstreamError as error:
-            # A disk that fails, or settings of a newer version: other topics go on.
-            _logger.error("a topic cannot be carried", extra={"topic": topic.name, "error": str(error)})
+            # The disk fails, or a newer version wrote the settings: other topics continue.
+            _logger.error("a topic cannot be hosted", extra={"topic": topic.name, "error": str(error)})
             return []
         return [self._take_state(topic, PartitionIndex(number)) for number in range(topic.partitions)]
 
     def _open_partition(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
-        """A partition begins with the first state that names this node."""
+        """Do nothing: a partition begins with the first state that names this node."""
 
     def _take_state(self, topic: Topic, index: PartitionIndex) -> Partition | None:
-        """Take over what was agreed on for a partition; returns it if it is carried here and has a role."""
+        """Apply the agreed state of a partition; return it if it is hosted here and has a role."""
         versioned = self._view.states.get((topic.topic_id, index))
         if versioned is None:
             return None
@@ -349,12 +349,12 @@ class ClusterTopics(Topics):
         if not self._active:
             return None
         partition.apply(versioned, me=self._me)
-        # Also when this changes nothing: whoever changes in-sync sets may have told the partition of its role before.
+        # Also if this changes nothing: a change of the in-sync set may have given the partition its role before.
         self._notify_leadership(partition)
         return partition
 
     def _open_some(self) -> None:
-        """Open some of the logs that are not open yet, and let their partitions take up their roles."""
+        """Open some of the logs that are not open yet, and let their partitions take their roles."""
         changed = []
         for topic_id, index in tuple(islice(self._unopened, _OPENED_AT_ONCE)):
             del self._unopened[topic_id, index]
@@ -373,13 +373,13 @@ class ClusterTopics(Topics):
             self._unopened_some.set()
 
     def _open_later(self, topic: Topic, index: PartitionIndex, error: MillstreamError) -> None:
-        """A log cannot be opened, for example since the disk is full: try again after a while, longer each time."""
+        """Retry to open a log after a while, longer each time; the disk may be full, for example."""
         key = topic.topic_id, index
         failures = self._open_failures.get(key, 0)
         self._open_failures[key] = failures + 1
         _logger.log(
             logging.DEBUG if failures else logging.ERROR,
-            "a partition cannot be opened; it is tried again",
+            "a partition cannot be opened; it is retried",
             extra={"topic": topic.name, "partition": index, "error": str(error)},
         )
         pause_s = delay_after(failures, first_s=OPEN_AGAIN_S, max_s=OPEN_AGAIN_S_MAX)
@@ -413,11 +413,11 @@ class ClusterTopics(Topics):
         return hosted
 
     def _drop_topic(self, topic: Topic) -> None:
-        """A topic is not agreed on any more. Its files go only with the record of its deletion."""
+        """Drop a topic that is no longer agreed on. Its files are removed only by its deletion record."""
         if topic.topic_id in self._view.deleted:
             self._forget(topic)
         else:
-            _logger.error("a topic is gone without a deletion; its files stay", extra={"topic": topic.name})
+            _logger.error("a topic disappeared without a deletion record; its files stay", extra={"topic": topic.name})
             for partition in self._close(topic):
                 self._store.close_log(partition.log)
         self._notify_deleted(topic)
@@ -435,7 +435,7 @@ class ClusterTopics(Topics):
         self._removed_some.set()
 
     def _remove_replica(self, key: PartitionKey) -> None:
-        """Remove the files of a partition that this node carries no more, if it is told to."""
+        """Remove the files of a partition that this node no longer hosts, if it was asked to."""
         versioned = self._view.states.get(key)
         if self._me not in self._view.removed.get(key, ()) or (
             versioned is not None and self._me in versioned.state.replicas

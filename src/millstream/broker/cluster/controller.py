@@ -1,8 +1,8 @@
-"""The node that decides for the cluster: who is let in, who leads each partition, and which topics there are.
+"""The node that decides for the cluster: which nodes are admitted, which replica leads, which topics exist.
 
-Every node runs one of these, and whoever creates the key `controller` is at work. All it does is worked out anew from
-the picture of the cluster, compared before it is changed, and fenced by its election, so it can be interrupted and
-begun again at any point.
+Every node runs a candidate; the one that creates the key `controller` is active. Every decision is computed from the
+view of the cluster, compared before it is written, and fenced by the election, so it can be interrupted and repeated at
+any point.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MinInSync = Callable[[UUID], int]
 
 
 async def admit(registered: NodeRegistration, term: Term, alive: Collection[NodeId], min_in_sync: MinInSync) -> None:
-    """Let a node in; does nothing when it registered anew meanwhile."""
+    """Admit a node; do nothing if it registered again meanwhile."""
     node = registered.node.node_id
     rewritten: set[PartitionKey] = set()
     while proposals := await _needed_proposals(registered, term, alive, rewritten, min_in_sync):
@@ -56,7 +56,7 @@ async def admit(registered: NodeRegistration, term: Term, alive: Collection[Node
         [Put(keys.admitted_key(node), registered.incarnation)], [Expect(keys.node_key(node), registered.revision)]
     )
     if admitted:
-        _logger.info("node let in", extra={"node": node, "unclean": registered.unclean, "rewritten": len(rewritten)})
+        _logger.info("node admitted", extra={"node": node, "unclean": registered.unclean, "rewritten": len(rewritten)})
 
 
 async def _needed_proposals(
@@ -74,7 +74,7 @@ async def _needed_proposals(
             partition = parse_partition(key.removeprefix(keys.PARTITIONS))
             state = PartitionState.from_json(entry.value)
         except (CorruptState, ValueError) as error:
-            # Nobody can read it, so nobody leads by it.
+            # It cannot be read, so no node leads by it.
             _logger.error("a key cannot be read", extra={"key": key, "error": str(error)})
             continue
         if node not in state.replicas:
@@ -90,7 +90,7 @@ async def _needed_proposals(
 def _without_node(
     state: PartitionState, registered: NodeRegistration, alive: Collection[NodeId], min_in_sync: int
 ) -> PartitionState | None:
-    """The state in which the node neither leads nor, if it cannot be trusted, may; None when it is so already."""
+    """Return the state in which the node neither leads nor, if it cannot be trusted, may; None if it is so already."""
     node = registered.node.node_id
     trusted = exclude_untrusted(state, node) if registered.unclean else None
     if (trusted or state).leader != node:
@@ -99,7 +99,7 @@ def _without_node(
 
 
 class Balance:
-    """Partitions that another replica leads although the preferred one could, each with its time; none if that is 0."""
+    """Partitions whose preferred replica could lead but does not, each with the time to move it; none if that is 0."""
 
     def __init__(self, after_s: float) -> None:
         self._after_s = after_s
@@ -111,14 +111,14 @@ class Balance:
         return min(self._due.values(), default=None)
 
     def note(self, partition: PartitionKey, *, preferred_can_lead: bool, now: float) -> None:
-        """Note how a partition is; its time begins when the preferred replica can lead, and anew after each setback."""
+        """Note a partition; its time begins when the preferred replica can lead, and again after each setback."""
         if not preferred_can_lead:
             self._due.pop(partition, None)
         elif self._after_s > 0:
             self._due.setdefault(partition, now + self._after_s)
 
     def take_due(self, now: float) -> list[PartitionKey]:
-        """The partitions whose time has come; they are forgotten here."""
+        """Remove and return the partitions whose time has come."""
         due = [partition for partition, at in self._due.items() if at <= now]
         for partition in due:
             del self._due[partition]
@@ -131,7 +131,7 @@ class Balance:
 
 _WORKED_OUT_AT_ONCE = 1000
 
-"""So many partitions are looked at before others get their turn on the loop."""
+"""How many partitions are looked at before other tasks get their turn."""
 
 
 class _Deposed(Exception):
@@ -153,7 +153,7 @@ class Controller:
         balance_s: float,
         random: Random,
     ) -> None:
-        """`registered` tells how this process is registered; while it is not, it neither decides nor disturbs."""
+        """`registered` returns this process's registration; without one it neither decides nor interferes."""
         self._me = me
         self._registered = registered
         self._store = store
@@ -177,27 +177,27 @@ class Controller:
         return self._term is not None
 
     def metrics(self) -> Iterable[Metric]:
-        """Whether this node is the controller, and what it did."""
+        """Return whether this node is the controller, and what it did."""
         yield gauge("millstream_active_controller", "1 on the node that is the controller.", int(self.is_active))
         yield counter("millstream_elections_total", "Changes of leader that this node decided.", self.elections)
 
     async def run(self) -> None:
-        """Be the controller whenever there is no other; for ever."""
+        """Be the controller whenever there is no other; runs forever."""
         backoff = Backoff(self._random)
         while True:
             try:
                 await self._serve(await self._win())
                 backoff.reset()
             except _Deposed:
-                _logger.info("this node is not the controller any more")
+                _logger.info("this node is no longer the controller")
             except StoreUnavailable as error:
-                # A refusal is an answer: mostly that this node has no session for the moment, which is told elsewhere.
+                # A refusal is an answer, mostly that this node has no session now, which is reported elsewhere.
                 level = logging.INFO if isinstance(error, StoreRefused) else logging.WARNING
                 _logger.log(level, "the controller waits for the store", extra={"error": str(error)})
                 await backoff.pause()
             except Exception:
-                # Whatever it was, a cluster without a controller is worse than one that tries again.
-                _logger.exception("the controller failed; it begins anew")
+                # Whatever it was, a cluster without a controller is worse than one that retries.
+                _logger.exception("the controller failed; it starts again")
                 await backoff.pause()
             finally:
                 self._stop_term()
@@ -205,7 +205,7 @@ class Controller:
     # -- becoming and ceasing to be the controller ----------------------------------------------------------
 
     async def _win(self) -> Term:
-        """Wait until the place is free, and take it."""
+        """Wait until the key is free, and create it."""
         view, me = self._view, self._me
         while True:
             self._changed.clear()
@@ -341,7 +341,7 @@ class Controller:
         self._balance_timer = None if due is None else asyncio.get_running_loop().call_at(due, self._wake.set)
 
     async def _balance(self, term: Term) -> None:
-        """Give leaderships back to the preferred replicas that have been in sync for long enough."""
+        """Move leaderships back to preferred replicas that have been in sync for long enough."""
         unbalanced = self._unbalanced.take_due(asyncio.get_running_loop().time())
         self._set_balance_timer()
         staying = self._staying()
@@ -354,7 +354,7 @@ class Controller:
         await self._propose(term, proposals)
 
     async def _finish_moves(self, term: Term) -> None:
-        """Take the old replicas out of partitions whose new ones are in sync."""
+        """Remove the old replicas of partitions whose new ones are in sync."""
         for partition, move in tuple(self._view.reassignments.items()):
             versioned = self._view.states.get(partition)
             if versioned is None:
@@ -369,7 +369,7 @@ class Controller:
     async def _propose(self, term: Term, proposals: list[Proposal]) -> None:
         if not proposals:
             return
-        # Whatever was overtaken is looked at again when the picture shows by what.
+        # Overtaken proposals are looked at again when the view shows the other change.
         overtaken = await term.propose(proposals)
         self.elections += len(proposals) - len(overtaken)
         _logger.info("leaders elected", extra={"partitions": len(proposals), "overtaken": len(overtaken)})

@@ -1,10 +1,10 @@
-"""Putting back what the disk of this node lost of partitions that other nodes carry, too.
+"""Repair of what this node's disk lost of partitions that other nodes host, too.
 
-Whether it leads or follows, a replica asks the others for the batches of a lost range, the leader first, and puts them
-in their place. Of several replicas that lost different ranges each gets what the others still have. A follower takes
-what its leader has; otherwise only what is acknowledged is put back, since below the high watermark all replicas are
-the same. A leader that cannot put something back, though others have it, hands over to one of them. A range that every
-other replica says it does not have is beyond repair, and from then on readers are told so.
+Leader or follower, a replica asks the others for the batches of a lost range, the leader first, and writes them in
+place. If several replicas lost different ranges, each gets what the others still have. A follower takes what its leader
+has; otherwise only acknowledged records are repaired, because all replicas are identical below the high watermark. A
+leader that cannot repair a range that others have hands over to one of them. A range that no other replica has is
+beyond repair, which readers see from then on.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 60.0
 ASK_BYTES = 4 * 1024 * 1024
 PART_BYTES = 16 * 1024 * 1024
-"""A larger range is put back in parts."""
+"""A larger range is repaired in parts."""
 
 
 class DamageRepair:
@@ -63,7 +63,7 @@ class DamageRepair:
         self._repaired = 0
 
     def look_at(self, partition: Partition) -> None:
-        """Repair a partition next, if its disk lost something and others carry it, too."""
+        """Repair a partition next, if its disk lost something and others host it, too."""
         log = partition.log
         timer = self._retries.pop(partition, None)
         if timer is not None:
@@ -75,7 +75,7 @@ class DamageRepair:
             self._backoffs.pop(partition, None)
 
     def forget(self, partition: Partition) -> None:
-        """The partition is carried here no more."""
+        """Forget a partition that is no longer hosted here."""
         self._due.pop(partition, None)
         self._backoffs.pop(partition, None)
         timer = self._retries.pop(partition, None)
@@ -83,7 +83,7 @@ class DamageRepair:
             timer.cancel()
 
     async def run(self) -> None:
-        """Repair what is damaged, for ever."""
+        """Repair what is damaged; runs forever."""
         while True:
             while not self._due:
                 self._wake.clear()
@@ -107,12 +107,10 @@ class DamageRepair:
             try:
                 await self._repair_range(partition, lost)
             except MillstreamError as error:
-                self._log(
-                    logging.WARNING, "lost offsets are not put back yet; it is tried again", partition, lost, error
-                )
+                self._log(logging.WARNING, "lost offsets are not repaired yet; retrying", partition, lost, error)
             except Exception as error:
                 _logger.exception("the repair of a partition failed: a defect")
-                self._log(logging.ERROR, "lost offsets could not be put back", partition, lost, error)
+                self._log(logging.ERROR, "lost offsets could not be repaired", partition, lost, error)
 
     async def _repair_range(self, partition: Partition, lost: LostRange) -> None:
         undecided: MillstreamError | None = None
@@ -144,7 +142,7 @@ class DamageRepair:
             partition.abandon_range(lost)
 
     def _others(self, partition: Partition) -> list[NodeId]:
-        """The other replicas, those first that are most likely to have everything."""
+        """Return the other replicas, those first that are most likely to have everything."""
         state = partition.state
         if state is None:
             return []
@@ -155,7 +153,7 @@ class DamageRepair:
         ]
 
     async def _fetch(self, partition: Partition, node: NodeId, lost: LostRange) -> bytes:
-        """The batches of a lost range, or the first of them, as another replica has them; nothing if it has none."""
+        """Return the batches of a lost range, or the first of them, from another replica; empty if it has none."""
         epoch = partition.leader_epoch if node == partition.follows else NO_EPOCH
         if epoch == NO_EPOCH and lost.first >= partition.high_watermark:
             raise LogUnavailable(f"offset {lost.first} is not known to be acknowledged")
@@ -177,7 +175,7 @@ class DamageRepair:
         finally:
             await link.close()
         if epoch not in (NO_EPOCH, partition.leader_epoch):
-            raise LogUnavailable(f"node {node} does not lead any more")
+            raise LogUnavailable(f"node {node} no longer leads")
         return bytes(found)
 
     async def _ask(self, link: ReplicaLink, partition: Partition, offset: int, epoch: Epoch) -> ReplicaAnswer:
@@ -206,11 +204,11 @@ class DamageRepair:
         _logger.log(level, what, extra=extra)
 
     def metrics(self) -> list[Metric]:
-        """What was repaired, and what waits for it."""
+        """Return what was repaired, and what waits for it."""
         waiting = len(self._due) + len(self._retries)
         return [
             counter(
-                "millstream_replicas_repaired_ranges_total", "Lost ranges put back from a replica.", self._repaired
+                "millstream_replicas_repaired_ranges_total", "Lost ranges repaired from a replica.", self._repaired
             ),
             gauge("millstream_replicas_to_repair", "Partitions here that lost something.", waiting),
         ]

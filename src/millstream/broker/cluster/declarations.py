@@ -1,4 +1,4 @@
-"""What people declare, as the cluster asks for it: the catalog behind an asynchronous door."""
+"""What users declare, as the cluster reads it: the catalog behind an asynchronous interface."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Declarations(Protocol):
     """The catalog; see `broker/catalog/catalog.py` for what each call does."""
 
     async def cluster_id(self) -> str:
-        """The id that clients are told."""
+        """Return the id that clients see."""
 
     async def topics(self) -> list[Topic]:
-        """Every topic, by name."""
+        """Return every topic, by name."""
 
     async def add_topic(self, topic: Topic) -> None:
         """Declare a topic, durably."""
@@ -42,34 +42,34 @@ class Declarations(Protocol):
         """Change the partitions or settings of a topic as it is declared now, in one step."""
 
     async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
-        """Take a topic out and leave the record that allows its files to go."""
+        """Delete a topic and write the record that allows its files to be removed."""
 
     async def deleted_topic_ids(self) -> set[UUID]:
-        """Topics whose files may go."""
+        """Return the topics whose files may be removed."""
 
     async def forget_deleted(self, topic_id: UUID) -> None:
         """Drop the deletion record once the files are gone."""
 
     async def take_block(self, counter: str, size: int) -> int:
-        """Take `size` numbers of a counter for good."""
+        """Take `size` numbers of a counter, which are never given out again."""
 
     async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
-        """The limits of every entity that has some."""
+        """Return the limits of every entity that has some."""
 
     async def change_client_quotas(self, changes: Quotas) -> None:
         """Store the limits of some entities."""
 
     async def group_settings(self) -> dict[str, dict[str, str]]:
-        """The settings of every group that has some of its own."""
+        """Return the settings of every group that has its own."""
 
     async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
         """Store the settings of a group."""
 
     async def subscriptions(self) -> list[Subscription]:
-        """Every subscription, by name."""
+        """Return every subscription, by name."""
 
     async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
-        """The subscriptions of these names that there are."""
+        """Return the subscriptions with these names that exist."""
 
     async def add_subscription(self, subscription: Subscription) -> None:
         """Declare a subscription, durably."""
@@ -80,19 +80,19 @@ class Declarations(Protocol):
         """Change the topics or settings of a subscription as it is declared now, in one step."""
 
     async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
-        """Take a subscription out and leave the record that allows its state to go."""
+        """Delete a subscription and write the record that allows its state to be removed."""
 
     async def deleted_subscriptions(self) -> dict[UUID, int]:
-        """Subscriptions whose state may go, and since when."""
+        """Return the subscriptions whose state may be removed, and since when."""
 
     async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
         """Drop the deletion record once the state is gone everywhere."""
 
     async def pipelines(self) -> list[Pipeline]:
-        """Every pipeline with its rules, by name."""
+        """Return every pipeline with its rules, by name."""
 
     async def pipeline_named(self, name: str) -> Pipeline | None:
-        """The pipeline of this name, if there is one."""
+        """Return the pipeline with this name, if it exists."""
 
     async def add_pipeline(self, pipeline: Pipeline) -> None:
         """Declare a pipeline, durably."""
@@ -101,7 +101,7 @@ class Declarations(Protocol):
         """Change a pipeline or its rules as it is declared now, in one step."""
 
     async def delete_pipeline(self, pipeline: Pipeline) -> None:
-        """Take a pipeline out, with its rules."""
+        """Delete a pipeline with its rules."""
 
 
 class CatalogDeclarations:
@@ -109,7 +109,7 @@ class CatalogDeclarations:
 
     def __init__(self, catalog: Catalog, *, is_prepared: bool = True, clock: Clock | None = None) -> None:
         self.away_since_ms: int | None = None
-        """Since when, on the wall clock, it gives no answer; None while it does."""
+        """Since when, on the wall clock, it does not answer; None while it does."""
         self._catalog = catalog
         self._clock = clock or SystemClock()
         self._is_prepared = is_prepared
@@ -117,11 +117,11 @@ class CatalogDeclarations:
         self._preparing = asyncio.Lock()
 
     async def cluster_id(self) -> str:
-        """The id that clients are told."""
+        """Return the id that clients see."""
         return await self._call(lambda catalog: catalog.cluster_id)
 
     async def topics(self) -> list[Topic]:
-        """Every topic, by name."""
+        """Return every topic, by name."""
         return await self._call(Catalog.topics)
 
     async def add_topic(self, topic: Topic) -> None:
@@ -133,11 +133,11 @@ class CatalogDeclarations:
         return await self._call(lambda catalog: catalog.alter_topic(topic_id, change))
 
     async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
-        """Take a topic out and leave the record that allows its files to go."""
+        """Delete a topic and write the record that allows its files to be removed."""
         await self._call(lambda catalog: catalog.delete_topic(topic, now_ms=now_ms))
 
     async def deleted_topic_ids(self) -> set[UUID]:
-        """Topics whose files may go."""
+        """Return the topics whose files may be removed."""
         return await self._call(Catalog.deleted_topic_ids)
 
     async def forget_deleted(self, topic_id: UUID) -> None:
@@ -145,11 +145,11 @@ class CatalogDeclarations:
         await self._call(lambda catalog: catalog.forget_deleted(topic_id))
 
     async def take_block(self, counter: str, size: int) -> int:
-        """Take `size` numbers of a counter for good."""
+        """Take `size` numbers of a counter, which are never given out again."""
         return await self._call(lambda catalog: catalog.take_block(counter, size))
 
     async def client_quotas(self) -> dict[QuotaEntity, dict[str, float]]:
-        """The limits of every entity that has some."""
+        """Return the limits of every entity that has some."""
         return await self._call(Catalog.client_quotas)
 
     async def change_client_quotas(self, changes: Quotas) -> None:
@@ -157,7 +157,7 @@ class CatalogDeclarations:
         await self._call(lambda catalog: catalog.change_client_quotas(changes))
 
     async def group_settings(self) -> dict[str, dict[str, str]]:
-        """The settings of every group that has some of its own."""
+        """Return the settings of every group that has its own."""
         return await self._call(Catalog.group_settings)
 
     async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
@@ -165,11 +165,11 @@ class CatalogDeclarations:
         await self._call(lambda catalog: catalog.change_group_settings(group_id, overrides))
 
     async def subscriptions(self) -> list[Subscription]:
-        """Every subscription, by name."""
+        """Return every subscription, by name."""
         return await self._call(Catalog.subscriptions)
 
     async def subscriptions_named(self, names: Sequence[str]) -> list[Subscription]:
-        """The subscriptions of these names that there are."""
+        """Return the subscriptions with these names that exist."""
         return await self._call(lambda catalog: catalog.subscriptions_named(names))
 
     async def add_subscription(self, subscription: Subscription) -> None:
@@ -183,11 +183,11 @@ class CatalogDeclarations:
         return await self._call(lambda catalog: catalog.alter_subscription(subscription_id, change))
 
     async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
-        """Take a subscription out and leave the record that allows its state to go."""
+        """Delete a subscription and write the record that allows its state to be removed."""
         await self._call(lambda catalog: catalog.delete_subscription(subscription, now_ms=now_ms))
 
     async def deleted_subscriptions(self) -> dict[UUID, int]:
-        """Subscriptions whose state may go, and since when."""
+        """Return the subscriptions whose state may be removed, and since when."""
         return await self._call(Catalog.deleted_subscriptions)
 
     async def forget_deleted_subscription(self, subscription_id: UUID) -> None:
@@ -195,11 +195,11 @@ class CatalogDeclarations:
         await self._call(lambda catalog: catalog.forget_deleted_subscription(subscription_id))
 
     async def pipelines(self) -> list[Pipeline]:
-        """Every pipeline with its rules, by name."""
+        """Return every pipeline with its rules, by name."""
         return await self._call(Catalog.pipelines)
 
     async def pipeline_named(self, name: str) -> Pipeline | None:
-        """The pipeline of this name, if there is one."""
+        """Return the pipeline with this name, if it exists."""
         return await self._call(lambda catalog: catalog.pipeline_named(name))
 
     async def add_pipeline(self, pipeline: Pipeline) -> None:
@@ -211,7 +211,7 @@ class CatalogDeclarations:
         return await self._call(lambda catalog: catalog.alter_pipeline(pipeline_id, change))
 
     async def delete_pipeline(self, pipeline: Pipeline) -> None:
-        """Take a pipeline out, with its rules."""
+        """Delete a pipeline with its rules."""
         await self._call(lambda catalog: catalog.delete_pipeline(pipeline))
 
     async def _call(self, ask: Callable[[Catalog], T]) -> T:
@@ -221,8 +221,8 @@ class CatalogDeclarations:
             if self.away_since_ms is None:
                 self.away_since_ms = self._clock.now_ms()
                 if self._answered_once:
-                    # Before that, whoever waits for the first answer tells.
-                    how = "refuses this node" if isinstance(error, CatalogDenied) else "is away"
+                    # Before that, the task that waits for the first answer reports it.
+                    how = "refuses this node" if isinstance(error, CatalogDenied) else "is unavailable"
                     _logger.warning(
                         "the catalog %s; data flows, changes of topics and quotas wait",
                         how,
@@ -237,7 +237,7 @@ class CatalogDeclarations:
 
     async def _ask(self, ask: Callable[[Catalog], T]) -> T:
         if not self._is_prepared:
-            # The catalog of a cluster may be away when a node starts; its tables are seen to when it is first there.
+            # The catalog of a cluster may be unavailable when a node starts; its tables are prepared later then.
             async with self._preparing:
                 if not self._is_prepared:
                     await asyncio.to_thread(self._catalog.prepare)
@@ -246,7 +246,7 @@ class CatalogDeclarations:
 
 
 class Announcer:
-    """Tells the cluster that the catalog has changed, and does not give up while the store is away."""
+    """Announces changes of the catalog to the cluster, and retries while the store is unavailable."""
 
     def __init__(self, store: CoordinationStore, backoff: Backoff, *, new_text: Callable[[], str]) -> None:
         self._store = store
@@ -255,11 +255,11 @@ class Announcer:
         self._wanted = asyncio.Event()
 
     def announce(self) -> None:
-        """Tell everybody soon."""
+        """Announce a change before long."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """Tell, whenever it is wanted; for ever."""
+        """Announce changes when asked to; runs forever."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -267,13 +267,13 @@ class Announcer:
                 await self._store.change([Put(keys.CATALOG_VERSION, self._new_text())])
                 self._backoff.reset()
             except StoreUnavailable as error:
-                _logger.warning("a change of the catalog could not be told yet", extra={"error": str(error)})
+                _logger.warning("a change of the catalog could not be announced yet", extra={"error": str(error)})
                 self._wanted.set()
                 await self._backoff.pause()
 
 
 class AnnouncedDeclarations:
-    """The catalog of a cluster: each change is told to all nodes."""
+    """The catalog of a cluster: each change is announced to all nodes."""
 
     def __init__(self, inner: Declarations, announcer: Announcer) -> None:
         self._inner = inner
@@ -308,7 +308,7 @@ class AnnouncedDeclarations:
             self._announcer.announce()
 
     async def delete_topic(self, topic: Topic, *, now_ms: int) -> None:
-        """Take a topic out and leave the record that allows its files to go."""
+        """Delete a topic and write the record that allows its files to be removed."""
         try:
             await self._inner.delete_topic(topic, now_ms=now_ms)
         finally:
@@ -345,7 +345,7 @@ class AnnouncedDeclarations:
             self._announcer.announce()
 
     async def delete_subscription(self, subscription: Subscription, *, now_ms: int) -> None:
-        """Take a subscription out and leave the record that allows its state to go."""
+        """Delete a subscription and write the record that allows its state to be removed."""
         try:
             await self._inner.delete_subscription(subscription, now_ms=now_ms)
         finally:
@@ -366,7 +366,7 @@ class AnnouncedDeclarations:
             self._announcer.announce()
 
     async def delete_pipeline(self, pipeline: Pipeline) -> None:
-        """Take a pipeline out, with its rules."""
+        """Delete a pipeline with its rules."""
         try:
             await self._inner.delete_pipeline(pipeline)
         finally:

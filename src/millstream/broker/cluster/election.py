@@ -1,7 +1,7 @@
-"""Who leads a partition: pure functions from one agreed state to the next.
+"""Which replica leads a partition: pure functions from one agreed state to the next.
 
-Only a replica that has everything that was acknowledged may lead: one that is in sync or, when none of these is alive,
-one that is still eligible. All functions return None when the state is right as it is.
+Only a replica that has everything that was acknowledged may lead: one that is in sync or, if none of these is alive,
+one that is still eligible. All functions return None if the state is right as it is.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from millstream.core.ids import NodeId
 from millstream.core.partition_state import NO_LEADER, PartitionState
 
 UNKNOWN_MINIMUM = 2**31
-"""Where it is not known how many have to be in sync: more than there are, so that whoever leaves stays eligible."""
+"""Used when the minimum is unknown: more than there are, so that a replica that leaves stays eligible."""
 
 
 def elect(
     state: PartitionState, alive: Collection[NodeId], *, min_in_sync: int = UNKNOWN_MINIMUM, unclean: bool = False
 ) -> PartitionState | None:
-    """Take the dead out of the in-sync set, and elect a leader if there is none that lives.
+    """Remove dead nodes from the in-sync set, and elect a leader if there is no live one.
 
-    The in-sync set is never emptied: when nobody in it lives, it stays, since only they may lead later. `unclean`
-    allows any replica then, at the price of records that were acknowledged.
+    The in-sync set is never emptied: if no member lives, it stays, because only its members may lead later. `unclean`
+    then allows any replica, at the price of acknowledged records.
     """
     staying = [node for node in state.in_sync if node in alive]
     if staying:
@@ -34,14 +34,14 @@ def elect(
     if eligible:
         leader = _first(state, eligible)
         return _with_in_sync(state, [leader], min_in_sync).elected(leader)
-    anybody = [node for node in state.replicas if node in alive]
-    if unclean and anybody:
-        return replace(state, in_sync=(anybody[0],), eligible=()).elected(anybody[0])
+    live = [node for node in state.replicas if node in alive]
+    if unclean and live:
+        return replace(state, in_sync=(live[0],), eligible=()).elected(live[0])
     return state.elected(NO_LEADER) if state.has_leader else None
 
 
 def elect_preferred(state: PartitionState, alive: Collection[NodeId]) -> PartitionState | None:
-    """Give the leadership back to the preferred replica, if it is alive and in sync."""
+    """Return the leadership to the preferred replica, if it is alive and in sync."""
     preferred = state.preferred
     if not state.has_leader or state.leader == preferred or preferred not in alive or preferred not in state.in_sync:
         return None
@@ -59,7 +59,7 @@ def move_from_leaving(
 
 
 def exclude_untrusted(state: PartitionState, node: NodeId) -> PartitionState | None:
-    """Take a node whose log may have a hole out of those that may lead; the last one stays, for want of any other."""
+    """Remove a node whose log may have a hole from those that may lead; the last one stays."""
     in_sync = tuple(one for one in state.in_sync if one != node)
     eligible = tuple(one for one in state.eligible if one != node)
     if not in_sync:
@@ -72,7 +72,7 @@ def exclude_untrusted(state: PartitionState, node: NodeId) -> PartitionState | N
 
 
 def required_in_sync(state: PartitionState, min_in_sync: int) -> int:
-    """How many replicas must be in sync: never more than there are."""
+    """Return how many replicas must be in sync: at most as many as there are."""
     return min(min_in_sync, len(state.replicas))
 
 
@@ -80,7 +80,7 @@ def _with_in_sync(state: PartitionState, in_sync: Collection[NodeId], min_in_syn
     kept = _in_order(state, in_sync)
     if len(kept) >= required_in_sync(state, min_in_sync):
         return replace(state, in_sync=kept, eligible=())
-    # The high watermark does not move from here on, so whoever leaves the set has everything below it for good.
+    # The high watermark does not move from here on, so a replica that leaves the set keeps everything below it.
     others = {*state.in_sync, *state.eligible} - set(kept)
     return replace(state, in_sync=kept, eligible=_in_order(state, others))
 

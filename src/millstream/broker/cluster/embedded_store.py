@@ -12,14 +12,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from millstream.broker.cluster.store import ABSENT, Change, Delete, Entry, Event, Expect, Put, Snapshot, check_changes
-from millstream.broker.cluster.store_health import HealthReporting
+from millstream.broker.cluster.store import (
+    ABSENT,
+    Change,
+    Delete,
+    Entry,
+    Event,
+    Expect,
+    HealthReporting,
+    Put,
+    Snapshot,
+    check_changes,
+)
 from millstream.core.clock import Clock
 from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
 
 HISTORY_MAX = 10_000
 
-"""How many revisions a watch may lie behind before it has to read anew."""
+"""How many revisions a watch may lag before it has to read everything again."""
 
 
 LEASES_MAX = 10_000
@@ -35,7 +45,7 @@ class _Lease:
 
 
 class EmbeddedService:
-    """Keys, their history and the leases that some of them hang on. Every call is done before it returns."""
+    """Keys, their history and the leases of some of them. Every call is done before it returns."""
 
     def __init__(self, clock: Clock, *, history_max: int = HISTORY_MAX) -> None:
         self._clock = clock
@@ -50,7 +60,7 @@ class EmbeddedService:
         self.revision = 1
 
     def read(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, in order."""
+        """Return every key that begins with `prefix`, in order."""
         self.expire()
         found = {key: self._entries[key] for key in sorted(self._entries) if key.startswith(prefix)}
         return Snapshot(found, self.revision)
@@ -68,7 +78,7 @@ class EmbeddedService:
         return self.revision
 
     def events(self, prefix: str, *, after: int) -> list[Event]:
-        """What changed below `prefix` since a revision."""
+        """Return what changed below `prefix` since a revision."""
         self.expire()
         first_kept = self.revision - len(self._history) + 1
         if after + 1 < first_kept:
@@ -77,12 +87,12 @@ class EmbeddedService:
         return [event for number in since for event in self._history[number] if event.key.startswith(prefix)]
 
     def forget_history(self) -> None:
-        """Forget every change so far, as etcd does when it compacts; watches that lie behind are lost."""
+        """Forget all changes so far, as etcd does when it compacts; watches that lag are lost."""
         self._history.clear()
         self._wake()
 
     def watch(self, wake: Callable[[], None]) -> Callable[[], None]:
-        """Have `wake` called after each change, until the function returned is called."""
+        """Call `wake` after each change, until the returned function is called."""
         self._watchers.add(wake)
         return lambda: self._watchers.discard(wake)
 
@@ -96,7 +106,7 @@ class EmbeddedService:
         return self._last_lease
 
     def renew(self, lease_id: int) -> bool:
-        """A sign of life; False when the lease has ended."""
+        """Renew a lease; return False if it has ended."""
         self.expire()
         lease = self._leases.get(lease_id)
         if lease is None:
@@ -172,11 +182,11 @@ T = TypeVar("T")
 
 RENEWALS = 3
 
-"""How many signs of life a session gives in its time."""
+"""How often a session is renewed within its time to live."""
 
 
 class EmbeddedSession:
-    """A lease, renewed by a task of the event loop: a loop that stands still loses it without more ado."""
+    """A lease, renewed by a task of the event loop: a loop that hangs loses it."""
 
     def __init__(self, store: EmbeddedStore, lease: int, ttl_s: float, on_lost: Callable[[], None]) -> None:
         self._store = store
@@ -189,7 +199,7 @@ class EmbeddedSession:
 
     @property
     def confirmed(self) -> bool:
-        """Whether the service has answered to one of the last signs of life."""
+        """Whether the service has answered one of the last renewals."""
         return self.live and self._unanswered < RENEWALS
 
     async def close(self) -> None:
@@ -229,7 +239,7 @@ class EmbeddedStore(HealthReporting):
         self._session: EmbeddedSession | None = None
 
     async def read(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`."""
+        """Return every key that begins with `prefix`."""
         return await self._call(lambda: self._service.read(prefix))
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
@@ -239,7 +249,7 @@ class EmbeddedStore(HealthReporting):
         return await self._call(lambda: self._service.change(changes, expect, lease))
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
-        """Every change below `prefix` with a revision above `after`."""
+        """Yield every change below `prefix` with a revision above `after`."""
         changed = asyncio.Event()
         stop = self._service.watch(changed.set)
         try:
@@ -265,7 +275,7 @@ class EmbeddedStore(HealthReporting):
         return self._session
 
     async def renew(self, lease: int) -> bool:
-        """A sign of life of a session; False when it has ended."""
+        """Renew a session; return False if it has ended."""
         return await self._call(lambda: self._service.renew(lease))
 
     async def revoke(self, lease: int) -> None:
@@ -289,10 +299,10 @@ class EmbeddedStore(HealthReporting):
         return answer
 
     async def _ask(self, request: Callable[[], T]) -> T:
-        """Carry a request to the service and its answer back."""
+        """Carry a request to the service and its response back."""
         # As with a real store, other tasks run in between.
         await asyncio.sleep(0)
         return request()
 
     async def _deliver(self) -> None:
-        """Wait until what a watch has to tell arrives."""
+        """Wait until the events of a watch arrive."""

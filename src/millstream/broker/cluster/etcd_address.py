@@ -1,4 +1,4 @@
-"""Where etcd is and how to get in."""
+"""The addresses of etcd and the credentials for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SCHEMES = ("http", "https")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdAddress:
-    """The members of an etcd cluster, and the means of proving who we are."""
+    """The members of an etcd cluster, and how to authenticate."""
 
     endpoints: tuple[str, ...]
     """`host:port` of each member."""
@@ -24,12 +24,12 @@ class EtcdAddress:
     ca: str = ""
     """File with the authority that signed etcd's certificate; without it, those that the machine trusts."""
     certificate: str = ""
-    """File with this node's certificate, where etcd asks for one; `key` has its private key."""
+    """File with this node's certificate, if etcd requires one; `key` has its private key."""
     key: str = ""
 
     @classmethod
     def parse(cls, urls: str, *, ca: str = "", certificate: str = "", key: str = "") -> EtcdAddress:
-        """Several URLs with commas in between; a user and password may be in the first."""
+        """Parse URLs separated by commas; a user and password may be in the first."""
         parts = [urlsplit(text.strip()) for text in urls.split(",") if text.strip()]
         if not parts or any(part.scheme not in _SCHEMES or not part.hostname for part in parts):
             raise ValueError(f"etcd's addresses look like http://host:2379,http://other:2379, not {urls!r}")
@@ -46,7 +46,7 @@ class EtcdAddress:
         )
 
     def credentials(self) -> Any:
-        """What gRPC needs for an encrypted channel; None for a plain one."""
+        """Return gRPC's credentials for an encrypted channel; None for a plain one."""
         if not self.encrypted:
             return None
         contents = (Path(name).read_bytes() if name else None for name in (self.ca, self.key, self.certificate))

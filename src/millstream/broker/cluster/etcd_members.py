@@ -1,7 +1,7 @@
-"""Requests to etcd: its members take turns.
+"""Requests to etcd, whose members take turns.
 
-What is known of a request that failed decides everything. One that never left, or that etcd surely did not carry out,
-may go to the next member; one whose answer was lost goes on only if doing it twice does no harm.
+What is known about a failed request decides everything. One that never left, or that etcd certainly did not carry out,
+may go to the next member; one whose response was lost is repeated only if doing it twice does no harm.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import grpc
 from aetcd import rpc
 
 from millstream.broker.cluster.etcd_address import EtcdAddress
-from millstream.broker.cluster.store_health import StoreHealth
+from millstream.broker.cluster.store import StoreHealth
 from millstream.core.errors import StoreDenied, StoreRefused, StoreUnavailable, WatchLost
 
 PROBE_S_MAX = 0.5
@@ -31,7 +31,7 @@ _ETCD = b"etcdserver"
 
 
 async def diagnose_endpoint(endpoint: str, *, with_tls: bool) -> str:
-    """Why a member gave no answer, by what a plain question to its address gets."""
+    """Return why a member did not answer, judging by its reply to a plain HTTP request."""
     host, _, port = endpoint.rpartition(":")
     try:
         async with asyncio.timeout(PROBE_S_MAX):
@@ -61,30 +61,30 @@ async def _read_reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 
 def _diagnose_reply(endpoint: str, reply: bytes, *, with_tls: bool) -> str:
     if _ETCD in reply:
-        return f"etcd at {endpoint} answers without TLS" if with_tls else f"etcd at {endpoint} takes no requests"
+        return f"etcd at {endpoint} answers without TLS" if with_tls else f"etcd at {endpoint} accepts no requests"
     if not reply:
-        return f"{endpoint} takes connections and says nothing"
+        return f"{endpoint} accepts connections but does not answer"
     first = reply.splitlines()[0][:_SHOWN_MAX].decode("ascii", "backslashreplace")
-    return f"something else than etcd answers at {endpoint}: {first!r}"
+    return f"{endpoint} is not etcd; it answers {first!r}"
 
 
 CONNECT_S_MAX = 1.0
 
 ATTEMPT_S_MAX = 2.0
 
-"""How long one member may take to answer a request that another one can be asked as well."""
+"""How long one member may take to answer a request that can go to another one as well."""
 
 
 ROUNDS = 3
 
-"""How often each member is turned to: the first time may have met a connection that was about to break."""
+"""How often each member is tried: the first attempt may have met a connection that was about to break."""
 
 
 PAUSE_S = 0.2
 
 
 OPTIONS = (
-    # A watch waits for ever; this is how it learns that the other side is gone or stands still.
+    # A watch waits forever; keepalives detect that the other side is gone or hangs.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
@@ -123,7 +123,7 @@ class NotConnected(Exception):
 
 
 class EtcdMember:
-    """One member and the connection to it, which is made when it is first needed."""
+    """One member and the connection to it, which is opened when it is first needed."""
 
     def __init__(self, endpoint: str, credentials: Any) -> None:
         self.endpoint = endpoint
@@ -138,7 +138,7 @@ class EtcdMember:
         self.logins = rpc.AuthStub(self.channel)
 
     async def connect(self) -> None:
-        """Wait until there is a connection, or it is known that there is none."""
+        """Wait until there is a connection, or raise `NotConnected`."""
         try:
             async with asyncio.timeout(CONNECT_S_MAX):
                 while (state := self.channel.get_state(try_to_connect=True)) != grpc.ChannelConnectivity.READY:
@@ -172,18 +172,18 @@ class EtcdMembers:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What goes with every request."""
+        """What is sent with every request."""
         # A member that is cut off from the others shall refuse at once, instead of waiting for them.
         leader = ("hasleader", "true")
         return (leader, ("token", self._token)) if self._token else (leader,)
 
     def when_moved(self, listener: Callable[[], None]) -> Callable[[], None]:
-        """Have `listener` called when another member is turned to, until the function returned is called."""
+        """Call `listener` when another member becomes the first, until the returned function is called."""
         self._moved.append(listener)
         return lambda: self._moved.remove(listener)
 
     def move_on(self, endpoint: str) -> None:
-        """Turn to the next member, if this one is still the one that is asked."""
+        """Make the next member the first, if this one still is."""
         if endpoint != self.endpoint:
             return
         self._current = (self._current + 1) % len(self.address.endpoints)
@@ -191,7 +191,7 @@ class EtcdMembers:
             listener()
 
     async def connected(self) -> EtcdMember:
-        """The member that is asked first, with a connection and a login."""
+        """Return the first member, connected and logged in."""
         member = self._member(self.endpoint)
         await member.connect()
         if self.address.user is not None and not self._token:
@@ -199,7 +199,7 @@ class EtcdMembers:
         return member
 
     async def ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
-        """The answer to a request; one that is repeatable is asked of every member, any other until it has left."""
+        """Send a request and return its response; a repeatable one to every member, any other until it has left."""
         reason = unreachable = ""
         maybe_done = False
         for attempt in range(ROUNDS * len(self.address.endpoints)):
@@ -225,7 +225,7 @@ class EtcdMembers:
         if unreachable:
             reason = await diagnose_endpoint(unreachable, with_tls=self._credentials is not None)
         self.health.silent(reason)
-        raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd gives no answer: {reason}")
+        raise (StoreUnavailable if maybe_done else StoreRefused)(f"etcd does not answer: {reason}")
 
     async def _ask(self, call: Call, request: Any, *, repeatable: bool) -> Any:
         member = await self.connected()
@@ -244,11 +244,11 @@ class EtcdMembers:
         self._token = answer.token
 
     def login(self) -> Any:
-        """The request that gets a token."""
+        """Return the request for a token."""
         return rpc.AuthenticateRequest(name=self.address.user, password=self.address.password)
 
     def use_token(self, token: str) -> None:
-        """Take over a token that was got elsewhere; none makes the next request log in anew."""
+        """Use a token from elsewhere; an empty one makes the next request log in again."""
         self._token = token
 
     async def close(self) -> None:
@@ -271,12 +271,12 @@ def wants_login(error: Any) -> bool:
 
 
 def is_final(error: Any) -> bool:
-    """Whether etcd answered, surely without having carried out the request, and another member would say the same."""
+    """Whether etcd answered, certainly without carrying out the request, and every member would say the same."""
     return error.code() in _CERTAINLY_NOT_DONE
 
 
 def _is_cut_off(error: Any) -> bool:
-    """Whether this member refused before it did anything, since it has no leader."""
+    """Whether this member refused before it did anything, because it has no leader."""
     return error.code() == _CODE.UNAVAILABLE and "no leader" in str(error.details())
 
 

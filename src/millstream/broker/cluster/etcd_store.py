@@ -1,34 +1,232 @@
-"""The coordination store on etcd, version 3."""
+"""The coordination store on etcd, version 3: requests, leases, watches.
+
+A lease is kept alive by a thread of its own for as long as the event loop is alive. A loop that is busy for a second
+does not lose its lease, because the thread continues. A loop that hangs for as long as the lease holds does: the thread
+then revokes the lease, so that others take over.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from random import Random
 from typing import Any
 
 import grpc
 from aetcd import rpc
 
-from millstream.broker.cluster import etcd_requests
 from millstream.broker.cluster.etcd_address import EtcdAddress
-from millstream.broker.cluster.etcd_members import EtcdMembers, NotConnected, wants_login
-from millstream.broker.cluster.etcd_session import EtcdSession
-from millstream.broker.cluster.store import Change, Entry, Event, Expect, Put, Snapshot, check_changes
-from millstream.broker.cluster.store_health import HealthReporting
+from millstream.broker.cluster.etcd_members import OPTIONS, EtcdMembers, NotConnected, is_final, wants_login
+from millstream.broker.cluster.store import Change, Entry, Event, Expect, HealthReporting, Put, Snapshot, check_changes
 from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
-from millstream.core.errors import StoreRefused, StoreUnavailable, WatchLost
+from millstream.core.errors import CorruptState, StoreRefused, StoreUnavailable, WatchLost
+
+RENEWALS = 3
+"""How often a lease is renewed within its time to live."""
+
+_BEATS = 6
+_JOIN_S_MAX = 5.0
+
+
+class EtcdSession:
+    """One lease."""
+
+    def __init__(
+        self, members: EtcdMembers, lease: int, ttl_s: float, clock: Clock, on_lost: Callable[[], None]
+    ) -> None:
+        self._members = members
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._ended = threading.Event()
+        self._channels: dict[str, Any] = {}
+        self._last_beat = clock.monotonic()
+        self._renewed_at = self._last_beat
+        self._beating = self._loop.call_later(ttl_s / _BEATS, self._beat)
+        self._thread = threading.Thread(target=self._keep_alive, name="etcd-lease", daemon=True)
+        self.lease = lease
+        self.live = True
+        self._thread.start()
+
+    @property
+    def confirmed(self) -> bool:
+        """Whether etcd has confirmed the lease within its time to live."""
+        return self.live and self._clock.monotonic() - self._renewed_at < self._ttl_s
+
+    async def close(self) -> None:
+        """End the lease, and with it its keys."""
+        if self.live:
+            self._end()
+            with suppress(StoreUnavailable):
+                request = rpc.LeaseRevokeRequest(ID=self.lease)
+                await self._members.ask(lambda member: member.leases.LeaseRevoke, request, repeatable=True)
+        await asyncio.to_thread(self._thread.join, _JOIN_S_MAX)
+
+    def _beat(self) -> None:
+        self._last_beat = self._clock.monotonic()
+        self._beating = self._loop.call_later(self._ttl_s / _BEATS, self._beat)
+
+    def _end(self) -> None:
+        self.live = False
+        self._beating.cancel()
+        self._ended.set()
+
+    def _lost(self) -> None:
+        if self.live:
+            self._end()
+            self._on_lost()
+
+    def _keep_alive(self) -> None:
+        """Renew the lease until the session ends; runs in the thread."""
+        try:
+            # A loop that was closed raises RuntimeError: the process ends, and the lease ends by its time.
+            with suppress(RuntimeError):
+                while not self._ended.wait(self._ttl_s / RENEWALS):
+                    if not self._renew():
+                        self._loop.call_soon_threadsafe(self._lost)
+                        return
+        finally:
+            for channel in self._channels.values():
+                channel.close()
+
+    def _renew(self) -> bool:
+        """Renew the lease; return False if it is lost."""
+        if self._clock.monotonic() - self._last_beat >= self._ttl_s:
+            self._ask("LeaseRevoke", rpc.LeaseRevokeRequest(ID=self.lease), rpc.LeaseRevokeResponse)
+            return False
+        asked_at = self._clock.monotonic()
+        answer = self._ask("LeaseKeepAlive", rpc.LeaseKeepAliveRequest(ID=self.lease), rpc.LeaseKeepAliveResponse)
+        if answer is None:
+            return True
+        self._renewed_at = asked_at
+        return bool(answer.TTL > 0)
+
+    def _ask(self, method: str, request: Any, kind: Any) -> Any:
+        """Send a request about the lease to any member; return None if it was not carried out."""
+        reason = ""
+        for _ in self._members.address.endpoints:
+            endpoint = self._members.endpoint
+            try:
+                answer = self._call(endpoint, f"Lease/{method}", request, kind)
+            except grpc.RpcError as error:
+                if is_final(error):
+                    # Still an answer, for example that the lease no longer exists.
+                    self._loop.call_soon_threadsafe(self._members.health.answered)
+                    return None
+                reason = str(error.details())
+                self._loop.call_soon_threadsafe(self._members.move_on, endpoint)
+                continue
+            self._loop.call_soon_threadsafe(self._members.health.answered)
+            return answer
+        self._loop.call_soon_threadsafe(self._members.health.silent, reason)
+        return None
+
+    def _call(self, endpoint: str, method: str, request: Any, kind: Any) -> Any:
+        try:
+            return self._post(endpoint, method, request, kind)
+        except grpc.RpcError as error:
+            if self._members.address.user is None or not wants_login(error):
+                raise
+        self._members.use_token("")
+        answer = self._post(endpoint, "Auth/Authenticate", self._members.login(), rpc.AuthenticateResponse)
+        self._members.use_token(answer.token)
+        return self._post(endpoint, method, request, kind)
+
+    def _post(self, endpoint: str, method: str, request: Any, kind: Any) -> Any:
+        # A stream of requests that holds just one is the same on the wire as a single request.
+        call = self._channel(endpoint).unary_unary(
+            f"/etcdserverpb.{method}",
+            request_serializer=type(request).SerializeToString,
+            response_deserializer=kind.FromString,
+        )
+        return call(request, timeout=self._ttl_s / RENEWALS, metadata=self._members.metadata)
+
+    def _channel(self, endpoint: str) -> Any:
+        channel = self._channels.get(endpoint)
+        if channel is None:
+            credentials = self._members.address.credentials()
+            channel = (
+                grpc.insecure_channel(endpoint, options=OPTIONS)
+                if credentials is None
+                else grpc.secure_channel(endpoint, credentials, options=OPTIONS)
+            )
+            self._channels[endpoint] = channel
+        return channel
+
+
+def _range_end(prefix: bytes) -> bytes:
+    """Return the first key behind all that begin with `prefix`."""
+    kept = prefix.rstrip(b"\xff")
+    return kept[:-1] + bytes([kept[-1] + 1]) if kept else b"\x00"
+
+
+def _transaction_request(namespace: bytes, changes: Sequence[Change], expect: Sequence[Expect], lease: int) -> Any:
+    """Build a transaction of changes under conditions."""
+    return rpc.TxnRequest(
+        compare=[
+            rpc.Compare(
+                key=namespace + key.encode(),
+                target=rpc.Compare.MOD,
+                result=rpc.Compare.EQUAL,
+                mod_revision=revision,
+            )
+            for key, revision in expect
+        ],
+        success=[_operation(namespace, change, lease) for change in changes],
+    )
+
+
+def _operation(namespace: bytes, change: Change, lease: int) -> Any:
+    key = namespace + change.key.encode()
+    if not isinstance(change, Put):
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key))
+    put = rpc.PutRequest(key=key, value=change.value.encode(), lease=lease if change.leased else 0)
+    return rpc.RequestOp(request_put=put)
+
+
+def _page_request(prefix: bytes, *, first: bytes, revision: int, keys_max: int) -> Any:
+    """Build a read of the keys below `prefix` from `first` on, as of a revision; 0 means the newest."""
+    return rpc.RangeRequest(key=first, range_end=_range_end(prefix), revision=revision, limit=keys_max)
+
+
+def _watch_request(prefix: bytes, *, after: int) -> Any:
+    """Build a watch of what changes below `prefix`."""
+    create = rpc.WatchCreateRequest(
+        key=prefix, range_end=_range_end(prefix), start_revision=after + 1, progress_notify=True
+    )
+    return rpc.WatchRequest(create_request=create)
+
+
+def _to_entry(namespace: bytes, found: Any) -> Entry:
+    """Convert a key of a read."""
+    return Entry(_text(found.key[len(namespace) :]), _text(found.value), found.mod_revision, found.create_revision)
+
+
+def _to_event(namespace: bytes, event: Any) -> Event:
+    """Convert a change of a watch."""
+    value = None if event.type == rpc.Event.DELETE else _text(event.kv.value)
+    return Event(_text(event.kv.key[len(namespace) :]), value, event.kv.mod_revision)
+
+
+def _text(content: bytes) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise CorruptState(f"etcd holds a value that is not UTF-8: {content[:100]!r}") from error
+
 
 _logger = logging.getLogger(__name__)
 
 
 SILENCE_S_MAX = 900.0
 
-"""etcd says every ten minutes that nothing happened; a connection that is silent for longer is not trusted."""
+"""etcd reports progress every ten minutes; a connection that is silent for longer is not trusted."""
 
 
 _PAUSE_S_MIN = 0.05
@@ -37,7 +235,7 @@ _PAUSE_S_MAX = 1.0
 
 
 class _Interrupted(Exception):
-    """The connection has to be made anew."""
+    """The connection has to be opened again."""
 
 
 class EtcdWatch:
@@ -51,7 +249,7 @@ class EtcdWatch:
         self._backoff = Backoff(Random(), first_s=_PAUSE_S_MIN, max_s=_PAUSE_S_MAX)
 
     async def batches(self) -> AsyncGenerator[Sequence[Event], None]:
-        """Batches of changes, for ever."""
+        """Yield batches of changes, forever."""
         while True:
             endpoint = self._members.endpoint
             try:
@@ -68,17 +266,17 @@ class EtcdWatch:
                     self._members.use_token("")
                 self._members.move_on(endpoint)
             except _Interrupted as error:
-                _logger.info("a watch on etcd was interrupted and goes on", extra={"reason": str(error) or "moved"})
+                _logger.info("a watch on etcd was interrupted and continues", extra={"reason": str(error) or "moved"})
             await self._rest()
 
     async def _connection(self) -> AsyncGenerator[Any, None]:
-        """What one connection tells until it breaks."""
+        """Yield the responses of one connection until it breaks."""
         moved: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         member = await self._members.connected()
         stop = self._members.when_moved(lambda: None if moved.done() else moved.set_result(None))
         call = member.watches.Watch(metadata=self._members.metadata)
         try:
-            await call.write(etcd_requests.watch(self._prefix, after=self._after))
+            await call.write(_watch_request(self._prefix, after=self._after))
             while True:
                 yield await _next_unless(moved, call)
         finally:
@@ -94,22 +292,22 @@ class EtcdWatch:
             raise _Interrupted(answer.cancel_reason)
         self._members.health.answered()
         self._backoff.reset()
-        events_read = (etcd_requests.event(self._namespace, event) for event in answer.events)
+        events_read = (_to_event(self._namespace, event) for event in answer.events)
         events = [event for event in events_read if event.revision > self._after]
         if events:
             self._after = events[-1].revision
         elif not answer.created and not answer.events:
-            # A sign of life: everything up to the revision in its header has been told.
+            # A progress report: everything up to the revision in its header has been sent.
             self._after = max(self._after, answer.header.revision)
         return events
 
     async def _rest(self) -> None:
-        """Wait a little before the next connection, longer each time, and not in step with other nodes."""
+        """Wait before the next connection, longer each time, and not in step with other nodes."""
         await self._backoff.pause()
 
 
 async def _next_unless(moved: asyncio.Future[None], call: Any) -> Any:
-    """The next answer, unless the member that sends them is given up."""
+    """Return the next response, unless the member is given up."""
     reading = asyncio.create_task(call.read())
     waiting: set[asyncio.Future[Any]] = {reading, moved}
     try:
@@ -130,14 +328,14 @@ REQUEST_S_MAX = 5.0
 
 PAGE_KEYS = 1000
 
-"""How many keys one answer of a read holds, so that a large cluster does not hold up the loop."""
+"""How many keys one response of a read holds, so that a large cluster does not block the loop."""
 
 
 _READS_MAX = 5
 
 
 class EtcdStore(HealthReporting):
-    """One node's door to etcd. Its keys lie under `/millstream/<cluster>/`."""
+    """One node's access to etcd. Its keys are below `/millstream/<cluster>/`."""
 
     def __init__(
         self, address: EtcdAddress, cluster: str, clock: Clock, *, request_s_max: float = REQUEST_S_MAX
@@ -149,7 +347,7 @@ class EtcdStore(HealthReporting):
         self._session: EtcdSession | None = None
 
     async def read(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, page by page, all as of the revision of the first page."""
+        """Return every key that begins with `prefix`, page by page, all as of the revision of the first page."""
         for _ in range(_READS_MAX):
             try:
                 return await self._read(self._namespace + prefix.encode())
@@ -163,11 +361,11 @@ class EtcdStore(HealthReporting):
         revision = 0
         first = prefix
         while True:
-            request = etcd_requests.page(prefix, first=first, revision=revision, keys_max=PAGE_KEYS)
+            request = _page_request(prefix, first=first, revision=revision, keys_max=PAGE_KEYS)
             answer = await self._members.ask(lambda member: member.keys.Range, request, repeatable=True)
             revision = revision or answer.header.revision
             for found in answer.kvs:
-                entry = etcd_requests.entry(self._namespace, found)
+                entry = _to_entry(self._namespace, found)
                 entries[entry.key] = entry
             if not answer.more or not answer.kvs:
                 return Snapshot(entries, revision)
@@ -179,18 +377,18 @@ class EtcdStore(HealthReporting):
         lease = self._session.lease if self._session is not None and self._session.live else 0
         if not lease and any(isinstance(change, Put) and change.leased for change in changes):
             raise StoreRefused("a leased key needs a live session")
-        request = etcd_requests.transaction(self._namespace, changes, expect, lease)
+        request = _transaction_request(self._namespace, changes, expect, lease)
         answer = await self._members.ask(lambda member: member.keys.Txn, request, repeatable=False)
         return int(answer.header.revision) if answer.succeeded else None
 
     async def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
-        """Every change below `prefix` with a revision above `after`."""
+        """Yield every change below `prefix` with a revision above `after`."""
         async with aclosing(EtcdWatch(self._members, self._namespace, prefix, after).batches()) as batches:
             async for events in batches:
                 yield events
 
     async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> EtcdSession:
-        """Begin a session. etcd counts in whole seconds and has a least time of two."""
+        """Begin a session. etcd counts in whole seconds, at least two."""
         if self._session is not None and self._session.live:
             raise StoreRefused("the session before this one has not ended")
         # A lease whose answer was lost ends by its time, so asking twice does no harm.

@@ -1,4 +1,4 @@
-"""The settings of single groups: declared in the catalog, held in memory for the coordinator."""
+"""The settings of single consumer groups: declared in the catalog, held in memory for the coordinator."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DeclaredGroups:
             SESSION: config.group_consumer_session_ms,
             HEARTBEAT: config.group_consumer_heartbeat_ms,
         }
-        """What holds for groups without settings of their own."""
+        """What applies to groups without settings of their own."""
         self._declarations = declarations
         self._overrides: dict[str, dict[str, str]] = {}
         self._parsed: dict[str, Mapping[str, int]] = {}
@@ -35,7 +35,7 @@ class DeclaredGroups:
         self._changing = asyncio.Lock()
 
     async def load(self) -> None:
-        """Read what the catalog holds."""
+        """Read the catalog."""
         self._overrides = await self._declarations.group_settings()
         self._parsed = {
             group_id: {name: DECLARED[name].parse(text) for name, text in overrides.items() if name in DECLARED}
@@ -43,19 +43,19 @@ class DeclaredGroups:
         }
 
     def all(self) -> Mapping[str, Mapping[str, str]]:
-        """Every group with settings of its own."""
+        """Return every group with settings of its own."""
         return self._overrides
 
     def overrides_of(self, group_id: str) -> Mapping[str, str]:
-        """What was set for a group."""
+        """Return what was set for a group."""
         return self._overrides.get(group_id, {})
 
     def values_of(self, group_id: str) -> Mapping[str, int]:
-        """The same, as numbers."""
+        """Return the same as numbers."""
         return self._parsed.get(group_id, _NONE)
 
     async def alter(self, group_id: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> None:
-        """Set some settings of a group, durably; None takes one back to the node's."""
+        """Set some settings of a group, durably; None resets one to the node's."""
         if not 0 < len(group_id) <= GROUP_ID_CHARACTERS_MAX:
             raise InvalidGroupId(f"a group id has 1 to {GROUP_ID_CHARACTERS_MAX} characters, not {len(group_id)}")
         async with self._changing:

@@ -1,19 +1,19 @@
 """The keys of the coordination store, each with what it holds.
 
-nodes/<id>                      a node that runs, as JSON; leased
-admitted/<id>                   the incarnation of that node which the controller has let in
-leaving/<id>                    a node that is about to stop and wants to lead nothing any more; leased
+nodes/<id>                      a running node, as JSON; leased
+admitted/<id>                   the incarnation of that node which the controller has admitted
+leaving/<id>                    a node that is about to stop and should lead nothing; leased
 controller                      the id of the node that decides; leased. Its revision fences the node before it
 topics/<topic id>               a topic as the catalog declares it, as JSON
 partitions/<topic id>/<index>   the `PartitionState` of a partition, as JSON
 reassignments/<topic id>/<index>     a move of a partition to other nodes that is under way, as JSON
-removed/<topic id>/<index>/<id>      a node that carries the partition no more, and may remove its files
-placements/<topic id>           replicas that somebody chose by hand for partitions that are not there yet, as JSON
-deleted/<topic id>              a topic whose files may go, as JSON
-deleted/<topic id>/done/<id>    a node that has no files of it any more
+removed/<topic id>/<index>/<id>      a node that no longer hosts the partition, and may remove its files
+placements/<topic id>           replicas that a user chose for partitions that do not exist yet, as JSON
+deleted/<topic id>              a topic whose files may be removed, as JSON
+deleted/<topic id>/done/<id>    a node that has no files of it left
 pipelines-owner                 the id of the node that runs the pipelines; leased
 catalog-version                 changed after each change of the catalog
-cluster-id                      the id that clients are told
+cluster-id                      the id that clients see
 """
 
 from __future__ import annotations
@@ -42,56 +42,56 @@ PartitionKey = tuple[UUID, PartitionIndex]
 
 
 def node_key(node: NodeId) -> str:
-    """Where a node registers."""
+    """Return where a node registers."""
     return f"{NODES}{node}"
 
 
 def admitted_key(node: NodeId) -> str:
-    """Where the controller lets a node in."""
+    """Return where the controller admits a node."""
     return f"{ADMITTED}{node}"
 
 
 def leaving_key(node: NodeId) -> str:
-    """Where a node says that it is about to stop."""
+    """Return where a node announces that it is about to stop."""
     return f"{LEAVING}{node}"
 
 
 def topic_key(topic_id: UUID) -> str:
-    """Where a topic is told."""
+    """Return where a topic is published."""
     return f"{TOPICS}{topic_id}"
 
 
 def partition_key(partition: PartitionKey) -> str:
-    """Where the state of a partition is kept."""
+    """Return where the state of a partition is kept."""
     return f"{PARTITIONS}{partition[0]}/{partition[1]}"
 
 
 def reassignment_key(partition: PartitionKey) -> str:
-    """Where a move of a partition is told."""
+    """Return where a move of a partition is published."""
     return f"{REASSIGNMENTS}{partition[0]}/{partition[1]}"
 
 
 def removed_key(partition: PartitionKey, node: NodeId) -> str:
-    """Where a node is told to remove its files of a partition."""
+    """Return where a node is asked to remove its files of a partition."""
     return f"{REMOVED}{partition[0]}/{partition[1]}/{node}"
 
 
 def placement_key(topic_id: UUID) -> str:
-    """Where replicas chosen by hand wait for the controller."""
+    """Return where replicas chosen by the user wait for the controller."""
     return f"{PLACEMENTS}{topic_id}"
 
 
 def deleted_key(topic_id: UUID) -> str:
-    """Where the deletion of a topic is told."""
+    """Return where the deletion of a topic is published."""
     return f"{DELETED}{topic_id}"
 
 
 def done_key(topic_id: UUID, node: NodeId) -> str:
-    """Where a node tells that it has removed a deleted topic's files."""
+    """Return where a node reports that it has removed a deleted topic's files."""
     return f"{DELETED}{topic_id}{DONE}{node}"
 
 
 def parse_partition(rest: str) -> PartitionKey:
-    """Read what follows `partitions/`; raise ValueError if it is not one."""
+    """Parse what follows `partitions/`; raise ValueError if it is not a partition."""
     topic_id, _, index = rest.partition("/")
     return UUID(topic_id), PartitionIndex(int(index))

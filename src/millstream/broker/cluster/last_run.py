@@ -1,8 +1,8 @@
-"""What a data folder remembers of the node that ran on it last, to tell whether its log may have a hole.
+"""What a data folder records about the last node on it, to decide whether its log may have a hole.
 
-Under `flush=os` a machine that goes down takes along what was not written back, while a process that is killed takes
-nothing along. The folder therefore holds the boot id of the machine, and the incarnations under which it was last let
-into the cluster, so that an empty folder or an old copy is noticed too.
+Under `flush=os` a machine that goes down loses what was not written back, while a process that is killed loses nothing.
+The folder therefore holds the boot id of the machine, and the incarnations under which it was last admitted to the
+cluster, so that an empty folder or an old copy is noticed too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from millstream.broker.log.state import read_whole, replace_file
 FILE_NAME: Final = "last-run"
 UNKNOWN_NODE: Final = -1
 _KEPT: Final = 16
-"""Several, since a node may register more than once before it is let in."""
+"""Several, because a node may register more than once before it is admitted."""
 
 
 class _Content(msgspec.Struct, kw_only=True):
@@ -33,7 +33,7 @@ class _Content(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderOwner:
-    """Whose a data folder is: which node of which cluster. Empty where a folder does not say."""
+    """Which node of which cluster owns a data folder; empty where the folder does not say."""
 
     node_id: int = UNKNOWN_NODE
     cluster: str = ""
@@ -43,7 +43,7 @@ class FolderOwner:
 
     @classmethod
     def read(cls, files: Files, folder: str) -> FolderOwner:
-        """Look at a folder without changing it; also at one that another process holds."""
+        """Read a folder without changing it, even one that another process holds."""
         found = _read(files, folder)
         if found is None:
             return cls()
@@ -59,8 +59,8 @@ class FolderOwner:
 class LastRun:
     """The file that one run leaves for the next.
 
-    Made when the log has been opened, since it notes at once, for good, what an unclean stop may have cost: the runs
-    after this one stop in other ways, and may come before the cluster has heard of it.
+    Created when the log has been opened, because it records at once, durably, what an unclean stop may have cost: later
+    runs stop in other ways, and may come before the cluster has heard of it.
     """
 
     def __init__(self, files: Files, folder: str, *, boot_id: str, stopped_clean: bool) -> None:
@@ -70,44 +70,44 @@ class LastRun:
         found = _read(files, folder)
         self._incarnations = found.incarnations if found is not None else []
         self._whole = found.whole if found is not None else []
-        """The incarnations of which everything is here that they ever told others they have."""
+        """The incarnations of which everything that they ever claimed is here."""
         self._owner = FolderOwner.read(files, folder)
         self.was_admitted = found is not None and found.admitted
-        """Whether a cluster has ever counted on what is in this folder."""
-        # A machine that does not tell its boot id may have started anew.
+        """Whether a cluster has ever relied on what is in this folder."""
+        # A machine without a boot id may have restarted.
         same_boot = found is not None and found.boot_id == boot_id != ""
         if self._whole and not stopped_clean and not same_boot:
             self._whole = []
             self._write()
 
     def ran_as(self, incarnation: str) -> bool:
-        """Whether it was on this folder that a node ran under this incarnation."""
+        """Whether a node ran on this folder under this incarnation."""
         return incarnation in self._incarnations
 
     def is_unclean(self, admitted: str | None) -> bool:
-        """Whether the log may lack what this node had told others it has.
+        """Whether the log may lack what this node had claimed.
 
-        `admitted` is the incarnation that the cluster last let in under this node's id.
+        `admitted` is the incarnation that the cluster last admitted under this node's id.
         """
         return admitted is not None and admitted not in self._whole
 
     @property
     def whole_incarnation(self) -> str:
-        """The last incarnation of which everything is here; empty when the log may have a hole."""
+        """The last incarnation of which everything is here; empty if the log may have a hole."""
         return self._whole[-1] if self._whole else ""
 
     def set_owner(self, owner: FolderOwner) -> None:
-        """Say whose folder it is; that is written with the next note."""
+        """Set the owner of the folder; it is written with the next record."""
         self._owner = owner
 
     def begin(self, incarnation: str) -> None:
-        """Note, for good, under which incarnation the node is about to register."""
+        """Record, durably, under which incarnation the node is about to register."""
         self._incarnations = [*self._incarnations, incarnation][-_KEPT:]
         self._whole = [*self._whole, incarnation][-_KEPT:]
         self._write()
 
     def note_admitted(self) -> None:
-        """Note, for good, that the cluster counts on what is in this folder from now on."""
+        """Record, durably, that the cluster relies on what is in this folder from now on."""
         if not self.was_admitted:
             self.was_admitted = True
             self._write()
@@ -133,7 +133,7 @@ def _read(files: Files, folder: str) -> _Content | None:
 
 
 def read_boot_id() -> str:
-    """A number that is another one each time the machine starts; empty where there is none."""
+    """Return an id that changes each time the machine starts; empty if there is none."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             return file.read().strip()

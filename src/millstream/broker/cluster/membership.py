@@ -1,4 +1,4 @@
-"""Who belongs to the cluster. A single node is a cluster of one and its own controller."""
+"""Which nodes belong to the cluster. A single node is a cluster of one and its own controller."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NO_CONTROLLER = NodeId(-1)
 
 
 def is_any_address(host: str) -> bool:
-    """Whether a host stands for every address of a machine, so that nobody can connect to it."""
+    """Whether a host stands for every address of a machine, so that clients cannot connect to it."""
     try:
         return ip_address(host).is_unspecified
     except ValueError:
@@ -30,12 +30,12 @@ class Node:
     rack: str | None = None
 
     def host_for(self, reached_at: str) -> str:
-        """The host that a client is told; where the node listens on every address, the one that the client reached."""
+        """Return the host for a client; where the node listens on every address, the one that the client reached."""
         return reached_at if is_any_address(self.host) else self.host
 
 
 class LiveNodes(Protocol):
-    """Whoever knows which nodes are alive, and which of them decides."""
+    """Knows which nodes are alive, and which of them is the controller."""
 
     @property
     def live(self) -> Mapping[NodeId, Node]:
@@ -43,11 +43,11 @@ class LiveNodes(Protocol):
 
     @property
     def controller(self) -> NodeId | None:
-        """The node that decides for the cluster, if there is one now."""
+        """The controller, if there is one now."""
 
 
 class Membership:
-    """The node itself and those beside it; without a picture of a cluster, no other."""
+    """The node itself and the others; without a view of a cluster, no other."""
 
     def __init__(self, cluster_id: str, me: Node, cluster: LiveNodes | None = None) -> None:
         self.cluster_id = cluster_id
@@ -56,19 +56,19 @@ class Membership:
 
     @property
     def controller_id(self) -> NodeId:
-        """The node that decides for the cluster; -1 when there is none for the moment."""
+        """The controller; -1 if there is none now."""
         if self._cluster is None:
             return self.me.node_id
         controller = self._cluster.controller
         return NO_CONTROLLER if controller is None or controller not in self._cluster.live else controller
 
     def nodes(self) -> list[Node]:
-        """Every node that is alive, or only this one: clients that are told of no node forget them all, for good."""
+        """Return every live node, or only this one: a client that gets an empty list forgets all nodes for good."""
         live = {} if self._cluster is None else self._cluster.live
         return [live[node] for node in sorted(live)] or [self.me]
 
     def node(self, node_id: NodeId) -> Node | None:
-        """One node, if it is alive."""
+        """Return one node, if it is alive."""
         if self._cluster is None:
             return self.me if node_id == self.me.node_id else None
         return self._cluster.live.get(node_id)

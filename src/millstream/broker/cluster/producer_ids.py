@@ -1,4 +1,4 @@
-"""Numbers for idempotent producers: unique for ever, so each block is taken durably before it is used."""
+"""Numbers for idempotent producers: unique forever, so each block is taken durably before it is used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BLOCK = 1000
 
 
 class ProducerIds:
-    """Hands out producer ids from blocks that the catalog has given away."""
+    """Hands out producer ids from blocks taken from the catalog."""
 
     def __init__(self, declarations: Declarations) -> None:
         self._declarations = declarations
@@ -21,7 +21,7 @@ class ProducerIds:
         self._lock = asyncio.Lock()
 
     async def next(self) -> ProducerId:
-        """A producer id that nobody has had before."""
+        """Return a producer id that was never used before."""
         async with self._lock:
             if self._next == self._end:
                 first = await self._declarations.take_block(_COUNTER, _BLOCK)

@@ -1,4 +1,4 @@
-"""The quotas of clients: declared in the catalog, held in memory for whoever enforces them."""
+"""The quotas of clients: declared in the catalog, held in memory for enforcement."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class ClientQuotas:
         self._changing = asyncio.Lock()
 
     async def load(self) -> None:
-        """Read what the catalog holds."""
+        """Read the catalog."""
         self._limits = await self._declarations.client_quotas()
         self._notify()
 
     def all(self) -> Mapping[QuotaEntity, Mapping[str, float]]:
-        """Every entity and its limits."""
+        """Return every entity and its limits."""
         return self._limits
 
     def has(self, key: str) -> bool:
-        """Whether anybody's bytes are limited in this way."""
+        """Whether any client's bytes are limited in this way."""
         return any(key in limits for limits in self._limits.values())
 
     def find(self, key: str, client_id: str) -> Allotment | None:
-        """How many bytes a second a client may take; None when nothing limits it."""
+        """Return how many bytes a second a client may take; None if nothing limits it."""
         for entity, is_shared in candidates(client_id):
             rate = self._limits.get(entity, {}).get(key)
             if rate is not None:
@@ -49,7 +49,7 @@ class ClientQuotas:
     async def alter(
         self, entity: QuotaEntity, changes: Mapping[str, float | None], *, validate_only: bool = False
     ) -> None:
-        """Set some limits of an entity, durably; None takes a limit away."""
+        """Set some limits of an entity, durably; None removes a limit."""
         for key, value in changes.items():
             if value is not None:
                 check_limit(key, value)
@@ -70,7 +70,7 @@ class ClientQuotas:
             self._notify()
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called after each change."""
+        """Call `listener` after each change."""
         self._listeners.append(listener)
 
     def _notify(self) -> None:

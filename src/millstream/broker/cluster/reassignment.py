@@ -1,8 +1,8 @@
 """Moving a partition to other nodes, in steps of which each is safe by itself.
 
-First the new replicas are added to the old ones and follow. When all of them are in sync, the others are taken out; a
-leader among those hands over first. What has everything that was acknowledged is in sync at every step, so an
-interrupted move loses nothing. Files of replicas that were taken out go only by a record that names them.
+First the new replicas are added to the old ones and follow. When all of them are in sync, the others are removed; a
+leader among those hands over first. Replicas with everything that was acknowledged are in sync at every step, so an
+interrupted move loses nothing. Files of removed replicas are deleted only by a record that names them.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Reassignment:
     target: tuple[NodeId, ...]
     """Where the partition is to be, the preferred leader first."""
     before: tuple[NodeId, ...]
-    """Where it was, to go back to when the move is cancelled."""
+    """Where it was, to go back to if the move is cancelled."""
 
     def to_json(self) -> str:
-        """As it is kept in the coordination store."""
+        """Encode it for the coordination store."""
         return json.dumps({"target": self.target, "before": self.before}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Reassignment:
-        """Read it back."""
+        """Decode it."""
         try:
             content = json.loads(text)
             target, before = (tuple(NodeId(int(one)) for one in content[name]) for name in ("target", "before"))
@@ -44,13 +44,13 @@ class Reassignment:
 
 
 def widened(state: PartitionState, target: tuple[NodeId, ...]) -> PartitionState:
-    """The state with the new replicas beside the old ones; they are not in sync yet."""
+    """Return the state with the new replicas beside the old ones; they are not in sync yet."""
     staying = tuple(node for node in state.replicas if node not in target)
     return replace(state, replicas=(*target, *staying))
 
 
 def narrowed(state: PartitionState, target: tuple[NodeId, ...], alive: Collection[NodeId]) -> PartitionState | None:
-    """The state with only the target's replicas, led by one of them; None if none of them can lead now."""
+    """Return the state with only the target's replicas, led by one of them; None if none of them can lead now."""
     in_sync = tuple(node for node in target if node in state.in_sync)
     eligible = tuple(node for node in target if node in state.eligible)
     leaders = [state.leader] if state.leader in in_sync else [node for node in in_sync if node in alive]
@@ -61,7 +61,7 @@ def narrowed(state: PartitionState, target: tuple[NodeId, ...], alive: Collectio
 
 
 def finished(state: PartitionState, move: Reassignment, alive: Collection[NodeId]) -> PartitionState | None:
-    """The state after the move, if every new replica is in sync; None while it has to go on."""
+    """Return the state after the move, if every new replica is in sync; None while it has to continue."""
     if not set(move.target) <= set(state.in_sync):
         return None
     return narrowed(state, move.target, alive)
@@ -70,9 +70,9 @@ def finished(state: PartitionState, move: Reassignment, alive: Collection[NodeId
 def begin_changes(
     partition: PartitionKey, state: PartitionState, move: Reassignment, removed: Collection[NodeId]
 ) -> list[Change]:
-    """The changes that begin a move; nodes of the target that were to remove files keep them now.
+    """Return the changes that begin a move; nodes of the target that were to remove files keep them now.
 
-    A target of the same nodes only changes their order of preference, which is done with that.
+    A target of the same nodes only changes their order of preference, and is done with that.
     """
     wide = widened(state, move.target)
     changes: list[Change] = [Put(keys.partition_key(partition), wide.to_json())]
@@ -84,7 +84,7 @@ def begin_changes(
 
 
 def end_changes(partition: PartitionKey, before: PartitionState, after: PartitionState) -> list[Change]:
-    """The changes that end a move, or its cancellation: nodes that were taken out may remove their files."""
+    """Return the changes that end a move, or its cancellation: removed nodes may delete their files."""
     gone = [node for node in before.replicas if node not in after.replicas]
     return [
         Put(keys.partition_key(partition), after.to_json()),

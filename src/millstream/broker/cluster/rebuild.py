@@ -1,9 +1,9 @@
-"""What nodes had agreed on, worked out anew from their logs and the catalog when etcd has lost it.
+"""Rebuilding what the nodes had agreed on from their logs and the catalog, after etcd has lost it.
 
 Of each partition, the log that ends in the latest epoch, and of these the longest, has everything that was
-acknowledged: whoever led in an epoch had all of the epochs before it, and every log of one epoch is the beginning of
-its leader's. That holds when all replicas are there to be looked at, or at least one that was in sync. Who was in sync
-is not known any more, so only replicas with the same log as that one begin in sync; the others fetch what they lack.
+acknowledged: the leader of an epoch had all of the epochs before it, and every log of one epoch is a prefix of its
+leader's. That holds if all replicas are given, or at least one that was in sync. Which were in sync is no longer known,
+so only replicas with the same log as that one begin in sync; the others fetch what they lack.
 """
 
 from __future__ import annotations
@@ -11,23 +11,107 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from uuid import UUID
 
+import msgspec
+
 from millstream.broker.cluster import keys
-from millstream.broker.cluster.inventory import Inventory, ReplicaFound
 from millstream.broker.cluster.keys import PartitionKey, partition_key
+from millstream.broker.cluster.last_run import UNKNOWN_NODE, FolderOwner, LastRun
 from millstream.broker.cluster.store import CHANGES_MAX, Change, CoordinationStore, Delete, Put
 from millstream.broker.cluster.store_values import topic_to_json
-from millstream.core.errors import ClusterMismatch
+from millstream.broker.log.files import Files
+from millstream.broker.log.store import LogStore
+from millstream.core.clock import Clock
+from millstream.core.errors import ClusterMismatch, CorruptState, DataFolderInvalid
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.partition_state import NO_LEADER, PartitionState
-from millstream.core.topic import Topic
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
+
+_JOURNAL_BYTES = 64 * 1024 * 1024
+_NEVER_MS = 1 << 40
+"""Forgetting expired producers is left to the node."""
+
+
+class ReplicaFound(msgspec.Struct, frozen=True, kw_only=True):
+    """The log of one partition."""
+
+    topic_id: str
+    partition: int
+    end: int
+    epoch: int
+    """Of the leader that wrote its last record; -1 if there is none."""
+    damaged: bool
+    """Whether the disk lost records in the middle of it."""
+
+
+class Inventory(msgspec.Struct, frozen=True, kw_only=True):
+    """All logs of one node."""
+
+    node_id: int
+    cluster: str
+    cluster_id: str
+    whole: str
+    """An incarnation of which everything that it claimed is here; empty if a log may have a hole."""
+    replicas: list[ReplicaFound]
+
+    def to_json(self) -> str:
+        """Encode it, to be carried from one machine to another."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Inventory:
+        """Decode it."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise CorruptState(f"not an inventory of a node: {error}") from error
+
+
+async def take_inventory(folder: str, files: Files, clock: Clock, *, boot_id: str) -> Inventory:
+    """List every log of a folder whose node is stopped."""
+    owner = FolderOwner.read(files, folder)
+    if owner.node_id == UNKNOWN_NODE:
+        raise DataFolderInvalid(f"{folder} is not the data folder of a node that was part of a cluster")
+    store = LogStore.open(
+        Path(folder), files=files, clock=clock, journal_bytes=_JOURNAL_BYTES, producer_expiry_ms=_NEVER_MS
+    )
+    try:
+        last_run = LastRun(files, folder, boot_id=boot_id, stopped_clean=store.clean_start)
+        replicas = _replicas(store)
+    finally:
+        await store.close()
+    return Inventory(
+        node_id=owner.node_id,
+        cluster=owner.cluster,
+        cluster_id=owner.cluster_id,
+        whole=last_run.whole_incarnation,
+        replicas=replicas,
+    )
+
+
+def _replicas(store: LogStore) -> list[ReplicaFound]:
+    found = []
+    for topic_id, index in tuple(store.stored()):
+        log = store.open_log(topic_id, TopicPartition(str(topic_id), index), TopicSettings())
+        found.append(
+            ReplicaFound(
+                topic_id=str(topic_id),
+                partition=index,
+                end=log.end_offset,
+                epoch=log.latest_epoch,
+                damaged=bool(log.damaged_ranges),
+            )
+        )
+    return found
+
 
 EPOCHS_SKIPPED = 1000
-"""Epochs in which nobody wrote have left no trace, and clients may have heard of them: none is given out twice."""
+"""Epochs in which no record was written left no trace, but clients may know them: none is given out twice."""
 
 NOT_WHOLE = "rebuilt"
-"""Stands for the incarnation of a node whose log may have a hole: none has this name, so the node is not trusted."""
+"""The incarnation of a node whose log may have a hole: no node has this name, so it is not trusted."""
 
 Found = Mapping[NodeId, ReplicaFound]
 """The logs of one partition."""
@@ -35,24 +119,24 @@ Found = Mapping[NodeId, ReplicaFound]
 
 @dataclass(slots=True)
 class Rebuilt:
-    """What the coordination store shall hold, and what speaks against it."""
+    """What the coordination store is to hold, and what speaks against it."""
 
     states: dict[PartitionKey, PartitionState] = field(default_factory=dict)
     topics: list[Topic] = field(default_factory=list)
-    """Those of which every partition has a state; the controller makes what others lack."""
+    """Those with a state for every partition; the controller creates what others lack."""
     admitted: dict[NodeId, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
-    """Partitions of which no log was found: they would begin empty."""
+    """Partitions without any log: they would begin empty."""
     short: list[str] = field(default_factory=list)
-    """Partitions of which fewer logs were found than they have replicas: the best one may be elsewhere."""
+    """Partitions with fewer logs than replicas: the best one may be missing."""
     fewer: list[str] = field(default_factory=list)
-    """Partitions that get fewer replicas than are declared, since no node was named in place of those gone."""
+    """Partitions that get fewer replicas than declared, because no node was named to replace lost ones."""
     unknown_topics: set[UUID] = field(default_factory=set)
     """Topics with files that the catalog does not know; they are left alone."""
 
     @property
     def is_safe(self) -> bool:
-        """Whether every log was found, so that nothing acknowledged can be lost."""
+        """Whether every log was found, so that no acknowledged record can be lost."""
         return not self.missing and not self.short
 
 
@@ -62,9 +146,9 @@ def derive_states(
     deleted: Collection[UUID],
     replaced: Collection[NodeId] = (),
 ) -> Rebuilt:
-    """The states of all partitions that the catalog declares, or of which it has a deletion record.
+    """Derive the states of all partitions that the catalog declares or has a deletion record of.
 
-    Nodes that are `replaced` lost their folder and begin with an empty one: they get a copy of what lacks one.
+    Nodes that are `replaced` lost their folder and begin with an empty one: they get copies that are missing.
     """
     _check_one_cluster(inventories, replaced)
     rebuilt = Rebuilt(admitted={NodeId(one.node_id): one.whole or NOT_WHOLE for one in inventories})
@@ -84,16 +168,16 @@ def derive_states(
             rebuilt.topics.append(topic)
     for key, logs in found.items():
         if key[0] in deleted:
-            # So that the nodes are told to remove their files.
+            # The nodes then remove their files.
             rebuilt.states[key] = state_of(logs, key[1], len(logs))
     rebuilt.unknown_topics = {key[0] for key in found} - known
     return rebuilt
 
 
 def state_of(found: Found, index: int, replication: int, replaced: Collection[NodeId] = ()) -> PartitionState:
-    """The state of a partition of which these logs were found. Nobody leads it until the controller has elected one.
+    """Return the state of a partition with these logs. It has no leader until the controller elects one.
 
-    Where there are fewer logs than replicas, nodes that are `replaced` fill up: out of sync, since they have nothing.
+    Where there are fewer logs than replicas, `replaced` nodes fill up: out of sync, because they have nothing.
     """
     best = max((log.epoch, log.end) for log in found.values())
     same = [node for node, log in found.items() if (log.epoch, log.end) == best]
@@ -114,7 +198,7 @@ def state_of(found: Found, index: int, replication: int, replaced: Collection[No
 
 
 def _add(rebuilt: Rebuilt, topic: Topic, index: PartitionIndex, found: Found, replaced: Collection[NodeId]) -> bool:
-    """Add the state of a partition; False when there is no log of it."""
+    """Add the state of a partition; return False if there is no log of it."""
     name = f"{topic.name}-{index}"
     if not found:
         rebuilt.missing.append(name)
@@ -143,7 +227,7 @@ def _check_one_cluster(inventories: Sequence[Inventory], replaced: Collection[No
 
 
 async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> None:
-    """Put it into a store that knows nothing of this cluster. The nodes are refused until all of it is there."""
+    """Write it into a store that knows nothing of this cluster. Nodes are refused until all of it is there."""
     await check_unknown(store)
     left = (await store.read(keys.PARTITIONS)).entries.keys() - {partition_key(key) for key in rebuilt.states}
     changes: list[Change] = [Delete(key) for key in left]
@@ -158,10 +242,10 @@ async def write(store: CoordinationStore, rebuilt: Rebuilt, cluster_id: str) -> 
 
 
 async def check_unknown(store: CoordinationStore) -> None:
-    """Refuse when the store knows nodes of the cluster: then nothing is lost, or somebody has begun anew."""
+    """Refuse if the store knows nodes of the cluster: then nothing is lost, or a new cluster was begun."""
     for prefix in (keys.ADMITTED, keys.NODES, keys.CLUSTER_ID):
         if (await store.read(prefix)).entries:
             raise ClusterMismatch(
-                "etcd knows this cluster, so there is nothing to rebuild; if a new node has begun the cluster anew, "
+                "etcd knows this cluster, so there is nothing to rebuild; if a new node has begun a new cluster, "
                 "stop it and remove what it wrote: etcdctl del --prefix /millstream/NAME/, with the name of the cluster"
             )

@@ -1,7 +1,7 @@
-"""From the catalog, which people change, to the coordination store, which nodes follow.
+"""From the catalog, which users change, to the coordination store, which nodes follow.
 
-Topics are made, grown and changed as they are declared. A topic goes only by its deletion record, never because a row
-is missing, and its record stays until every node that may have files of it has removed them.
+Topics are created, grown and changed as they are declared. A topic is deleted only by its deletion record, never
+because a row is missing, and its record stays until every node that may have files of it has removed them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from millstream.core.topic import Topic
 
 @dataclass(slots=True)
 class Load:
-    """How much each node carries already."""
+    """How much each node hosts already."""
 
     leaders: Counter[NodeId] = field(default_factory=Counter)
     """Partitions that prefer this node as their leader."""
@@ -38,7 +38,7 @@ class Load:
 
     @classmethod
     def of(cls, states: Iterable[PartitionState]) -> Load:
-        """The load that these partitions are."""
+        """Return the load of these partitions."""
         load = cls()
         for state in states:
             load.add(state.replicas)
@@ -53,7 +53,7 @@ class Load:
 def place(
     partitions: int, replication: int, racks: Mapping[NodeId, str | None], load: Load
 ) -> list[tuple[NodeId, ...]]:
-    """Choose the replicas of so many new partitions, the preferred leader first; `load` is brought up to date.
+    """Choose the replicas of new partitions, the preferred leader first; `load` is updated.
 
     A node without a rack is a rack of its own. No two replicas of a partition are on one node, nor in one rack while
     there is another.
@@ -71,7 +71,7 @@ def place(
 
 
 def first_state(replicas: tuple[NodeId, ...], alive: Iterable[NodeId]) -> PartitionState:
-    """The state of a partition that has just been placed: empty, so every replica that lives has everything."""
+    """Return the state of a new partition: it is empty, so every live replica has everything."""
     living = set(alive)
     in_sync = tuple(node for node in replicas if node in living)
     leader = in_sync[0] if in_sync else NO_LEADER
@@ -102,7 +102,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Reconciliation:
-    """Carries out what the catalog says, for as long as one term lasts."""
+    """Carries out what the catalog says, for the duration of one term."""
 
     def __init__(
         self,
@@ -122,11 +122,11 @@ class Reconciliation:
         self._wanted.set()
 
     def wake(self) -> None:
-        """Look at the catalog again soon."""
+        """Read the catalog again before long."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """Reconcile at once, and again whenever it is wanted; for ever."""
+        """Reconcile at once, and again whenever it is requested; runs forever."""
         while True:
             await self._wanted.wait()
             self._wanted.clear()
@@ -135,7 +135,7 @@ class Reconciliation:
                 await self.reconcile()
                 self._backoff.reset()
             except MillstreamError as error:
-                # The catalog or the store may be away, which is told elsewhere; elections go on without them.
+                # The catalog or the store may be unavailable, which is reported elsewhere; elections continue.
                 level = logging.DEBUG if isinstance(error, CatalogUnavailable | StoreUnavailable) else logging.WARNING
                 _logger.log(level, "topics could not be reconciled; trying again", extra={"error": str(error)})
                 self._wanted.set()
@@ -159,7 +159,7 @@ class Reconciliation:
                 await self._forget(topic_id, deletion)
 
     async def _caught_up(self) -> None:
-        """Wait until the picture shows what was written here before."""
+        """Wait until the view shows what was written here before."""
         last = self._term.last_revision
         await self._view.until(lambda: self._view.revision >= last, 60.0, what="the changes of the controller")
 
@@ -174,10 +174,10 @@ class Reconciliation:
                 _logger.warning("a topic waits for nodes", extra={"topic": topic.name, "error": str(error)})
                 return
             if await self._term.propose(proposals):
-                # An earlier attempt got further than the picture shows; the next one sees it.
+                # An earlier attempt got further than the view shows; the next one sees it.
                 self.wake()
                 return
-        # The partitions come first, so that whoever sees the topic sees them all.
+        # The partitions come first, so that a node that sees the topic sees all of them.
         changes: list[Change] = [Put(topic_key(topic.topic_id), topic_to_json(topic))]
         if topic.topic_id in self._view.placements or missing:
             changes.append(Delete(placement_key(topic.topic_id)))
@@ -240,7 +240,7 @@ class Reconciliation:
             _logger.info("topic deleted", extra={"topic": name})
 
     async def _forget(self, topic_id: UUID, deletion: Deletion) -> None:
-        """Every file is gone: drop the record. The catalog first, since the store's record brings us here again."""
+        """Drop the record of a topic whose files are all gone; the catalog's first, so that a crash repeats this."""
         await self._declarations.forget_deleted(topic_id)
         await self._remove(partition_key(key) for key in tuple(self._view.states) if key[0] == topic_id)
         moves = tuple(self._view.reassignments)

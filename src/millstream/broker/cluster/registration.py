@@ -1,7 +1,7 @@
-"""A node's place in the cluster: it registers, waits to be let in, registers again when it was lost, and leaves.
+"""A node's membership: it registers, waits to be admitted, registers again after it was lost, and leaves.
 
-A node that registers is only joining. The controller first sees to it that nothing in the cluster counts on what the
-node was before: it leads nothing, and if its log may have a hole it is in no in-sync set. Then it lets the node in.
+A node that registers is only joining. The controller first makes sure that nothing in the cluster relies on what the
+node was before: it leads nothing, and if its log may have a hole it is in no in-sync set. Then it admits the node.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from millstream.core.ids import NodeId
 _logger = logging.getLogger(__name__)
 
 _TAKEN_TTLS = 3
-"""For so many times the life of a session a node waits for its id; whoever still holds it then is alive."""
+"""For how many session lifetimes a node waits for its id; a holder that is still there then is alive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDescription:
-    """What a node says of itself."""
+    """What a node publishes about itself."""
 
     node: Node
     http: str
@@ -64,39 +64,40 @@ class Registration:
         self._when_admitted: list[Callable[[], None]] = []
         self.incarnation: str | None = None
         self.losses = 0
-        """How often the cluster stopped to count on this node although it ran."""
+        """How often the cluster dropped this node although it ran."""
         view.listen(self._on_view_change)
 
     @property
     def mine(self) -> NodeRegistration | None:
-        """The registration of this process; None while it is not, or another one is under its id."""
+        """The registration of this process; None while it is not registered, or another process has its id."""
         registered = self._view.nodes.get(self._me.node.node_id)
         return registered if registered is not None and registered.incarnation == self.incarnation else None
 
     @property
     def is_fenced(self) -> bool:
-        """Whether the cluster does not count on this node now, as far as it knows."""
+        """Whether the cluster does not rely on this node now, as far as it knows."""
         if self.mine is None or self._session is None or not self._session.live:
             return True
         return not self._view.is_live(self._me.node.node_id)
 
     @property
     def is_certain(self) -> bool:
-        """Whether the store has confirmed lately that this node's session holds; else others may have given it up."""
+        """Whether the store has recently confirmed this node's session; otherwise others may have dropped it."""
         return self._session is not None and self._session.confirmed
 
     def when_admitted(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called when the cluster has let this node in for the first time."""
+        """Call `listener` when the cluster admits this node for the first time."""
         self._when_admitted.append(listener)
 
     async def admitted(self) -> None:
-        """Wait until the cluster has let this node in for the first time."""
+        """Wait until the cluster has admitted this node for the first time."""
         await self._admitted.wait()
 
     async def run(self) -> None:
         """Stay registered.
 
-        Raises `NodeIdTaken` when another node has this one's id, `ClusterForgotten` when this one is known no more.
+        Raise `NodeIdTaken` if another node has this one's id, `ClusterForgotten` if the cluster no longer knows this
+        one.
         """
         while True:
             try:
@@ -106,14 +107,14 @@ class Registration:
                 self._backoff.reset()
                 await self._lost.wait()
                 self.losses += 1
-                _logger.warning("the cluster does not count on this node any more; registering again")
+                _logger.warning("the cluster has dropped this node; registering again")
             except StoreUnavailable as error:
                 _logger.warning("registering failed; trying again", extra={"error": str(error)})
                 await self._close_session()
                 await self._backoff.pause()
 
     async def leave(self, moved: Callable[[], bool], timeout_s: float) -> None:
-        """Ask the controller to move leaderships away, and wait until it has or the time is over."""
+        """Ask the controller to move leaderships away, and wait until it has or the timeout expires."""
         self._leaving = True
         node = self._me.node.node_id
         try:
@@ -123,7 +124,7 @@ class Registration:
             _logger.warning("leaving while this node still leads", extra={"error": str(error)})
 
     async def withdraw(self) -> None:
-        """Take this node out of the cluster."""
+        """Remove this node from the cluster."""
         node = self._me.node.node_id
         registered = self.mine
         if registered is not None:
@@ -131,7 +132,7 @@ class Registration:
                 gone = [Delete(keys.node_key(node)), Delete(keys.leaving_key(node))]
                 await self._store.change(gone, [Expect(keys.node_key(node), registered.revision)])
             except StoreUnavailable as error:
-                _logger.warning("leaving without a word", extra={"error": str(error)})
+                _logger.warning("leaving without notice", extra={"error": str(error)})
         await self._close_session()
 
     async def _close_session(self) -> None:
@@ -144,7 +145,7 @@ class Registration:
         admitted = await self._read(keys.admitted_key(self._me.node.node_id))
         if admitted is None and self._last_run.was_admitted:
             raise cluster_forgotten(self._me.node.node_id)
-        # What this process lacked at its start counts once: since it was let in, it has everything it says it has.
+        # What this process lacked at its start counts once: since its admission it has everything it claims.
         unclean = not self._admitted.is_set() and self._last_run.is_unclean(admitted[0] if admitted else None)
         incarnation = self._new_incarnation()
         self._last_run.begin(incarnation)
@@ -165,7 +166,7 @@ class Registration:
         _logger.info("registered", extra={"node": self._me.node.node_id, "unclean": unclean})
 
     async def _await_free_id(self, key: str) -> int:
-        """The revision to write over: that of a run on this folder, which is over; else wait until nobody is there."""
+        """Return the revision to write over: that of an earlier run on this folder, or none once the id is free."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._ttl_s * _TAKEN_TTLS
         waited_for = ""
@@ -190,7 +191,7 @@ class Registration:
     def _on_view_change(self, change: ViewChange) -> None:
         if self._me.node.node_id not in change.nodes or self._admitted.is_set() or self.is_fenced:
             return
-        _logger.info("let in", extra={"node": self._me.node.node_id})
+        _logger.info("admitted", extra={"node": self._me.node.node_id})
         self._record_admission()
         for listener in self._when_admitted:
             listener()
@@ -201,19 +202,19 @@ class Registration:
             self._last_run.note_admitted()
         except OSError as error:
             # On a full disk the node is still of use; the note only guards against a store that loses its data.
-            _logger.warning("that this node was let in could not be noted", extra={"error": str(error)})
+            _logger.warning("the admission of this node could not be recorded", extra={"error": str(error)})
 
 
 def cluster_forgotten(node: NodeId) -> ClusterForgotten:
-    """Only the store knew who has everything; deciding that anew, full logs would follow empty ones."""
+    """Return the error of a node that etcd does not know; electing without it, full logs could follow empty ones."""
     return ClusterForgotten(
         f"node {node} was part of a cluster, and etcd knows nothing of it: check --etcd and --cluster; if etcd lost "
-        "its data, restore it, or see `millstream cluster rebuild`. A node that shall begin anew needs an empty --data"
+        "its data, restore it, or see `millstream cluster rebuild`. To start from scratch, give an empty --data"
     )
 
 
 def node_id_taken(other: Node) -> NodeIdTaken:
-    """Somebody else is the node that this one wants to be."""
+    """Return the error of a node whose id another one has."""
     return NodeIdTaken(
         f"node {other.node_id} of this cluster runs already, at {other.host}:{other.port}; "
         "stop it first, or give this one a --node-id of its own"

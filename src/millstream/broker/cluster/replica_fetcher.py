@@ -1,8 +1,8 @@
-"""Following: one task for each leader fetches what this node's replicas lack and appends it.
+"""Following: one task per leader fetches what this node's replicas lack and appends it.
 
-All partitions of one leader share one fetch and one session, in which only what changes is named. What goes wrong with
-one partition takes that one out for a while, longer each time, and never holds up the others. What goes wrong with the
-link ends the session and begins another.
+All partitions of one leader share one fetch and one session, in which only changes are sent. A failure of one partition
+suspends that one for a while, longer each time, and never delays the others. A failure of the link ends the session and
+begins another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _logger = logging.getLogger(__name__)
 HOLD_FIRST_S = 0.05
 HOLD_MAX_S = 5.0
 GRACE_S = 5.0
-"""For so long a leader may not know of a partition, or of leading it, before that is worth a warning."""
+"""How long a leader may not know of a partition, or of leading it, before that is worth a warning."""
 
 BYTES_BETWEEN_YIELDS = 2 * 1024 * 1024
 PARTITIONS_BETWEEN_YIELDS = 200
@@ -68,26 +68,26 @@ class _Followed:
     def __init__(self, partition: Partition) -> None:
         self.partition = partition
         self.asked_epoch: Epoch = NO_EPOCH
-        """The leader epoch in which it was last asked for, which is the one that an answer is for."""
+        """The leader epoch of the last request, which is the one that a response is for."""
         self.is_damaged = False
-        """Whether its disk lost something that the leader was told of and that is not back yet."""
+        """Whether its disk lost something that the leader was informed of and that is not repaired yet."""
         self.watermark: Offset = NO_OFFSET
-        """The leader's high watermark, as it said when it was told of damage; -1 before that."""
+        """The leader's high watermark when it was informed of damage; -1 before that."""
         self.failures = 0
         self.failing_since = 0.0
         self.is_reported = False
-        """Whether it was told in the node's log what is wrong with it."""
+        """Whether the node's log says what is wrong with it."""
         self.held: asyncio.TimerHandle | None = None
-        """While it is not asked for, because something went wrong with it."""
+        """Set while it is suspended after a failure."""
 
     @property
     def is_current(self) -> bool:
-        """Whether an answer is for the leader epoch that still holds."""
+        """Whether a response is for the current leader epoch."""
         return self.asked_epoch == self.partition.leader_epoch and self.partition.follows is not None
 
     @property
     def is_stored(self) -> bool:
-        """Whether all of the log is as durable as the topic asks for, so that it may be told to the leader."""
+        """Whether all of the log is as durable as the topic requires, so that the leader may count it."""
         return self.partition.promised_offset >= self.partition.log.end_offset
 
 
@@ -113,7 +113,7 @@ class ReplicaFetcher:
         self._backoff = Backoff(random)
         self._followed: dict[PartitionKey, _Followed] = {}
         self._changed: dict[PartitionKey, None] = {}
-        """Partitions of which the leader does not know yet where they are."""
+        """Partitions whose position the leader does not know yet."""
         self._forgotten: dict[PartitionKey, None] = {}
         self._session_id = NO_SESSION
         self._session_epoch = FIRST_SESSION_EPOCH
@@ -121,13 +121,13 @@ class ReplicaFetcher:
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many partitions are fetched."""
+        """Return how many partitions are fetched."""
         return len(self._followed)
 
     # -- what is followed -----------------------------------------------------------------------------------
 
     def follow(self, partition: Partition) -> None:
-        """Fetch a partition from now on; one that is known is asked for anew, since its epoch may be another."""
+        """Fetch a partition from now on; a known one is requested again, because its epoch may differ."""
         key = (partition.topic.topic_id, partition.index)
         followed = self._followed.get(key)
         if followed is None or followed.partition is not partition:
@@ -139,7 +139,7 @@ class ReplicaFetcher:
         self._release(key, followed)
 
     def leave(self, key: PartitionKey) -> None:
-        """Fetch a partition no more."""
+        """Stop fetching a partition."""
         followed = self._followed.pop(key, None)
         if followed is not None:
             self._unhold(followed)
@@ -158,7 +158,7 @@ class ReplicaFetcher:
             followed.held = None
 
     def _hold(self, key: PartitionKey, followed: _Followed, error: MillstreamError) -> None:
-        """Leave a partition alone for a while."""
+        """Suspend a partition for a while."""
         if self._followed.get(key) is not followed or followed.held is not None:
             return
         self._report(followed, error)
@@ -169,7 +169,7 @@ class ReplicaFetcher:
         self._forgotten[key] = None
 
     def _report(self, followed: _Followed, error: MillstreamError) -> None:
-        """Say what is wrong, once; if it passes when every node has heard of a change, only when it does not."""
+        """Log a failure, once; one that passes as soon as every node knows of a change, only if it lasts."""
         now = asyncio.get_running_loop().time()
         if not followed.failures:
             followed.failing_since, followed.is_reported = now, False
@@ -178,12 +178,12 @@ class ReplicaFetcher:
         followed.is_reported = followed.is_reported or is_news
         extra = {"partition": str(followed.partition.log.partition), "leader": self.leader, "error": str(error)}
         level = logging.WARNING if is_news else logging.DEBUG
-        _logger.log(level, "a replica could not go on; it is tried again", extra=extra)
+        _logger.log(level, "a replica could not be followed; retrying", extra=extra)
 
     # -- the task -------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Fetch for ever."""
+        """Fetch forever."""
         try:
             while True:
                 if not self._changed and all(followed.held is not None for followed in self._followed.values()):
@@ -218,19 +218,19 @@ class ReplicaFetcher:
         self._changed = {key: None for key, followed in self._followed.items() if followed.held is None}
 
     def _note_registration(self) -> None:
-        """The leader counts a follower by the registration under which it said where it is, so all is said anew."""
+        """Begin a new session after a registration: the leader counts positions by registration."""
         registration = self._registration()
         if registration != self._session_registration:
             self._session_registration = registration
             self._begin_session()
 
     def resend_position(self, key: PartitionKey) -> None:
-        """Tell the leader where a partition is: its disk lost something, or has it back."""
+        """Send the leader the position of a partition again: its disk lost something, or was repaired."""
         followed = self._followed.get(key)
         if followed is not None:
             followed.failures = 0
             self._release(key, followed)
-            # So that the leader tells its high watermark again, of which a damaged replica took only what it has.
+            # The leader then sends its high watermark again, which a damaged replica took only in part.
             self._forgotten[key] = None
 
     async def _truncate_damage(self) -> None:
@@ -246,7 +246,7 @@ class ReplicaFetcher:
                 await self._until_done(key, followed, cut)
 
     async def _stored(self) -> None:
-        """Wait until all is stored that will be named as such: a fetcher before this one may not have waited for it."""
+        """Wait until everything that will be stated as stored is: an earlier fetcher may not have waited for it."""
         while unstored := [(key, self._followed[key]) for key in self._changed if not self._followed[key].is_stored]:
             for key, followed in unstored:
                 await self._until_done(key, followed, followed.partition.stored())
@@ -279,7 +279,7 @@ class ReplicaFetcher:
         )
 
     def _position(self, partition: Partition) -> ReplicaPosition:
-        """Where a replica is. One that has lost something says so and asks for nothing, as it could not append it."""
+        """Return the position of a replica. A damaged one states so and asks for no records."""
         log, offset = partition.log, partition.intact_until
         is_whole = offset == log.end_offset
         return ReplicaPosition(
@@ -293,7 +293,7 @@ class ReplicaFetcher:
     # -- answers --------------------------------------------------------------------------------------------
 
     async def _take(self, answers: ReplicaAnswers) -> None:
-        """Carry out an answer, and wait until what it brought is as durable as the next fetch will say it is."""
+        """Carry out a response, and wait until it is as durable as the next fetch will state."""
         if answers.code:
             raise error_from_code(answers.code, None, about=f"fetch from node {self.leader}")
         self._session_id = answers.session_id
@@ -342,7 +342,7 @@ class ReplicaFetcher:
         if followed.is_damaged:
             followed.watermark = answer.high_watermark
             partition.note_watermark(answer.high_watermark)
-            raise LogUnavailable(f"{partition.log.partition} waits for what its disk lost")
+            raise LogUnavailable(f"{partition.log.partition} waits for the repair of its damage")
         followed.watermark = NO_OFFSET
         stored = partition.append_fetched(
             answer.records, leader_epoch=epoch, high_watermark=answer.high_watermark, log_start=answer.log_start

@@ -21,42 +21,42 @@ from millstream.protocol.wire.replica_fetch import (
 
 CONNECT_S = 3.0
 ANSWER_S = 10.0
-"""How long an answer may take beyond the time for which the leader was asked to wait."""
+"""How long a response may take beyond the time for which the leader was asked to wait."""
 
 
 ROOM_BYTES_MAX = 12 * 1024 * 1024
-"""The largest answer whose memory is kept for the next one."""
+"""The largest response whose memory is kept for the next one."""
 
 
 SMALL_ANSWERS_MAX = 8
-"""After so many answers in a row that need none, the memory is given back."""
+"""After this many responses in a row that need none, the memory is released."""
 
 
 class ReplicaLink(Protocol):
-    """A follower's way to one leader. It carries one fetch at a time."""
+    """A follower's link to one leader. It carries one fetch at a time."""
 
     async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
-        """Ask the leader; a `MillstreamError` when no answer came. The next call tries to reach it anew.
+        """Send a fetch to the leader; raise a `MillstreamError` if there is no response. The next call reconnects.
 
-        The records of the answer are there until the next call.
+        The records of the response are valid until the next call.
         """
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
 
 
 class ReplicaLinks(Protocol):
     """Opens links."""
 
     def open(self, node: NodeId) -> ReplicaLink:
-        """A link to a node, which need not be reachable yet."""
+        """Return a link to a node, which need not be reachable yet."""
 
 
 class WireLink:
-    """A link over a connection of its own, opened when it is first needed and again when it was lost.
+    """A link over a connection of its own, opened when it is first needed and again after it was lost.
 
-    Answers are received into the same memory again and again, since fresh memory costs more than the work on it. So
-    the records of an answer are there until the next fetch.
+    Responses are received into the same memory again and again, because fresh memory costs more than the work on it.
+    The records of a response are therefore valid until the next fetch.
     """
 
     def __init__(self, find: Callable[[], Node | None], *, client_id: str) -> None:
@@ -65,13 +65,13 @@ class WireLink:
         self._channel: Channel | None = None
         self._room: bytearray | None = None
         self._small_answers = 0
-        """How many in a row did not need the room."""
+        """How many responses in a row did not need the memory."""
         self._due = 0.0
-        """When the answer to the fetch under way is due; 0 for none."""
+        """When the response to the current fetch is due; 0 for none."""
         self._watch: asyncio.TimerHandle | None = None
 
     async def fetch(self, fetch: ReplicaFetch) -> ReplicaAnswers:
-        """Ask the leader."""
+        """Send a fetch to the leader."""
         channel = self._channel
         if channel is None or not channel.is_open:
             channel = self._channel = await self._connect()
@@ -90,7 +90,7 @@ class WireLink:
             self._due = 0.0
 
     async def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
@@ -99,7 +99,7 @@ class WireLink:
             await asyncio.shield(channel.close())
 
     def _expect_answer(self, within_s: float) -> None:
-        """Mind the time. One timer goes on over many fetches, since each would be cancelled by its answer."""
+        """Start the timeout. One timer serves many fetches, because each would be cancelled by its response."""
         loop = asyncio.get_running_loop()
         self._due = loop.time() + within_s
         if self._watch is None:
@@ -141,5 +141,5 @@ class WireLinks:
         self._client_id = f"replica-{me}"
 
     def open(self, node: NodeId) -> WireLink:
-        """A link to a node."""
+        """Return a link to a node."""
         return WireLink(lambda: self._find(node), client_id=self._client_id)

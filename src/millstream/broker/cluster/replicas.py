@@ -1,18 +1,18 @@
-"""Replication of the partitions that this node carries: following their leaders, and minding the followers of its own.
+"""Replication of the partitions that this node hosts: following their leaders, and tracking its own followers.
 
-Nothing here polls partitions. A follower is woken by its leader's answer. Of the partitions that this node leads only
-those are looked at, every now and then, of which somebody in sync does not have everything.
+Nothing here polls partitions. A follower is woken by its leader's response. Of the partitions that this node leads,
+only those with a lagging in-sync replica are looked at periodically.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.damage_repair import DamageRepair
@@ -27,6 +27,7 @@ from millstream.core.errors import CorruptState, StoreRefused, StoreUnavailable
 from millstream.core.ids import NodeId
 from millstream.core.metric import Metric, gauge
 from millstream.core.partition_state import PartitionState, Versioned
+from millstream.core.tasks import keep_running
 from millstream.protocol.wire.replica_fetch import PartitionKey
 
 _logger = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class _PendingChange(NamedTuple):
 
 
 class InSyncWriter:
-    """Asks the store for the changes that partitions want."""
+    """Requests the changes that partitions want from the store."""
 
     def __init__(
         self, store: CoordinationStore, wanted: Callable[[Partition], InSyncChange | None], backoff: Backoff
@@ -67,16 +68,16 @@ class InSyncWriter:
         self._wake = asyncio.Event()
 
     def __len__(self) -> int:
-        """How many partitions wait to be looked at."""
+        """Return how many partitions wait to be looked at."""
         return len(self._queue)
 
     def look_at(self, partition: Partition) -> None:
-        """See soon whether a partition wants a change."""
+        """Check before long whether a partition wants a change."""
         self._queue[partition] = None
         self._wake.set()
 
     async def run(self) -> None:
-        """Ask for changes, for ever."""
+        """Request changes; runs forever."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -109,7 +110,7 @@ class InSyncWriter:
             await self._give_up(pending, error)
             return
         except StoreUnavailable as error:
-            _logger.warning("the store gave no answer about in-sync sets", extra={"error": str(error)})
+            _logger.warning("the store did not answer about in-sync sets", extra={"error": str(error)})
             await self._backoff.pause()
         for one in pending:
             await self._write_alone(one)
@@ -131,7 +132,7 @@ class InSyncWriter:
         return True
 
     async def _write_alone(self, one: _PendingChange) -> None:
-        """Ask for one change until it is certain what became of it, or the view has shown it."""
+        """Request one change until its outcome is certain, or the view has shown it."""
         while one.partition.is_pending(one.change):
             try:
                 if not await self._change([one]):
@@ -141,20 +142,20 @@ class InSyncWriter:
                 await self._give_up([one], error)
                 return
             except CorruptState as error:
-                # Both sets count until the state can be read again, which the view will tell.
+                # Both sets count until the view shows a state that can be read.
                 _logger.error("a state cannot be read back", extra={"key": one.key, "error": str(error)})
                 return
             except StoreUnavailable as error:
                 _logger.warning(
-                    "it is not known whether an in-sync set changed; asking again",
+                    "it is unknown whether an in-sync set changed; retrying",
                     extra={"partition": str(one.partition.log.partition), "error": str(error)},
                 )
                 await self._backoff.pause()
 
     async def _read_back(self, one: _PendingChange) -> None:
-        """A condition failed: somebody else has changed the state, or one who was to join is another process now.
+        """Resolve a failed condition: the state was changed by another, or a joining node is another process now.
 
-        Either way the change, and any earlier attempt of it that is still under way, never comes true.
+        Either way the change, and any earlier attempt of it that is still under way, never takes effect.
         """
         entry = (await self._store.read(one.key)).entries.get(one.key)
         if entry is not None and entry.revision > one.change.revision:
@@ -172,17 +173,14 @@ class InSyncWriter:
         await self._backoff.pause()
 
 
-RESTART_S = 1.0
-
-
 def not_registered() -> int:
-    """For nodes without registrations: nothing is expected of who joins."""
+    """Return the registration of nodes without one: it is not checked when they join."""
     return NOT_REGISTERED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
-    """What replication may take."""
+    """The limits of replication."""
 
     lag_s: float = 10.0
     """A follower that was behind for longer is not waited for."""
@@ -190,7 +188,7 @@ class ReplicaSettings:
 
     @classmethod
     def of(cls, config: Config) -> ReplicaSettings:
-        """What a node's config says."""
+        """Return the settings of a node's configuration."""
         fetch = FetchLimits(wait_ms=config.replica_fetch_wait_ms, bytes_max=config.replica_fetch_bytes)
         return cls(lag_s=config.replica_lag_ms / 1000, fetch=fetch)
 
@@ -223,7 +221,7 @@ class Replicas:
         """The leader from which each partition is fetched."""
         self._behind: dict[Partition, None] = {}
         self._incomplete: dict[Partition, None] = {}
-        """Partitions that are led here, with a replica that is not in sync."""
+        """Partitions led here with a replica that is not in sync."""
         self._sweep: asyncio.TimerHandle | None = None
         self._running = False
 
@@ -232,10 +230,10 @@ class Replicas:
     async def start(self) -> None:
         """Begin to fetch and to write; what was applied before counts."""
         self._running = True
-        self._spawn(self._writer, self._writer.run(), "in-sync sets")
-        self._spawn(self._repair, self._repair.run(), "repair of damage")
+        self._spawn(self._writer, "changes of in-sync sets")
+        self._spawn(self._repair, "repair of damage")
         for fetcher in self._fetchers.values():
-            self._spawn(fetcher, fetcher.run(), f"follow node {fetcher.leader}")
+            self._spawn(fetcher, f"following node {fetcher.leader}")
         self._sweep_later()
 
     async def close(self) -> None:
@@ -251,33 +249,13 @@ class Replicas:
         self._fetchers.clear()
         self._leader_of.clear()
 
-    def _spawn(self, what: object, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.get_running_loop().create_task(work, name=name)
-        self._tasks[what] = task
-        task.add_done_callback(lambda done: self._ended(what, done))
-
-    def _ended(self, what: object, task: asyncio.Task[None]) -> None:
-        """No part of this ends by itself, so an end is a defect; the part begins anew after a moment."""
-        if task.cancelled() or not self._running or self._tasks.get(what) is not task:
-            return
-        _logger.error("a part of replication died; it starts again", exc_info=task.exception())
-        del self._tasks[what]
-        asyncio.get_running_loop().call_later(RESTART_S, self._start_again, what, task.get_name())
-
-    def _start_again(self, what: object, name: str) -> None:
-        if not self._running or what in self._tasks:
-            return
-        if isinstance(what, ReplicaFetcher) and self._fetchers.get(what.leader) is what:
-            self._spawn(what, what.run(), name)
-        elif what is self._writer:
-            self._spawn(what, self._writer.run(), name)
-        elif what is self._repair:
-            self._spawn(what, self._repair.run(), name)
+    def _spawn(self, part: InSyncWriter | DamageRepair | ReplicaFetcher, name: str) -> None:
+        self._tasks[part] = asyncio.get_running_loop().create_task(keep_running(name, part.run), name=name)
 
     # -- what the cluster has agreed on ---------------------------------------------------------------------
 
     def apply(self, partitions: Iterable[Partition]) -> None:
-        """Partitions have taken over a state: fetch each from its leader, or from nobody."""
+        """Fetch each partition from the leader of its new state, if it has another one."""
         for partition in partitions:
             if partition.in_sync_manager is not self:
                 partition.in_sync_manager = self
@@ -288,7 +266,7 @@ class Replicas:
             self._watch_damage(partition)
 
     def _watch_damage(self, partition: Partition) -> None:
-        """Have what the disk lost, or will lose, of a partition put back from other replicas, where there are some."""
+        """Repair what the disk lost, or will lose, of a partition from other replicas, if there are some."""
         partition.log.damage.on_change = lambda: self._damage_changed(partition)
         self._repair.look_at(partition)
 
@@ -303,12 +281,12 @@ class Replicas:
         partition.damage_changed()
 
     def nodes_changed(self) -> None:
-        """Nodes came or went: somebody who has caught up may join now who might not before."""
+        """Check partitions whose followers may join now that nodes came or went."""
         for partition in self._incomplete:
             self.wants_change(partition)
 
     def forget(self, partitions: Iterable[Partition]) -> None:
-        """Partitions are carried here no more."""
+        """Forget partitions that are no longer hosted here."""
         for partition in partitions:
             self._leave((partition.topic.topic_id, partition.index), None)
             self._behind.pop(partition, None)
@@ -333,12 +311,12 @@ class Replicas:
         if fetcher is None:
             fetcher = self._fetchers[leader] = self._new_fetcher(leader)
             if self._running:
-                self._spawn(fetcher, fetcher.run(), f"follow node {leader}")
+                self._spawn(fetcher, f"following node {leader}")
         self._leader_of[key] = leader
         fetcher.follow(partition)
 
     def _leave(self, key: PartitionKey, leader: NodeId | None) -> None:
-        """Fetch a partition no more from where it was, unless that is the leader still."""
+        """Stop fetching a partition from its former leader, unless that still leads."""
         before = self._leader_of.get(key)
         if before is None or before == leader:
             return
@@ -364,13 +342,13 @@ class Replicas:
     # -- the followers of what is led here ------------------------------------------------------------------
 
     def behind(self, partition: Partition) -> None:
-        """Somebody in sync does not have all of a partition: look at it until everybody has."""
+        """Check a partition until all in-sync replicas have caught up."""
         if partition.has_lagging:
             self._behind[partition] = None
             self._sweep_later()
 
     def wants_change(self, partition: Partition) -> None:
-        """It is worth to see whether a partition wants a change of its in-sync set."""
+        """Check whether a partition wants a change of its in-sync set."""
         if partition.is_leader:
             self._writer.look_at(partition)
 
@@ -393,8 +371,8 @@ class Replicas:
     # -- numbers --------------------------------------------------------------------------------------------
 
     def metrics(self) -> Iterable[Metric]:
-        """How much is followed, and how many of the led partitions have somebody behind."""
+        """Return how much is followed, and how many led partitions have a lagging replica."""
         followed = len(self._leader_of)
         yield gauge("millstream_replicas_followed", "Partitions that are fetched from their leaders.", followed)
         yield from self._repair.metrics()
-        yield gauge("millstream_replicas_behind", "Led, with somebody in sync who lacks something.", len(self._behind))
+        yield gauge("millstream_replicas_behind", "Led, with an in-sync replica that lags.", len(self._behind))

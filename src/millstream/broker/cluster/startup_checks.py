@@ -1,7 +1,7 @@
-"""What a starting node makes sure of before it opens its log: that its folder, etcd and the catalog belong together.
+"""What a starting node verifies before it opens its log: that its folder, etcd and the catalog belong together.
 
-A wrong setting is told at once, in a sentence, and a store that gives no answer for as long as the node waits for it. A
-node that the cluster has let in before starts without the catalog, since all that is declared is in etcd too.
+A wrong setting fails at once, a store that does not answer after the configured wait. A node that was admitted before
+starts without the catalog, because all declarations are in etcd too.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class NodeIdentity:
     node_id: NodeId
     cluster: str
     etcd: str
-    """Where etcd is looked for, without passwords."""
+    """The addresses of etcd, without passwords."""
     data: str
     etcd_wait_s: float
-    """How long to wait for etcd; 0 means for ever."""
+    """How long to wait for etcd; 0 means forever."""
 
 
 class StartupChecks:
@@ -63,7 +63,7 @@ class StartupChecks:
         is_running: Callable[[Node], Awaitable[bool]],
         report: Callable[[str], Awaitable[None]],
     ) -> None:
-        """`is_running` tells whether a node runs at an address; `report` is told what the node waits for."""
+        """`is_running` asks whether a node runs at an address; `report` is called with what the node waits for."""
         self._claim = claim
         self._owner = owner
         self._store = store
@@ -74,7 +74,7 @@ class StartupChecks:
         self._report = report
 
     async def check(self) -> None:
-        """Return when the node may go on; raise what is wrong with its settings, or that etcd gave no answer."""
+        """Return when the node may start; raise if its settings are wrong, or etcd did not answer."""
         self._check_folder()
         known = await self._ask_store()
         self._check_known(known)
@@ -82,21 +82,21 @@ class StartupChecks:
         await self._check_catalog(known.get(keys.CLUSTER_ID))
 
     def _check_folder(self) -> None:
-        """The folder first: it says best which setting is wrong."""
+        """Check the folder first: it identifies the wrong setting best."""
         claim, owner = self._claim, self._owner
         if owner.node_id not in (UNKNOWN_NODE, claim.node_id):
             raise ClusterMismatch(
-                f"{claim.data} is the folder of node {owner.node_id}, and this is started as node {claim.node_id}; "
+                f"{claim.data} is the folder of node {owner.node_id}, but this node is started as {claim.node_id}; "
                 f"give --node-id {owner.node_id}, or another --data"
             )
         if owner.cluster not in ("", claim.cluster):
             raise ClusterMismatch(
-                f"{claim.data} belongs to the cluster {owner.cluster!r}, and this node is started for "
+                f"{claim.data} belongs to the cluster {owner.cluster!r}, but this node is started for "
                 f"{claim.cluster!r}; give --cluster {owner.cluster}, or another --data"
             )
 
     def _check_known(self, known: Mapping[str, str]) -> None:
-        """Whether etcd is the one that knows this folder."""
+        """Check that etcd is the one that knows this folder."""
         claim, owner = self._claim, self._owner
         found = known.get(keys.CLUSTER_ID)
         if found is not None and owner.cluster_id not in ("", found):
@@ -108,7 +108,7 @@ class StartupChecks:
             raise cluster_forgotten(claim.node_id)
 
     async def _check_place(self, held: str | None) -> None:
-        """Refuse at once when the node that has this id answers; one that does not is waited for when registering."""
+        """Refuse at once if a node with this id answers; one that does not is waited for when registering."""
         if held is None:
             return
         other = NodeRegistration.from_json(self._claim.node_id, held, 0)
@@ -118,7 +118,7 @@ class StartupChecks:
     # -- the stores -----------------------------------------------------------------------------------------
 
     async def _ask_store(self) -> dict[str, str]:
-        """What etcd knows of this node and its cluster; waits until it answers, or for as long as is set."""
+        """Return what etcd knows of this node and its cluster; wait until it answers, or as long as configured."""
         claim, backoff = self._claim, self._backoff()
         began, since_ms = self._clock.monotonic(), self._clock.now_ms()
         while True:
@@ -144,11 +144,11 @@ class StartupChecks:
         return known
 
     async def _check_catalog(self, known: str | None) -> None:
-        """Whether the catalog is that of this cluster; waits for it when nothing is known here."""
+        """Check that the catalog belongs to this cluster; wait for it if nothing is known here."""
         backoff, since_ms = self._backoff(), self._clock.now_ms()
         while True:
             try:
-                # Whoever may start without it does not wait long for one that stands still.
+                # A node that may start without the catalog does not wait long for one that hangs.
                 async with asyncio.timeout(CATALOG_S_MAX if self._owner.was_admitted else None):
                     declared = await self._declarations.cluster_id()
                 break
@@ -156,12 +156,14 @@ class StartupChecks:
                 raise
             except (CatalogUnavailable, TimeoutError) as error:
                 if self._owner.was_admitted:
-                    _logger.warning("starting without the catalog, by what etcd knows", extra={"error": str(error)})
+                    _logger.warning(
+                        "starting without the catalog, with the declarations in etcd", extra={"error": str(error)}
+                    )
                     return
-                await self._wait("waits for the catalog, of which nothing is known here yet", error, since_ms, backoff)
+                await self._wait("waits for the catalog, which it has never read", error, since_ms, backoff)
         if known not in (None, declared):
             raise ClusterMismatch(
-                f"the catalog is that of another cluster ({declared}) than the one that etcd at {self._claim.etcd} "
+                f"the catalog belongs to another cluster ({declared}) than the one that etcd at {self._claim.etcd} "
                 f"knows as {self._claim.cluster!r} ({known}); check --catalog and --etcd"
             )
 

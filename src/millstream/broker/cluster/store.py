@@ -1,6 +1,6 @@
-"""What the cluster asks of its coordination service: a small ordered store that compares before it changes.
+"""What the cluster needs of its coordination service: a small ordered store with compare-and-swap.
 
-Two back ends stand behind it: `embedded_store` in the process's memory, and `etcd_store`.
+It has two back ends: `embedded_store` in the memory of the process, and `etcd_store`.
 
 Keys are texts like `nodes/1`, relative to the part of the service that belongs to this cluster. Every change of the
 store has a revision, higher than that of the change before; all changes of one call share it.
@@ -8,9 +8,12 @@ store has a revision, higher than that of the change before; all changes of one 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from millstream.core.clock import Clock
 
 CHANGES_MAX = 64
 """How many keys one call may change."""
@@ -30,11 +33,11 @@ class Entry(NamedTuple):
     revision: int
     """Of the last change of this key."""
     created: int
-    """Of the change that made it exist."""
+    """Of the change that created it."""
 
 
 class Snapshot(NamedTuple):
-    """All keys below a prefix as they were at one revision of the store; a watch goes on after it."""
+    """All keys below a prefix at one revision of the store; a watch continues after it."""
 
     entries: Mapping[str, Entry]
     revision: int
@@ -42,12 +45,12 @@ class Snapshot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """Give a key a value, whether it exists or not."""
+    """Set a key, whether it exists or not."""
 
     key: str
     value: str
     leased: bool = False
-    """The key goes when this store's session ends."""
+    """The key is removed when this store's session ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +71,16 @@ class Expect(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One change that a watch tells of."""
+    """One change of a watch."""
 
     key: str
     value: str | None
-    """None when the key was deleted, or went with its session."""
+    """None if the key was deleted, or removed with its session."""
     revision: int
 
 
 class Session(Protocol):
-    """A lease that is kept alive as long as the process is well; keys put with `leased` go when it ends."""
+    """A lease that is kept alive while the process is well; keys put with `leased` are removed when it ends."""
 
     @property
     def live(self) -> bool:
@@ -85,58 +88,58 @@ class Session(Protocol):
 
     @property
     def confirmed(self) -> bool:
-        """Whether the store has said within the time of the session that it holds; else it may be over by now."""
+        """Whether the store has confirmed it within its time to live; otherwise it may be over by now."""
 
     async def close(self) -> None:
-        """End it, and with it its keys, at once where the store can be reached, else by its time running out.
+        """End it, and with it its keys, at once if the store can be reached, otherwise when its time runs out.
 
-        `on_lost` is not called for it. Never raises because the store is away.
+        `on_lost` is not called for it. Never raises because the store is unavailable.
         """
 
 
 class CoordinationStore(Protocol):
-    """One node's door to the store. All methods are called on the event loop."""
+    """One node's access to the store. All methods are called on the event loop."""
 
     @property
     def available(self) -> bool:
-        """Whether the last that was heard of the store was an answer."""
+        """Whether the last call of the store was answered."""
 
     @property
     def away_since_ms(self) -> int | None:
-        """Since when, on the wall clock, it gives none; None while it is available."""
+        """Since when, on the wall clock, it does not answer; None while it is available."""
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called, on the event loop, each time `available` changes."""
+        """Call `listener`, on the event loop, each time `available` changes."""
 
     async def read(self, prefix: str) -> Snapshot:
-        """Every key that begins with `prefix`, with nothing missing that was answered before this call.
+        """Return every key that begins with `prefix`, including everything answered before this call.
 
-        Raises StoreUnavailable when no answer came in time.
+        Raises StoreUnavailable if no response came in time.
         """
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> int | None:
-        """Carry out all changes in one step if every expectation holds; None, and no change, if one does not.
+        """Carry out all changes in one step if every expectation holds; otherwise change nothing and return None.
 
         The result is the revision that the keys have now. A call changes at most `CHANGES_MAX` keys, each once.
 
-        Raises StoreRefused when it is certain that nothing was changed, else StoreUnavailable: then it may have been
-        carried out, and the caller has to read back.
+        Raises StoreRefused if certainly nothing was changed, otherwise StoreUnavailable: then it may have been carried
+        out, and the caller has to read back.
         """
 
     def watch(self, prefix: str, *, after: int) -> AsyncGenerator[Sequence[Event], None]:
-        """Every change below `prefix` with a revision above `after`, in order, none missing and none twice.
+        """Yield every change below `prefix` with a revision above `after`, in order, none missing and none twice.
 
-        All changes of one revision come in one batch; a batch may hold several revisions. It waits through any time
-        that the store is away. Raises WatchLost when the store has forgotten that part of its history: read anew.
-        Close it (`contextlib.aclosing`) when leaving it early.
+        All changes of one revision come in one batch; a batch may hold several revisions. It waits while the store is
+        unavailable. Raises WatchLost if the store has forgotten that part of its history: read everything again. Close
+        it (`contextlib.aclosing`) when leaving it early.
         """
 
     async def open_session(self, ttl_s: float, on_lost: Callable[[], None]) -> Session:
-        """Begin a session; `Put(leased=True)` belongs to the last one opened. The one before it must have ended.
+        """Begin a session; `Put(leased=True)` belongs to the last one opened, and the one before must have ended.
 
-        It is lost when this process does not let its event loop run for `ttl_s`, and when the store says that it has
-        ended, which it does after `ttl_s` without a sign of life. `on_lost` is then called once, on the event loop.
-        While the store is away as a whole nothing is lost: time stands still for its sessions.
+        It is lost if this process does not let its event loop run for `ttl_s`, and if the store says that it has ended,
+        which it does after `ttl_s` without a renewal. `on_lost` is then called once, on the event loop. While the store
+        is unavailable as a whole nothing is lost: time stands still for its sessions.
         """
 
     async def close(self) -> None:
@@ -144,10 +147,80 @@ class CoordinationStore(Protocol):
 
 
 def check_changes(changes: Sequence[Change], expect: Sequence[Expect]) -> None:
-    """What every back end asks of its caller, so that a mistake shows in all of them."""
+    """Check what every back end asks of its caller, so that a mistake shows in all of them."""
     if len(changes) > CHANGES_MAX or len(expect) > EXPECTS_MAX:
         raise ValueError(
             f"{len(changes)} changes (at most {CHANGES_MAX}), {len(expect)} expectations (at most {EXPECTS_MAX})"
         )
     if len({change.key for change in changes}) != len(changes):
         raise ValueError("one call changes each key at most once")
+
+
+_logger = logging.getLogger(__name__)
+
+
+class StoreHealth:
+    """The health of the store according to its last call."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._listeners: list[Callable[[], None]] = []
+        self._answered_once = False
+        self.away_since_ms: int | None = None
+
+    @property
+    def available(self) -> bool:
+        """Whether the last call of the store was answered."""
+        return self.away_since_ms is None
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Call `listener` each time `available` changes."""
+        self._listeners.append(listener)
+
+    def answered(self) -> None:
+        """Note that the store answered, whatever it was."""
+        self._answered_once = True
+        if self.away_since_ms is None:
+            return
+        away_ms = self._clock.now_ms() - self.away_since_ms
+        self.away_since_ms = None
+        _logger.info("etcd is available again", extra={"away_ms": away_ms})
+        self._notify()
+
+    def silent(self, reason: str) -> None:
+        """Note that the store did not answer."""
+        if self.away_since_ms is not None:
+            return
+        self.away_since_ms = self._clock.now_ms()
+        if self._answered_once:
+            # Before that, the task that waits for the first answer reports it.
+            _logger.warning(
+                "etcd is unavailable; data flows with the current leaders, changes of the cluster wait",
+                extra={"reason": reason},
+            )
+        self._notify()
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+
+class HealthReporting:
+    """A store that reports its health; what every back end has in common."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._health = StoreHealth(clock)
+
+    @property
+    def available(self) -> bool:
+        """Whether the last call of the store was answered."""
+        return self._health.available
+
+    @property
+    def away_since_ms(self) -> int | None:
+        """Since when it does not answer."""
+        return self._health.away_since_ms
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Call `listener` each time `available` changes."""
+        self._health.when_changed(listener)

@@ -1,4 +1,4 @@
-"""What nodes tell each other through the coordination store, as JSON: themselves, topics, deletions, placements."""
+"""The values in the coordination store, as JSON: registrations, topics, deletions, placements."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from millstream.core.topic import Topic
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRegistration:
-    """A node that runs, as it registered itself."""
+    """A running node, as it registered itself."""
 
     node: Node
     http: str
     incarnation: str
-    """Another one with each registration."""
+    """Differs with each registration."""
     version: str
     unclean: bool
-    """Whether its log may have a hole: the machine went down without a clean stop, or this is another folder."""
+    """Whether its log may have a hole: the machine went down without a clean stop, or the folder is another one."""
     revision: int = 0
 
     def to_json(self) -> str:
-        """As it is kept in the coordination store."""
+        """Encode it for the coordination store."""
         content = {
             "host": self.node.host,
             "port": self.node.port,
@@ -42,7 +42,7 @@ class NodeRegistration:
 
     @classmethod
     def from_json(cls, node_id: NodeId, text: str, revision: int) -> NodeRegistration:
-        """Read it back; fields that are not known here are passed over."""
+        """Decode it; unknown fields are ignored."""
         try:
             content = json.loads(text)
             return cls(
@@ -61,19 +61,19 @@ class NodeRegistration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """A topic whose files may go."""
+    """A topic whose files may be removed."""
 
     name: str
     replicas: tuple[NodeId, ...]
     """Every node that may have files of it."""
 
     def to_json(self) -> str:
-        """As it is kept in the coordination store."""
+        """Encode it for the coordination store."""
         return _compact({"name": self.name, "replicas": self.replicas})
 
     @classmethod
     def from_json(cls, text: str) -> Deletion:
-        """Read it back."""
+        """Decode it."""
         try:
             content = json.loads(text)
             return cls(name=str(content["name"]), replicas=tuple(NodeId(int(one)) for one in content["replicas"]))
@@ -82,7 +82,7 @@ class Deletion:
 
 
 def topic_to_json(topic: Topic) -> str:
-    """A topic as it is kept in the coordination store."""
+    """Encode a topic for the coordination store."""
     content = {
         "name": topic.name,
         "partitions": topic.partitions,
@@ -94,7 +94,7 @@ def topic_to_json(topic: Topic) -> str:
 
 
 def topic_from_json(topic_id: UUID, text: str) -> Topic:
-    """Read a topic back."""
+    """Decode a topic."""
     try:
         content = json.loads(text)
         return Topic(
@@ -110,16 +110,16 @@ def topic_from_json(topic_id: UUID, text: str) -> Topic:
 
 
 Placement = Mapping[int, tuple[NodeId, ...]]
-"""Replicas chosen by hand, by partition."""
+"""Replicas chosen by the user, by partition."""
 
 
 def placement_to_json(placement: Placement) -> str:
-    """Replicas chosen by hand as they are kept in the coordination store."""
+    """Encode replicas chosen by the user."""
     return _compact({str(index): replicas for index, replicas in placement.items()})
 
 
 def placement_from_json(text: str) -> Placement:
-    """Read replicas chosen by hand back."""
+    """Decode replicas chosen by the user."""
     try:
         return {int(index): tuple(NodeId(int(one)) for one in replicas) for index, replicas in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError) as error:

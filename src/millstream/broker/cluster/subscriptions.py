@@ -1,4 +1,4 @@
-"""The subscriptions: declared in the catalog, held in memory on every node for whoever delivers them."""
+"""The subscriptions: declared in the catalog, held in memory on every node that delivers them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _logger = logging.getLogger(__name__)
 
 SUBSCRIPTIONS_MAX = 100_000
 DELETION_KEPT_MS = 7 * 24 * 3600 * 1000
-"""How long it is remembered that a subscription was deleted, for nodes that are away meanwhile."""
+"""How long a deletion is remembered, for nodes that are down meanwhile."""
 
 CheckFilter = Callable[[str], object]
-"""Raises an `InvalidRequest` that points at what is wrong with the text of a filter."""
+"""Raises an `InvalidRequest` that points at the mistake in the text of a filter."""
 
 
 class _Lookup:
@@ -44,7 +44,7 @@ class _Lookup:
 
 
 class Subscriptions:
-    """Every subscription that is declared, by its name and by its id."""
+    """Every declared subscription, by its name and by its id."""
 
     def __init__(
         self,
@@ -68,15 +68,15 @@ class Subscriptions:
         self._lookup = _Lookup()
 
     def use_filters(self, check: CheckFilter) -> None:
-        """Have the text of every filter that is declared from now on checked by `check`."""
+        """Check the text of every filter that is declared from now on with `check`."""
         self._check_filter = check
 
     def use_topics(self, has_topic: Callable[[str], bool]) -> None:
-        """Have the names of dead letter topics chosen so that no topic has them."""
+        """Choose names of dead letter topics that no topic has."""
         self._has_topic = has_topic
 
     async def load(self) -> None:
-        """Read what the catalog holds."""
+        """Read the catalog."""
         async with self._changing:
             declared = await self._declarations.subscriptions()
             self._deleted = await self._declarations.deleted_subscriptions()
@@ -87,40 +87,40 @@ class Subscriptions:
         self._notify()
 
     def all(self) -> list[Subscription]:
-        """Every subscription, by name."""
+        """Return every subscription, by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def get(self, name: str) -> Subscription | None:
-        """The subscription of this name, if there is one."""
+        """Return the subscription with this name, if it exists."""
         return self._by_name.get(name)
 
     def by_id(self, subscription_id: UUID) -> Subscription | None:
-        """The subscription with this id, if there is one."""
+        """Return the subscription with this id, if it exists."""
         return self._by_id.get(subscription_id)
 
     def settings_of(self, subscription: Subscription) -> SubscriptionSettings:
-        """Its settings as they are now."""
+        """Return its current settings."""
         return self._settings[subscription.subscription_id]
 
     def is_deleted(self, subscription_id: UUID) -> bool:
-        """Whether what queues hold for it may go: only ever true because of a deletion that was recorded."""
+        """Whether its queues' state may be removed: only ever true because of a recorded deletion."""
         return subscription_id in self._deleted
 
     def existing(self, name: str) -> Subscription:
-        """The subscription of this name; raise `UnknownSubscription` when there is none."""
+        """Return the subscription with this name; raise `UnknownSubscription` if there is none."""
         found = self._by_name.get(name)
         if found is None:
             raise UnknownSubscription(f"there is no subscription {name!r}; see `millstream subscription list`")
         return found
 
     async def find(self, name: str) -> Subscription:
-        """The subscription of this name; another node may have declared it just now."""
+        """Return the subscription with this name; another node may have declared it just now."""
         if name not in self._by_name:
             await self._look_up(name)
         return self.existing(name)
 
     async def ensure(self, name: str) -> Subscription:
-        """The subscription of this name; where there is none it is declared, without topics, as a share group is."""
+        """Return the subscription with this name; if there is none, declare it without topics, as a share group."""
         with suppress(UnknownSubscription):
             return await self.find(name)
         # Another node may be faster.
@@ -137,7 +137,7 @@ class Subscriptions:
         starts: Mapping[str, tuple[int, ...]] | None = None,
         validate_only: bool = False,
     ) -> Subscription:
-        """Declare a subscription durably; `starts` says where its queues begin, for partitions that are there.
+        """Declare a subscription durably; `starts` says where its queues begin, for existing partitions.
 
         The defaults for new subscriptions are written into it, unless it has no topics, as a share group.
         """
@@ -175,7 +175,7 @@ class Subscriptions:
         starts: Mapping[str, tuple[int, ...]] | None = None,
         validate_only: bool = False,
     ) -> Subscription:
-        """Set some settings of a subscription, durably; None takes a setting back to what a new one has.
+        """Set some settings of a subscription, durably; None resets a setting to what a new one has.
 
         `starts` says where the queues of further topics begin.
         """
@@ -192,7 +192,7 @@ class Subscriptions:
             kept = {key: offsets for key, offsets in begun.items() if topic_of_start(key) in wanted}
             return dataclasses.replace(now, overrides=overrides, topics=wanted, starts=kept)
 
-        # What can be told at once is told before the catalog is asked, and again with what it declares by then.
+        # Checked before the catalog is asked, and again with what it declares by then.
         preview = await asyncio.to_thread(changed, found)
         if validate_only:
             return preview
@@ -205,7 +205,7 @@ class Subscriptions:
         return stored
 
     async def note_use(self, name: str, used_ms: int) -> None:
-        """Note durably that somebody uses a subscription."""
+        """Record durably that a subscription is in use."""
         found = self.existing(name)
         async with self._changing:
             stored = await self._declarations.alter_subscription(
@@ -214,7 +214,7 @@ class Subscriptions:
             self._store(stored)
 
     async def delete(self, name: str) -> Subscription:
-        """Take a subscription out, durably; what its queues hold goes after that."""
+        """Delete a subscription, durably; the state of its queues is removed after that."""
         await self.find(name)
         async with self._changing:
             found = self.existing(name)
@@ -229,11 +229,11 @@ class Subscriptions:
         return found
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called after each change."""
+        """Call `listener` after each change."""
         self._listeners.append(listener)
 
     def _dead_letter_topic(self, name: str, subscription_id: UUID, topics: Sequence[str]) -> str:
-        """A topic for the dead letters of a subscription that names none: the one that it has, or an unused name."""
+        """Return the dead letter topic of a subscription that names none: the one it has, or an unused name."""
         others = {settings.dead_letter_topic for one, settings in self._settings.items() if one != subscription_id}
         own = self._settings.get(subscription_id)
 
@@ -254,9 +254,9 @@ class Subscriptions:
         self._settings[subscription.subscription_id] = subscription.settings
 
     async def _look_up(self, name: str) -> None:
-        """Read what the catalog declares under a name, in one go with whatever else is asked for meanwhile.
+        """Read what the catalog declares under a name, together with the other names requested meanwhile.
 
-        However many ask for what does not exist, the catalog answers one question at a time.
+        However many ask for a name that does not exist, the catalog gets one question at a time.
         """
         lookup = self._lookup
         lookup.names.add(name)
@@ -269,7 +269,7 @@ class Subscriptions:
             raise lookup.error
 
     async def _read(self, lookup: _Lookup) -> None:
-        # Whoever asks from now on may mean what is declared from now on.
+        # Later lookups may be for what is declared from now on.
         self._lookup = _Lookup()
         try:
             declared = await self._declarations.subscriptions_named(sorted(lookup.names))
@@ -294,5 +294,5 @@ class Subscriptions:
 
 
 def _completed(name: str, topics: Sequence[str], given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
-    """The settings with the defaults of new subscriptions; those without topics, and Millstream's own, have Kafka's."""
+    """Return the settings with the defaults of new subscriptions; share groups and internal ones have Kafka's."""
     return settings_of_new(given, dead_letter_topic) if topics and not name.startswith(OWN_PREFIX) else dict(given)

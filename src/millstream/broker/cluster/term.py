@@ -1,4 +1,4 @@
-"""One node's time as the controller. Every change names the revision of its election, so the next one fences it."""
+"""One node's term as the controller. Every change names the revision of its election, so the next term fences it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from millstream.core.partition_state import PartitionState
 from millstream.core.tasks import gather_or_cancel
 
 _AT_ONCE_MAX = 8
-"""Changes under way at the same time, so that ten thousand elections do not wait for each other's disk."""
+"""Concurrent changes, so that ten thousand elections do not wait for each other's disk."""
 
 
 class Proposal(NamedTuple):
-    """A state that a partition is to have, if it still has the one it was worked out from."""
+    """A new state for a partition, if it still has the one that this was computed from."""
 
     partition: PartitionKey
     state: PartitionState
     revision: int
-    """Of the state before; 0 when there must be none."""
+    """Of the state before; 0 if there must be none."""
 
 
 class Term:
-    """Changes of the coordination store that hold only while this node is the controller."""
+    """Changes of the coordination store that apply only while this node is the controller."""
 
     def __init__(self, store: CoordinationStore, revision: int) -> None:
         self.store = store
@@ -35,7 +35,7 @@ class Term:
         """Of the last change that was carried out."""
 
     async def change(self, changes: Sequence[Change], expect: Sequence[Expect] = ()) -> bool:
-        """Carry out changes; False when an expectation failed, or another node is the controller."""
+        """Carry out changes; return False if an expectation failed, or another node is the controller."""
         revision = await self.store.change(changes, [Expect(keys.CONTROLLER, self.revision), *expect])
         if revision is None:
             return False
@@ -43,7 +43,7 @@ class Term:
         return True
 
     async def propose(self, proposals: Iterable[Proposal]) -> list[Proposal]:
-        """Change the states of partitions, many at once; returns those that were overtaken by another change."""
+        """Change the states of partitions, many at once; return those that another change has overtaken."""
         left = iter(proposals)
         overtaken: list[Proposal] = []
 

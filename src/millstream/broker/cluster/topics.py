@@ -1,7 +1,7 @@
-"""The topics of a node: what is declared, joined with the partitions that carry it out here.
+"""The topics of a node: what is declared, joined with the partitions that host it here.
 
-This is the single node, where a declaration is true as soon as the catalog has it; `cluster_topics` is the node of a
-cluster, which waits until all have agreed.
+This is the single node, where a declaration takes effect as soon as the catalog has it; `cluster_topics` is the node of
+a cluster, which waits until all have agreed.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ _logger = logging.getLogger(__name__)
 
 PARTITIONS_MAX = 10_000
 AGREEMENT_S = 30.0
-"""How long a change waits, when nobody says otherwise, until the cluster has agreed on it."""
+"""How long a change waits by default until the cluster has agreed on it."""
 
 _NAMES_SHOWN_MAX = 5
 _CLEANUP = "cleanup.policy"
 _SAFE_REPLICATION = 3
 _SAFE_IN_SYNC = 2
-"""With three replicas, two have to have a record unless the topic says otherwise: one may be lost, and one away."""
+"""With three replicas, two must have a record unless the topic says otherwise: one may be lost, and one down."""
 
 LeadershipListener = Callable[[PartitionIndex, Partition | None], None]
-"""Told the partition while this node leads it, and None when it does not any more."""
+"""Called with the partition while this node leads it, and with None when it no longer does."""
 
 
 class Topics:
-    """Every topic, by name and by id, and the partitions that this node carries."""
+    """Every topic, by name and by id, and the partitions that this node hosts."""
 
     def __init__(
         self,
@@ -102,31 +102,31 @@ class Topics:
 
     @property
     def version(self) -> int:
-        """A number that changes whenever a topic comes, grows or goes; it does not outlive the process."""
+        """A number that changes whenever a topic is created, grown or deleted; it does not outlive the process."""
         return self._version
 
     def use_delivery_floor(self, floor: DeliveryFloor) -> None:
-        """Have retention ask `floor` how far subscriptions have come, where a topic wants that."""
+        """Let retention ask `floor` how far subscriptions have progressed, where a topic wants that."""
         self._store.floors.delivery = floor
 
     def use_landed_floor(self, floor: LandedFloor) -> None:
-        """Have retention ask `floor` how far pipelines have come that land a topic, where it wants that."""
+        """Let retention ask `floor` how far pipelines have landed a topic, where it wants that."""
         self._store.floors.landed = floor
 
     def get(self, name: str) -> Topic | None:
-        """The topic of this name, if there is one."""
+        """Return the topic with this name, if it exists."""
         return self._by_name.get(name)
 
     def by_id(self, topic_id: UUID) -> Topic | None:
-        """The topic with this id, if there is one."""
+        """Return the topic with this id, if it exists."""
         return self._by_id.get(topic_id)
 
     def all(self) -> list[Topic]:
-        """Every topic, by name."""
+        """Return every topic, by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def partition(self, name: str, index: int) -> Partition:
-        """One partition that this node carries, by the topic's name."""
+        """Return a partition that this node hosts, by the topic's name."""
         partitions = self._partitions.get(name)
         if partitions is not None and 0 <= index < len(partitions):
             partition = partitions[index]
@@ -135,44 +135,44 @@ class Topics:
         raise self._missing_error(name, index)
 
     def partition_by_id(self, topic_id: UUID, index: int) -> Partition:
-        """One partition that this node carries, by the topic's id."""
+        """Return a partition that this node hosts, by the topic's id."""
         topic = self._by_id.get(topic_id)
         if topic is None:
             raise UnknownTopicId(f"no topic has the id {topic_id}")
         return self.partition(topic.name, index)
 
     def may_follow(self, _node: NodeId, _registration: int) -> bool:
-        """Whether a fetch may be that of a follower: a node on its own has none."""
+        """Whether a fetch may be that of a follower: a single node has none."""
         return False
 
     def high_watermark(self, name: str, index: int) -> int | None:
-        """Where consumers of a partition will read next; None when this node does not carry it."""
+        """Return the high watermark of a partition; None if this node does not host it."""
         partitions = self._partitions.get(name, ())
         partition = partitions[index] if 0 <= index < len(partitions) else None
         return None if partition is None else partition.high_watermark
 
     def partitions_of(self, topic: Topic) -> list[Partition]:
-        """The partitions of a topic that this node carries, in order."""
+        """Return the partitions of a topic that this node hosts, in order."""
         return [partition for partition in self._partitions[topic.name] if partition is not None]
 
     def hosted(self) -> Iterable[Partition]:
-        """Every partition that this node carries."""
+        """Yield every partition that this node hosts."""
         for partitions in self._partitions.values():
             for partition in partitions:
                 if partition is not None:
                     yield partition
 
     def states_of(self, topic: Topic) -> Sequence[PartitionState | None]:
-        """Who carries and leads each partition of a topic, in order; None where that is not agreed on yet."""
+        """Return the state of each partition of a topic, in order; None where it is not agreed on yet."""
         return [None if one is None else self._sole_state(one.leader_epoch) for one in self._partitions[topic.name]]
 
     def state_of(self, topic: Topic, index: int) -> PartitionState | None:
-        """Who carries and leads one partition; None when that is not agreed on yet."""
+        """Return the state of one partition; None if it is not agreed on yet."""
         self._check_index(topic, index)
         return self.states_of(topic)[index]
 
     async def elect(self, topic: Topic, index: int, *, unclean: bool = False) -> None:
-        """Have the preferred replica lead or, with `unclean`, any replica when nobody can."""
+        """Let the preferred replica lead or, with `unclean`, any replica if no other can."""
         self._check_index(topic, index)
         raise ElectionNotNeeded("the partition is led by its preferred replica")
 
@@ -183,22 +183,22 @@ class Topics:
             raise NoReassignment("the partition is not being moved")
 
     def reassignments(self) -> Mapping[PartitionKey, Reassignment]:
-        """Every move under way."""
+        """Return every move under way."""
         return {}
 
     def when_leadership_changes(self, name: str, listener: LeadershipListener) -> None:
-        """Tell `listener` about each partition of a topic that this node leads, now and whenever that changes."""
+        """Call `listener` with each partition of a topic that this node leads, now and whenever that changes."""
         self._leadership_listeners.setdefault(name, []).append(listener)
         for partition in self._partitions.get(name, ()):
             if partition is not None and partition.is_leader:
                 listener(partition.index, partition)
 
     def settings_of(self, topic: Topic) -> TopicSettings:
-        """What holds for a topic: the node's defaults and, on top, what its owner set."""
+        """Return the effective settings of a topic: the node's defaults and, on top, its overrides."""
         return TopicSettings.from_strings(topic.overrides, base=self.defaults_for(topic.replication))
 
     def defaults_for(self, replication: int) -> TopicSettings:
-        """What holds for a topic with so many replicas that sets nothing itself."""
+        """Return the settings of a topic with so many replicas and no overrides."""
         if replication < _SAFE_REPLICATION:
             return self._defaults
         return dataclasses.replace(self._defaults, min_insync_replicas=_SAFE_IN_SYNC)
@@ -215,7 +215,7 @@ class Topics:
         placement: Placement | None = None,
         timeout_s: float = AGREEMENT_S,
     ) -> Topic:
-        """Declare a topic durably, then open its partitions. `placement` chooses the replicas by hand."""
+        """Declare a topic durably, then open its partitions. `placement` chooses the replicas."""
         async with self._changing:
             topic = self._declare(name, partitions, replication, overrides or {}, internal=internal)
             if validate_only:
@@ -228,7 +228,7 @@ class Topics:
         return topic
 
     async def ensure(self, name: str) -> Topic:
-        """The topic of this name; created if it is missing and the config allows that."""
+        """Return the topic with this name; create it if it is missing and the configuration allows that."""
         topic = self._by_name.get(name)
         if topic is not None:
             return topic
@@ -252,7 +252,7 @@ class Topics:
         _logger.info("topic deleted", extra={"topic": name})
 
     def when_deleted(self, listener: Callable[[Topic], None]) -> None:
-        """Have `listener` called after each deletion of a topic."""
+        """Call `listener` after each deletion of a topic."""
         self._deletion_listeners.append(listener)
 
     async def add_partitions(
@@ -285,7 +285,7 @@ class Topics:
         validate_only: bool = False,
         timeout_s: float = AGREEMENT_S,
     ) -> Topic:
-        """Set some of a topic's settings; None takes a setting back to the node's default, `replace` all others."""
+        """Set some of a topic's settings; None resets a setting to the node's default, `replace` all others."""
 
         def altered(topic: Topic) -> Topic:
             overrides = {} if replace else dict(topic.overrides)
@@ -322,9 +322,9 @@ class Topics:
         return changed
 
     def metrics(self) -> Iterable[Metric]:
-        """What is stored and how much went in and out, by topic and by partition."""
+        """Return what is stored and the traffic, by topic and by partition."""
         yield gauge("millstream_topics", "Topics.", len(self._by_name))
-        yield gauge("millstream_partitions", "Partitions that this node carries.", sum(1 for _ in self.hosted()))
+        yield gauge("millstream_partitions", "Partitions that this node hosts.", sum(1 for _ in self.hosted()))
         totals = (
             ("millstream_topic_records_in_total", "Records appended.", "records_in"),
             ("millstream_topic_bytes_in_total", "Bytes appended.", "bytes_in"),
@@ -355,38 +355,38 @@ class Topics:
                 yield Sample(held, (("topic", one.topic.name), ("partition", str(one.index))))
 
     def close(self) -> None:
-        """Close every partition: waiting producers are told that the broker stops."""
+        """Close every partition; waiting producers get an error."""
         for partition in self.hosted():
             partition.close()
 
-    # -- how a declaration comes true: at once on a single node ---------------------------------------------
+    # -- when a declaration takes effect: at once on a single node ------------------------------------------
 
     def _replication_max(self) -> int:
-        """How many nodes there are to carry replicas."""
+        """Return how many nodes can host replicas."""
         return 1
 
     async def _place(self, topic_id: UUID, placement: Placement | None) -> None:
-        """Leave word where partitions are to go; there is only one place here."""
+        """Record where partitions are to be placed; a single node has only one place."""
 
     def _declared(self, topic: Topic) -> None:
-        """The catalog has a topic, new or changed."""
+        """Apply a topic that the catalog has, new or changed."""
         self._apply_topic(topic)
 
     async def _await_agreement(self, topic: Topic, *, before: Topic | None, timeout_s: float) -> None:
-        """Wait until everybody knows."""
+        """Wait until all nodes know."""
 
     async def _await_topic(self, name: str) -> Topic:
-        """The topic of this name, which somebody else has just declared."""
+        """Return the topic with this name, which another caller has just declared."""
         return self._by_name[name]
 
     async def _deleted(self, topic: Topic) -> None:
-        """The catalog has the record of a deletion."""
+        """Apply a deletion that the catalog has recorded."""
         self._forget(topic)
         await self._declarations.forget_deleted(topic.topic_id)
         self._notify_deleted(topic)
 
     async def _await_deletion(self, topic: Topic, timeout_s: float) -> None:
-        """Wait until everybody knows that a topic is gone."""
+        """Wait until all nodes know that a topic is deleted."""
 
     def _declare(
         self, name: str, partitions: int, replication: int, overrides: Mapping[str, str], *, internal: bool
@@ -397,7 +397,7 @@ class Topics:
         twin = self._by_metric_name.get(_metric_name(name))
         if twin is not None:
             raise InvalidTopicName(
-                f"topic {name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot tell apart"
+                f"topic {name!r} differs from topic {twin!r} only in '.' and '_', which metrics cannot distinguish"
             )
         if name in INTERNAL_TOPICS and not internal:
             raise PolicyViolation(f"the name {name!r} is kept for the broker's own state")
@@ -418,7 +418,7 @@ class Topics:
         )
 
     def _remove_leftovers(self, topic_id: UUID, only: int | None = None) -> None:
-        """Carry a deletion to its end that a crash interrupted, of a topic or of one partition."""
+        """Complete the deletion of a topic or of one partition that a crash interrupted."""
         for stored_id, index in tuple(self._store.stored()):
             if stored_id == topic_id and only in (None, index):
                 log = self._store.open_log(topic_id, TopicPartition(f"deleted-{topic_id}", index), self._defaults)
@@ -436,15 +436,15 @@ class Topics:
 
     def _check_index(self, topic: Topic, index: int) -> None:
         if not 0 <= index < topic.partitions:
-            raise UnknownTopic(f"topic {topic.name!r} has {topic.partitions} partitions, there is no number {index}")
+            raise UnknownTopic(f"topic {topic.name!r} has {topic.partitions} partitions, not number {index}")
 
     def _missing_error(self, name: str, index: int) -> MillstreamError:
-        """Why there is no such partition here."""
+        """Return why this node has no such partition."""
         try:
             self._check_index(self._require(name), index)
         except UnknownTopic as error:
             return error
-        return NotLeader(f"this node does not carry partition {index} of topic {name!r}")
+        return NotLeader(f"this node does not host partition {index} of topic {name!r}")
 
     def _sole_state(self, epoch: Epoch) -> PartitionState:
         state = self._sole.get(epoch)
@@ -460,7 +460,7 @@ class Topics:
                 extra={"topic_ids": ", ".join(sorted(map(str, unknown))[:_NAMES_SHOWN_MAX]), "count": len(unknown)},
             )
 
-    # -- the picture ----------------------------------------------------------------------------------------
+    # -- what is hosted here --------------------------------------------------------------------------------
 
     def _register(self, topic: Topic) -> None:
         self._by_name[topic.name] = topic
@@ -468,7 +468,7 @@ class Topics:
         self._by_metric_name[_metric_name(topic.name)] = topic.name
 
     def _apply_topic(self, topic: Topic) -> None:
-        """Take over a topic that is new, has grown or has other settings."""
+        """Apply a topic that is new, has grown or has other settings."""
         before = self._by_id.get(topic.topic_id)
         settings = self.settings_of(topic)
         partitions = self._partitions.setdefault(topic.name, [])
@@ -483,19 +483,19 @@ class Topics:
             self._open_partition(topic, PartitionIndex(number), settings)
 
     def _open_partition(self, topic: Topic, index: PartitionIndex, settings: TopicSettings) -> None:
-        """Begin to carry a partition."""
+        """Open a partition that this node hosts."""
         log = self._store.open_log(topic.topic_id, TopicPartition(topic.name, index), settings)
         partition = Partition(topic, index, log, self._store)
         self._partitions[topic.name][index] = partition
         self._notify_leadership(partition)
 
     def _forget(self, topic: Topic) -> None:
-        """Close and delete what this node carries of a topic that is gone."""
+        """Close and delete what this node hosts of a deleted topic."""
         for partition in self._close(topic):
             self._store.delete_log(partition.log)
 
     def _close(self, topic: Topic) -> list[Partition]:
-        """Take a topic out of the picture; returns what this node carried of it."""
+        """Close what this node hosts of a topic and forget it; return the partitions."""
         hosted = self.partitions_of(topic)
         del self._by_id[topic.topic_id]
         del self._by_name[topic.name]

@@ -1,6 +1,6 @@
-"""One node's picture of the cluster: everything in the coordination store, read once and then followed.
+"""One node's view of the cluster: everything in the coordination store, read once and then followed.
 
-One task feeds it. While the store is away the last picture stays, and data flows by it.
+One task feeds it. While the store is unavailable the last view stays, and data flows by it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ViewChange:
     """What one batch of events changed."""
 
     nodes: set[NodeId] = field(default_factory=set)
-    """Nodes that came, went, were let in, or are leaving."""
+    """Nodes that joined, left, were admitted, or are leaving."""
     topics: set[UUID] = field(default_factory=set)
     partitions: set[PartitionKey] = field(default_factory=set)
     deleted: set[UUID] = field(default_factory=set)
     moved: set[PartitionKey] = field(default_factory=set)
-    """Partitions that begin or end to move, or of which a node may remove its files."""
+    """Partitions whose move begins or ends, or of which a node may remove its files."""
     placements: bool = False
     controller: bool = False
     catalog: bool = False
@@ -65,7 +65,7 @@ class ClusterView:
         self.revision = 0
         self.nodes: dict[NodeId, NodeRegistration] = {}
         self.registrations: dict[NodeId, int] = {}
-        """The revision under which each node registered last, also if it is gone."""
+        """The revision of each node's last registration, even if it is gone."""
         self.admitted: dict[NodeId, str] = {}
         self.leaving: set[NodeId] = set()
         self.controller: NodeId | None = None
@@ -99,18 +99,18 @@ class ClusterView:
 
     @property
     def live(self) -> Mapping[NodeId, Node]:
-        """Every node that runs and was let in by the controller."""
+        """Every node that runs and was admitted by the controller."""
         if self._live is None:
             self._live = {node_id: one.node for node_id, one in self.nodes.items() if self.is_live(node_id)}
         return self._live
 
     def is_live(self, node: NodeId) -> bool:
-        """Whether a node runs and was let in as it runs now."""
+        """Whether a node runs and was admitted in its current incarnation."""
         registered = self.nodes.get(node)
         return registered is not None and self.admitted.get(node) == registered.incarnation
 
     def listen(self, listener: Listener) -> None:
-        """Have `listener` called after each batch of changes, in the order of these calls."""
+        """Call `listener` after each batch of changes, in the order of these calls."""
         self._listeners.append(listener)
 
     def forget(self, listener: Listener) -> None:
@@ -118,11 +118,11 @@ class ClusterView:
         self._listeners.remove(listener)
 
     async def ready(self) -> None:
-        """Wait for the first picture."""
+        """Wait for the first view."""
         await self._ready.wait()
 
     async def until(self, condition: Callable[[], bool], timeout_s: float, *, what: str) -> None:
-        """Wait until the picture is so; raise `RequestTimedOut` when it is not in time."""
+        """Wait until a condition holds; raise `RequestTimedOut` if it does not in time."""
         if condition():
             return
         seen: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -140,7 +140,7 @@ class ClusterView:
             self.forget(look)
 
     async def run(self) -> None:
-        """Read everything, then follow; for ever."""
+        """Read everything, then follow; runs forever."""
         while True:
             try:
                 snapshot = await self._store.read("")
@@ -150,13 +150,13 @@ class ClusterView:
                     async for events in batches:
                         self.apply(events)
             except WatchLost as error:
-                _logger.warning("the history of the coordination store is gone; reading anew: %s", error)
+                _logger.warning("the history of the coordination store is gone; reading everything again: %s", error)
             except StoreUnavailable as error:
                 _logger.warning("the coordination store cannot be read; trying again", extra={"error": str(error)})
                 await self._backoff.pause()
 
     def show(self, snapshot: Snapshot) -> None:
-        """Take over everything that a read found, as if each difference had been told."""
+        """Take over everything that a read found, as if each difference were an event."""
         entries = snapshot.entries
         gone = [Event(key, None, snapshot.revision) for key in self._known if key not in entries]
         new = [
@@ -169,7 +169,7 @@ class ClusterView:
         self._ready.set()
 
     def apply(self, events: Sequence[Event]) -> None:
-        """Take over what a watch told, then tell the listeners."""
+        """Apply the events of a watch, then call the listeners."""
         change = ViewChange()
         for event in events:
             self._take(event, change)
@@ -179,7 +179,7 @@ class ClusterView:
             listener(change)
 
     def states_of(self, topic: Topic) -> list[Versioned | None]:
-        """The states of a topic's partitions, in order; None where there is none yet."""
+        """Return the states of a topic's partitions, in order; None where there is none yet."""
         get = self.states.get
         return [get((topic.topic_id, index)) for index in map(PartitionIndex, range(topic.partitions))]
 

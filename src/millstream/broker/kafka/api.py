@@ -17,7 +17,7 @@ from kio.static.primitive import i32, i32Timedelta
 from millstream.broker.kafka.errors import error_code, error_message, log_fenced
 from millstream.broker.net.connection import Answer
 from millstream.broker.net.presence import Presence
-from millstream.broker.net.promise import Buffers
+from millstream.broker.net.reply import Buffers
 from millstream.core.errors import MillstreamError
 from millstream.protocol.messages.codec import RequestHeader, load_request_class, load_response_class, response_head
 from millstream.protocol.messages.shape import reshape

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 
 from millstream.broker.kafka.api import Api, ClientInfo
 from millstream.broker.net.connection import Answer, Connection
-from millstream.broker.net.promise import Buffers, Promise, Reply, start
-from millstream.broker.net.stream import Stream
+from millstream.broker.net.reply import Buffers, Promise, Reply, Stream, start
 from millstream.core.errors import ProtocolViolation
 from millstream.core.metric import Histogram, Metric, Sample
 from millstream.protocol.messages.codec import (

@@ -26,7 +26,7 @@ from millstream.broker.kafka.api import ClientInfo
 from millstream.broker.kafka.errors import error_code
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer, Buffers
-from millstream.broker.net.promise import Promise
+from millstream.broker.net.reply import Promise
 from millstream.broker.replication.in_sync import MayJoin, any_replica
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.shared_reads import SharedReads

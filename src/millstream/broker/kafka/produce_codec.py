@@ -16,7 +16,7 @@ from uuid import UUID
 from kio.schema.errors import ErrorCode
 
 from millstream.broker.log.log import AppendedRange
-from millstream.broker.net.promise import Buffers
+from millstream.broker.net.reply import Buffers
 from millstream.core.errors import RecordError
 from millstream.protocol.messages.codec import RequestHeader, response_head
 from millstream.protocol.messages.primitives import Reader, Writer

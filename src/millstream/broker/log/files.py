@@ -82,7 +82,7 @@ class Files(Protocol):
         """Return the size of an open file."""
 
     def stamp(self, descriptor: int, /) -> int:
-        """Return a number that every write into the file changes; -1 if the last write is too recent to tell."""
+        """Return a number that every write into the file changes; -1 if the last write is too recent for that."""
 
     def allocate(self, descriptor: int, size: int, /) -> None:
         """Reserve space, so that later writes neither fail for lack of it nor change the file's size."""

@@ -14,20 +14,17 @@ from errno import ENOENT
 from typing import Protocol
 from uuid import UUID
 
-from millstream.broker.log.appended import AppendedRange as AppendedRange
-from millstream.broker.log.checked_append import append_checked
+from millstream.broker.log.append import AppendedRange as AppendedRange
+from millstream.broker.log.append import append_checked, append_fast, append_replica
 from millstream.broker.log.damage import LostRange
-from millstream.broker.log.fast_append import append_fast
 from millstream.broker.log.files import Files, write_fully
-from millstream.broker.log.follower_append import append_replica
 from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.broker.log.indexes import LoadedIndexes
 from millstream.broker.log.log_contents import LogContents
-from millstream.broker.log.lookup import Found, Lookup
 from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.producer_replay import producers_up_to
 from millstream.broker.log.producers import Producers
-from millstream.broker.log.reader import Reader
+from millstream.broker.log.reader import Found, Lookup, Reader
 from millstream.broker.log.retention import RetentionFloors, delete_before, delete_expired
 from millstream.broker.log.scan import Bad
 from millstream.broker.log.segment import Segment, SegmentList

@@ -18,8 +18,7 @@ from uuid import UUID
 
 from millstream.broker.log.checkpoint import Checkpoints
 from millstream.broker.log.commit import Commit
-from millstream.broker.log.compaction import Compaction, Job
-from millstream.broker.log.compactor import Compactor
+from millstream.broker.log.compaction import Compaction, Compactor, Job
 from millstream.broker.log.files import Files
 from millstream.broker.log.folder import DataFolder
 from millstream.broker.log.indexes import LoadedIndexes

@@ -19,13 +19,11 @@ import logging
 import struct
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.hangups import Hangups
-from millstream.broker.net.limits import ConnectionLimits as ConnectionLimits
-from millstream.broker.net.outgoing import PIECE_BYTES, Outgoing
 from millstream.broker.net.partial_frame import (
     FRAME_COST_BYTES,
     LARGE_BYTES,
@@ -33,11 +31,9 @@ from millstream.broker.net.partial_frame import (
     invalid_size,
     release_buffer,
 )
-from millstream.broker.net.presence import Presence
-from millstream.broker.net.promise import Buffers as Buffers
-from millstream.broker.net.promise import Promise, Reply, promise_of
-from millstream.broker.net.stream import Piece, Stored, Stream
-from millstream.broker.net.traffic import Traffic
+from millstream.broker.net.presence import Hangups, Presence
+from millstream.broker.net.reply import PIECE_BYTES, Outgoing, Piece, Promise, Reply, Stored, Stream, promise_of
+from millstream.broker.net.reply import Buffers as Buffers
 from millstream.broker.net.turns import (
     BYTE_S,
     FOLLOWERS,
@@ -49,6 +45,32 @@ from millstream.broker.net.turns import (
     Turns,
 )
 from millstream.core.errors import MillstreamError, ProtocolViolation
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Plain counters over all connections of a listener."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    frames_in: int = 0
+    connections_accepted: int = 0
+    connections_refused: int = 0
+    connections_failed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds on frame sizes and on slow clients."""
+
+    frame_bytes_max: int
+    stall_s: float = 60.0
+    """A partly sent frame or an unread reply that makes no progress for this long ends the connection."""
+    pressed_stall_s: float = 5.0
+    """The same while others wait for memory."""
+    pressed_frame_s: float = 60.0
+    """While others wait for memory, a frame must be complete after this long, however steadily it arrives."""
+
 
 _logger = logging.getLogger(__name__)
 
@@ -344,7 +366,7 @@ class Connection(asyncio.BufferedProtocol):
     def _split(self, data: memoryview) -> None:
         """Serve the whole frames in the scratch buffer; begin a frame of its own for the rest."""
         if self._length_bytes:
-            # A length that came in pieces: put it together and go on with a copy, which is rare and small.
+            # A length that came in pieces: join it and continue with a copy, which is rare and small.
             data = memoryview(bytearray(self._length_bytes) + data)
             self._length_bytes.clear()
         position = 0

@@ -8,9 +8,8 @@ import socket
 from collections.abc import Iterable
 
 from millstream.broker.net.budget import Budget
-from millstream.broker.net.connection import Connection, ConnectionLimits, Service
-from millstream.broker.net.hangups import Hangups
-from millstream.broker.net.traffic import Traffic
+from millstream.broker.net.connection import Connection, ConnectionLimits, Service, Traffic
+from millstream.broker.net.presence import Hangups
 from millstream.broker.net.turns import Turns
 from millstream.core.errors import AddressTaken
 from millstream.core.metric import Metric, counter, gauge

@@ -23,7 +23,7 @@ from itertools import count
 from typing import Final
 
 QUANTUM_S: Final = 0.001
-"""What a connection may use before others that wait get their turn."""
+"""What a connection may use before waiting ones get their turn."""
 QUANTUM_ALONE_S: Final = 0.010
 """The same while none waits."""
 CROWD: Final = 8
@@ -32,15 +32,15 @@ ROUND_S: Final = 0.005
 ROUND_SPENT_MAX_S: Final = 2 * ROUND_S
 TURNS_MAX: Final = 64
 CHARGE_QUANTA_MAX: Final = 2
-"""No more is charged at once: the time may have gone to a slow disk, to another process, or to the collector."""
+"""The most that is charged at once: the time may have gone to a slow disk, another process, or the collector."""
 BYTE_S: Final = 4e-9
 REQUEST_S: Final = 0.0001
-"""What a request costs that is answered by a task, whose own time is not known."""
+"""What a request costs that a task answers, whose own time is not known."""
 
 LIGHT_BYTES: Final = 16 * 1024
 LIGHT_ANSWER_BYTES: Final = 256 * 1024
 LIGHT_REPLIES_MAX: Final = 3
-"""A client with more requests under way does not wait for one of them."""
+"""A client with more requests under way does not wait for a single one of them."""
 LIGHT_SHARE: Final = 0.5
 LIGHT_BURST_S: Final = 0.02
 
@@ -113,13 +113,13 @@ class Flow:
 
 
 class Turns:
-    """Decides which connections go on and which wait."""
+    """Decides which connections continue and which wait."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
         self._addresses: dict[str, _Address] = {}
         self._queue: list[tuple[float, int, _Address]] = []
-        """Addresses of which some connection waits."""
+        """Addresses with a waiting connection."""
         self._floor_s = 0.0
         self._order = count()
         self._is_due = False
@@ -161,17 +161,17 @@ class Turns:
             flow.host, flow.address, flow.used_s = host, joined.address, 0.0
 
     def _count_waiting(self, change: int) -> None:
-        """Derive what every read looks at from how many wait, which changes far less often."""
+        """Update what every read depends on from how many wait, which changes far less often."""
         self.waiting += change
         self.quantum_s = max(QUANTUM_S, QUANTUM_ALONE_S / (1 + self.waiting))
         self.is_crowded = self.waiting >= CROWD
 
     def allowance_s(self, *, is_light: bool) -> float:
-        """How long a connection may be served now; none but light requests in a round that has taken too long."""
+        """Return how long a connection may be served now; only light requests in a round that takes too long."""
         return 0.0 if self._spent_s > ROUND_SPENT_MAX_S and not is_light else self.quantum_s
 
     def spend(self, flow: Flow, cost_s: float, now: float, *, is_light: bool = False) -> bool:
-        """Charge a connection; True if it has to wait for its turn now."""
+        """Charge a connection; return whether it has to wait for its turn now."""
         address = flow.address
         if is_light and not flow.is_waiting and address.take_light(cost_s, now):
             return False
@@ -191,7 +191,7 @@ class Turns:
         return True
 
     def wait(self, flow: Flow, *, is_light: bool = False) -> None:
-        """Have a connection wait for its turn."""
+        """Make a connection wait for its turn."""
         flow.is_waiting = True
         self._count_waiting(1)
         address = flow.address
@@ -250,7 +250,7 @@ class Turns:
         return None
 
     def _adapt(self, took_s: float) -> None:
-        """Give fewer turns in a round after one that took too long, and more after one that did not."""
+        """Give fewer turns in a round after one that took too long, and more after a short one."""
         if took_s > 2 * ROUND_S:
             self._turns = max(1, self._turns // 2)
         elif took_s < ROUND_S and self._turns < TURNS_MAX:
@@ -259,7 +259,7 @@ class Turns:
     # -- what is promised -----------------------------------------------------------------------------------
 
     def promise(self, flow: Flow, size_bytes: int) -> int:
-        """Count a request whose answer is promised; returns what to give to `keep` when it is answered."""
+        """Count a request whose response is promised; return what to pass to `keep` when it is answered."""
         cost_bytes = size_bytes + PROMISE_COST_BYTES
         if not flow.under_way_bytes:
             self._flows_under_way += 1

@@ -1,4 +1,4 @@
-"""The pipelines: declared in the catalog, held in memory on every node for whoever runs and shows them."""
+"""The pipelines: declared in the catalog, held in memory on every node that runs and shows them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from millstream.core.pipeline import (
 
 
 def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
-    """Raise `InvalidPipeline` when another pipeline lands one of its topics in the same lake.
+    """Raise `InvalidPipeline` if another pipeline lands one of its topics in the same lake.
 
-    Whether two patterns meet is not known before a topic fits both of them.
+    Whether two patterns overlap is not known before a topic matches both of them.
     """
     settings = _land_settings(pipeline)
     if settings is None:
@@ -71,7 +71,7 @@ PIPELINES_MAX: Final = 1000
 
 
 class Pipelines:
-    """Every pipeline that is declared, by its name."""
+    """Every declared pipeline, by its name."""
 
     def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
         self._declarations = declarations
@@ -83,7 +83,7 @@ class Pipelines:
         self._changing = asyncio.Lock()
 
     async def load(self) -> None:
-        """Read what the catalog holds."""
+        """Read the catalog."""
         async with self._changing:
             declared = {one.name: one for one in await self._declarations.pipelines()}
             is_new = declared != self._by_name
@@ -92,20 +92,20 @@ class Pipelines:
             self._notify()
 
     def all(self) -> list[Pipeline]:
-        """Every pipeline, by name."""
+        """Return every pipeline, by name."""
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def get(self, name: str) -> Pipeline | None:
-        """The pipeline of this name, if there is one."""
+        """Return the pipeline with this name, if it exists."""
         return self._by_name.get(name)
 
     def of_group(self, group_id: str) -> str | None:
-        """The pipeline whose group this is, if one is declared."""
+        """Return the pipeline whose group this is, if one is declared."""
         name = group_id.removeprefix(GROUP_PREFIX)
         return name if name != group_id and name in self._by_name else None
 
     async def find(self, name: str) -> Pipeline:
-        """The pipeline of this name; another node may have declared it just now."""
+        """Return the pipeline with this name; another node may have declared it just now."""
         return self._by_name.get(name) or await self._declared(name)
 
     async def create(
@@ -147,9 +147,9 @@ class Pipelines:
         return made
 
     async def alter(self, name: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> Pipeline:
-        """Set some settings of a pipeline, durably; None takes a setting back to its default.
+        """Set some settings of a pipeline, durably; None resets a setting to its default.
 
-        One that was parked is tried again with them.
+        A parked pipeline is tried again with them.
         """
 
         def changed(now: Pipeline) -> Pipeline:
@@ -165,15 +165,15 @@ class Pipelines:
         return await self._alter(name, changed, f"settings {', '.join(sorted(changes))}")
 
     async def start(self, name: str) -> Pipeline:
-        """Have a pipeline run; one that was parked is tried again."""
+        """Run a pipeline; a parked one is tried again."""
         return await self._alter(name, lambda now: dataclasses.replace(now, is_wanted=True, parked=""), "started")
 
     async def stop(self, name: str) -> Pipeline:
-        """Have a pipeline run no more."""
+        """Stop running a pipeline."""
         return await self._alter(name, lambda now: dataclasses.replace(now, is_wanted=False, parked=""), "stopped")
 
     async def park(self, pipeline: Pipeline, reason: str) -> Pipeline:
-        """Note that a pipeline failed again and again, so that nobody runs it until it is started or changed.
+        """Park a pipeline that keeps failing, so that it is not run until it is started or changed.
 
         One that was changed or stopped meanwhile stays as it is.
         """
@@ -186,9 +186,9 @@ class Pipelines:
     async def change_rules(
         self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
     ) -> Pipeline:
-        """Put rules in, durably and in one step, in the place of those that have their names; take others out.
+        """Put rules, durably and in one step, replacing those with their names; remove others.
 
-        A pipeline that was parked is tried again with them.
+        A parked pipeline is tried again with them.
         """
         put = {rule.name: rule for rule in rules}
         left_out = frozenset(gone)
@@ -204,10 +204,10 @@ class Pipelines:
 
         if validate_only:
             return changed(await self.find(name))
-        return await self._alter(name, changed, f"{len(put)} rules put, {len(left_out)} taken out")
+        return await self._alter(name, changed, f"{len(put)} rules put, {len(left_out)} removed")
 
     async def delete(self, name: str) -> Pipeline:
-        """Take a pipeline out, durably."""
+        """Delete a pipeline, durably."""
         async with self._changing:
             found = await self._declared(name)
             try:
@@ -220,7 +220,7 @@ class Pipelines:
         return found
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called after each change."""
+        """Call `listener` after each change."""
         self._listeners.append(listener)
 
     async def _alter(self, name: str, change: Callable[[Pipeline], Pipeline], description: str) -> Pipeline:
@@ -235,7 +235,7 @@ class Pipelines:
         return stored
 
     async def _declared(self, name: str) -> Pipeline:
-        """What the catalog has under a name."""
+        """Return what the catalog has under a name."""
         found = await self._declarations.pipeline_named(name)
         if found is None:
             raise UnknownPipeline(f"there is no pipeline {name!r}; see `millstream pipeline list`")

@@ -1,8 +1,8 @@
-"""How far the pipelines that land topics have come, as their driver tells this node; retention may ask for it.
+"""How far pipelines have landed topics, as their driver reports to this node; retention may ask for it.
 
-Nothing of it is kept on disk. What a pipeline has not told since this node began counts as not landed, and the driver
-tells it again with every batch, also with those that find nothing new. Only what is in the table that a pipeline is
-declared with counts: not what a run by hand put elsewhere, nor what one of the same name, or with another lake, did.
+Nothing of it is stored. What a pipeline has not reported since this node started counts as not landed; the driver
+reports with every batch, even if it finds nothing new. Only the table that a pipeline is declared with counts: not what
+a run by hand put elsewhere, nor what another pipeline of the same name, or with another lake, did.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ Offsets = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A pipeline that lands topics, as it is declared now."""
+    """A landing pipeline, as it is declared now."""
 
     place: tuple[str, str]
-    """The lake that is said for it, which may be that of the node, and the format of its tables."""
+    """Its lake, which may be that of the node, and the format of its tables."""
     takes: Callable[[str], bool]
     landed: dict[UUID, Offsets] = field(default_factory=dict)
-    """By topic, how far it has come in that place."""
+    """By topic, how far it has landed there."""
 
 
 class LandedBoard:
-    """The last that each pipeline told of each topic."""
+    """The last report of each pipeline about each topic."""
 
     def __init__(self, pipelines: Pipelines, topics: Topics) -> None:
         self._pipelines = pipelines
         self._topics = topics
         self._landings: dict[UUID, Landing] = {}
         self._of_topic: dict[str, list[Landing]] = {}
-        """By name, who lands a topic, as far as somebody asked since the pipelines or the topics changed."""
+        """By name, which pipelines land a topic; filled on demand since the last change."""
         self._topics_version = -1
 
     def start(self) -> None:
-        """Have retention ask here."""
+        """Let retention ask here."""
         self._read()
         self._pipelines.when_changed(self._read)
         self._topics.use_landed_floor(self.floor)
 
     def take(self, pipeline_id: UUID, place: tuple[str, str], topic_id: UUID, offsets: Offsets) -> None:
-        """A pipeline has come this far in a topic, in tables at a place."""
+        """Record how far a pipeline has landed a topic, in tables at a place."""
         landing = self._landings.get(pipeline_id)
         if landing is None or landing.place != place or self._topics.by_id(topic_id) is None:
             return
@@ -59,7 +59,7 @@ class LandedBoard:
         landing.landed[topic_id] = dict(offsets)
 
     def floor(self, place: TopicPartition) -> int:
-        """From where on a partition is not in the tables of all pipelines that land it; all of it if there is none."""
+        """Return the first offset that is not yet in the tables of all pipelines that land a partition."""
         topic = self._topics.get(place.topic)
         if topic is None:
             return 0
@@ -75,7 +75,7 @@ class LandedBoard:
         return min(landed, default=0)
 
     def _landing(self, topic: str) -> list[Landing]:
-        """Who lands a topic; expressions are matched once for each, and not for every partition again and again."""
+        """Return which pipelines land a topic; patterns are matched once per topic, not per partition."""
         if self._topics_version != self._topics.version:
             self._of_topic.clear()
             self._topics_version = self._topics.version
@@ -85,7 +85,7 @@ class LandedBoard:
         return found
 
     def _read(self) -> None:
-        """Know the pipelines as they are declared now, and of each what it told unless it lands elsewhere now."""
+        """Read the declared pipelines; keep the reports of those that still land at the same place."""
         before, self._landings = self._landings, {}
         self._of_topic.clear()
         for pipeline in self._pipelines.all():

@@ -1,8 +1,8 @@
-"""The node that runs the pipelines of a cluster: whoever creates the key `pipelines-owner`, until its session ends.
+"""The node that runs the pipelines of a cluster: the one that creates the key `pipelines-owner`.
 
-The key only decides who tries. That nobody does a batch twice comes from the groups of the pipelines, which know one
-member, and from what the jobs compare when they commit; so a node that has not heard yet that it was replaced does no
-harm.
+The key only decides which node tries. That no batch is done twice follows from the groups of the pipelines, which admit
+one member, and from what the jobs compare when they commit; so a node that has not heard yet that it was replaced does
+no harm.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ class PipelineOwner(Protocol):
         """Whether another node is."""
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called when that may have changed."""
+        """Call `listener` when that may have changed."""
 
     async def resign(self) -> None:
-        """Let another node be it; this one is about to stop."""
+        """Let another node take over; this one is about to stop."""
 
 
 class SoleOwner:
-    """A node on its own."""
+    """A single node."""
 
     is_mine = True
     is_elsewhere = False
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Nothing ever changes."""
+        """Do nothing: it never changes."""
 
     async def resign(self) -> None:
-        """There is nobody to take over."""
+        """Do nothing: no other node could take over."""
 
 
 class ElectedOwner:
@@ -90,11 +90,11 @@ class ElectedOwner:
         return not self.is_mine and self._view.pipelines_owner not in (None, self._me)
 
     def when_changed(self, listener: Callable[[], None]) -> None:
-        """Have `listener` called when that may have changed."""
+        """Call `listener` when that may have changed."""
         self._listeners.append(listener)
 
     async def run(self) -> None:
-        """Be the owner whenever there is no other; for ever."""
+        """Be the owner whenever there is no other; runs forever."""
         backoff = Backoff(self._random)
         while True:
             try:
@@ -103,7 +103,7 @@ class ElectedOwner:
                 backoff.reset()
                 self._notify()
                 await self._until_replaced(self._revision)
-                _logger.info("this node runs the pipelines no more")
+                _logger.info("this node no longer runs the pipelines")
             except StoreUnavailable as error:
                 level = logging.DEBUG if isinstance(error, StoreRefused) else logging.INFO
                 _logger.log(level, "the candidate for pipelines waits for the store", extra={"error": str(error)})
@@ -113,18 +113,18 @@ class ElectedOwner:
                 self._notify()
 
     async def resign(self) -> None:
-        """Let another node be it, at once."""
+        """Let another node take over, at once."""
         revision, self._has_resigned = self._revision, True
         if revision is None:
             return
         try:
             await self._store.change([Delete(keys.PIPELINES_OWNER)], [Expect(keys.PIPELINES_OWNER, revision)])
         except StoreUnavailable as error:
-            # It goes with the session of this node.
-            _logger.debug("the place could not be given up", extra={"error": str(error)})
+            # It ends with the session of this node.
+            _logger.debug("the ownership of pipelines could not be given up", extra={"error": str(error)})
 
     async def _win(self) -> int:
-        """Wait until the place is free, and take it; the revision of that."""
+        """Wait until the key is free, and create it; return its revision."""
         view, me = self._view, self._me
         while True:
             self._changed.clear()

@@ -1,4 +1,4 @@
-"""What the driver of this node tells of the pipelines that it runs: by pipeline, how it does and what it did."""
+"""What the driver of this node reports about the pipelines that it runs: state, progress and failures."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ STATES: Final[tuple[State, ...]] = ("waiting", "starting", "running", "retrying"
 
 
 class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How one pipeline does, since the driver that runs it was started."""
+    """The state of one pipeline, since its driver was started."""
 
     name: str
     state: State
     rows: int = 0
-    """Messages that were taken."""
+    """Messages that were processed."""
     rows_per_s: float = 0.0
     lag: int | None = None
-    """Messages that are there and were not taken yet; None before the first batch."""
+    """Messages that were not processed yet; None before the first batch."""
     batches: int = 0
     restarts: int = 0
-    """How often it was begun anew after a failure."""
+    """How often it was restarted after a failure."""
     stalls: int = 0
-    """How often a batch was given up, since it made no progress."""
+    """How often a batch was given up because it made no progress."""
     still_s: float = 0.0
-    """For how long the batch that is under way has made no progress."""
+    """For how long the current batch has made no progress."""
     last_error: str = ""
     last_error_ms: int = 0
     failing_ms: int = 0
-    """Since when nothing has gone well any more; 0 while it does."""
+    """Since when nothing has succeeded; 0 while it does."""
     counts: dict[str, int] = {}
     """More numbers, by name: files, quarantined rows and such."""
     node: int = -1
@@ -51,33 +51,33 @@ class PipelineBoard:
         self._reports: dict[str, PipelineReport] = {}
         self._lags: dict[str, int] = {}
         self.restarts = 0
-        """How often the driver ended and was started again."""
+        """How often the driver ended and was restarted."""
 
     def take(self, reports: Iterable[PipelineReport]) -> None:
-        """These hold from now on, and no others."""
+        """Replace all reports."""
         self._reports = {report.name: report for report in reports}
 
     def clear(self) -> None:
-        """The driver has ended, or another node has taken over."""
+        """Drop the reports: the driver has ended, or another node has taken over."""
         self._reports = {}
         self._lags = {}
 
     def take_lags(self, lags: Mapping[str, int]) -> None:
-        """So many messages wait for each pipeline now, whether it is run or not."""
+        """Replace the lag of each pipeline, whether it is running or not."""
         self._lags = dict(lags)
 
     def lag(self, pipeline: str) -> int | None:
-        """How many messages wait for a pipeline, if that is known here."""
+        """Return how many messages wait for a pipeline, if that is known here."""
         found = self._reports.get(pipeline)
         return self._lags.get(pipeline, None if found is None else found.lag)
 
     def describe(self, pipeline: str) -> dict[str, Any] | None:
-        """How a pipeline does, if it is run here."""
+        """Return the state of a pipeline, if it runs here."""
         found = self._reports.get(pipeline)
         return None if found is None else {**msgspec.structs.asdict(found), "lag": self.lag(pipeline)}
 
     def metrics(self) -> Iterable[Metric]:
-        """Numbers by pipeline: those of the declarations on every node, those of running ones where they run."""
+        """Yield metrics by pipeline: those of the declarations on every node, those of runs where they run."""
         declared = list(self._declared())
         if not declared:
             return

@@ -12,6 +12,7 @@ Nothing here waits for the network or asks the coordination store: `apply` takes
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from millstream.broker.log.log import READ_ALL, AppendedRange, Log
@@ -39,7 +40,7 @@ from millstream.core.errors import (
 from millstream.core.ids import Epoch, EpochEnd, NodeId, Offset, PartitionIndex
 from millstream.core.marker import Marker
 from millstream.core.partition_state import PartitionState, Versioned
-from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicSettings
+from millstream.core.topic import FLUSH_ALWAYS, Topic, TopicPartition, TopicSettings
 from millstream.protocol.records.batch import Buffer
 from millstream.protocol.records.control import encode_marker
 
@@ -374,7 +375,7 @@ class Partition(Replica):
 
         `inherited` is a state from before this process registered. If it names this node as the leader, that was an
         earlier process, whose last records may be lost; this one leads only in a later epoch, for which it has to be
-        elected. Otherwise one epoch could have two histories that cannot be told apart.
+        elected. Otherwise one epoch could have two indistinguishable histories.
         """
         if versioned.revision <= self._revision or self._closed:
             return
@@ -653,3 +654,24 @@ class Partition(Replica):
     def _notify_listeners(self) -> None:
         for listener in tuple(self._listeners):
             listener.advanced(self)
+
+
+class ReplicaLag(NamedTuple):
+    """A replica and how many records of the leader's log it lacks, according to its last fetch."""
+
+    partition: TopicPartition
+    replica: NodeId
+    records: int
+
+
+def lagging_replicas(hosted: Iterable[Partition]) -> Iterator[ReplicaLag]:
+    """Yield every replica that lacks part of a partition that this node leads."""
+    for partition in hosted:
+        if partition.in_sync is None:
+            continue
+        end, start = partition.log.end_offset, partition.log.start_offset
+        for follower in partition.in_sync.followers:
+            # One that has not fetched yet may lack everything.
+            lacking = end - max(follower.offset, start)
+            if lacking > 0:
+                yield ReplicaLag(TopicPartition(partition.topic.name, partition.index), follower.node, lacking)

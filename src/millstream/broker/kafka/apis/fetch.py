@@ -33,8 +33,7 @@ from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.log.segment_slice import SegmentSlice
 from millstream.broker.net.budget import Budget
 from millstream.broker.net.connection import Answer
-from millstream.broker.net.promise import Buffers, Reply
-from millstream.broker.net.stream import Piece, Stored, Stream
+from millstream.broker.net.reply import Buffers, Piece, Reply, Stored, Stream
 from millstream.broker.replication.partition import Partition
 from millstream.core.errors import MillstreamError
 from millstream.core.ids import Offset

@@ -28,9 +28,9 @@ from itertools import islice
 from typing import Any
 
 from millstream import __version__
-from millstream.broker.cluster.replica_lag import ReplicaLag
 from millstream.broker.kafka.api import ClientInfo, encode_private
 from millstream.broker.net.connection import Answer
+from millstream.broker.replication.partition import ReplicaLag
 from millstream.core.clock import Clock
 from millstream.core.metric import Distribution, Metric, MetricSource
 from millstream.core.topic import TopicPartition

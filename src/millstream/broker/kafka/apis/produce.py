@@ -40,7 +40,7 @@ from millstream.broker.log.batch_checks import check_records, is_expensive_to_ch
 from millstream.broker.log.log import AppendedRange
 from millstream.broker.log.transactions import Guard
 from millstream.broker.net.connection import Answer
-from millstream.broker.net.promise import Buffers, Promise, Reply
+from millstream.broker.net.reply import Buffers, Promise, Reply
 from millstream.broker.replication.partition import Partition
 from millstream.broker.replication.transaction_gate import TransactionGate
 from millstream.core.errors import (

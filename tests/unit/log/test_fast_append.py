@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.log import log as log_module
-from millstream.broker.log.fast_append import append_fast
+from millstream.broker.log.append import append_fast
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import MillstreamError

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from millstream.broker.net.promise import Buffers, start
+from millstream.broker.net.reply import Buffers, start
 
 
 async def test_what_waits_for_nothing_is_answered_without_a_turn_of_the_loop() -> None:

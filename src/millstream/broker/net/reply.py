@@ -1,4 +1,4 @@
-"""A response that comes later.
+"""Replies of a connection: promised ones, and large ones that are read from files while they are sent.
 
 A promise does what an asyncio future does at a fraction of the cost: its one waiter is called at once, without a turn
 of the loop in between.
@@ -8,11 +8,38 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Generator
-from typing import Any, cast
+from collections import deque
+from collections.abc import Callable, Coroutine, Generator, Iterator
+from typing import Any, Protocol, cast
 
-from millstream.broker.net.stream import Piece, Stream
 from millstream.core.metric import Histogram
+
+Piece = bytes | bytearray | memoryview
+
+
+class Stored(Protocol):
+    """A part of a response that is not in memory yet."""
+
+    def __len__(self) -> int:
+        """Return how many bytes there are."""
+
+    def read(self, at: int, size: int, /) -> bytes:
+        """Read some of them; an error ends the connection, because the client was promised their number."""
+
+
+class Stream:
+    """The parts of a response, to be sent one after the other."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: list[Piece | Stored]) -> None:
+        self.parts = parts
+
+    def __iter__(self) -> Iterator[Piece]:
+        """Yield the bytes of every part."""
+        for part in self.parts:
+            yield part if isinstance(part, Piece) else part.read(0, len(part))
+
 
 Buffers = list[Piece]
 Reply = Buffers | Stream
@@ -113,3 +140,44 @@ class _Started:
                     waits_for = self._coroutine.send(sent)
             except StopIteration as done:
                 return cast("Buffers", done.value)
+
+
+PIECE_BYTES = 1024 * 1024
+"""How much is read and handed to the transport at a time: less costs more calls, more costs more memory."""
+
+SLACK = 2
+"""A piece may be larger by half, so that a part hardly larger than a piece leaves no remainder."""
+
+
+class Outgoing(deque[Piece | Stored]):
+    """The parts of large responses that the transport does not have yet, in order."""
+
+    __slots__ = ("_begun",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._begun = 0
+        """How much of the first part is sent."""
+
+    def take(self, wanted: int) -> list[Piece]:
+        """Return about this many of the next bytes, or all that are left; raise what reading them raises."""
+        pieces: list[Piece] = []
+        size = 0
+        most = wanted + wanted // SLACK
+        while self and size < wanted:
+            part = self[0]
+            left = len(part) - self._begun
+            if isinstance(part, Piece):
+                pieces.append(part)
+            elif size and size + left > most:
+                break
+            else:
+                left = left if left <= most else wanted
+                pieces.append(part.read(self._begun, left))
+                if self._begun + left < len(part):
+                    self._begun += left
+                    break
+            size += left
+            self._begun = 0
+            self.popleft()
+        return pieces

@@ -1,0 +1,289 @@
+"""Appends: validation, offsets and the write, on three paths into the log.
+
+The fast path takes the batch that a producer sends all day long, if nothing about it needs a decision. The checked path
+handles every other batch of a client or coordinator; its checks are authoritative, and each condition of the fast path
+is the negation of one of them. A follower stores batches as its leader wrote them, offsets, epochs and timestamps
+included, so replicas of a topic that is not compacted are identical byte for byte.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from crc32c import crc32c
+
+from millstream.broker.log.batch_checks import check_records, read_headers
+from millstream.broker.log.files import Files
+from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
+from millstream.broker.log.producer import ProducedBatch
+from millstream.broker.log.segment import Segment
+from millstream.broker.log.transactions import Guard
+from millstream.broker.log.truncation import begin_restart
+from millstream.core.errors import CorruptBatch, FencedLeaderEpoch, InvalidTransactionState
+from millstream.core.ids import Offset
+from millstream.protocol.records.batch import (
+    BATCH_HEADER,
+    COMPRESSION_MASK,
+    COMPRESSION_ZSTD,
+    CONTROL_FLAG,
+    CRC_FROM,
+    HEADER_BYTES,
+    LOG_OVERHEAD_BYTES,
+    MAGIC,
+    OFFSET_LENGTH_EPOCH,
+    TIMESTAMP_TYPE_FLAG,
+    TRANSACTIONAL_FLAG,
+    BatchHeader,
+    Buffer,
+    check_crc,
+    check_offsets,
+    iterate_headers,
+    place_batch,
+    stamp_append_time,
+)
+from millstream.protocol.records.rewrite import empty_batch
+
+if TYPE_CHECKING:
+    from millstream.broker.log.log import Log
+    from millstream.broker.log.producer import Producer
+
+
+class AppendedRange(NamedTuple):
+    """The offsets of an append, or of its first copy if it is a duplicate."""
+
+    base_offset: Offset
+    next_offset: Offset
+    append_time_ms: int
+    log_start: Offset
+    duplicate: bool
+
+
+def append_checked(
+    log: Log,
+    batches: bytearray | memoryview,
+    leader_epoch: int,
+    *,
+    internal: bool,
+    guard: Guard | None,
+    is_checked: bool = False,
+) -> AppendedRange:
+    """Validate batches, assign their offsets in place, and write them; internal ones may be several, or a marker."""
+    settings = log.settings
+    headers = read_headers(batches, internal=internal, max_message_bytes=settings.max_message_bytes)
+    for header in headers:
+        check_crc(batches, header)
+    if leader_epoch < log.epochs.latest:
+        raise FencedLeaderEpoch(f"{log.partition} has leader epoch {log.epochs.latest}, not {leader_epoch}")
+    now_ms = log.clock.now_ms()
+    if headers[0].producer_id >= 0:
+        first = _check_producer(log, headers[0], now_ms, internal=internal, guard=guard)
+        if first is not None:
+            return AppendedRange(
+                Offset(first.base_offset), Offset(first.next_offset), first.append_time_ms, log.start_offset, True
+            )
+    append_time_ms = -1
+    if settings.message_timestamp_type == "LogAppendTime":
+        append_time_ms = now_ms
+        headers = _stamped(batches, headers, now_ms)
+    if not (internal or is_checked):
+        check_records(batches, headers[0], settings, now_ms)
+    base_offset = log.end_offset
+    next_offset = int(base_offset)
+    for header in headers:
+        place_batch(batches, header, next_offset, leader_epoch)
+        next_offset += header.last_offset_delta + 1
+    segment = log.segment_for(len(batches), next_offset, now_ms)
+    index = log.write(segment, batches)
+    _advance(log, batches, segment, index, headers, leader_epoch, now_ms, append_time_ms)
+    return AppendedRange(base_offset, log.end_offset, append_time_ms, log.start_offset, False)
+
+
+def _check_producer(
+    log: Log, header: BatchHeader, now_ms: int, *, internal: bool, guard: Guard | None
+) -> ProducedBatch | None:
+    """Return the first copy of a duplicate. Internal batches have no sequence and are checked by their epoch."""
+    producers = log.producers
+    if not internal:
+        return producers.check_client_batch_order(header, now_ms, guard)
+    if not header.is_control:
+        producers.check_epoch(header.producer_id, header.producer_epoch)
+        if guard is not None and producers.transactions.guards.get(header.producer_id) is not guard:
+            raise InvalidTransactionState(f"the transaction of producer {header.producer_id} was ended meanwhile")
+    return None
+
+
+def _advance(
+    log: Log,
+    batches: bytearray | memoryview,
+    segment: Segment,
+    index: Index,
+    headers: list[BatchHeader],
+    leader_epoch: int,
+    now_ms: int,
+    append_time_ms: int,
+) -> None:
+    """Account for batches that were written."""
+    start, offset = segment.size, int(log.end_offset)
+    if not start:
+        segment.first_append_ms = now_ms
+    segment.last_append_ms = now_ms
+    if leader_epoch > log.epochs.latest:
+        log.epochs.begin(leader_epoch, offset)
+    for header in headers:
+        segment.note(header, offset, start + header.position, index, log.settings.index_interval_bytes)
+        if header.producer_id >= 0:
+            log.producers.take(header, batches, offset, now_ms, append_time_ms)
+        offset += header.last_offset_delta + 1
+    log.advance_end(offset, segment.size - start)
+
+
+def _stamped(batches: bytearray | memoryview, headers: list[BatchHeader], now_ms: int) -> list[BatchHeader]:
+    """Set the broker's time in the batches and their headers."""
+    for header in headers:
+        stamp_append_time(batches, header, now_ms)
+    return [header._replace(max_timestamp_ms=now_ms) for header in headers]
+
+
+_CODEC_AND_CONTROL = COMPRESSION_MASK | CONTROL_FLAG
+
+
+def append_fast(log: Log, batches: bytearray | memoryview, leader_epoch: int) -> AppendedRange | None:
+    """Append one client batch if nothing about it needs a decision; otherwise return None and change nothing.
+
+    That is: it is whole, valid and within all limits, new to the log, keeps the producer's timestamps, begins no
+    transaction, fits the open segment, and comes from the leader that wrote last. `append_checked` handles every other
+    batch, and its checks are authoritative: each condition here is the negation of one of them.
+    """
+    size = len(batches)
+    segment = log.segments.active
+    if size < HEADER_BYTES or segment is None:
+        return None
+    fields = BATCH_HEADER.unpack_from(batches)
+    base, length, _, magic, crc, attributes, delta, _, newest_ms, producer_id, _, _, count = fields
+    settings = log.settings
+    position = segment.size
+    offset = log.end_offset
+    next_offset = offset + delta + 1
+    now_ms = log.clock.now_ms()
+    if (
+        magic != MAGIC
+        or base
+        or length != size - LOG_OVERHEAD_BYTES
+        or delta < 0
+        or count != delta + 1
+        or attributes & _CODEC_AND_CONTROL > COMPRESSION_ZSTD
+        or size > settings.max_message_bytes
+        or not log.allows_fast_append
+        or leader_epoch != log.epochs.latest
+        or newest_ms > now_ms + settings.message_timestamp_after_max_ms
+        or not position
+        or position + size > settings.segment_bytes
+        or now_ms - segment.first_append_ms >= settings.segment_ms
+        or next_offset - segment.base_offset > RELATIVE_OFFSET_MAX
+        or crc32c(batches[CRC_FROM:] if isinstance(batches, memoryview) else memoryview(batches)[CRC_FROM:]) != crc
+    ):
+        return None
+    header = None
+    if producer_id >= 0:
+        header = BatchHeader(0, *fields)
+        opened = log.producers.transactions.open
+        if (opened or attributes & TRANSACTIONAL_FLAG) and not _continues_transaction(header, opened.get(producer_id)):
+            return None
+        if header.base_sequence < 0 or header.producer_epoch < 0 or log.producers.check(header, now_ms) is not None:
+            return None
+    elif attributes & TRANSACTIONAL_FLAG:
+        return None
+    OFFSET_LENGTH_EPOCH.pack_into(batches, 0, offset, length, leader_epoch)
+    index = log.write(segment, batches)
+    segment.grow(size, offset, next_offset, newest_ms, index, settings.index_interval_bytes)
+    segment.last_append_ms = now_ms
+    if header is not None:
+        log.producers.record(header, offset, now_ms)
+    log.advance_end(next_offset, size)
+    return AppendedRange(offset, log.end_offset, -1, log.start_offset, False)
+
+
+def _continues_transaction(header: BatchHeader, known: Producer | None) -> bool:
+    """Whether a batch neither begins a transaction nor bypasses the one that its producer has open."""
+    if known is None:
+        return not header.is_transactional
+    return header.is_transactional and known.epoch == header.producer_epoch
+
+
+_EMPTY_OFFSETS_MAX = 2**31 - 1
+
+
+def append_replica(log: Log, batches: Buffer, leader_epoch: int, files: Files) -> None:
+    """Validate batches from a leader and write them behind the last; nothing is synced yet."""
+    headers, in_row = _checked(log, batches, leader_epoch)
+    start_offset = log.start_offset
+    if not in_row:
+        if headers[0].base_offset < start_offset == log.end_offset:
+            # The leader's log begins within a batch; this one has to begin there too.
+            log.maintenance.truncate_now(begin_restart(log, headers[0].base_offset, files))
+        batches = _continued(log, batches, headers)
+        headers = list(iterate_headers(batches))
+    if not headers:
+        return
+    now_ms = log.clock.now_ms()
+    segment = log.segment_for(len(batches), headers[-1].next_offset, now_ms)
+    index = log.write(segment, memoryview(batches))
+    start = segment.size
+    if not start:
+        segment.first_append_ms = now_ms
+    segment.last_append_ms = now_ms
+    interval_bytes = log.settings.index_interval_bytes
+    for header in headers:
+        log.epochs.begin(header.leader_epoch, header.base_offset)
+        segment.note(header, header.base_offset, start + header.position, index, interval_bytes)
+        if header.producer_id >= 0:
+            append_time_ms = header.max_timestamp_ms if header.attributes & TIMESTAMP_TYPE_FLAG else -1
+            log.producers.take(header, batches, header.base_offset, now_ms, append_time_ms)
+    log.advance_end(headers[-1].next_offset, segment.size - start)
+    log.settle_transactions()
+    if log.start_offset < start_offset:
+        log.delete_before(start_offset)
+
+
+def _checked(log: Log, batches: Buffer, leader_epoch: int) -> tuple[list[BatchHeader], bool]:
+    """Return the headers of valid batches whose epochs may follow those of the log, and whether they are contiguous."""
+    headers: list[BatchHeader] = []
+    latest, expected, in_row = int(log.latest_epoch), int(log.end_offset), True
+    for header in iterate_headers(batches):
+        check_offsets(header)
+        check_crc(batches, header)
+        if not latest <= header.leader_epoch <= leader_epoch:
+            raise CorruptBatch(
+                f"{log.partition}: the leader of epoch {leader_epoch} sent a batch of epoch {header.leader_epoch} "
+                f"to follow one of epoch {latest}"
+            )
+        if header.base_offset != expected:
+            in_row = False
+        latest, expected = header.leader_epoch, int(header.next_offset)
+        headers.append(header)
+    return headers, in_row
+
+
+def _continued(log: Log, batches: Buffer, headers: list[BatchHeader]) -> bytearray:
+    """Return the batches so that they are contiguous and begin where the log ends."""
+    laid = bytearray()
+    expected = int(log.end_offset)
+    for header in headers:
+        if header.next_offset <= expected:
+            # The log has it already.
+            continue
+        if header.base_offset < expected and header.record_count:
+            raise CorruptBatch(
+                f"{log.partition} ends at {expected}, within the batch of offsets {header.base_offset} to "
+                f"{header.last_offset} that the leader sent"
+            )
+        if header.base_offset < expected:
+            laid += empty_batch(expected, header.next_offset, header.leader_epoch)
+        else:
+            while expected < header.base_offset:
+                after = min(int(header.base_offset), expected + _EMPTY_OFFSETS_MAX)
+                laid += empty_batch(expected, after, header.leader_epoch)
+                expected = after
+            laid += memoryview(batches)[header.position : header.end_position]
+        expected = int(header.next_offset)
+    return laid
