@@ -1,4 +1,4 @@
-"""What the owner of a pipeline is told when it is declared or changed, and what is no reason to refuse it."""
+"""Advice to the owner of a pipeline when it is declared or changed: hints that are no reason to refuse it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from millstream.core.pipeline import Pipeline
 from millstream.core.setting import suggestion
 
 NAMED_MAX: Final = 5
-"""So many topics are named in a note."""
+"""The most topics named in a note."""
 
 Routes = Mapping[str, Mapping[str, str]]
-"""By topic: the topics that messages of it come to, and the pipeline by which they do."""
+"""For each topic, the topics that its messages reach and the pipeline that takes them there."""
 
 
 class PipelineAdvice:
-    """Looks at a pipeline beside the topics and pipelines that there are."""
+    """Compares a pipeline with the existing topics and pipelines."""
 
     def __init__(self, pipelines: Pipelines, topics: Topics) -> None:
         self._pipelines = pipelines
         self._topics = topics
 
     def notes_for(self, pipeline: Pipeline) -> list[str]:
-        """What is to be known of it, a sentence each."""
+        """Return the hints, a sentence each."""
         with suppress(MillstreamError):
-            # What an older node has declared may be such that nothing can be told of it.
+            # The declaration of an older node may not be readable here.
             return [*self._missing(pipeline), *_unused(pipeline), *self._loops(pipeline)]
         return []
 
@@ -74,7 +74,7 @@ def _routes(pipelines: Iterable[Pipeline]) -> dict[str, dict[str, str]]:
 
 
 def _path(routes: Routes, start: str, goal: str) -> list[str] | None:
-    """The topics from one to another, both with them; None if messages do not come there."""
+    """Return the topics from one to another, both included; None if messages do not get there."""
     before: dict[str, str | None] = {start: None}
     waiting = [start]
     for topic in waiting:
