@@ -209,7 +209,7 @@ class LandTasks:
         landing = _Landing(topic, work)
         options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
 
-        def records(one: TopicRange) -> Iterator[pa.RecordBatch]:
+        def records(one: Range) -> Iterator[pa.RecordBatch]:
             return _records(one, options, partial(landing.quarantine, one.partition))
 
         reading = Reading(records, log_start(options))
