@@ -47,10 +47,10 @@ def read_all(log: Log) -> int:
     """Read everything as a consumer's fetches do."""
     offset, size = int(log.start_offset), 0
     while offset < log.end_offset:
-        stretch = log.read_slice(offset, max_bytes=READ_BYTES, up_to=log.end_offset)
-        if stretch is None:
+        found = log.read_slice(offset, max_bytes=READ_BYTES, up_to=log.end_offset)
+        if found is None:
             break
-        offset, size = stretch.next_offset, size + len(stretch.data)
+        offset, size = found.next_offset, size + len(found.data)
     return size
 
 

@@ -3,7 +3,7 @@
 python -m trials.chaos_overload [--quick] [--only TEXT] [--peer]
 
 While each of them is at work, a bystander publishes a message and consumes it 20 times a second, and twice a second a
-client connects anew and the node's health is asked for. On a quiet machine 99 of 100 of the bystander's messages take
+client reconnects and the node's health is asked for. On a quiet machine 99 of 100 of the bystander's messages take
 less than 250 ms, and none a second, nor does a client that connects; health stays 200, and the memory of the broker and
 of its gateway inside their budgets. A minute later all is as before. The floods are sent by a process of their own
 (`overload_flood`); with `--peer`, Apache Kafka is flooded alike, for comparison. Batches of every codec, just under and
@@ -37,7 +37,6 @@ from confluent_kafka import ShareConsumer
 
 import millstream
 from millstream.core.errors import MillstreamError, RequestTimedOut, UnreadableData
-from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.jobs.land.task import LandTasks, Work, from_rows
 from millstream.pipelines.lake.columns import RAW
 from millstream.pipelines.lake.opening import open_table
@@ -86,7 +85,7 @@ class Seen:
 
     times_ms: list[float] = field(default_factory=list)
     connects_ms: list[float] = field(default_factory=list)
-    """What it took to connect anew and be answered."""
+    """How long a new connection took to be answered."""
     health: list[int | str] = field(default_factory=list)
     peak_bytes: int = 0
     children_peak_bytes: int = 0
@@ -313,16 +312,16 @@ def share(brokers: str, topic: str) -> None:
     raise RequestTimedOut("the last message did not come")
 
 
-def whole(brokers: str, topic: str) -> tuple[TopicRange, ReadOptions]:
+def whole(brokers: str, topic: str) -> tuple[Range, ReadOptions]:
     """All of the partition of a topic, and how it is read."""
     options = read_options({BROKERS: brokers, "subscribe": topic, "failOnUnreadable": "false"})
     link = link_to(brokers, client_id=options.client_id, timeout_s=options.timeout_s)
     end = link.call(link.client.list_offsets(topic, {0: OFFSET_LATEST}))[0].offset
-    return TopicRange(topic, 0, 0, int(end)), options
+    return Range(topic, 0, 0, int(end)), options
 
 
 def read_as_spark(brokers: str, topic: str) -> None:
-    """Read a topic as a task of Spark does, which has to name what it passes over if it is not told to."""
+    """Read a topic as a task of Spark does, which has to name what it skips unless configured to."""
     one, options = whole(brokers, topic)
     last: bytes | None = None
     for columns in read_columns(Range(topic, 0, one.start, one.end), options, frozenset({"key"})):

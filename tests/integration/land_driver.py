@@ -36,12 +36,12 @@ from millstream.pipelines.jobs.job import JobContext
 from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.file_tasks import FileTasks
 from millstream.pipelines.jobs.land.job import LandJob
-from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.jobs.land.task import LandTasks, Report
 from millstream.pipelines.lake import compaction
 from millstream.pipelines.lake.active_files import ActiveFile
 from millstream.pipelines.lake.delta_log import DeltaLog
 from millstream.pipelines.lake.rewriting import Look, Rewrite
+from millstream.pipelines.source.ranges import Range
 from millstream.spark.session import session
 
 
@@ -69,7 +69,7 @@ def struck_tasks(folder: str, fault: str) -> type[LandTasks]:
     """Tasks of which one is struck, once, when its files are written."""
 
     class Struck(LandTasks):
-        def _land(self, topic: str, topic_ranges: Iterable[TopicRange]) -> Report:
+        def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
             report = super()._land(topic, topic_ranges)
             context = TaskContext.get()
             mark = Path(folder, f"struck-{fault}")

@@ -28,8 +28,8 @@ from millstream.core.pipeline import Pipeline, PipelineKind
 from millstream.pipelines.jobs.job import JobContext, Step
 from millstream.pipelines.jobs.land import job as land
 from millstream.pipelines.jobs.land.job import LandJob
-from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.jobs.land.task import LandTasks, Report
+from millstream.pipelines.source.ranges import Range
 from millstream_testing.page import samples_of
 from millstream_testing.server import Server
 
@@ -348,8 +348,8 @@ def test_files_of_a_batch_that_failed_are_deleted(shore: Shore, topic: str, monk
     class Failing(LandTasks):
         """Of two tasks the second fails when the first has a file."""
 
-        def _land(self, topic: str, stretches: Iterable[TopicRange]) -> Report:
-            given = list(stretches)
+        def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
+            given = list(topic_ranges)
             deadline = time.monotonic() + WAIT_S
             while given[0].partition and not any(lake.rglob("*.parquet")) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -362,7 +362,7 @@ def test_files_of_a_batch_that_failed_are_deleted(shore: Shore, topic: str, monk
     job = shore.job(topics=topic)
     with monkeypatch.context() as patched:
         patched.setattr(land, "LandTasks", Failing)
-        patched.setattr(job, "_tasks", lambda batches: [[one] for batch in batches for one in batch.stretches()])
+        patched.setattr(job, "_tasks", lambda batches: [[one] for batch in batches for one in batch.topic_ranges()])
         with pytest.raises(Exception, match="No space left"):
             job.step()
     assert not list(lake.rglob("*.parquet"))

@@ -93,9 +93,9 @@ def values(options: WriteOptions, count: int) -> list[bytes]:
     return [message.value() or b"" for message in found]
 
 
-@pytest.mark.parametrize("came_back", [False, True])
+@pytest.mark.parametrize("is_returned", [False, True])
 def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch, options: WriteOptions, topic: str, add_returned: bool
+    monkeypatch: pytest.MonkeyPatch, options: WriteOptions, topic: str, is_returned: bool
 ) -> None:
     query = f"query-of-{topic}"
     writer, of_driver = TopicStreamWriter(options), TopicStreamWriter(options)
@@ -104,7 +104,7 @@ def test_a_batch_of_a_stream_that_fails_leaves_nothing_open(
     for batch in (Batch(query, 3, "before", writer._stream), killed, other):
         left_open(options, batch)
     # All that a driver is told: the number of the batch, and the parts of tasks that came to their end.
-    of_driver.abort([None, Part(killed, 3, None) if add_returned else None], 3)
+    of_driver.abort([None, Part(killed, 3, None) if is_returned else None], 3)
     assert open_transactions(options, query) == []
     assert len(open_transactions(options, other.query)) == 1
     of_driver.abort([None], 7)

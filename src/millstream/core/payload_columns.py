@@ -1,7 +1,7 @@
-"""The columns of payloads as they are given to pipelines: Spark's notation for schemas, read without Spark.
+"""Payload schemas in Spark's notation, parsed without Spark.
 
-It is the part of the notation that JSON payloads are decoded into, so that a node that has no Spark says what is wrong
-when a pipeline is declared. Whatever is read here is read the same by Spark.
+It is the part of the notation that JSON payloads are decoded into, so that a node without Spark reports errors when a
+pipeline is declared. Spark parses everything that is accepted here in the same way.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ _NESTED: Final[Mapping[str, str]] = {
 }
 """Each with an example."""
 _REFUSED: Final = ("char", "character", "geography", "geometry", "interval", "time", "varchar", "variant", "void")
-"""Types of Spark that payloads are not decoded into."""
+"""Spark types that payloads are not decoded into."""
 _KNOWN: Final = (*_SIMPLE, *_DECIMAL, *_NESTED)
 
 _ILLEGAL: Final = frozenset(" ,;{}()\n\t=")
-"""What the name of a column cannot have in Parquet as Spark and Delta Lake write it."""
+"""Characters that Parquet, as Spark and Delta Lake write it, does not allow in column names."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColumnType:
-    """A type by Spark's simple name for it."""
+    """A type by Spark's simple name."""
 
     name: str
     numbers: tuple[int, ...] = ()
-    """Of a decimal: how many digits, and how many of them behind the point."""
+    """Of a decimal: precision and scale."""
     parts: tuple[PayloadColumn, ...] = ()
     """The fields of a struct, the `element` of an array, the `key` and the `value` of a map."""
 
@@ -74,7 +74,7 @@ class PayloadColumn:
 
 
 def parse_columns(text: str, *, about: str = "`schema`") -> tuple[PayloadColumn, ...]:
-    """The columns that a text names; raise `InvalidSetting`, which shows the place, for what is no such text."""
+    """Parse a schema; raise `InvalidSetting`, which shows the place, if it is invalid."""
     found = _Reader(about, text).columns()
     names = [column.name for column in found]
     for name in names:
@@ -84,7 +84,7 @@ def parse_columns(text: str, *, about: str = "`schema`") -> tuple[PayloadColumn,
 
 
 def check_landed(columns: Iterable[PayloadColumn], *, about: str = "`schema`") -> None:
-    """Raise `InvalidSetting` for columns that a table of a lake cannot have."""
+    """Raise `InvalidSetting` for columns that a lake table cannot have."""
     names: dict[str, str] = {}
     for column in columns:
         other = names.setdefault(column.name.lower(), column.name)
@@ -110,7 +110,7 @@ def _check_landed(column: PayloadColumn, about: str) -> None:
 
 
 class _Reader:
-    """Reads one text, from its first token to its last."""
+    """Parses one schema."""
 
     def __init__(self, about: str, text: str) -> None:
         self._about = about
@@ -119,7 +119,7 @@ class _Reader:
         self._at = 0
 
     def columns(self) -> tuple[PayloadColumn, ...]:
-        """The columns that the whole text names."""
+        """Parse the whole text."""
         is_struct = self._next.says("STRUCT") and self._tokens[1].marks("<")
         found = self._type(0).parts if is_struct else self._fields(0)
         if self._next.kind is not Kind.END:
@@ -149,7 +149,7 @@ class _Reader:
         return PayloadColumn(name.text, kind)
 
     def _skip_remarks(self) -> None:
-        """What may stand behind a type and means nothing here: every field of a payload may be missing."""
+        """Skip constraints and comments, which have no effect: every field of a payload may be missing."""
         if self._next.says("NOT"):
             self._take()
             self._expect_word("NULL")
@@ -186,7 +186,7 @@ class _Reader:
         return ColumnType("decimal", (digits, behind))
 
     def _numbers(self) -> tuple[int, int]:
-        """One number in brackets, or two of them."""
+        """Parse one or two numbers in brackets."""
         self._take()
         first, second = self._number(), 0
         if self._next.marks(","):
@@ -222,7 +222,7 @@ class _Reader:
 
     def _take(self) -> Token:
         token = self._next
-        # The end stays where it is.
+        # The end is never passed.
         self._at = min(self._at + 1, len(self._tokens) - 1)
         return token
 

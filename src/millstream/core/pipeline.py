@@ -1,4 +1,4 @@
-"""Pipelines: jobs of the data plane, declared in the catalog and run on Spark, and the settings that each carries."""
+"""Pipelines, declared in the catalog and run on Spark, and the settings of each kind."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ CONDITION_LENGTH_MAX: Final = 8192
 TEXT_LENGTH_MAX: Final = 64 * 1024
 GROUP_PREFIX: Final = "pipeline-"
 GROUP_TYPE: Final = "pipeline"
-"""The protocol type of these groups. Not "consumer": that forgets offsets of topics that no member says it reads."""
+"""The protocol type of these groups. Not "consumer": such groups forget offsets of topics that no member subscribes
+to."""
 LAND_PREFIX: Final = "land-"
-"""With the topic's name behind it, the pipeline of a topic that is made with `--land`."""
+"""The prefix of the pipeline that `topic create --land` declares; the topic's name follows."""
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
@@ -42,7 +43,7 @@ _DELAY: Final = re.compile(
     r"(?:year|month|week|day|hour|minute|second|millisecond|microsecond)s?(?:\s+|$))+",
     re.IGNORECASE,
 )
-"""A time in Spark's words."""
+"""A duration in Spark's notation."""
 
 S = TypeVar("S", bound="PipelineSettings")
 
@@ -57,20 +58,20 @@ class PipelineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule of a route: which messages of which topic go where."""
+    """One rule of a route: which messages of a topic go to which topics."""
 
     name: str
     topic: str
     targets: tuple[str, ...]
     condition: str = ""
-    """A condition in SQL over the columns of a message; empty takes all."""
+    """A condition in SQL over the columns of a message; empty matches all."""
     subscription: str = ""
-    """A subscription whose own filter is the condition; then `condition` is empty."""
+    """A subscription whose filter is used as the condition; then `condition` is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """A pipeline as it is declared."""
+    """A declared pipeline."""
 
     pipeline_id: UUID
     name: str
@@ -78,14 +79,14 @@ class Pipeline:
     overrides: Mapping[str, str] = field(default_factory=dict)
     """The settings that were given, by name."""
     is_wanted: bool = True
-    """Whether it is to run."""
+    """Whether it should run."""
     parked: str = ""
-    """Why it is not run any more although it is wanted: it cannot be run as it is."""
+    """Why it is parked although it should run: it cannot be run as declared."""
     created_ms: int = 0
     rules: tuple[Rule, ...] = ()
     """The rules of a route, by name."""
     version: int = 0
-    """How often it was changed since it was declared, so that of two that are told the newer one is known."""
+    """How often it was changed, which shows the newer of two versions."""
 
     @property
     def group(self) -> str:
@@ -94,12 +95,12 @@ class Pipeline:
 
     @property
     def is_due(self) -> bool:
-        """Whether somebody should be running it."""
+        """Whether it should be running."""
         return self.is_wanted and not self.parked
 
     @property
     def settings(self) -> PipelineSettings:
-        """Its settings; worked out anew each time."""
+        """Its settings, parsed on each access."""
         return SETTINGS[self.kind].from_strings(self.overrides)
 
     def flows(self) -> dict[str, set[str]]:
@@ -109,7 +110,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
-    """What every pipeline has."""
+    """The settings of every pipeline."""
 
     start: str = setting(
         "from",
@@ -138,7 +139,7 @@ class PipelineSettings:
 
     @classmethod
     def from_strings(cls: type[S], given: Mapping[str, str]) -> S:
-        """Build from names and texts; raise `InvalidSetting` for what does not fit."""
+        """Parse settings by name; raise `InvalidSetting` for invalid ones."""
         by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
         values: dict[str, Any] = {}
         for name, text in given.items():
@@ -152,16 +153,16 @@ class PipelineSettings:
         return settings
 
     def as_strings(self) -> dict[str, str]:
-        """Every setting as it is shown: name to text."""
+        """Return every setting as text, by name."""
         return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
 
     def _check(self) -> None:
-        """Raise `InvalidSetting` for settings that do not go together."""
+        """Raise `InvalidSetting` for settings that conflict."""
 
     def check_texts(self) -> None:
-        """Raise `InvalidSetting` for texts that nothing could be run with; asked when they are given.
+        """Raise `InvalidSetting` for texts that could not be run, when they are given.
 
-        Those that are stored are not asked any more, so that they can be shown and changed whatever they say.
+        Stored ones are not checked again, so that they can always be shown and changed.
         """
 
     def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
@@ -180,7 +181,7 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingSettings(PipelineSettings):
-    """What pipelines from topics to topics have."""
+    """The settings of pipelines from topics to topics."""
 
     on_lost: str = setting(
         ON_LOST,
@@ -193,7 +194,7 @@ class MovingSettings(PipelineSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandSettings(PipelineSettings):
-    """How topics become tables."""
+    """The settings of landing: topics to lake tables."""
 
     topics: str = setting("topics", "", "The topics that are landed, with commas between them.", needs_restart=False)
     pattern: str = setting(
@@ -240,7 +241,7 @@ class LandSettings(PipelineSettings):
     widen_max_bytes: int = setting(
         "widen.max.bytes",
         100 * 1024**3,
-        "The largest table that is written anew when a column of whole numbers has to take fractions, or its schema "
+        "The largest table that is rewritten when a long column has to take fractions, or its schema "
         "says so. In larger ones such columns stay, and what does not fit goes to the quarantine; 0 widens none.",
         minimum=0,
         maximum=2**60,
@@ -279,7 +280,7 @@ class LandSettings(PipelineSettings):
             raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
 
     def check_texts(self) -> None:
-        """Raise `InvalidSetting` for a schema that no table can have, for names that clash, and for odd places."""
+        """Raise `InvalidSetting` for a schema that tables cannot have, for names that clash, and for invalid places."""
         if self.lake:
             check_absolute_lake_url(self.lake)
         if self.schema:
@@ -305,7 +306,7 @@ class LandSettings(PipelineSettings):
         return self.matcher()(topic)
 
     def matcher(self) -> Callable[[str], bool]:
-        """Says of names of topics whether they are landed; for whoever asks of many."""
+        """Return a predicate over topic names, for callers that test many."""
         if not self.pattern:
             return frozenset(self.topic_names).__contains__
         expression = compile_regex(self.pattern)
@@ -314,7 +315,7 @@ class LandSettings(PipelineSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformSettings(MovingSettings):
-    """How topics become a topic, by a statement of SQL."""
+    """The settings of a transform: topics to a topic, by an SQL statement."""
 
     sql: str = setting(
         "sql",
@@ -356,7 +357,9 @@ class TransformSettings(MovingSettings):
         _check_target(self.into)
 
     def check_texts(self) -> None:
-        """Raise `InvalidSetting` for what is no statement, reads nothing or what it writes, and for odd documents."""
+        """Raise `InvalidSetting` for an invalid statement, one that reads nothing or its own target, and for malformed
+        documents.
+        """
         if self.schemas.strip() and self.decode == NO_DECODING:
             raise InvalidSetting("`schemas` are for payloads that are decoded: set decode=json with them")
         for topic, text in named_texts("schemas", self.schemas).items():
@@ -372,7 +375,7 @@ class TransformSettings(MovingSettings):
             raise InvalidSetting(f"the statement reads the topic {self.into!r} that it writes, and would never end")
 
     def topics(self) -> tuple[str, ...]:
-        """The topics that the statement reads, as far as it can be told without Spark."""
+        """Return the topics that the statement reads, as far as known without Spark."""
         tables = named_texts("tables", self.tables)
         return tuple(name for name in read_select(self.sql).reads if name not in tables)
 
@@ -395,7 +398,7 @@ class TransformSettings(MovingSettings):
                     yield setting_name, name, reads
 
     def delays(self) -> dict[str, tuple[str, str]]:
-        """The watermarks by topic: a column, and how late its rows may come."""
+        """Return the watermarks by topic: a column, and how late its rows may arrive."""
         found: dict[str, tuple[str, str]] = {}
         for topic, text in named_texts("watermarks", self.watermarks).items():
             column, _, delay = text.strip().partition(" ")
@@ -409,7 +412,7 @@ class TransformSettings(MovingSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSettings(MovingSettings):
-    """How messages are put into consumer queues, by rules that the catalog keeps beside the pipeline."""
+    """The settings of a route; its rules are stored beside the pipeline."""
 
     decode: str = setting(
         DECODE,
@@ -436,7 +439,7 @@ SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
 
 
 def kind_of(text: str) -> PipelineKind:
-    """The kind of this name; raise `InvalidPipeline` when there is none."""
+    """Parse the name of a kind; raise `InvalidPipeline` if there is none."""
     try:
         return PipelineKind(text)
     except ValueError:
@@ -446,7 +449,7 @@ def kind_of(text: str) -> PipelineKind:
 
 
 def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) -> PipelineSettings:
-    """Its settings; raise an `InvalidRequest` when this cannot be declared."""
+    """Return its settings; raise an `InvalidRequest` if it cannot be declared."""
     if not name or len(name) > NAME_LENGTH_MAX:
         raise InvalidPipeline(f"the name of a pipeline has 1 to {NAME_LENGTH_MAX} characters")
     if name in set(PipelineKind):
@@ -463,7 +466,7 @@ def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) 
 
 
 def _check_name(name: str) -> None:
-    """Raise `InvalidPipeline` for a name that its group, or a folder, cannot have: the rule is that of topics."""
+    """Raise `InvalidPipeline` for a name that its group or a folder cannot have: the rule is that of topics."""
     try:
         check_topic_name(name, noun="pipeline")
     except InvalidTopicName as refused:
@@ -478,7 +481,7 @@ def _check_target(topic: str) -> None:
 
 
 def named_texts(setting_name: str, text: str) -> dict[str, str]:
-    """A setting that is a JSON object of texts; raise `InvalidSetting` if it is none."""
+    """Parse a setting that is a JSON object of texts; raise `InvalidSetting` if it is not."""
     if not text.strip():
         return {}
     try:
@@ -522,12 +525,12 @@ def _check_rule(rule: Rule) -> None:
 
 
 def _check_circles(rules: Iterable[Rule]) -> None:
-    """A message that comes back to where it was would be routed for ever."""
+    """Refuse circles, in which a message would be routed forever."""
     leads: dict[str, set[str]] = {}
     for rule in rules:
         leads.setdefault(rule.topic, set()).update(rule.targets)
     while leads:
-        # What leads nowhere further cannot be part of a circle.
+        # A topic that leads nowhere further cannot be part of a circle.
         open_ended = [topic for topic, targets in leads.items() if not any(target in leads for target in targets)]
         if not open_ended:
             topics = ", ".join(sorted(leads))

@@ -159,7 +159,7 @@ def test_a_column_of_another_type_is_refused(storage: Storage) -> None:
     assert table.commit([], {(TOPIC, 0): (0, 1)}, schema=known)
     assert extended(known, pa.schema([("amount", pa.float64())])) == known
     other = extended(RAW, pa.schema([("amount", pa.float64())]))
-    with pytest.raises(ColumnMismatch, match="'amount' of the table is int64"):
+    with pytest.raises(ColumnMismatch, match="'amount' is int64 in the table"):
         table.commit([], {(TOPIC, 0): (1, 2)}, schema=other)
 
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pytest
 
 from millstream.pipelines.jobs.land import task
-from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.jobs.land.task import LandTasks, Work
 from millstream.pipelines.lake.columns import QUARANTINE, RAW
 from millstream.pipelines.lake.storage import Storage
 from millstream.pipelines.lake.task_writer import TaskWriter
+from millstream.pipelines.source.ranges import Range
 
 WHOLE = 1_000_000
 
@@ -96,7 +96,7 @@ def test_what_a_failed_writer_wrote_is_deleted(tmp_path: Path, room: int) -> Non
 def test_a_task_that_fails_takes_the_files_of_all_its_topics_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int, quarantine_room: int
 ) -> None:
-    def records(one: TopicRange, _options: object) -> Iterator[pa.RecordBatch]:
+    def records(one: Range, _options: object) -> Iterator[pa.RecordBatch]:
         yield rows(one.end, b'{"id": 1}')
         refused = rows(one.end, b"[]")
         missing = [pa.nulls(one.end, QUARANTINE.field(name).type) for name in ("timestamp", "key", "headers")]
@@ -115,7 +115,7 @@ def test_a_task_that_fails_takes_the_files_of_all_its_topics_with_it(
 
     monkeypatch.setattr(task, "_records", records)
     works = {"a": work("a", WHOLE, WHOLE), "b": work("b", room, quarantine_room)}
-    tasks = LandTasks("127.0.0.1:9092", [[TopicRange("a", 0, 0, 5), TopicRange("b", 0, 0, 5)]], works)
+    tasks = LandTasks("127.0.0.1:9092", [[Range("a", 0, 0, 5), Range("b", 0, 0, 5)]], works)
     numbers = [pa.RecordBatch.from_pydict({"id": [0]})]
     if room == quarantine_room:
         assert sum(batch.num_rows for batch in tasks(numbers)) == 2

@@ -7,16 +7,9 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from millstream.pipelines.jobs.land.plan import (
-    FILE_BYTES,
-    TASK_BYTES_MIN,
-    PartitionPlan,
-    TopicRange,
-    plans,
-    tasks,
-    topic_ranges,
-)
+from millstream.pipelines.jobs.land.plan import FILE_BYTES, TASK_BYTES_MIN, PartitionPlan, plans, tasks, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.source.ranges import Range
 
 
 @settings(max_examples=100, deadline=None)
@@ -26,7 +19,7 @@ from millstream.pipelines.jobs.land.sources import Source
     st.integers(1, 16),
 )
 def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, parallelism: int) -> None:
-    wanted = [TopicRange(f"t{at // 3}", at, start, start + length) for at, (start, length) in enumerate(parts)]
+    wanted = [Range(f"t{at // 3}", at, start, start + length) for at, (start, length) in enumerate(parts)]
     sizes = {one.topic: size for one in wanted}
     shared = tasks(wanted, sizes, parallelism=parallelism)
     flat = [one for task in shared for one in task]
@@ -44,7 +37,7 @@ def test_every_offset_is_in_one_task(parts: list[tuple[int, int]], size: float, 
 
 
 def test_many_small_topics_share_tasks() -> None:
-    wanted = [TopicRange(f"t{number:03}", 0, 0, 10_000) for number in range(100)]
+    wanted = [Range(f"t{number:03}", 0, 0, 10_000) for number in range(100)]
     shared = tasks(wanted, {one.topic: 100.0 for one in wanted}, parallelism=4)
     assert len(shared) == 4
     assert sum(len(task) for task in shared) <= 103
@@ -59,7 +52,7 @@ def test_a_table_goes_on_where_it_is() -> None:
     assert found == {0: PartitionPlan(30, 30, 100), 1: PartitionPlan(20, 40, 50)}
     assert found[0].lost == 0
     assert found[1].lost == 20
-    assert topic_ranges("orders", found) == [TopicRange("orders", 0, 30, 100), TopicRange("orders", 1, 40, 50)]
+    assert topic_ranges("orders", found) == [Range("orders", 0, 30, 100), Range("orders", 1, 40, 50)]
 
 
 def test_a_new_table_begins_where_it_is_told() -> None:

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from millstream.core.errors import LostData
-from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, Reading, Report, from_rows, to_arrow
+from millstream.pipelines.source.ranges import Range
 
 
 class Log:
@@ -21,7 +21,7 @@ class Log:
         self._moves = moves
         self._without = without
 
-    def records(self, one: TopicRange) -> Iterator[pa.RecordBatch]:
+    def records(self, one: Range) -> Iterator[pa.RecordBatch]:
         for offset in range(one.start, one.end):
             self.start = max(self.start, self._moves.get(offset, 0))
             if self.start > offset or offset >= self._end:
@@ -33,7 +33,7 @@ class Log:
         return self.start
 
 
-def offsets(reading: Reading, one: TopicRange) -> list[int]:
+def offsets(reading: Reading, one: Range) -> list[int]:
     return [row["offset"] for batch in reading.batches(one) for row in batch.to_pylist()]
 
 
@@ -53,14 +53,14 @@ def test_offsets_that_are_deleted_before_they_are_read_are_skipped_and_counted(
 ) -> None:
     log = Log(200, moves)
     reading = Reading(log.records, log.log_start)
-    assert offsets(reading, TopicRange("orders", 0, 0, 10)) == read
+    assert offsets(reading, Range("orders", 0, 0, 10)) == read
     assert reading.lost == lost
 
 
 def test_offsets_that_no_message_has_are_not_lost() -> None:
     log = Log(10, {5: 6}, frozenset({2, 3, 8, 9}))
     reading = Reading(log.records, log.log_start)
-    assert offsets(reading, TopicRange("orders", 0, 0, 10)) == [0, 1, 4, 6, 7]
+    assert offsets(reading, Range("orders", 0, 0, 10)) == [0, 1, 4, 6, 7]
     assert reading.lost == 1
 
 
@@ -68,7 +68,7 @@ def test_a_log_that_ends_too_early_is_told() -> None:
     log = Log(5, {})
     reading = Reading(log.records, log.log_start)
     with pytest.raises(LostData):
-        offsets(reading, TopicRange("orders", 0, 0, 10))
+        offsets(reading, Range("orders", 0, 0, 10))
 
 
 def test_losses_of_several_stretches_are_summed_up_and_reported() -> None:
@@ -76,7 +76,7 @@ def test_losses_of_several_stretches_are_summed_up_and_reported() -> None:
     reading = Reading(
         lambda one: logs[one.partition].records(one), lambda topic, partition: logs[partition].log_start(topic, 0)
     )
-    assert [len(offsets(reading, TopicRange("orders", number, 0, 10))) for number in logs] == [8, 7]
+    assert [len(offsets(reading, Range("orders", number, 0, 10))) for number in logs] == [8, 7]
     told = to_arrow([Report(topic="orders", rows=15, lost=reading.lost)])
     assert [part.split()[0] for part in REPORT_COLUMNS.split(", ")] == told.schema.names
     (report,) = from_rows(tuple(row.values()) for row in told.to_pylist())

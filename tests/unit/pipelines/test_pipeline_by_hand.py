@@ -61,7 +61,7 @@ def test_it_goes_on_until_it_is_stopped_or_somebody_else_takes_over() -> None:
 
     lost = by_hand(Script(), claim, stopping)
     claim.lose()
-    with pytest.raises(GroupNotEmpty, match="somebody else"):
+    with pytest.raises(GroupNotEmpty, match="another run"):
         lost.run(once=False)
 
 

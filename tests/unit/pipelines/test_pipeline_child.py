@@ -296,8 +296,8 @@ def test_why_a_driver_ended_is_told_until_the_next_one_reports() -> None:
     assert roll.reports(due, is_running=False, idle_reason="")[0].last_error == "the driver ended with signal 9"
     roll.driver_ended(DIED, is_death=True)
     assert "spark.log" in roll.reports(due, is_running=False, idle_reason="")[0].last_error
-    told = roll.reports(due, is_running=False, idle_reason="install it")[0]
-    assert (told.state, told.last_error) == ("waiting", "install it")
+    told = roll.reports(due, is_running=False, idle_reason="install them")[0]
+    assert (told.state, told.last_error) == ("waiting", "install them")
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=5, counts={"files": 1})]))
     roll.driver_ended(0, is_death=False)
     roll.apply(DriverEvent(reports=[PipelineReport(name="a", state="running", rows=2, counts={"files": 1})]))

@@ -66,7 +66,7 @@ def test_what_is_committed_is_read_unless_asked_otherwise(given: dict[str, str],
         ({"assign": '{"a": [-1]}'}, "option assign"),
         ({"assign": "[0]"}, "option assign"),
         ({"subscribe": "a", "startingOffsets": "first"}, "startingOffsets is earliest, latest, earliest-landed or"),
-        ({"subscribe": "a", "startingOffsets": '{"a":{"0":-3}}'}, "-3 is out of place"),
+        ({"subscribe": "a", "startingOffsets": '{"a":{"0":-3}}'}, "-3 is not allowed here"),
         ({"subscribe": "a", "endingOffsets": "earliest"}, "cannot be earliest"),
         ({"subscribe": "a", "startingOffset": "earliest"}, "did you mean 'startingOffsets'"),
         ({"subscribe": "a", "kafka.bootstrap.server": "b:1"}, "did you mean 'kafka.bootstrap.servers'"),
@@ -151,10 +151,10 @@ def test_offsets_that_are_committed_with_the_rows() -> None:
     ("given", "said"),
     [
         ({"sourceGroup": "copy"}, "go together"),
-        ({"sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": -1}}'}, "out of place"),
+        ({"sourceGroup": "copy", "sourceOffsets": '{"orders": {"0": -1}}'}, "not allowed here"),
         ({"sourceGroup": "copy", "sourceOffsets": "{}"}, "no partition"),
         ({"sourceGroup": "copy", "sourceOffsets": '{"a": {"0": 1}}', "sourceMember": "me"}, "go together"),
-        ({"sourceMember": "me", "sourceGeneration": "3"}, "give these too"),
+        ({"sourceMember": "me", "sourceGeneration": "3"}, "needs sourceOffsets"),
     ],
 )
 def test_offsets_that_cannot_be_committed_with_rows(given: dict[str, str], said: str) -> None:

@@ -394,4 +394,4 @@ def test_the_command_tells_by_its_exit_code(tmp_path: Path, capsys: pytest.Captu
     assert "line 1: transaction 1 of w has not begun" in capsys.readouterr().err
     path.write_text('{"event": "positioned", "consumer": "x", "topic": "t", "partition": 1}\n')
     assert main([str(path)]) == 2
-    assert "nobody has said what x reads" in capsys.readouterr().err
+    assert "reader x was never started" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Advice about a pipeline when it is declared or changed: what its owner should know, though it is valid."""
+"""Advice to the owner of a pipeline when it is declared or changed: hints that are no reason to refuse it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from millstream.core.pipeline import Pipeline
 from millstream.core.setting import suggestion
 
 NAMED_MAX: Final = 5
-"""How many topics are named in a note."""
+"""The most topics named in a note."""
 
 Routes = Mapping[str, Mapping[str, str]]
-"""By topic: the topics that its messages go to, and the pipeline by which they do."""
+"""For each topic, the topics that its messages reach and the pipeline that takes them there."""
 
 
 class PipelineAdvice:
-    """Looks at a pipeline together with the existing topics and pipelines."""
+    """Compares a pipeline with the existing topics and pipelines."""
 
     def __init__(self, pipelines: Pipelines, topics: Topics) -> None:
         self._pipelines = pipelines
         self._topics = topics
 
     def notes_for(self, pipeline: Pipeline) -> list[str]:
-        """Return what its owner should know, a sentence each."""
+        """Return the hints, a sentence each."""
         with suppress(MillstreamError):
-            # A declaration of another version may not be readable.
+            # The declaration of an older node may not be readable here.
             return [*self._missing(pipeline), *_unused(pipeline), *self._loops(pipeline)]
         return []
 

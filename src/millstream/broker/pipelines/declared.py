@@ -1,4 +1,4 @@
-"""The pipelines: declared in the catalog, held in memory on every node that runs and shows them."""
+"""The declared pipelines, held in memory on every node; the catalog is the source of truth."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from millstream.core.pipeline import (
 def check_landed_once(pipeline: Pipeline, declared: Iterable[Pipeline]) -> None:
     """Raise `InvalidPipeline` if another pipeline lands one of its topics in the same lake.
 
-    Whether two patterns overlap is not known before a topic matches both of them.
+    Whether two patterns overlap is unknown until a topic matches both.
     """
     settings = _land_settings(pipeline)
     if settings is None:
@@ -48,7 +48,7 @@ def _land_settings(pipeline: Pipeline) -> LandSettings | None:
     try:
         settings = pipeline.settings
     except MillstreamError:
-        # Declared by a version that knew other settings: it cannot run, and lands nothing.
+        # Declared by a version with other settings: it cannot run, and lands nothing.
         return None
     return settings if isinstance(settings, LandSettings) else None
 
@@ -71,7 +71,7 @@ PIPELINES_MAX: Final = 1000
 
 
 class Pipelines:
-    """Every declared pipeline, by its name."""
+    """Every declared pipeline, by name."""
 
     def __init__(self, declarations: Declarations, clock: Clock, *, new_id: Callable[[], UUID] = uuid.uuid4) -> None:
         self._declarations = declarations
@@ -96,16 +96,16 @@ class Pipelines:
         return [self._by_name[name] for name in sorted(self._by_name)]
 
     def get(self, name: str) -> Pipeline | None:
-        """Return the pipeline with this name, if it exists."""
+        """Return the pipeline of this name, if there is one."""
         return self._by_name.get(name)
 
     def of_group(self, group_id: str) -> str | None:
-        """Return the pipeline whose group this is, if one is declared."""
+        """Return the name of the declared pipeline that owns a group, if any."""
         name = group_id.removeprefix(GROUP_PREFIX)
         return name if name != group_id and name in self._by_name else None
 
     async def find(self, name: str) -> Pipeline:
-        """Return the pipeline with this name; another node may have declared it just now."""
+        """Return the pipeline of this name, asking the catalog if another node may have just declared it."""
         return self._by_name.get(name) or await self._declared(name)
 
     async def create(
@@ -123,7 +123,7 @@ class Pipelines:
         check_pipeline(name, kind, overrides)
         check_rules(kind, listed)
         async with self._changing:
-            # Asked of the catalog, since another node may have declared it just now.
+            # Asked of the catalog, since another node may have just declared it.
             if await self._declarations.pipeline_named(name) is not None:
                 raise PipelineExists(f"pipeline {name!r} exists already")
             if len(self._by_name) >= PIPELINES_MAX:
@@ -147,9 +147,9 @@ class Pipelines:
         return made
 
     async def alter(self, name: str, changes: Mapping[str, str | None], *, validate_only: bool = False) -> Pipeline:
-        """Set some settings of a pipeline, durably; None resets a setting to its default.
+        """Change settings durably; None resets one to its default.
 
-        A parked pipeline is tried again with them.
+        A parked pipeline is retried.
         """
 
         def changed(now: Pipeline) -> Pipeline:
@@ -165,15 +165,15 @@ class Pipelines:
         return await self._alter(name, changed, f"settings {', '.join(sorted(changes))}")
 
     async def start(self, name: str) -> Pipeline:
-        """Run a pipeline; a parked one is tried again."""
+        """Start a pipeline; one that was parked is retried."""
         return await self._alter(name, lambda now: dataclasses.replace(now, is_wanted=True, parked=""), "started")
 
     async def stop(self, name: str) -> Pipeline:
-        """Stop running a pipeline."""
+        """Stop a pipeline."""
         return await self._alter(name, lambda now: dataclasses.replace(now, is_wanted=False, parked=""), "stopped")
 
     async def park(self, pipeline: Pipeline, reason: str) -> Pipeline:
-        """Park a pipeline that keeps failing, so that it is not run until it is started or changed.
+        """Record that a pipeline failed repeatedly, so that it is not run until it is started or changed.
 
         One that was changed or stopped meanwhile stays as it is.
         """
@@ -186,9 +186,9 @@ class Pipelines:
     async def change_rules(
         self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
     ) -> Pipeline:
-        """Put rules, durably and in one step, replacing those with their names; remove others.
+        """Add or replace rules by name and delete others, durably and atomically.
 
-        A parked pipeline is tried again with them.
+        A parked pipeline is retried.
         """
         put = {rule.name: rule for rule in rules}
         left_out = frozenset(gone)
@@ -207,13 +207,13 @@ class Pipelines:
         return await self._alter(name, changed, f"{len(put)} rules put, {len(left_out)} removed")
 
     async def delete(self, name: str) -> Pipeline:
-        """Delete a pipeline, durably."""
+        """Delete a pipeline durably."""
         async with self._changing:
             found = await self._declared(name)
             try:
                 await self._declarations.delete_pipeline(found)
             finally:
-                # Also when another node was faster.
+                # Also if another node was faster.
                 self._by_name.pop(name, None)
         _logger.info("pipeline deleted", extra={"pipeline": name})
         self._notify()
@@ -235,7 +235,7 @@ class Pipelines:
         return stored
 
     async def _declared(self, name: str) -> Pipeline:
-        """Return what the catalog has under a name."""
+        """Read a pipeline from the catalog."""
         found = await self._declarations.pipeline_named(name)
         if found is None:
             raise UnknownPipeline(f"there is no pipeline {name!r}; see `millstream pipeline list`")

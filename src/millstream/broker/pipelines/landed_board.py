@@ -1,8 +1,8 @@
-"""How far pipelines have landed topics, as their driver reports to this node; retention may ask for it.
+"""The progress of landing pipelines, as their drivers report it to this node; retention may wait for it.
 
-Nothing of it is stored. What a pipeline has not reported since this node started counts as not landed; the driver
-reports with every batch, even if it finds nothing new. Only the table that a pipeline is declared with counts: not what
-a run by hand put elsewhere, nor what another pipeline of the same name, or with another lake, did.
+Nothing of it is stored. What a pipeline has not reported since this node started counts as not landed, and the driver
+reports it with every batch, empty ones included. Only what is in the table that a pipeline is declared with counts: not
+what a manual run wrote elsewhere, nor what another pipeline of the same name, or with another lake, did.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from millstream.core.pipeline import LandSettings
 from millstream.core.topic import TopicPartition
 
 Offsets = Mapping[int, int]
-"""By partition, the next offset that is not in the table."""
+"""The next offset that is not in the table, by partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Landing:
-    """A landing pipeline, as it is declared now."""
+    """A landing pipeline as it is declared now."""
 
     place: tuple[str, str]
-    """Its lake, which may be that of the node, and the format of its tables."""
+    """Its lake, possibly the node's, and the format of its tables."""
     takes: Callable[[str], bool]
     landed: dict[UUID, Offsets] = field(default_factory=dict)
-    """By topic, how far it has landed there."""
+    """The landed offsets in that place, by topic."""
 
 
 class LandedBoard:
-    """The last report of each pipeline about each topic."""
+    """The last report of each pipeline for each topic."""
 
     def __init__(self, pipelines: Pipelines, topics: Topics) -> None:
         self._pipelines = pipelines
         self._topics = topics
         self._landings: dict[UUID, Landing] = {}
         self._of_topic: dict[str, list[Landing]] = {}
-        """By name, which pipelines land a topic; filled on demand since the last change."""
+        """The pipelines that land a topic, by name; cached until pipelines or topics change."""
         self._topics_version = -1
 
     def start(self) -> None:
@@ -59,23 +59,25 @@ class LandedBoard:
         landing.landed[topic_id] = dict(offsets)
 
     def floor(self, place: TopicPartition) -> int:
-        """Return the first offset that is not yet in the tables of all pipelines that land a partition."""
+        """Return from which offset on a partition is not in the tables of all pipelines that land it; the end if there
+        is none.
+        """
         topic = self._topics.get(place.topic)
         if topic is None:
             return 0
         try:
             partition = self._topics.partition(place.topic, place.partition)
         except MillstreamError:
-            # It is coming here or going away, and nothing of it may be deleted for its age meanwhile.
+            # The partition is moving, and nothing of it may be deleted meanwhile.
             return 0
         if not partition.is_leader:
-            # The leader knows, and others begin where it does.
+            # The leader knows, and followers start where it does.
             return partition.log_start
         landed = [one.landed.get(topic.topic_id, {}).get(place.partition, 0) for one in self._landing(place.topic)]
         return min(landed, default=0)
 
     def _landing(self, topic: str) -> list[Landing]:
-        """Return which pipelines land a topic; patterns are matched once per topic, not per partition."""
+        """Return the pipelines that land a topic; patterns are matched once per topic."""
         if self._topics_version != self._topics.version:
             self._of_topic.clear()
             self._topics_version = self._topics.version
@@ -85,14 +87,14 @@ class LandedBoard:
         return found
 
     def _read(self) -> None:
-        """Read the declared pipelines; keep the reports of those that still land at the same place."""
+        """Follow the declared pipelines, keeping reports of those that still land in the same place."""
         before, self._landings = self._landings, {}
         self._of_topic.clear()
         for pipeline in self._pipelines.all():
             try:
                 settings = pipeline.settings
             except MillstreamError:
-                # A newer node may have declared what cannot be read here.
+                # A newer node may have declared settings that are unknown here.
                 continue
             if isinstance(settings, LandSettings):
                 known = before.get(pipeline.pipeline_id)

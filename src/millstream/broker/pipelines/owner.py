@@ -1,8 +1,7 @@
-"""The node that runs the pipelines of a cluster: the one that creates the key `pipelines-owner`.
+"""The node that runs a cluster's pipelines: the one that created the key `pipelines-owner`, until its session ends.
 
-The key only decides which node tries. That no batch is done twice follows from the groups of the pipelines, which admit
-one member, and from what the jobs compare when they commit; so a node that has not heard yet that it was replaced does
-no harm.
+The key only decides who tries. That no batch is committed twice is ensured by the pipelines' groups, which have one
+member, and by the comparisons of each commit; so a node that does not know yet that it was replaced does no harm.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ _logger = logging.getLogger(__name__)
 
 
 class PipelineOwner(Protocol):
-    """Whether this node is the one that runs pipelines."""
+    """Whether this node runs the pipelines."""
 
     @property
     def is_mine(self) -> bool:
-        """Whether it is, as far as it knows."""
+        """Whether it does, as far as it knows."""
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether another node is."""
+        """Whether another node does."""
 
     def when_changed(self, listener: Callable[[], None]) -> None:
         """Call `listener` when that may have changed."""
@@ -52,11 +51,11 @@ class SoleOwner:
         """Do nothing: it never changes."""
 
     async def resign(self) -> None:
-        """Do nothing: no other node could take over."""
+        """There is no other node."""
 
 
 class ElectedOwner:
-    """One node's candidate among those of a cluster."""
+    """One node's candidate in a cluster."""
 
     def __init__(
         self,
@@ -94,7 +93,7 @@ class ElectedOwner:
         self._listeners.append(listener)
 
     async def run(self) -> None:
-        """Be the owner whenever there is no other; runs forever."""
+        """Become the owner whenever there is no other, forever."""
         backoff = Backoff(self._random)
         while True:
             try:
@@ -113,24 +112,24 @@ class ElectedOwner:
                 self._notify()
 
     async def resign(self) -> None:
-        """Let another node take over, at once."""
+        """Let another node take over at once."""
         revision, self._has_resigned = self._revision, True
         if revision is None:
             return
         try:
             await self._store.change([Delete(keys.PIPELINES_OWNER)], [Expect(keys.PIPELINES_OWNER, revision)])
         except StoreUnavailable as error:
-            # It ends with the session of this node.
-            _logger.debug("the ownership of pipelines could not be given up", extra={"error": str(error)})
+            # The key expires with this node's session.
+            _logger.debug("the place could not be given up", extra={"error": str(error)})
 
     async def _win(self) -> int:
-        """Wait until the key is free, and create it; return its revision."""
+        """Wait until the key is free and create it; return its revision."""
         view, me = self._view, self._me
         while True:
             self._changed.clear()
             registered = None if self._has_resigned or me in view.leaving else self._registered()
             if registered is not None and view.pipelines_owner == me:
-                # Left over from a run of this node that is over, or from an attempt whose answer was lost.
+                # Left over from an earlier run of this node, or from an attempt whose answer was lost.
                 expected = Expect(keys.PIPELINES_OWNER, view.pipelines_owner_revision)
                 await self._store.change([Delete(keys.PIPELINES_OWNER)], [expected])
             elif registered is not None and view.pipelines_owner is None:

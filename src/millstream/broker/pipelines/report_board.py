@@ -1,4 +1,4 @@
-"""What the driver of this node reports about the pipelines that it runs: state, progress and failures."""
+"""The reports of this node's pipeline driver: state and counts of each pipeline that it runs."""
 
 from __future__ import annotations
 
@@ -17,73 +17,73 @@ STATES: Final[tuple[State, ...]] = ("waiting", "starting", "running", "retrying"
 
 
 class PipelineReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of one pipeline, since its driver was started."""
+    """The state of one pipeline, counted from the start of its driver."""
 
     name: str
     state: State
     rows: int = 0
-    """Messages that were processed."""
+    """Messages read."""
     rows_per_s: float = 0.0
     lag: int | None = None
-    """Messages that were not processed yet; None before the first batch."""
+    """Messages not read yet; None before the first batch."""
     batches: int = 0
     restarts: int = 0
-    """How often it was restarted after a failure."""
+    """Restarts after a failure."""
     stalls: int = 0
-    """How often a batch was given up because it made no progress."""
+    """Batches cancelled because they made no progress."""
     still_s: float = 0.0
-    """For how long the current batch has made no progress."""
+    """How long the running batch has made no progress."""
     last_error: str = ""
     last_error_ms: int = 0
     failing_ms: int = 0
-    """Since when nothing has succeeded; 0 while it does."""
+    """Since when every step has failed; 0 otherwise."""
     counts: dict[str, int] = {}
-    """More numbers, by name: files, quarantined rows and such."""
+    """Further counts by name: files, quarantined rows …"""
     node: int = -1
     """The node whose driver runs it."""
 
 
 class PipelineBoard:
-    """The last report of each pipeline that this node runs; other nodes have none of it."""
+    """The last report of each pipeline that this node runs; other nodes have none."""
 
     def __init__(self, declared: Callable[[], Iterable[Pipeline]] = tuple) -> None:
         self._declared = declared
         self._reports: dict[str, PipelineReport] = {}
         self._lags: dict[str, int] = {}
         self.restarts = 0
-        """How often the driver ended and was restarted."""
+        """Restarts of the driver."""
 
     def take(self, reports: Iterable[PipelineReport]) -> None:
-        """Replace all reports."""
+        """Replace the reports."""
         self._reports = {report.name: report for report in reports}
 
     def clear(self) -> None:
-        """Drop the reports: the driver has ended, or another node has taken over."""
+        """Drop the reports, since the driver has ended or another node has taken over."""
         self._reports = {}
         self._lags = {}
 
     def take_lags(self, lags: Mapping[str, int]) -> None:
-        """Replace the lag of each pipeline, whether it is running or not."""
+        """Record the lag of each pipeline, whether it is running or not."""
         self._lags = dict(lags)
 
     def lag(self, pipeline: str) -> int | None:
-        """Return how many messages wait for a pipeline, if that is known here."""
+        """Return the lag of a pipeline, if known here."""
         found = self._reports.get(pipeline)
         return self._lags.get(pipeline, None if found is None else found.lag)
 
     def describe(self, pipeline: str) -> dict[str, Any] | None:
-        """Return the state of a pipeline, if it runs here."""
+        """Return the report of a pipeline, if it runs here."""
         found = self._reports.get(pipeline)
         return None if found is None else {**msgspec.structs.asdict(found), "lag": self.lag(pipeline)}
 
     def metrics(self) -> Iterable[Metric]:
-        """Yield metrics by pipeline: those of the declarations on every node, those of runs where they run."""
+        """Return the metrics: of declarations on every node, of running pipelines where they run."""
         declared = list(self._declared())
         if not declared:
             return
         yield _gauge(
             "parked",
-            "Whether a pipeline is run no more, since it cannot be run as it is; told by every node.",
+            "Whether a pipeline is parked, since it cannot be run as declared; reported by every node.",
             [_sample(one.name, float(bool(one.parked))) for one in declared],
         )
         lags = [(one.name, self.lag(one.name)) for one in declared]
@@ -117,7 +117,7 @@ class PipelineBoard:
         yield _counter("batches", "Batches that a pipeline did.", [_sample(one.name, one.batches) for one in reports])
         yield _counter(
             "restarts",
-            "How often a pipeline was begun anew after a failure.",
+            "Restarts of a pipeline after a failure.",
             [_sample(one.name, one.restarts) for one in reports],
         )
         yield _counter(

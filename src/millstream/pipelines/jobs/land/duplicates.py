@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.source.options import BROKERS, read_options
 from millstream.pipelines.source.ranges import Range
@@ -36,7 +35,7 @@ _HOUR: Final = timedelta(hours=1)
 class IdTasks:
     """The function of `mapInArrow` that maps task numbers to the ids of their messages."""
 
-    def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[TopicRange]]) -> None:
+    def __init__(self, brokers: str, header: str, tasks: Sequence[Sequence[Range]]) -> None:
         self._brokers = brokers
         self._header = header
         self._tasks = tasks
@@ -48,12 +47,11 @@ class IdTasks:
                 for one in self._tasks[number]:
                     yield from self._ids(one)
 
-    def _ids(self, one: TopicRange) -> Iterator[pa.RecordBatch]:
+    def _ids(self, one: Range) -> Iterator[pa.RecordBatch]:
         options = read_options({BROKERS: self._brokers, "subscribe": one.topic, "columns": ",".join(_READ)})
         shape = shape_of(default_schema(options), options)
-        # What cannot be read repeats nothing, and is put into the quarantine by the task that lands.
-        where = Range(one.topic, one.partition, one.start, one.end)
-        for batch in read_range(where, options, shape, skip=lambda _batch: None):
+        # A batch that cannot be read repeats nothing; the landing task puts it into the quarantine.
+        for batch in read_range(one, options, shape, skip=lambda _batch: None):
             ids = ids_of(batch.column("headers"), self._header)
             rows = batch.drop_columns(["headers"]).append_column("id", ids)
             yield rows.filter(pc.is_valid(ids))

@@ -36,7 +36,7 @@ from millstream.pipelines.jobs.land.abandoned_files import abandoned_files_of
 from millstream.pipelines.jobs.land.duplicates import IdTasks, RecentIds, keep_bounded, repeated
 from millstream.pipelines.jobs.land.file_tasks import FileTasks, shares_of
 from millstream.pipelines.jobs.land.inference import payload_fields
-from millstream.pipelines.jobs.land.plan import TopicRange, plans, tasks
+from millstream.pipelines.jobs.land.plan import plans, tasks
 from millstream.pipelines.jobs.land.sources import MESSAGE_BYTES, Source, Sources
 from millstream.pipelines.jobs.land.task import REPORT_COLUMNS, LandTasks, Report, from_rows
 from millstream.pipelines.jobs.land.topic_batch import TopicBatch
@@ -47,7 +47,7 @@ from millstream.pipelines.lake.opening import open_table
 from millstream.pipelines.lake.rewriting import FileWork, Rewrite
 from millstream.pipelines.lake.table import LakeTable
 from millstream.pipelines.runtime.fault import Marked, kind_in
-from millstream.pipelines.source.ranges import admitted
+from millstream.pipelines.source.ranges import Range, admitted
 from millstream.protocol.private.message import encode
 from millstream.protocol.private.pipeline_messages import LANDED_KEY, Landed, LandedTopic
 from millstream.protocol.wire.client import Client
@@ -339,7 +339,7 @@ class LandJob:
         self._context.progress()
         return {row[0]: row[1] for row in rows}
 
-    def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[TopicRange]]:
+    def _tasks(self, batches: Sequence[TopicBatch]) -> list[list[Range]]:
         new = [batch.source for batch in batches if batch.topic not in self._message_bytes]
         for source, size in zip(new, self._pool.map(self._sources.message_bytes, new), strict=True):
             if size is not None:

@@ -11,25 +11,13 @@ from math import ceil
 from typing import Final
 
 from millstream.pipelines.jobs.land.sources import Source
+from millstream.pipelines.source.ranges import Range
 
 FILE_BYTES: Final = 128 * 1024 * 1024
 """The most that a task takes: it becomes one file per topic."""
 
 TASK_BYTES_MIN: Final = 8 * 1024 * 1024
 """Less than this is not divided, since every task costs its start."""
-
-
-@dataclass(frozen=True, slots=True)
-class TopicRange:
-    """The offset range of one partition that one task lands; the end is exclusive."""
-
-    topic: str
-    partition: int
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +51,19 @@ def plans(source: Source, landed: Mapping[int, int], *, from_latest: bool) -> di
     return found
 
 
-def topic_ranges(topic: str, wanted: Mapping[int, PartitionPlan]) -> list[TopicRange]:
+def topic_ranges(topic: str, wanted: Mapping[int, PartitionPlan]) -> list[Range]:
     """Return the ranges of a topic."""
-    return [TopicRange(topic, number, plan.first, plan.end) for number, plan in sorted(wanted.items()) if len(plan)]
+    return [Range(topic, number, plan.first, plan.end) for number, plan in sorted(wanted.items()) if len(plan)]
 
 
-def tasks(
-    wanted: Sequence[TopicRange], message_bytes: Mapping[str, float], *, parallelism: int
-) -> list[list[TopicRange]]:
+def tasks(wanted: Sequence[Range], message_bytes: Mapping[str, float], *, parallelism: int) -> list[list[Range]]:
     """Divide ranges into as many tasks as run in parallel, or more if they would be too large."""
     sizes = [len(one) * message_bytes[one.topic] for one in wanted]
     total = sum(sizes)
     if not total:
         return []
     count = ceil(total / min(FILE_BYTES, max(TASK_BYTES_MIN, total / parallelism)))
-    shared: list[list[TopicRange]] = [[]]
+    shared: list[list[Range]] = [[]]
     room = total / count
     for one, size in zip(wanted, sizes, strict=True):
         rest = one
@@ -85,9 +71,9 @@ def tasks(
         while size > room and len(shared) < count:
             taken = int(len(rest) * room / size)
             if taken:
-                shared[-1].append(TopicRange(rest.topic, rest.partition, rest.start, rest.start + taken))
+                shared[-1].append(Range(rest.topic, rest.partition, rest.start, rest.start + taken))
                 size -= size * taken / len(rest)
-                rest = TopicRange(rest.topic, rest.partition, rest.start + taken, rest.end)
+                rest = Range(rest.topic, rest.partition, rest.start + taken, rest.end)
             shared.append([])
             room = total / count
         if len(rest):

@@ -16,7 +16,6 @@ import pyarrow.compute as pc
 from millstream.core.errors import LostData
 from millstream.pipelines.jobs.land.decoding import Decoder
 from millstream.pipelines.jobs.land.inference import RECORD_NAMES, column_of, grown_by
-from millstream.pipelines.jobs.land.plan import TopicRange
 from millstream.pipelines.lake.column_path import Place
 from millstream.pipelines.lake.columns import QUARANTINE
 from millstream.pipelines.lake.task_writer import TaskWriter
@@ -92,7 +91,7 @@ def from_rows(rows: Iterable[tuple[str, int, int, str, str, bytes | None]]) -> l
 
 _logger = logging.getLogger(__name__)
 
-Records = Callable[[TopicRange], Iterator[pa.RecordBatch]]
+Records = Callable[[Range], Iterator[pa.RecordBatch]]
 """Reads a range, up to where offsets are missing: then it raises `LostData`."""
 
 LogStart = Callable[[str, int], int]
@@ -111,7 +110,7 @@ class Reading:
         self._log_start: Final = log_start
         self.lost = 0
 
-    def batches(self, one: TopicRange) -> Iterator[pa.RecordBatch]:
+    def batches(self, one: Range) -> Iterator[pa.RecordBatch]:
         """Yield the records of a range; raise `LostData` if offsets are missing that retention has not deleted."""
         rest = one
         while len(rest):
@@ -133,7 +132,7 @@ class Reading:
                     one.partition,
                 )
                 self.lost += end - first
-                rest = TopicRange(one.topic, one.partition, end, one.end)
+                rest = Range(one.topic, one.partition, end, one.end)
 
 
 def log_start(options: ReadOptions) -> LogStart:
@@ -178,7 +177,7 @@ class Work:
 class LandTasks:
     """The function of `mapInArrow` that maps task numbers to reports."""
 
-    def __init__(self, brokers: str, tasks: Sequence[Sequence[TopicRange]], works: Mapping[str, Work]) -> None:
+    def __init__(self, brokers: str, tasks: Sequence[Sequence[Range]], works: Mapping[str, Work]) -> None:
         self._brokers = brokers
         self._tasks = tasks
         self._works = works
@@ -205,12 +204,12 @@ class LandTasks:
                 work.quarantine.discard(report.quarantined)
             raise
 
-    def _land(self, topic: str, topic_ranges: Iterable[TopicRange]) -> Report:
+    def _land(self, topic: str, topic_ranges: Iterable[Range]) -> Report:
         work = self._works[topic]
         landing = _Landing(topic, work)
         options = read_options({BROKERS: self._brokers, "subscribe": topic, "columns": ",".join(RECORD_NAMES)})
 
-        def records(one: TopicRange) -> Iterator[pa.RecordBatch]:
+        def records(one: Range) -> Iterator[pa.RecordBatch]:
             return _records(one, options, partial(landing.quarantine, one.partition))
 
         reading = Reading(records, log_start(options))
@@ -293,8 +292,8 @@ class _Landing:
         self._work.writer.discard(self._files)
 
 
-def _records(one: TopicRange, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:
+def _records(one: Range, options: ReadOptions, skip: Skip) -> Iterator[pa.RecordBatch]:
     """Yield the records of a range, under the column names of tables."""
     shape = shape_of(default_schema(options), options)
-    for batch in read_range(Range(one.topic, one.partition, one.start, one.end), options, shape, skip=skip):
+    for batch in read_range(one, options, shape, skip=skip):
         yield batch.rename_columns([_RENAMED.get(name, name) for name in batch.schema.names])

@@ -9,12 +9,13 @@ from datetime import datetime
 import pyarrow as pa
 
 from millstream.pipelines.jobs.land.inference import field_of, grown_by, table_schema
-from millstream.pipelines.jobs.land.plan import PartitionPlan, TopicRange, topic_ranges
+from millstream.pipelines.jobs.land.plan import PartitionPlan, topic_ranges
 from millstream.pipelines.jobs.land.sources import Source
 from millstream.pipelines.jobs.land.task import Report, Work
 from millstream.pipelines.lake.column_path import Place, narrower, retyped
 from millstream.pipelines.lake.rewriting import Run
 from millstream.pipelines.lake.table import LakeTable
+from millstream.pipelines.source.ranges import Range
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,7 +65,7 @@ class TopicBatch:
             number: PartitionPlan(plan.start, plan.first, ends[number]) for number, plan in self.plans.items()
         }
 
-    def topic_ranges(self) -> list[TopicRange]:
+    def topic_ranges(self) -> list[Range]:
         """Return the ranges to read."""
         return topic_ranges(self.topic, self.plans)
 
