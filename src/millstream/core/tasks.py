@@ -1,7 +1,7 @@
-"""Several things done at the same time, of which the first failure ends the others.
+"""Concurrent tasks of which the first failure cancels the others.
 
-A task group of Python 3.11 that ends for an error forgets a cancellation that comes meanwhile, so that whoever stops
-its task waits for ever. Here the cancellation wins.
+A `TaskGroup` of Python 3.11 that ends with an error swallows a cancellation that arrives meanwhile, so that the
+canceller waits forever. Here the cancellation wins.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ _Result = TypeVar("_Result")
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Do all of it and return what came of it, in order; raises the first failure as it is."""
+    """Run all coroutines and return their results in order; cancel the rest and raise on the first failure."""
     return [task.result() for task in await _ended(work, asyncio.FIRST_EXCEPTION)]
 
 
 async def run_until_first(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Do all of it until one thing is done, then cancel the others; raises a failure as it is."""
+    """Run all coroutines until one completes, then cancel the others; raise its error if it failed."""
     await _ended(work, asyncio.FIRST_COMPLETED)
 
 
@@ -39,4 +39,4 @@ async def _ended(work: Iterable[Coroutine[Any, Any, _Result]], until: str) -> li
 
 
 Supervise = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
-"""Starts work under a name; a failure of it is one of the whole node."""
+"""Starts a named background task; its failure fails the node."""
