@@ -484,7 +484,7 @@ class Receiver:
     # -- the end --------------------------------------------------------------------------------------------
 
     def return_buffered(self) -> None:
-        """Request no more, and return waiting messages, unless they are already settled: those are still to be taken."""
+        """Request no more, and return waiting messages, except settled ones, which are still to be taken."""
         self._stopping = self._returns_buffered = self._polls.is_stopping = True
         if not self._is_settled_at_once:
             self._return_all()

@@ -541,7 +541,7 @@ class Settler:
                     waiting.set_result(None)
 
     def _note_unsettled(self, settlement: Settlement, error: MillstreamError) -> None:
-        """Log settlements that a response rejects, once for all of them: after a restart that may be everything held."""
+        """Log settlements that a response rejects, once for all of them: after a restart that may be everything."""
         if not self._unsettled:
             self._loop.call_soon(self._log_unsettled)
         place = f"{settlement.lease.topic}-{settlement.lease.partition}"

@@ -71,7 +71,7 @@ class Source(Protocol):
         """Stop, and return messages that were not taken."""
 
     async def leave(self) -> None:
-        """Stop, return messages that were not taken, and close when the others are settled or their leases have ended."""
+        """Stop, return messages that were not taken, and close when the others are settled or their leases end."""
 
     async def close(self) -> None:
         """Stop, and give up what is not settled."""
