@@ -54,7 +54,7 @@ def boolean(text: str) -> bool | None:
 
 
 def moment(value: object) -> int | None:
-    """Convert text such as `2026-11-15 12:00:00` to a timestamp, in UTC unless it has a zone; None for anything else."""
+    """Convert text such as `2026-11-15 12:00:00` to a timestamp, by default in UTC; None for other values."""
     if value.__class__ is not str:
         return None
     found = _MOMENT.fullmatch(str(value).strip(_BLANKS))

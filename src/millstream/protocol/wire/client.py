@@ -169,7 +169,7 @@ class Client:
         return await self._reach(node)
 
     def throttle_of(self, topic: str) -> float:
-        """Return for how many seconds the leaders of a topic's partitions throttle the client; the longest of several."""
+        """Return for how many seconds the leaders of a topic's partitions throttle the client; the longest."""
         # Asked before every publish over HTTP, and hardly ever is there one.
         for pool in self._pools.values():
             if pool.muted_until:

@@ -1,1 +1,1 @@
-"""Kernels compiled by numba: the bulk path of the record codec. Only `decoder.py`, `encoder.py` and `partitioner.py` call them."""
+"""Kernels compiled by numba: the bulk path of the record codec, called by `decoder.py`, `encoder.py`, `partitioner.py`."""
