@@ -1,6 +1,6 @@
 """The commands of `millstream`, one module per noun.
 
-Only the module of the command that was typed is imported; `--help` and completion import all of them.
+Only the module of the requested command is imported; `--help` and completion import all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millstream.core.errors import MillstreamError
 PROGRAM = "millstream"
 TRACEBACK_VARIABLE = "MILLSTREAM_TRACEBACK"
 COMPLETION_VARIABLE = "_MILLSTREAM_COMPLETE"
-"""Set by the shell when it wants to complete what was typed so far."""
+"""Set by the shell to request completion."""
 ORDER = (
     "serve",
     "topic",
@@ -45,7 +45,7 @@ ORDER = (
 _HIDDEN: Final = ("config-reference", "protocol-reference")
 
 _SHARED: Final = {"--brokers": 1, "--timeout": 1, "--json": 0}
-"""Options that most commands have, each with the number of its values."""
+"""Options that most commands have, each with its number of values."""
 
 _PLAIN: Final = {
     **dict.fromkeys(("int_parsing", "int_from_float", "int_parsing_size"), "{input!r} is not a whole number"),
@@ -54,18 +54,18 @@ _PLAIN: Final = {
     "less_than_equal": "{input} is above {le}",
     "value_error": "{error}",
 }
-"""What is said of a value that typer refuses, by the kind of error that pydantic names."""
+"""Plain texts for values that typer rejects, by pydantic's error type."""
 
 
 class InOrder(TyperGroup):
-    """Lists the commands in the order in which people need them."""
+    """Lists commands in the order in which people need them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """The names, as they are declared below."""
+        """Return the names in declared order."""
         return [name for name in ORDER if name in self.commands]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the options that commands share before the command too."""
+        """Also accept the shared options before the command."""
         command, early, rest = list[str](), list[str](), list(args)
         commands: Mapping[str, Any] = self.commands
         while rest and commands:
@@ -97,7 +97,7 @@ def _root(
 
 
 def build_app(names: Iterable[str] = ORDER) -> typer.Typer:
-    """Put the commands together; each module has either a group of commands, `app`, or the one command itself."""
+    """Assemble the commands; each module has either a group of commands, `app`, or the one command itself."""
     app = typer.Typer(
         name=PROGRAM,
         cls=InOrder,
@@ -121,7 +121,7 @@ def build_app(names: Iterable[str] = ORDER) -> typer.Typer:
 
 
 def _asked_for(arguments: Sequence[str]) -> Sequence[str]:
-    """The one command that was typed, or all of them if that is not certain."""
+    """Return the requested command, or all if that is uncertain."""
     at = 0
     while at < len(arguments) and COMPLETION_VARIABLE not in os.environ:
         name, has_value, _ = arguments[at].partition("=")
@@ -154,7 +154,7 @@ class _TypedValue:
 def _coerce_only_text() -> None:
     for kind in (TyperOption, TyperArgument):
         coercion_of: Any = getattr(kind, "get_runtime_param", None)
-        # Versions of typer that do not use pydantic do not have it.
+        # Versions of typer without pydantic do not have it.
         if coercion_of is not None and not isinstance(coercion_of, partial):
             typed = _TypedValue(coercion_of)
             kind.get_runtime_param = partial(lambda typed: typed, typed)  # type: ignore[method-assign]
@@ -178,7 +178,7 @@ def call(arguments: list[str]) -> int:
 
 
 def _unforeseen(error: Exception) -> int:
-    # typer's own errors (a wrong flag, a missing argument) are told by their shape: before typer 0.20 they were
+    # typer's own errors (a wrong flag, a missing argument) are recognised by their shape: before typer 0.20 they were
     # click's, since then they are typer's, under private names in both.
     if hasattr(error, "format_message"):
         context = getattr(error, "ctx", None)
@@ -195,7 +195,7 @@ def _unforeseen(error: Exception) -> int:
 
 
 def _usage_message(error: Any) -> str:
-    """The sentence of typer's error; what pydantic says of a value in it, in plainer words."""
+    """Return the text of typer's error, with pydantic's messages in plain words."""
     text = str(error.format_message()).strip().rstrip(".")
     problems = getattr(error.__cause__, "errors", None)
     if problems is None:

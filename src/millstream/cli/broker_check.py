@@ -1,4 +1,4 @@
-"""Checks of a running broker: that it answers, that it is ready, and that its parts are well."""
+"""Checks of a running broker: that it answers, is ready, and that its parts are healthy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from millstream.protocol.wire.cluster_metadata import ClusterMetadata, Partition
 
 FAILING_S_MAX: Final = 300.0
 
-"""Something outside that is away for so long is worth a look."""
+"""A dependency that has been unreachable for this long is worth a look."""
 
 QUARANTINED_SHARE_MAX: Final = 0.01
 
@@ -33,7 +33,7 @@ _PARKED_METRIC: Final = "millstream_pipeline_parked"
 
 
 async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Finding]:
-    """Look at all pipelines, if some are declared; `status` is what a node tells of itself."""
+    """Check all pipelines, if any are declared; `status` is a node's status."""
     if not any(one["name"] == _PARKED_METRIC for one in status.get("metrics", [])):
         return []
     try:
@@ -44,7 +44,7 @@ async def check_pipelines(client: Client, status: Mapping[str, Any]) -> list[Fin
 
 
 def findings_of(pipelines: Sequence[Mapping[str, Any]], *, now_ms: float) -> list[Finding]:
-    """What is to be said about pipelines, as clients are told of them."""
+    """Return the findings about described pipelines."""
     parked = [_parked(one) for one in pipelines if one["state"] == "parked"]
     failing = [_failing(one, since_ms) for one in pipelines if (since_ms := _failing_ms(one, now_ms))]
     quarantined = [_quarantined(one) for one in pipelines if _is_much_quarantined(one)]
@@ -63,7 +63,7 @@ def _parked(pipeline: Mapping[str, Any]) -> Finding:
 
 
 def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Those that nobody runs, by what they wait for: most often it is the same for all."""
+    """Report pipelines that no node runs, grouped by reason: usually it is the same for all."""
     by_reason: dict[str, list[str]] = {}
     for one in pipelines:
         if one["state"] == "waiting":
@@ -80,7 +80,7 @@ def _waiting(pipelines: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
 
 def _failing_ms(pipeline: Mapping[str, Any], now_ms: float) -> int:
-    """Since when a pipeline fails, if that is for long."""
+    """Return since when a pipeline has been failing, if for long."""
     since_ms = int((pipeline["report"] or {}).get("failing_ms", 0))
     is_tried = pipeline["state"] in ("retrying", "starting")
     return since_ms if is_tried and since_ms and now_ms - since_ms > FAILING_S_MAX * 1000 else 0
@@ -127,12 +127,12 @@ _BROKER_CHECK_SHOWN_MAX = 5
 
 _TOPICS_MAX = 1000
 
-"""Topics that lack replicas and are asked about; many more have one and the same reason."""
+"""The number of topics with missing replicas that are looked up; many more have the same cause."""
 
 
 async def check_broker(brokers: str, timeout_s: float) -> list[Finding]:
-    """Ask a broker how it is; a broker that cannot be reached is the one finding then."""
-    # What is loaded here takes longer than most answers, and is not the broker's time.
+    """Check a broker; an unreachable one is the only finding."""
+    # Loading this takes longer than most answers, and is not the broker's time.
     import_lean_kio()
     started = time.monotonic()
     try:
@@ -162,12 +162,12 @@ def _partitions(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]
 
 
 def _lacking(metadata: ClusterMetadata) -> list[tuple[str, PartitionMetadata]]:
-    """The partitions of which not every replica is in sync."""
+    """Return the partitions of which not every replica is in sync."""
     return [(name, one) for name, one in _partitions(metadata) if len(one.in_sync) < len(one.replicas)]
 
 
 def _led(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Finding]:
-    """Whether partitions have what they need; `minimums` tells how many replicas of a topic must be in sync."""
+    """Check that partitions have a leader and enough replicas in sync; `minimums` is `min.insync.replicas` by topic."""
     partitions, lacking = _partitions(metadata), _lacking(metadata)
     orphans = [each for each in partitions if each[1].leader_id < 0]
     if orphans:
@@ -192,7 +192,7 @@ def _led(metadata: ClusterMetadata, minimums: Mapping[str, int]) -> Iterator[Fin
 
 
 def _named(partitions: list[tuple[str, PartitionMetadata]]) -> str:
-    """How many there are, and the first few by name."""
+    """Return the count, and the first few names."""
     names = ", ".join(f"{name}-{one.partition}" for name, one in partitions[:_BROKER_CHECK_SHOWN_MAX])
     return f"{counted(len(partitions), 'partition')} ({names}{', …' if len(partitions) > _SHOWN_MAX else ''})"
 
@@ -227,7 +227,7 @@ def _warned(status: dict[str, Any]) -> Iterator[Finding]:
 
 
 async def _lost_of_all(client: Client, status: dict[str, Any]) -> list[tuple[str, DamagedOffsets]]:
-    """What the disks of all nodes lost, each with what to say before it: the node, where there are several."""
+    """Return the damage of all nodes, each with the node's name if there are several."""
     nodes = (await client.metadata([])).nodes
     found: list[tuple[str, DamagedOffsets]] = []
     for node in sorted(nodes):
@@ -249,7 +249,7 @@ def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
 
 
 def _held(status: dict[str, Any]) -> Iterator[Finding]:
-    """What is past its retention and waits for somebody who may never come."""
+    """Report records that are past their retention and wait for a consumer that may never come."""
     samples = [one["samples"] for one in status.get("metrics", []) if one["name"] == "millstream_log_held_bytes"]
     held: Counter[str] = Counter()
     for value, labels in (sample for listed in samples for sample in listed):
@@ -288,7 +288,7 @@ async def _http(status: dict[str, Any]) -> Finding:
 
 
 async def _get(address: str, path: str) -> int:
-    """The status code of one GET, by hand: a client library for one number would slow every start-up down."""
+    """Return the status code of one GET, without loading an HTTP client."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
     try:

@@ -1,4 +1,4 @@
-"""`millstream client`: the producers and consumers that are connected."""
+"""`millstream client`: connected producers and consumers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(help="Show the producers and consumers that are connected.", n
 
 @app.callback()
 def client() -> None:
-    """Show the producers and consumers that are connected."""
+    """Show connected producers and consumers."""
 
 
 @app.command("list")

@@ -1,4 +1,4 @@
-"""`millstream cluster`: start a whole cluster on this machine, see how a cluster is, and rebuild what etcd lost."""
+"""`millstream cluster`: run a cluster on this machine, show a cluster's status, and rebuild what etcd lost."""
 
 from __future__ import annotations
 
@@ -101,13 +101,12 @@ def up(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Start a cluster on this machine, for trying out: etcd, PostgreSQL and nodes, until SIGTERM or Ctrl-C.
+    """Start a cluster on this machine for evaluation: etcd, PostgreSQL and nodes, until SIGTERM or Ctrl-C.
 
-    It stays in the foreground. All of it ends with this command, the nodes first; started again on the same folder it
-    has what it had. A node that ends is not started again, but the command that does so by hand is told. With --json,
-    one line with all addresses goes to stdout once every node is ready. The nodes share this machine, so its loss is
-    the loss of all: for data that matters, run the nodes, an etcd of three or five members, and PostgreSQL on machines
-    of their own.
+    It runs in the foreground. Everything stops with this command, the nodes first; started again on the same folder, it
+    continues with the same data. A node that exits is not restarted, but the command to do so is printed. With --json,
+    one line with all addresses goes to stdout once every node is ready. All nodes share this machine: for data that
+    matters, run the nodes, an etcd of three or five members, and PostgreSQL on separate machines.
     """
     from millstream.cli.cluster_up import LocalCluster, Plan, StopAsked, first_port, stop_by_signal
 
@@ -152,9 +151,9 @@ def status(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Show the nodes, the controller, and the partitions that lack a leader or replicas.
+    """Show the nodes, the controller, and partitions without a leader or with missing replicas.
 
-    Exits with 0 when every node answers and every replica is in sync, and with 1 otherwise.
+    Exits with 0 if every node answers and every replica is in sync, otherwise with 1.
     """
     from millstream.client.admin.cluster_status import cluster_status
 
@@ -184,7 +183,7 @@ def _print_status(found: ClusterStatus) -> None:
     print_line()
     if not found.troubled:
         if found.silent:
-            # What the others tell of the partitions may be from before these nodes went.
+            # What the other nodes report about partitions may predate the loss of these nodes.
             print_line(
                 f"No answer from {counted(len(found.silent), 'node')}: {_numbers(found.silent)}. Look again soon."
             )
@@ -209,7 +208,7 @@ def inventory(
     data: Annotated[Path, typer.Option("--data", metavar="DIR", help="The data folder of a node that is stopped.")],
     as_json: AsJson = False,
 ) -> None:
-    """Look at the logs of a stopped node. With --json, what `cluster rebuild --from` needs goes to stdout."""
+    """Inspect the logs of a stopped node. With --json, prints what `cluster rebuild --from` needs."""
     from millstream.cli.cluster_rebuild import inventory_of
 
     found = asyncio.run(inventory_of(data.absolute()))
@@ -262,10 +261,10 @@ def rebuild(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write into an empty etcd what the nodes had agreed on, worked out from their logs and the catalog.
+    """Rebuild the coordination state in an empty etcd from the nodes' logs and the catalog.
 
-    For the day when etcd has lost all its data and there is no snapshot of it. Every node has to be stopped. Of each
-    partition, the best log decides, and the other replicas fetch what they lack once the nodes are started again.
+    Use it if etcd has lost all its data and there is no snapshot. Every node must be stopped. For each partition the
+    most complete log decides, and the other replicas fetch what they lack once the nodes are started again.
     """
     from millstream.cli.cluster_rebuild import rebuild as rebuild_etcd
     from millstream.core.config import Config

@@ -1,4 +1,4 @@
-"""How the commands look at the folders of stopped nodes, and write down anew what the nodes had agreed on."""
+"""Inspects the data folders of stopped nodes, and rebuilds the coordination state from them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _NAMED_MAX = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was worked out, and whether it was written."""
+    """The rebuilt state, and whether it was written."""
 
     nodes: list[int]
     rebuilt: Rebuilt
     written: bool
 
     def described(self) -> dict[str, Any]:
-        """For programs."""
+        """Return a JSON document."""
         return {
             "nodes": self.nodes,
             "partitions": len(self.rebuilt.states),
@@ -45,7 +45,7 @@ class Outcome:
 
 
 async def inventory_of(data: Path) -> Inventory:
-    """Look at the folder of a node, which has to be stopped."""
+    """Inspect the data folder of a stopped node."""
     return await take_inventory(str(data), DiskFiles(), SystemClock(), boot_id=read_boot_id())
 
 
@@ -58,7 +58,7 @@ async def rebuild(
     accept_loss: bool,
     dry_run: bool,
 ) -> Outcome:
-    """Work out what the nodes had agreed on, and put it into an etcd that knows nothing of it."""
+    """Rebuild the coordination state, and write it to an etcd that has none."""
     if not config.etcd or not config.catalog:
         raise InvalidSetting("say which etcd and catalog the cluster uses, with --etcd and --catalog, or --config FILE")
     inventories = [_inventory(file) for file in files]
@@ -66,7 +66,7 @@ async def rebuild(
     catalog = Catalog(config.catalog, cluster=config.cluster)
     try:
         await check_unknown(store)
-        # Only then: looking at a folder takes a while.
+        # Late, because inspecting a folder takes a while.
         inventories += [await inventory_of(folder) for folder in folders]
         _check_cluster(inventories, config)
         catalog.prepare()

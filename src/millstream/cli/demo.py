@@ -1,6 +1,6 @@
-"""`millstream demo`: the main job end to end on a broker of its own, with an account of what happened.
+"""`millstream demo`: the main features end to end on a temporary broker, with a commentary.
 
-It ends with 0 only if everything held, and leaves neither process nor folder behind.
+It exits with 0 only if every check held, and leaves neither process nor folder behind.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 
 class Account:
-    """Tells a person what happens, and stops the demo when something does not hold."""
+    """Prints the commentary, and stops the demo if a check fails."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._number = 0
 
     def step(self, title: str) -> None:
-        """Begin the next part."""
+        """Start the next step."""
         self._number += 1
         self._console.print(f"\n[bold]{self._number}. {title}[/bold]")
 
     def say(self, text: str) -> None:
-        """Say something that cannot fail."""
+        """Print a remark."""
         self._console.print(f"   {escape(text)}", soft_wrap=True)
 
     def check(self, held: bool, text: str, otherwise: str) -> None:
-        """Say that something holds, or end the demo with the reason."""
+        """Print a check that held, or end the demo with the reason."""
         if not held:
             raise CommandFailed(f"the demo failed: expected that {text}, but {otherwise}")
         self._console.print(f"   [green]✓[/green] {escape(text)}", soft_wrap=True)
 
     def end(self, text: str) -> None:
-        """Say how it ended."""
+        """Print the conclusion."""
         self._console.print(f"\n[bold green]{text}[/bold green]")
 
 
@@ -62,7 +62,7 @@ _LOG_LINES_SHOWN = 20
 
 
 class DemoBroker:
-    """Use it as a context manager: whatever happens, process and folder are gone afterwards."""
+    """The demo's broker: as a context manager, it removes its process and folder in any case."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="millstream-demo-"))
@@ -82,11 +82,11 @@ class DemoBroker:
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """Return the process id."""
         return self._running().pid
 
     async def start(self) -> None:
-        """Start and wait until it is ready; every start takes the same ports."""
+        """Start and wait until it is ready; every start uses the same ports."""
         began = time.monotonic()
         command = [sys.executable, "-m", "millstream.cli.main", "serve", "--json", "--data", str(self.data)]
         with self._log.open("ab") as log:
@@ -96,7 +96,7 @@ class DemoBroker:
                 self.kafka,
                 "--http",
                 self.http,
-                # The webhook of the demo is on this machine.
+                # The demo's webhook is on this machine.
                 "--push-private-addresses",
                 "true",
                 stdin=asyncio.subprocess.DEVNULL,
@@ -124,7 +124,7 @@ class DemoBroker:
         return code
 
     async def kill(self) -> None:
-        """Kill it and its children as `kill -9` does, if it runs."""
+        """Kill it and its children, like `kill -9`, if it runs."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -161,7 +161,7 @@ def demo(
         typer.Option("--keep", envvar="DEMO_KEEP", help="Leave the broker running at the end, until Ctrl-C."),
     ] = False,
 ) -> None:
-    """Show the main job end to end on a broker of its own: fan out, crash, recover, dead letter, redrive."""
+    """Show the main features end to end on a temporary broker: fan out, crash, recover, dead letter, redrive."""
     asyncio.run(_run(keep=keep))
 
 
@@ -170,7 +170,7 @@ async def _run(*, keep: bool) -> None:
 
     from millstream.cli.demo_story import Story
 
-    # What fails is part of the story, which tells it in its own words.
+    # Failures are part of the demo, which reports them itself.
     logging.getLogger("millstream").setLevel(logging.CRITICAL)
     task = asyncio.current_task()
     if task is not None:

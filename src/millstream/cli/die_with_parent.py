@@ -26,7 +26,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def switch_account(account: str) -> None:
-    """Give up root for another account, but for the right to pass every folder where the machine allows to keep it."""
+    """Drop root for another account, but keep the right to traverse every folder if the machine allows it."""
     entry = pwd.getpwnam(account)
     _libc.prctl(_SET_KEEP_CAPABILITIES, 1, 0, 0, 0)
     os.setgroups([])
@@ -41,14 +41,14 @@ def switch_account(account: str) -> None:
 
 
 def die_with_parent(parent: int, number: int) -> None:
-    """Ask the kernel for a signal when the parent ends. A change of account clears this, so it comes after it."""
+    """Ask the kernel for a signal when the parent ends. Switching accounts clears this, so it comes last."""
     _libc.prctl(_SET_DEATH_SIGNAL, number, 0, 0, 0)
     if os.getppid() != parent:
         sys.exit("the process that started this one is gone")
 
 
 def main(parent: str, number: str, account: str, *command: str) -> None:
-    """Turn into the command."""
+    """Replace this process by the command."""
     if account != "-":
         switch_account(account)
     die_with_parent(int(parent), int(number))

@@ -52,7 +52,7 @@ def list_(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """List dead letter topics and how many letters are open."""
+    """List dead letter topics and their number of open letters."""
 
     async def question(client: Client) -> list[DeadLetterTopic]:
         from millstream.client.admin.dead_letter import dead_letter_topics
@@ -80,7 +80,7 @@ def show(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Show open letters with their story; they stay open."""
+    """Show open letters and why they died; they stay open."""
 
     async def print_one(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:
         _print(letter, as_json=as_json)
@@ -109,7 +109,7 @@ def redrive(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Have the messages of open letters delivered again, each by its own subscription, and close the letters."""
+    """Redeliver the messages of open letters through their own subscriptions, and close the letters."""
     if to_topic is not None:
         _publish(name, filter_, limit, to_topic, as_json=as_json, brokers=brokers, timeout=timeout)
         return
@@ -162,7 +162,7 @@ def purge(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Close open letters without publishing them; they stay in their topic until its retention takes them."""
+    """Close open letters without redelivering them; they stay in their topic until its retention deletes them."""
     ask_person(f"Close the open letters of {name}?", unless=yes or as_json)
 
     async def nothing(_desk: DeadLetterDesk, _letter: LeasedMessage) -> None:
@@ -181,7 +181,7 @@ def purge(
 
 
 def _work(name: str, filter_: str | None, work: Work, *, keep: bool, brokers: str, timeout: float) -> Outcome:
-    """Do something with every open letter that is meant."""
+    """Process every matching open letter."""
     outcome = Outcome()
 
     async def question(client: Client) -> None:

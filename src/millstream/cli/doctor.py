@@ -1,4 +1,4 @@
-"""`millstream doctor`: look for what is wrong with a data folder or a running broker, and say what to do."""
+"""`millstream doctor`: diagnose a data folder or a running broker, with advice."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from millstream.core.config import Config
 
 
 class Severity(Enum):
-    """How bad a finding is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -27,7 +27,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The outcome of one check. `advice` says what to do, and is empty when nothing is."""
+    """The result of one check. `advice` says what to do, and is empty if there is nothing to do."""
 
     check: str
     severity: Severity
@@ -47,7 +47,7 @@ def warning(check: str, detail: str, advice: str) -> Finding:
 
 
 def problem(check: str, detail: str, advice: str, exit_code: ExitCode = ExitCode.FAILED) -> Finding:
-    """Something that needs somebody to act."""
+    """Something that needs action."""
     return Finding(check, Severity.PROBLEM, detail, advice, exit_code)
 
 
@@ -81,9 +81,9 @@ def doctor(
 ) -> None:
     """Check a data folder, a running broker, or both.
 
-    Nothing is changed. A data folder is read while its broker is stopped; while it runs, ask the broker. Exits with 0
-    when nothing is wrong (warnings are not), 1 when something is, 3 when the folder is not there, 4 when no broker
-    answers.
+    Nothing is changed. A data folder can be checked only while its broker is stopped; otherwise check the broker. Exits
+    with 0 if there are no problems (warnings do not count), 1 if there are, 3 if the folder does not exist, 4 if no
+    broker answers.
     """
     findings: list[Finding] = []
     folder = data if data is not None else Path(Config.load().data)
@@ -125,7 +125,7 @@ def _verdict(findings: list[Finding], problems: int) -> str:
 
 
 def _exit_code(findings: list[Finding], problems: int) -> ExitCode:
-    """The code of the problem, when there is only one kind of it; else the general one."""
+    """Return the code of the problem if there is only one kind, otherwise the general one."""
     if not problems:
         return ExitCode.OK
     kinds = {finding.exit_code for finding in findings if finding.severity.value == "problem"}

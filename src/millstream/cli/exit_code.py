@@ -1,4 +1,4 @@
-"""The exit codes of every command. Scripts rely on them, so they never change their meaning."""
+"""The exit codes of all commands. Scripts rely on them, so they never change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from millstream.core.errors import (
 
 
 class ExitCode(IntEnum):
-    """What the exit code of a command means."""
+    """The meaning of an exit code."""
 
     OK = 0
     FAILED = 1
@@ -36,7 +36,7 @@ class ExitCode(IntEnum):
 
 
 class CommandFailed(Exception):
-    """A command cannot do what it was asked. The message is one sentence that says what to do."""
+    """A command cannot do what was requested. The message is one sentence that says what to do."""
 
     def __init__(self, message: str, exit_code: ExitCode = ExitCode.FAILED) -> None:
         super().__init__(message)
@@ -59,10 +59,10 @@ _CODES: tuple[tuple[type[Exception], ExitCode], ...] = (
 
 
 def exit_code_of(error: Exception) -> ExitCode:
-    """The exit code that an error ends a command with."""
+    """Return the exit code for an error."""
     if isinstance(error, CommandFailed):
         return error.exit_code
     if isinstance(error, AddressTaken):
-        # Only an address that somebody else has is a conflict; others can never be had.
+        # Only an address in use is a conflict; others can never be bound.
         return ExitCode.CONFLICT if getattr(error.__cause__, "errno", None) == EADDRINUSE else ExitCode.FAILED
     return next((code for kind, code in _CODES if isinstance(error, kind)), ExitCode.FAILED)

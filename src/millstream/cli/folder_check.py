@@ -1,4 +1,4 @@
-"""Checks of a data folder while its broker is stopped. Everything is opened for reading only."""
+"""Checks of a data folder while its broker is stopped. Everything is opened read-only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from millstream.cli.output import Progress, counted, sized
 
 @dataclass(slots=True)
 class ScannedSegment:
-    """What a segment holds."""
+    """The contents of a segment."""
 
     path: Path
     size_bytes: int
@@ -34,13 +34,13 @@ class ScannedSegment:
     records: int = 0
     bad: list[Bad] = field(default_factory=list)
     torn_bytes: int = 0
-    """Bytes behind the last whole batch, with nothing valid after them: what a crash leaves."""
+    """Bytes after the last whole batch, with nothing valid after them: what a crash leaves."""
 
 
 def scan_segment(path: Path, base_offset: int, limit: int, advance: Callable[[int], None]) -> ScannedSegment:
     """Check framing, order and CRC of every batch below `limit`, where the next segment takes over.
 
-    `advance` is told about bytes that were read.
+    `advance` is called with the number of bytes read.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -80,7 +80,7 @@ _NO_LIMIT = 2**63 - 1
 
 
 def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Finding]:
-    """Everything that can be said about a data folder."""
+    """Return all findings about a data folder."""
     if not folder.is_dir():
         advice = "give the folder of a node with --data DIR; millstream serve --data DIR makes a new one"
         return [problem("folder", f"there is no folder {folder}", advice, ExitCode.NOT_FOUND)]
@@ -150,7 +150,7 @@ def _stop(folder: Path) -> Finding:
 
 
 def _catalog(folder: Path) -> tuple[dict[str, str], list[Finding]]:
-    """The names of all topics by id, and what is to be said about the catalog."""
+    """Return the names of all topics by id, and findings about the catalog."""
     path = folder / CATALOG_NAME
     if not path.exists():
         advice = "restore it from a backup; without it the broker does not know the names of its topics"
@@ -178,7 +178,7 @@ def _strangers(folder: Path, names: dict[str, str]) -> Iterator[Finding]:
 
 
 class _Segment(NamedTuple):
-    """Where a segment belongs."""
+    """A segment's partition and position."""
 
     topic_id: str
     partition: int
@@ -221,9 +221,9 @@ def _segment_files(folder: Path) -> Iterator[_Segment]:
 
 
 def _missing(folder: Path, names: dict[str, str], found: list[_Segment]) -> Iterator[Finding]:
-    """Files at the start and at the end of logs that the last checkpoint knows and that are not there any more.
+    """Report missing files at the start and end of logs, according to the last checkpoint.
 
-    What is missing in between is seen at the segment before it.
+    A gap in between is found at the segment before it.
     """
     try:
         states = last_states((folder / LEDGER_NAME).read_bytes())
@@ -244,7 +244,7 @@ def _missing(folder: Path, names: dict[str, str], found: list[_Segment]) -> Iter
 
 
 def _gone(state: LogState, there: set[int]) -> Iterator[tuple[int, int]]:
-    """The ranges of the files that are missing, now or since an earlier start."""
+    """Return the ranges of missing files, now or since an earlier start."""
     swapped = {base for base, _ in state.swaps}
     ranges = [(lost.first, lost.next_offset) for lost in state.lost if lost.segment < 0]
     ranges += [(one.base_offset, one.next_offset) for one in state.segments if one.base_offset not in there | swapped]
@@ -262,7 +262,7 @@ def _verdict(label: str, scanned: ScannedSegment, limit: int, *, stopped_clean: 
     elif scanned.torn_bytes:
         detail = f"{label}: no whole batch in the last {counted(scanned.torn_bytes, 'byte')} of {scanned.path}"
         if stopped_clean:
-            # A clean stop leaves no write unfinished, so these bytes were whole once.
+            # A clean stop leaves no unfinished write, so these bytes were complete once.
             advice = "the disk damaged messages that were stored; restore them from a copy, if you have one"
             yield problem("segments", f"{detail}, although the last stop was clean", advice)
             return

@@ -97,9 +97,9 @@ def reset(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Move a group to another place in its topics.
+    """Move a group to another position in its topics.
 
-    Its consumers must be stopped first. An offset that a partition does not reach is moved to the nearest it has.
+    Stop its consumers first. An offset outside a partition's range is moved to the nearest one in it.
     """
     position = parse_position(to)
 
@@ -133,7 +133,7 @@ def delete(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Delete a group and the offsets it committed. A person at a terminal is asked first, a script is not."""
+    """Delete a group and its committed offsets. Asks for confirmation at a terminal, not in a script."""
     ask_person(f"Delete group {name} and forget how far it has read?", unless=yes or as_json)
 
     async def question(client: Client) -> None:

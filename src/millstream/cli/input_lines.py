@@ -1,4 +1,4 @@
-"""Lines of a file, a pipe or a terminal, in groups: whatever is there is taken, so slow input is not held up."""
+"""Lines of a file, a pipe or a terminal, in groups as they arrive, so that slow input is not delayed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from millstream.cli.exit_code import CommandFailed
 
 CHUNK_BYTES = 1024 * 1024
 LINE_BYTES_MAX = 100 * 1024 * 1024
-"""No broker takes a longer message in one request, so a longer line is a mistake, such as a file without lines."""
+"""No broker accepts a longer message in one request, so a longer line is a mistake, such as a file without lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineGroup:
-    """Lines that were read together, without their line ends, and how many bytes of input were read for them."""
+    """Lines that were read together, without line ends, and the number of bytes read for them."""
 
     lines: list[bytes]
     size_bytes: int
 
 
 async def read_line_groups(descriptor: int) -> AsyncIterator[LineGroup]:
-    """Yield the lines of a descriptor as they come; the last one may lack its line end."""
+    """Yield the lines of a descriptor as they arrive; the last one may lack its line end."""
     may_block = not stat.S_ISREG(os.fstat(descriptor).st_mode)
     rest = b""
     done = 0
@@ -47,7 +47,7 @@ async def read_line_groups(descriptor: int) -> AsyncIterator[LineGroup]:
 
 
 async def _readable(descriptor: int) -> None:
-    """Wait until reading does not block, without a thread, so that Ctrl-C is never held up by a silent pipe."""
+    """Wait, without a thread, until reading does not block, so that a silent pipe never delays Ctrl-C."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     try:

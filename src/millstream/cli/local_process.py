@@ -21,7 +21,7 @@ _KILL_S_MAX = 10.0
 
 
 class LocalServerFailed(CommandFailed):
-    """A server of this machine did not start; the message has the end of its log."""
+    """A server on this machine did not start; the message includes the end of its log."""
 
 
 class LocalProcess:
@@ -52,12 +52,12 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of the command."""
+        """Return the process id of the command."""
         return self._running().pid
 
     @property
     def exit_code(self) -> int | None:
-        """What it ended with; None while it runs or was never started."""
+        """Return its exit code; None while it runs or before it is started."""
         return None if self._process is None else self._process.poll()
 
     def start(self) -> Self:
@@ -79,13 +79,13 @@ class LocalProcess:
                 stderr=log,
                 env=self._environment,
                 pass_fds=self._keep,
-                # A Ctrl-C in the terminal is for the foreground process alone; it ends the others in their order.
+                # Ctrl-C in the terminal is for the foreground process alone, which stops the others in order.
                 process_group=0,
             )
         return self
 
     def first_line(self, *, within_s: float) -> bytes:
-        """The first line that the command prints, which tells that it is ready."""
+        """Return the first line that the command prints, which says that it is ready."""
         output = self._running().stdout
         if output is None:
             raise RuntimeError("the process was started without a pipe")
@@ -103,23 +103,23 @@ class LocalProcess:
         return line
 
     def check_runs(self) -> None:
-        """Raise if the command has ended."""
+        """Raise if the command has exited."""
         if self.exit_code is not None:
             raise self.failed(f"ended with exit code {self.exit_code}")
 
     def failed(self, problem: str) -> LocalServerFailed:
-        """An error that tells what went wrong, with the end of the log."""
+        """Build an error with the end of the log."""
         tail = self.log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace") if self.log.exists() else ""
         return LocalServerFailed(f"{self.name} {problem}; its log {self.log} ends with:\n{tail}")
 
     def ask_to_end(self) -> None:
-        """Send the signal that makes it stop cleanly, once: a second one would make it hurry."""
+        """Send the signal for a clean stop, once: a second one would make it hurry."""
         if self._process is not None and self._process.poll() is None and not self._asked:
             self._asked = True
             self._process.send_signal(self._ends_by)
 
     def stop(self, *, within_s: float) -> int | None:
-        """Have it stop cleanly and wait for that; kill it if it takes too long. The result is its exit code."""
+        """Stop it cleanly, or kill it if that takes too long; return its exit code."""
         if self._process is None:
             return None
         self.ask_to_end()
@@ -132,7 +132,7 @@ class LocalProcess:
         return self._process.returncode
 
     def wait(self, within_s: float) -> int:
-        """Wait for it to end by itself; the result is its exit code."""
+        """Wait for it to exit by itself; return its exit code."""
         try:
             return self._running().wait(within_s)
         except subprocess.TimeoutExpired:
@@ -140,7 +140,7 @@ class LocalProcess:
             raise self.failed(f"did not end within {within_s:g} s") from None
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill it."""
         process = self._running()
         process.kill()
         process.wait(_KILL_S_MAX)
@@ -152,7 +152,7 @@ class LocalProcess:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether a port can be listened on at this moment."""
+    """Return whether a port is free now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

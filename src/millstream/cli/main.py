@@ -1,4 +1,4 @@
-"""The start of the `millstream` command: nothing is imported before Ctrl-C can end it without a word."""
+"""The entry point of `millstream`: nothing is imported before Ctrl-C can end it quietly."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ INTERRUPTED = 130
 
 
 def run() -> None:
-    """Run the command line and end the process with an exit code that scripts can use."""
+    """Run the command line and exit with a code that scripts can use."""
     signal.signal(signal.SIGINT, lambda _number, _frame: os._exit(INTERRUPTED))
     from millstream.cli.app import call
 
-    # From here on it is an exception, which the commands and the event loop know how to end with.
+    # From here on Ctrl-C is an exception, which commands and the event loop handle.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(call(sys.argv[1:]))
 

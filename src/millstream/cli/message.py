@@ -1,4 +1,4 @@
-"""`millstream message`: one message with all that is known about it."""
+"""`millstream message`: one message in full."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def show(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Show one message: key, headers, value, and the batch that it lies in."""
+    """Show one message: key, headers, value, and its batch."""
     if raw and as_json:
         raise typer.BadParameter("give --raw or --json, not both")
 

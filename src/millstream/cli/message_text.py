@@ -1,4 +1,4 @@
-"""One message as it is shown: for people, for programs, or its bytes alone."""
+"""Messages as text for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
 
 
 def as_text(topic: str, partition: int, record: Record, *, colour: bool) -> str:
-    """The message for people: a line about it, then its value; JSON is laid out to be read."""
+    """Return a message as text: a line about it, then its value; JSON is indented."""
     facts = [f"{topic}/{partition}@{record.offset}", local_time(record.timestamp_ms)]
     if record.key is not None:
         facts.append(f"key={readable(record.key)}")
@@ -23,7 +23,7 @@ def as_text(topic: str, partition: int, record: Record, *, colour: bool) -> str:
 
 
 def readable_value(value: bytes | None) -> str:
-    """A value for people; JSON is laid out to be read."""
+    """Return a value as text; JSON is indented."""
     if value is None:
         return "(null)"
     if value[:1] in (b"{", b"["):
@@ -35,17 +35,17 @@ def readable_value(value: bytes | None) -> str:
 
 
 def readable(value: bytes | None) -> str:
-    """Bytes for people."""
+    """Return bytes as text."""
     return "(null)" if value is None else harmless(value.decode(errors="backslashreplace"))
 
 
 def harmless(text: str) -> str:
-    """A text from elsewhere, which must not be able to move the cursor or change the terminal of whoever reads it."""
+    """Escape control characters, which could move the cursor or change the reader's terminal."""
     return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)
 
 
 def local_time(timestamp_ms: int) -> str:
-    """A message's time for people, where they are."""
+    """Return a message's time in the local zone."""
     moment = moment_of(timestamp_ms)
     if moment is None:
         return "no time"

@@ -1,4 +1,4 @@
-"""The options that many commands share, so that they are spelled and explained the same everywhere."""
+"""Options that many commands share, so that they are spelled and explained the same everywhere."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go
 
 
 def ask_person(question: str, *, unless: bool) -> None:
-    """Have a person at a terminal confirm what cannot be undone; a script has said what it wants."""
+    """Ask for confirmation at a terminal; scripts are not asked."""
     if not unless and sys.stdin.isatty() and not typer.confirm(question, err=True):
         raise CommandFailed("cancelled; nothing was changed")
 
 
 def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
-    """Split the NAME=VALUE texts of a flag that may be repeated."""
+    """Split the NAME=VALUE texts of a repeatable flag."""
     values: dict[str, str] = {}
     for text in given:
         name, separator, value = text.partition("=")
@@ -79,7 +79,7 @@ def parse_assignments(given: list[str], *, flag: str) -> dict[str, str]:
 
 
 def given_text(text: str, *, flag: str) -> str:
-    """The text of a flag, or what is in the file that it names as @FILE."""
+    """Return the text of a flag, or the contents of the file named as @FILE."""
     if not text.startswith("@"):
         return text
     path = Path(text.removeprefix("@"))

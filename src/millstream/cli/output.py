@@ -1,4 +1,7 @@
-"""What commands print: one JSON document per line for programs, aligned columns for people."""
+"""Output of commands: one JSON document per line for programs, aligned columns for people.
+
+Tables are printed here rather than with rich, whose import takes longer than most commands run.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class OutputClosed(Exception):
-    """Whoever read our output has gone, as `head` does once it has enough."""
+    """The reader of our output is gone, like `head` once it has enough."""
 
 
 def print_json(document: Any) -> None:
@@ -22,7 +25,7 @@ def print_json(document: Any) -> None:
 
 
 def print_answer(document: Any, text: str, *, as_json: bool) -> None:
-    """Say what was done, to a program or to a person."""
+    """Print the result of a command, for a program or for a person."""
     if as_json:
         print_json(document)
     else:
@@ -30,25 +33,25 @@ def print_answer(document: Any, text: str, *, as_json: bool) -> None:
 
 
 def print_noted(document: dict[str, Any], text: str, notes: Sequence[str], *, as_json: bool) -> None:
-    """Say what was done and what is to be known of it; a program finds that in the answer, a person beside it."""
+    """Print the result of a command with notes: in the document for a program, on stderr for a person."""
     print_answer({**document, "notes": list(notes)}, text, as_json=as_json)
     for note in notes if not as_json else ():
         print_note(note)
 
 
 def as_json_text(document: Any) -> str:
-    """One document as one line, without its end."""
+    """Return a document as one line, without a line end."""
     return json.dumps(document, ensure_ascii=False)
 
 
 def print_line(text: str = "") -> None:
-    """Print one line for a person to read."""
-    # Text that came from elsewhere may hold half a surrogate pair, which UTF-8 cannot say.
+    """Print one line of text."""
+    # Text from elsewhere may contain half a surrogate pair, which UTF-8 cannot encode.
     print_bytes(text.encode(errors="backslashreplace") + b"\n")
 
 
 def print_bytes(data: bytes) -> None:
-    """Print bytes as they are, at once."""
+    """Print bytes unchanged, at once."""
     try:
         sys.stdout.flush()
         sys.stdout.buffer.write(data)
@@ -58,20 +61,20 @@ def print_bytes(data: bytes) -> None:
 
 
 def print_settings(settings: Mapping[str, str], given: Collection[str]) -> None:
-    """Print settings, one line each, and which of them nobody gave."""
+    """Print settings, one line each, and mark defaults."""
     for name, value in sorted(settings.items()):
         mark = "" if name in given else "  (default)"
         print_line(f"  {name} = {one_line(value) or '-'}{mark}")
 
 
 def print_note(text: str) -> None:
-    """Tell a person something beside the answer, on stderr, so that it never ends up in a pipe."""
+    """Print a note on stderr, so that it never ends up in a pipe."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, indent: str = "") -> None:
-    """Print rows in aligned columns; numbers stand on the right, None shows as a dash."""
+    """Print rows in aligned columns; numbers are right-aligned, None is a dash."""
     texts = [[_cell(value) for value in row] for row in rows]
     widths = [
         max(len(name), *(len(row[at]) for row in texts)) if texts else len(name) for at, name in enumerate(header)
@@ -85,7 +88,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[Any]], *, indent:
 
 
 def one_line(text: str) -> str:
-    """A name from elsewhere, which must not be able to break its line or change the terminal of whoever reads it."""
+    """Escape unprintable characters of a name, which could break the line or change the reader's terminal."""
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
@@ -96,7 +99,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def sized(size_bytes: float) -> str:
-    """A number of bytes as a person says it."""
+    """Return a size with a unit."""
     for unit in _UNITS:
         if size_bytes < 1024 or unit == _UNITS[-1]:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -122,7 +125,7 @@ SHOWN_AFTER_S = 0.5
 
 
 class Progress:
-    """Counts bytes against a total, if there is one. The bar shows on stderr, and only when that is a terminal."""
+    """Shows progress on stderr if that is a terminal, in bytes, out of a total if there is one."""
 
     def __init__(self, label: str, *, total_bytes: int | None = None, wanted: bool = True) -> None:
         self._label = label
@@ -143,7 +146,7 @@ class Progress:
             self._bar.stop()
 
     def advance(self, size_bytes: int, note: str = "") -> None:
-        """Say that more is done; `note` stands behind the bar."""
+        """Advance; `note` is shown after the bar."""
         self._done_bytes += size_bytes
         if self._bar is None and self._wanted and time.monotonic() - self._started >= SHOWN_AFTER_S:
             self._show()

@@ -48,9 +48,9 @@ app.add_typer(pipeline_rule.app, name="rule")
 app.command("run")(pipeline_run.run)
 
 TABLES_SHOWN_MAX: Final = 20
-"""So many tables are told of; all of them are below the same place."""
+"""The maximum number of tables shown; all of them have the same parent."""
 STALLED_S_MIN: Final = 30.0
-"""A batch that has made no progress for so long is told of; Spark itself tells of its tasks every ten seconds."""
+"""How long a batch must have made no progress to be reported; Spark reports on its tasks every ten seconds."""
 
 
 @app.command("list")
@@ -59,7 +59,7 @@ def list_(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """List all pipelines and how they do."""
+    """List all pipelines and their state."""
     from millstream.client.admin.pipelines import summary_of
 
     rows = [
@@ -81,7 +81,7 @@ def describe(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Show what a pipeline is to do, and how it does."""
+    """Show a pipeline's settings and state."""
     described = ask(brokers, timeout, lambda client: _described(client, name))
     if as_json:
         print_json(described)
@@ -90,7 +90,7 @@ def describe(
     facts = _facts(described)
     width = max(10, *map(len, facts))
     for word, text in facts.items():
-        # What Spark says of a statement points at the place, in lines below each other.
+        # Spark's errors about a statement point at the place on lines below each other.
         for at, line in enumerate(text.splitlines() or [""]):
             print_line(f"{('' if at else word).ljust(width)}  {one_line(line)}")
     print_line()
@@ -113,7 +113,7 @@ def update(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Change settings of a pipeline, which goes on with them where it is; one that is parked is tried again."""
+    """Change settings of a pipeline, which continues with them; a parked pipeline is retried."""
     changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
     if not changes:
         raise typer.BadParameter("there is nothing to change; give --set or --unset")
@@ -129,7 +129,7 @@ def start(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Have a pipeline run; one that is parked is tried again."""
+    """Start a pipeline; a parked pipeline is retried."""
     ask_pipelines(brokers, timeout, lambda pipelines: pipelines.start(name))
     print_answer({"pipeline": name, "wanted": True}, f"Started pipeline {one_line(name)}.", as_json=as_json)
 
@@ -141,7 +141,7 @@ def stop(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Have a pipeline run no more; when it is started again it goes on where it was."""
+    """Stop a pipeline; when it is started again, it continues where it was."""
     ask_pipelines(brokers, timeout, lambda pipelines: pipelines.stop(name))
     print_answer({"pipeline": name, "wanted": False}, f"Stopped pipeline {one_line(name)}.", as_json=as_json)
 
@@ -154,7 +154,7 @@ def delete(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Delete a pipeline; tables and topics that it wrote stay. A person at a terminal is asked first."""
+    """Delete a pipeline; tables and topics that it wrote stay. Asks for confirmation at a terminal."""
     ask_person(f"Delete pipeline {name} and forget how far it came?", unless=yes or as_json)
     ask_pipelines(brokers, timeout, lambda pipelines: pipelines.delete(name))
     print_answer({"pipeline": name, "deleted": True}, f"Deleted pipeline {one_line(name)}.", as_json=as_json)
@@ -174,7 +174,7 @@ async def _described(client: Client, name: str) -> dict[str, Any]:
 
 
 def _tables(tables: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Where the tables are, a line each, and how the first of them is read."""
+    """Return the locations of the tables, and how to read the first of them."""
     if not tables:
         return {}
     places = [one["place"] for one in tables[:TABLES_SHOWN_MAX]]

@@ -47,7 +47,7 @@ Stopped = Annotated[bool, typer.Option("--stopped", help="Only declare it; start
 
 
 class _How(NamedTuple):
-    """What the commands have in common."""
+    """Options that the commands share."""
 
     stopped: bool
     if_missing: bool
@@ -75,7 +75,7 @@ def land(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Make tables of topics, and keep them up to date, every message exactly once."""
+    """Turn topics into tables, and keep them up to date, every message exactly once."""
     flags = Flags(
         topic=topic,
         pattern=pattern,
@@ -108,7 +108,7 @@ def transform(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Write the rows of an SQL statement over topics to a topic, exactly once."""
+    """Write the rows of a SQL statement over topics to a topic, exactly once."""
     flags = Flags(
         sql=sql,
         into=into,
@@ -135,7 +135,7 @@ def route(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Write messages to the topics that rules say, exactly once; millstream pipeline rule changes the rules."""
+    """Write messages to topics according to rules, exactly once; millstream pipeline rule changes the rules."""
     flags = Flags(rules=rules, decode=decode, start=start, settings=settings)
     _create(name, PipelineKind.ROUTE, flags, _How(stopped, if_missing, as_json, brokers, timeout))
 
@@ -154,10 +154,10 @@ def _create(name: str, kind: PipelineKind, flags: Flags, how: _How) -> None:
 
 
 def _declare(name: str, kind: PipelineKind, flags: Flags, how: _How) -> list[str] | None:
-    """Declare it, and give what is to be known of it; None if it was there."""
+    """Declare it and return notes; None if it exists."""
     settings = flags.settings_of(kind)
     rules = () if flags.rules is None else read_rules(flags.rules)
-    # What is wrong with it is told even when no broker answers.
+    # Errors in it are reported even when no broker answers.
     check_pipeline(name, kind, settings)
     check_rules(kind, rules)
     try:

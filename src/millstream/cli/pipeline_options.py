@@ -1,4 +1,4 @@
-"""The options that say what a pipeline does, for those that are declared and those that are run by hand."""
+"""Options that define a pipeline, whether declared or run by hand."""
 
 from __future__ import annotations
 
@@ -132,13 +132,13 @@ _OF_KIND: Final[Mapping[PipelineKind, frozenset[str]]] = {
     PipelineKind.TRANSFORM: frozenset({"sql", "into", "schema", "table", "watermark", "decode"}),
     PipelineKind.ROUTE: frozenset({"rules", "decode"}),
 }
-"""Which flags say something about which kind."""
+"""The flags that apply to each kind."""
 _SPELLED: Final = {"start": "--from", "settings": "--set"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flags:
-    """What the flags say of a pipeline; None is what was not given."""
+    """The flags of a pipeline; None for those not given."""
 
     topic: Sequence[str] | None = None
     pattern: str | None = None
@@ -157,11 +157,11 @@ class Flags:
     settings: list[str] | None = None
 
     def given(self) -> list[str]:
-        """Those that were given, as they are spelled."""
+        """Return the given flags as they are spelled."""
         return [_spelled(one.name) for one in fields(self) if getattr(self, one.name) not in (None, [], ())]
 
     def settings_of(self, kind: PipelineKind) -> dict[str, str]:
-        """The settings that they make; a flag of another kind of pipeline would do nothing, and is refused."""
+        """Convert to settings; a flag of another kind of pipeline is rejected."""
         known = {_spelled(name) for name in _EVERY_KIND | _OF_KIND[kind]}
         for flag in self.given():
             if flag not in known:
@@ -173,7 +173,7 @@ class Flags:
         }[kind]()
         flags = {**of_kind, "from": self.start, **({} if self.decode is None else {"decode": self.decode})}
         named = parse_assignments(self.settings or [], flag="--set")
-        # Settings that are given by name win.
+        # Settings given by name take precedence.
         return {**{name: text for name, text in flags.items() if text is not None}, **named}
 
     def _land(self) -> dict[str, str | None]:
@@ -186,7 +186,7 @@ class Flags:
             "lake": self.lake,
             "format": self.format,
             "every.ms": _milliseconds(self.every),
-            # A schema is of use for nothing else.
+            # A schema is useful for nothing else.
             "decode": "json" if schemas else None,
             "schema": given_text(schemas[0], flag="--schema") if schemas else None,
             "dedupe.ms": _milliseconds(self.dedupe),

@@ -58,7 +58,7 @@ def put(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Add a rule, or replace the one of this name; it holds from the next batch on, for what is not routed yet."""
+    """Add or replace a rule; it applies from the next batch on."""
     new = Rule(name=rule, topic=topic, targets=tuple(to), condition=where, subscription=subscription)
     check_rules(PipelineKind.ROUTE, [new])
     changed = ask_pipelines(brokers, timeout, lambda pipelines: pipelines.change_rules(name, [new]))
@@ -79,7 +79,7 @@ def load(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Put many rules in one step: all of them, or none."""
+    """Load many rules in one step: all of them, or none."""
     rules = read_rules(file)
     gone: list[str] = []
     if replace:
@@ -124,7 +124,7 @@ def delete(
 
 
 async def _passed(client: Client, name: str, topic: str) -> int:
-    """How many messages of a topic a pipeline has behind it: they are not routed again."""
+    """Return how many messages of a topic a pipeline has passed: they are not routed again."""
     from millstream.client.admin.backlog import Backlogs, reader_of
     from millstream.client.admin.pipelines import PipelineClient, pipeline_of
 
@@ -145,14 +145,14 @@ def _since(passed: int) -> str:
 
 
 def condition_text(rule: Rule) -> str:
-    """Which messages a rule takes, for a person."""
+    """Return which messages a rule matches, as text."""
     if rule.subscription:
         return f"as subscription {rule.subscription}"
     return rule.condition or "all"
 
 
 def read_rules(file: str) -> tuple[Rule, ...]:
-    """The rules of a file, or of standard input."""
+    """Read the rules of a file, or of standard input."""
     import msgspec
 
     from millstream.protocol.private.pipeline_messages import RuleMessage

@@ -1,4 +1,4 @@
-"""`millstream pipeline run`: run a pipeline by hand, here: one that is declared, or one that is not."""
+"""`millstream pipeline run`: run a declared or an undeclared pipeline in this process."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ if TYPE_CHECKING:
 
 
 class Terminated(BaseException):
-    """SIGTERM has come. It is no `Exception`, so that what is retried or suppressed does not take it for a failure."""
+    """SIGTERM arrived. Not an `Exception`, so that retries and suppressions do not treat it as a failure."""
 
 
 @contextmanager
 def unwound_by_sigterm() -> Iterator[None]:
-    """Within it SIGTERM unwinds the command as Ctrl-C does; a second one changes nothing."""
+    """Make SIGTERM unwind the command like Ctrl-C; a second one has no effect."""
 
     def end(_number: int, _frame: FrameType | None) -> None:
         # `timeout` sends it to the process and to its group.
@@ -79,7 +79,7 @@ def unwound_by_sigterm() -> Iterator[None]:
 
 
 def show_dry_run(pipeline: Pipeline, brokers: str, *, master: str, memory: str, as_json: bool) -> None:
-    """Start Spark, try the pipeline on the youngest messages, and tell what came out."""
+    """Start Spark, try the pipeline on the latest messages, and print the result."""
     from millstream.pipelines.jobs.error_reason import reason_of
     from millstream.pipelines.jobs.job import JobContext
     from millstream.pipelines.jobs.transform.dry_run import dry_run
@@ -129,11 +129,11 @@ def _columns(columns: Mapping[str, str]) -> str:
 
 PROGRESS_S: Final = 10.0
 
-"""Where nobody watches, how far it is is told so often at most."""
+"""The shortest interval of progress lines if stderr is no terminal."""
 
 
 class Stages:
-    """Tells of one piece of work, by its name, while it is entered."""
+    """Reports the progress of one piece of work, by name."""
 
     def __init__(self, name: str) -> None:
         self._name = one_line(name)
@@ -143,7 +143,7 @@ class Stages:
         self._shown_at = 0.0
 
     def __enter__(self) -> Self:
-        # A handle of its own: while Java is started, what goes to the usual one is written to a log.
+        # A handle of its own: while Java starts, the usual one is redirected to a log.
         self._file = os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace")
         if self._file.isatty():
             self._show(self._file)
@@ -155,7 +155,7 @@ class Stages:
         self.end()
 
     def show(self, stage: str) -> None:
-        """A stage begins."""
+        """Start a stage."""
         self._shown_at = time.monotonic()
         if self._shown is not None:
             self._shown.update(self._task, note=stage)
@@ -164,12 +164,12 @@ class Stages:
             self._file.flush()
 
     def move(self, note: str, *, is_news: bool = True) -> None:
-        """The stage has got on; what is no news only changes the line that moves."""
+        """Report progress in the stage; without news, only the live line changes."""
         if self._shown is not None or (is_news and time.monotonic() - self._shown_at >= PROGRESS_S):
             self.show(note)
 
     def end(self) -> None:
-        """Say nothing more."""
+        """Stop reporting."""
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
@@ -266,7 +266,7 @@ def run(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Run a pipeline by hand, here, with progress and a summary. While somebody else runs it, it is not run again."""
+    """Run a pipeline in this process, with progress and a summary. Refused while another process runs it."""
     lake = lake if lake is None or "://" in lake else os.path.abspath(lake)
     flags = Flags(
         topic=[*(topics or ()), *(topic or ())],
@@ -304,7 +304,7 @@ def _undeclared_by(kind: PipelineKind, flags: Flags, name: str | None) -> Pipeli
 
 
 def _refuse_changes(kind_or_name: str, flags: Flags, name: str | None) -> None:
-    """A declared pipeline is run as it is declared; only the place of its tables may be another machine's."""
+    """Reject flags that would change a declared pipeline; only the location of its tables may differ."""
     given = [flag for flag in flags.given() if flag != "--lake"] + ([] if name is None else ["--name"])
     if given:
         raise typer.BadParameter(
@@ -314,7 +314,7 @@ def _refuse_changes(kind_or_name: str, flags: Flags, name: str | None) -> None:
 
 
 def _undeclared(kind: PipelineKind, settings: dict[str, str], rules: Sequence[Rule], name: str | None) -> Pipeline:
-    """A pipeline that nobody declared; one of the same name goes on where it ended."""
+    """Return an undeclared pipeline; one of the same name continues where it ended."""
     if name is None:
         about = settings.get("into") if kind is PipelineKind.TRANSFORM else settings.get("topics", "").replace(",", "-")
         about = about or "-".join(sorted({rule.topic for rule in rules})) or "all"
@@ -338,9 +338,9 @@ def _refuse_without_spark() -> None:
 async def _look_up(
     client: Client, name: str, pipeline: Pipeline | None, brokers: str
 ) -> tuple[Pipeline, PipelineStorage]:
-    """The pipeline, as it is declared if it is not given, and where the nodes have their tables and checkpoints.
+    """Return the pipeline, looked up unless given, and the locations of the nodes' tables and checkpoints.
 
-    Raise `UnknownTopic` when there is nothing that it could read: Spark takes long to start.
+    Raises `UnknownTopic` if there is nothing to read: Spark takes long to start.
     """
     from millstream.client.admin.pipeline_storage import storage_of
     from millstream.client.admin.pipelines import PipelineClient, pipeline_of
@@ -391,7 +391,7 @@ class _ByHand:
         return of_node
 
     def run(self, master: str, memory: str, *, once: bool, as_json: bool) -> None:
-        """Claim it, start Spark, and do steps; tell what was done, also when it was interrupted."""
+        """Claim it, start Spark, and run steps; print a summary, also when interrupted."""
         from millstream.pipelines.runtime.claim import SESSION_S, Claim
         from millstream.pipelines.runtime.manual_run import ManualRunWatch
         from millstream.pipelines.source.link import Link

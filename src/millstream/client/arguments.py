@@ -1,4 +1,4 @@
-"""What is given to the SDK, looked at before anything is done: what cannot be meant is refused by its name."""
+"""Checks of the SDK's arguments, with errors that name the argument."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from millstream.core.errors import InvalidRequest
 
 
 def check_integer(name: str, value: object, least: int = 0, error: type[InvalidRequest] = InvalidRequest) -> None:
-    """A whole number; neither a text of digits nor True is one."""
+    """Require an integer; neither a string of digits nor True is one."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise error(f"{name} must be a whole number of at least {least}, not {value!r}")
 
 
 def check_number(name: str, value: object, least: float = 0.0, error: type[InvalidRequest] = InvalidRequest) -> None:
-    """A number that is one, and not infinite."""
+    """Require a finite number."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value) or value < least:
         raise error(f"{name} must be a number of at least {least:g}, not {value!r}")
 
 
 def check_pair(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
-    """The least and the most of something, in seconds."""
+    """Require a minimum and a maximum, in seconds."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes) or len(value) != 2:
         raise error(f"{name} must be a number of seconds, or two: the least and the most, not {value!r}")
     for number in value:
@@ -29,12 +29,12 @@ def check_pair(name: str, value: object, error: type[InvalidRequest] = InvalidRe
 
 
 def check_text(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
-    """A text."""
+    """Require a string."""
     if not isinstance(value, str):
         raise error(f"{name} must be a text, not {value!r}")
 
 
 def check_bool(name: str, value: object, error: type[InvalidRequest] = InvalidRequest) -> None:
-    """True or False; a text such as "no" would count as true."""
+    """Require True or False; a string such as "no" would count as true."""
     if not isinstance(value, bool):
         raise error(f"{name} must be True or False, not {value!r}")

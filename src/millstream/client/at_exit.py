@@ -1,13 +1,13 @@
-"""What has to be ended in order when the interpreter ends, if the program has not done so.
+"""Closes connections and brokers in order when the interpreter exits, if the program has not done so.
 
-The `atexit` module comes too late for that: by then no thread pool takes work any more, and closing a log or draining a
-subscription needs one. `threading` has the right moment, for which thread pools themselves use it. Where a version of
-Python does not have it, things end as if the process was killed, which loses nothing that was acknowledged.
+The `atexit` module runs too late: by then no thread pool accepts work, which closing a log or draining a subscription
+needs. `threading` has a hook at the right time, which thread pools use themselves. On Python versions without it,
+everything ends as if the process was killed, which loses nothing that was acknowledged.
 """
 
 from __future__ import annotations
 
-# Imported before anything is registered: what was registered last is called first, and thread pools come after us.
+# Imported before anything is registered: hooks run in reverse order, and thread pools must close after us.
 import concurrent.futures.thread  # noqa: F401
 import os
 import threading
@@ -17,10 +17,10 @@ from typing import Protocol
 
 
 class ClosesAtExit(Protocol):
-    """Something with an end that can be waited for."""
+    """Something that can be closed within a bounded time."""
 
     def close_at_exit(self) -> None:
-        """End in order, within a bounded time; called from the main thread, and only in the process that began."""
+        """Close in order, within a bounded time; called from the main thread of the process that registered it."""
 
 
 _begun: list[tuple[int, weakref.ref[ClosesAtExit]]] = []
@@ -28,7 +28,7 @@ _registered: set[int] = set()
 
 
 def close_before_exit(thing: ClosesAtExit) -> None:
-    """Have `thing` ended when the interpreter ends, if it still exists then; what began last ends first."""
+    """Close `thing` when the interpreter exits, if it still exists; the last registered is closed first."""
     if os.getpid() not in _registered:
         _registered.add(os.getpid())
         register = getattr(threading, "_register_atexit", None)
@@ -41,7 +41,7 @@ def close_before_exit(thing: ClosesAtExit) -> None:
 def _end_everything() -> None:
     for pid, known in reversed(_begun):
         thing = known()
-        # A process that was forked off has the objects, but not the threads behind them.
+        # A forked process has the objects, but not their threads.
         if thing is not None and pid == os.getpid():
             with suppress(Exception):
                 thing.close_at_exit()

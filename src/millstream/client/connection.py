@@ -62,13 +62,13 @@ def connect(
     buffer_bytes: int = BUFFER_BYTES,
     receipts: str | Path | None = None,
 ) -> Connection:
-    """A connection to the cluster of which one node at least listens at the addresses; enter it to connect.
+    """Prepare a connection to the cluster at these addresses; enter it to connect.
 
-    If nobody listens there it is tried again for `connect_timeout` seconds: broker and program may start together.
-    `timeout` holds for questions, in seconds, and `publish_timeout` for a publish, which is repeated through failures
-    until then. `linger` has messages wait for others that long; without, they go at once and batches grow under load.
-    `acks` is "all" (or -1) for every replica in sync, 1 for the leader alone, 0 for no answer at all.
-    `receipts` names a file in which every acknowledged message is noted, to be held against the log later.
+    If no broker listens there, connecting is retried for `connect_timeout` seconds: broker and program may start
+    together. `timeout` bounds requests, in seconds; `publish_timeout` bounds a publish, which is retried through
+    failures until then. `linger` makes messages wait for others; without it they are sent at once, and batches grow
+    under load. `acks` is "all" (or -1) for all in-sync replicas, 1 for the leader alone, 0 for no acknowledgement.
+    `receipts` names a file in which every acknowledged message is recorded, to be checked against the log later.
     """
     needed = ACKS_ALL if acks == "all" else acks
     _check_options(addresses, needed, compression, receipts)
@@ -108,7 +108,7 @@ def connect(
 
 
 def _check_options(addresses: Sequence[object], acks: object, compression: object, receipts: object) -> None:
-    """Say at once what is wrong, and which argument it is."""
+    """Reject invalid options, by the name of the argument."""
     if not addresses:
         raise InvalidRequest('give the address of a broker, as in millstream.connect("localhost:9092")')
     for address in addresses:
@@ -125,13 +125,13 @@ def _check_options(addresses: Sequence[object], acks: object, compression: objec
 
 
 class Connection:
-    """Everything that a program does with Millstream. Use it as a context manager, on one event loop."""
+    """A program's connection to Millstream. Use it as a context manager, on one event loop."""
 
     def __init__(
         self, client: Client, publisher: Callable[[], Publisher], *, client_id: str, book: ReceiptBook | None = None
     ) -> None:
         self.client = client
-        """The client of the wire protocol below, for what this class does not do."""
+        """The underlying client of the wire protocol, for what this class does not offer."""
         self._client_id = client_id
         self._make_publisher = publisher
         self._publisher: Publisher | None = None
@@ -139,9 +139,9 @@ class Connection:
         self._subscriptions = SubscriptionClient(client)
         self._subscribers: list[Subscriber] = []
         self._streams: weakref.WeakSet[MessageStream] = weakref.WeakSet()
-        """Weak, since a stream ends when nobody iterates over it any more."""
+        """Weak: a stream ends when nothing iterates over it any more."""
         self._leaving: dict[asyncio.Task[None], Source] = {}
-        """What streams that have ended so took messages of, until those are settled."""
+        """The sources of streams that ended this way, until their messages are settled."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __aenter__(self) -> Self:
@@ -161,7 +161,7 @@ class Connection:
         await self.close()
 
     async def close(self, timeout: float | None = DRAIN_S) -> None:
-        """Finish what handlers are at, send what was published, and close."""
+        """Let handlers finish, send what was published, and close."""
         try:
             ends = [
                 *(one.drain(timeout) for one in self._subscribers),
@@ -184,7 +184,7 @@ class Connection:
 
     @property
     def publisher(self) -> Publisher:
-        """What publishes, for records that are bytes already."""
+        """Return the publisher, for records that are already encoded."""
         if self._publisher is None:
             raise InvalidRequest("not connected: use `async with millstream.connect(…) as ms`")
         return self._publisher
@@ -202,11 +202,12 @@ class Connection:
         correlation_id: str | None = None,
         partition: int | None = None,
     ) -> Receipt:
-        """Publish a message and return when it is stored as safely as the topic's settings say.
+        """Publish a message and return when it is stored as the topic's settings require.
 
-        Values are bytes, text, or whatever JSON can say. Messages with the same key keep their order. `delay`, in
-        seconds or a time, is heeded by subscriptions. With `deduplicate`, a message whose `id` was published a while
-        ago (`deduplication.window.ms` of the topic) is not stored again, and the receipt is that of the first one.
+        Values are bytes, strings, or anything that JSON can represent. Messages with the same key keep their order.
+        `delay`, in seconds or a time, is honoured by subscriptions. With `deduplicate`, a message whose `id` was
+        published within the topic's `deduplication.window.ms` is not stored again, and the receipt is that of the
+        first.
         """
         _check_topic(topic)
         content, kind = encoded(value)
@@ -225,9 +226,9 @@ class Connection:
         return await self.publisher.send(topic, key_bytes(key), content, written, -1, partition)
 
     async def publish_many(self, topic: str, values: Iterable[Any], *, partition: int | None = None) -> list[Receipt]:
-        """Publish values, or `NewMessage`s, with one wait for all of them; receipts come in the order given.
+        """Publish values, or `NewMessage`s, and wait for all of them; receipts are in the order given.
 
-        Raises `PublishFailed` if some could not be stored: it tells which, and has the receipts of the others.
+        Raises `PublishFailed` if some could not be stored: it says which, and holds the receipts of the others.
         """
         _check_topic(topic)
         if isinstance(values, str | bytes | bytearray | memoryview | Mapping) or not isinstance(values, Iterable):
@@ -244,11 +245,11 @@ class Connection:
         return await self._send_many(topic, [*map(_record, values)], partition)
 
     async def flush(self) -> None:
-        """Wait until everything that was published has its answer."""
+        """Wait until everything that was published has been answered."""
         await self.publisher.flush()
 
     async def delivery(self, receipt: Receipt, *, subscription: str, wait: float = 0.0) -> MessageDelivery:
-        """What has become of a message in a subscription; waits up to so many seconds for its end."""
+        """Return the delivery state of a message in a subscription; wait up to this many seconds for it to be final."""
         if not isinstance(receipt, Receipt):
             raise InvalidRequest(f"receipt must be what publish has returned, not {receipt!r}")
         check_text("subscription", subscription)
@@ -283,7 +284,7 @@ class Connection:
         return receipts
 
     def _keep(self, records: Sequence[NewRecord], outcomes: Sequence[object]) -> None:
-        """Note what was acknowledged; others of the same call may have failed."""
+        """Record what was acknowledged; other messages of the same call may have failed."""
         if self._book is None:
             return
         stored = [
@@ -305,13 +306,13 @@ class Connection:
         update: bool = False,
         **wanted: Unpack[Wanted],
     ) -> Subscriber:
-        """Have a handler work on the messages of a subscription, which is declared if it is not there.
+        """Handle the messages of a subscription, which is declared if it does not exist.
 
-        A handler that returns accepts its message. One that raises gives it back, to be delivered again after the
-        backoff; `Reject` sends it to the dead letter topic now and `RetryLater` names a delay. Plain functions run in
-        threads. At most `concurrency` messages are handled at once and `in_flight` are held. While a message is here
-        its lease is renewed. What is wanted (`filter`, `delivery`, `ordered`, `lease`, `attempts`, `backoff`,
-        `dead_letter`, `start`, `expires`) must be as declared, or is changed with `update`. With `live`, nothing is
+        A handler that returns accepts its message. One that raises releases it for redelivery after the backoff;
+        `Reject` sends it to the dead letter topic at once, and `RetryLater` sets the delay. Plain functions run in
+        threads. At most `concurrency` messages are handled at once and `in_flight` are held. Leases are renewed while
+        messages are held. Settings (`filter`, `delivery`, `ordered`, `lease`, `attempts`, `backoff`, `dead_letter`,
+        `start`, `expires`) must match the declared ones, or are changed with `update`. With `live`, nothing is
         declared: the handler gets what is published from now on.
         """
         _check_handler(handler)
@@ -347,9 +348,9 @@ class Connection:
         update: bool = False,
         **wanted: Unpack[Wanted],
     ) -> MessageStream:
-        """The messages of a subscription to iterate over; each is settled by `ack`, `nack` or `reject`.
+        """Iterate over the messages of a subscription; settle each with `ack`, `nack` or `reject`.
 
-        What is wanted of it is said as for `subscribe`.
+        Settings are given as for `subscribe`.
         """
         check_integer("in_flight", in_flight, 1, InvalidSubscription)
         settings = wanted_settings(wanted)
@@ -363,7 +364,7 @@ class Connection:
         return self._stream(begin)
 
     def listen(self, topics: str | Sequence[str]) -> MessageStream:
-        """What is published from now on, for whoever listens: nothing is declared, kept or settled."""
+        """Iterate over what is published from now on: nothing is declared, kept or settled."""
 
         async def begin() -> Source:
             receiver = LiveReceiver(self.client, _listed(topics))
@@ -399,7 +400,7 @@ class Connection:
         return stream
 
     def _left(self, source: Source) -> None:
-        """Nobody iterates over a stream any more. The collector may find that in any thread."""
+        """Nothing iterates over a stream any more. The garbage collector may notice in any thread."""
         try:
             here = asyncio.get_running_loop()
         except RuntimeError:
@@ -424,7 +425,7 @@ class Connection:
 
 
 async def _left_now(leaving: asyncio.Task[None], source: Source) -> None:
-    """Give up what is not settled, too."""
+    """Also give up what is not settled."""
     leaving.cancel()
     await asyncio.gather(leaving, return_exceptions=True)
     await source.return_untaken()
@@ -470,7 +471,7 @@ def _check_handler(handler: object) -> None:
 
 
 def _refuse_declared(asked: Mapping[str, object]) -> None:
-    """What only a declared subscription has."""
+    """Reject settings that only a declared subscription has."""
     given = [name for name, value in asked.items() if value is not None]
     if given:
         raise InvalidSubscription(
@@ -490,7 +491,7 @@ def _record(value: Any) -> NewRecord:
 
 
 async def _publish_deduplicated(client: Client, topic: str, record: NewRecord, partition: int | None) -> Receipt:
-    """Publish a message unless one with its id was published a while ago; the receipt is that of the first."""
+    """Publish a message unless its id was published recently; the receipt is that of the first."""
     given = next((value for name, value in record.headers if name == MESSAGE_ID and value), None)
     if given is None:
         raise InvalidRequest("a message is told from others by its id: deduplicate=True needs id=…")
@@ -507,7 +508,7 @@ async def _publish_deduplicated(client: Client, topic: str, record: NewRecord, p
 
 
 async def _delivery(client: Client, receipt: Receipt, subscription: str, wait_s: float) -> MessageDelivery:
-    """Where a message is in a subscription; waits for its end at most so long."""
+    """Return the delivery state of a message; wait at most this long for it to be final."""
     if receipt.offset < 0:
         raise InvalidRequest("where this message lies is not known, since it was published without acknowledgement")
     loop = asyncio.get_running_loop()

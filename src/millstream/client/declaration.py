@@ -1,4 +1,4 @@
-"""Declares a subscription when it is not there, and says where one that is there differs from what is asked for."""
+"""Declares a subscription if it does not exist, and compares an existing one with what is requested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Seconds = float
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A subscription as it is."""
+    """An existing subscription."""
 
     name: str
     lease_s: float
@@ -41,30 +41,30 @@ class Declared:
 
 
 class Wanted(TypedDict, total=False):
-    """What can be asked of a subscription; what is left out, or None, is as it is declared."""
+    """Settings of a subscription; those left out, or None, keep their declared value."""
 
     filter: str | None
-    """A condition; messages that do not meet it are left out."""
+    """A condition; messages that do not match are skipped."""
     delivery: str | None
     """`at-most-once`, `at-least-once` or `exactly-once`."""
     ordered: bool | None
-    """Whether messages with the same key are handled one after the other."""
+    """Whether messages with the same key are handled one at a time."""
     lease: Seconds | None
-    """How long a message belongs to a worker that is not heard of."""
+    """How long a message stays with a worker that is silent."""
     attempts: int | None
-    """How often a message is delivered at most; 0 for no limit."""
+    """The maximum number of deliveries; 0 for no limit."""
     backoff: Seconds | tuple[Seconds, Seconds] | None
-    """How long the pause before the next attempt is at first, or at first and at most; it doubles."""
+    """The delay before the next attempt: the first, or the first and the longest; it doubles."""
     dead_letter: str | None
-    """The topic for messages that nobody could handle."""
+    """The topic for messages that fail for good."""
     start: Start | None
-    """Where a new subscription begins."""
+    """Where a new subscription starts."""
     expires: Seconds | None
-    """After how long without use it is deleted."""
+    """How long it may be unused before it is deleted."""
 
 
 def wanted_settings(wanted: Wanted) -> dict[str, str]:
-    """What is asked for, under the names that settings have; `InvalidRequest` for what cannot be meant."""
+    """Convert arguments to settings by name; raise `InvalidRequest` for invalid ones."""
     texts: dict[str, str] = {}
     for name, value in wanted.items():
         if name not in _SETTINGS:
@@ -78,7 +78,7 @@ def wanted_settings(wanted: Wanted) -> dict[str, str]:
 async def declare(
     subscriptions: SubscriptionClient, name: str, topics: Sequence[str], settings: Mapping[str, str], *, update: bool
 ) -> Declared:
-    """Make the subscription, or take the one that is there, if it is as asked for or may be changed."""
+    """Create the subscription, or use the existing one if it matches or may be changed."""
     try:
         await subscriptions.create(name, topics, settings)
     except SubscriptionExists:
@@ -110,7 +110,7 @@ def _declared(name: str, settings: SubscriptionSettings) -> Declared:
 
 
 _Reading = Callable[[str, Any], dict[str, str]]
-"""Says what an argument, by its name and value, means as settings."""
+"""Converts an argument, given by name and value, to settings."""
 
 
 def _text(setting: str) -> _Reading:

@@ -44,13 +44,13 @@ from sqlalchemy.exc import DBAPIError, IntegrityError
 from millstream.core.errors import Conflict, InvalidRequest
 
 NAME_MAX = 100
-"""Characters of a handler's name."""
+"""The maximum length of a handler's name."""
 
 ID_MAX = 255
-"""A longer message id is kept as its digest."""
+"""A longer message id is stored as its digest."""
 
 CLEANED_MAX = 1000
-"""So many forgotten rows are removed at a time."""
+"""How many expired rows are removed at a time."""
 
 _ATTEMPTS_MAX = 10
 _SQLITE_BUSY_S = 30.0
@@ -69,7 +69,7 @@ handled = Table(
 
 
 class Row(NamedTuple):
-    """What is known of a message: whether it was handled, or who has claimed it, and until when this counts."""
+    """The state of a message: whether it was handled, or who has claimed it, and until when this is valid."""
 
     is_done: bool
     owner: str
@@ -77,7 +77,7 @@ class Row(NamedTuple):
 
 
 class Verb(Enum):
-    """What a worker wants of a row."""
+    """What a worker does to a row."""
 
     CLAIM = "claim"
     EXTEND = "extend"
@@ -86,7 +86,7 @@ class Verb(Enum):
 
 
 class Answer(Enum):
-    """What a worker is told."""
+    """The result for the worker."""
 
     MINE = "mine"
     HANDLED = "handled"
@@ -95,7 +95,7 @@ class Answer(Enum):
 
 
 class Operation(NamedTuple):
-    """One verb of one worker on one message; what it writes counts until `until_ms`."""
+    """One verb of one worker on one message; what it writes is valid until `until_ms`."""
 
     verb: Verb
     message_id: str
@@ -104,14 +104,14 @@ class Operation(NamedTuple):
 
 
 def decide(row: Row | None, wanted: Operation, now_ms: int) -> tuple[Row | None, Answer]:
-    """What becomes of a row, and what the worker is told."""
+    """Return the new row and the worker's result."""
     if row is not None and row.is_done and row.until_ms <= now_ms:
         row = None
     verb, _, owner, until_ms = wanted
     is_mine = row is not None and not row.is_done and row.owner == owner
     if verb is Verb.GIVE_BACK:
         return (None if is_mine else row), Answer.MINE
-    # A lease that has ended still counts as its worker's while nobody else has claimed the message.
+    # An expired lease still belongs to its worker while no other one has claimed the message.
     is_free = row is None or is_mine or (verb is Verb.CLAIM and not row.is_done and row.until_ms <= now_ms)
     if is_free:
         return Row(verb is Verb.FINISH, owner, until_ms), Answer.MINE
@@ -119,7 +119,7 @@ def decide(row: Row | None, wanted: Operation, now_ms: int) -> tuple[Row | None,
 
 
 def key_of(message_id: str) -> str:
-    """The message id as it is kept."""
+    """Return the message id as it is stored."""
     if len(message_id) <= ID_MAX:
         return message_id
     return "sha256:" + hashlib.sha256(message_id.encode()).hexdigest()
@@ -130,7 +130,7 @@ class RowChanged(Exception):
 
 
 class HandledTable:
-    """The rows of one handler. Every method blocks, so each call belongs into a thread."""
+    """The rows of one handler. Every method blocks: call it in a thread."""
 
     def __init__(self, engine: Engine, name: str) -> None:
         if not 0 < len(name) <= NAME_MAX:
@@ -140,18 +140,18 @@ class HandledTable:
         self._is_prepared = False
 
     def prepare(self) -> None:
-        """Create the table where it is missing."""
+        """Create the table if it is missing."""
         if self._is_prepared:
             return
         try:
             metadata.create_all(self.engine)
         except DBAPIError:
-            # Another worker may have created it at the same moment; if it was something else, it happens again.
+            # Another worker may have created it at the same moment; any other error will occur again.
             metadata.create_all(self.engine)
         self._is_prepared = True
 
     def run(self, operations: Sequence[Operation], now_ms: int) -> list[Answer]:
-        """Carry out operations in their order, in one transaction."""
+        """Run operations in order, in one transaction."""
         self.prepare()
         for _ in range(_ATTEMPTS_MAX):
             try:
@@ -162,10 +162,10 @@ class HandledTable:
         raise Conflict(f"other workers of handler {self._name!r} change the same messages all the time; try again")
 
     def mark(self, connection: Connection, message_id: str, until_ms: int, now_ms: int) -> bool:
-        """Note in the caller's transaction that a message is handled; False when it was handled before.
+        """Mark a message as handled in the caller's transaction; return False if it was handled before.
 
-        Where another transaction has just done the same, this waits for it, and raises `IntegrityError` if it ended
-        well, or `RowChanged`: the caller then begins anew.
+        If another transaction has just done the same, this waits for it, and raises `IntegrityError` if it was
+        committed, or `RowChanged`: the caller then starts again.
         """
         wanted = Operation(Verb.FINISH, key_of(message_id), "", until_ms)
         before = self._read(connection, [wanted.message_id]).get(wanted.message_id)
@@ -178,7 +178,7 @@ class HandledTable:
         return True
 
     def clean(self, now_ms: int) -> int:
-        """Remove some of the rows that do not count any more; says how many."""
+        """Remove some expired rows; return how many."""
         self.prepare()
         mine = and_(handled.c.handler == self._name, handled.c.until_ms <= now_ms)
         oldest = select(handled.c.message_id).where(mine).order_by(handled.c.until_ms).limit(CLEANED_MAX)
@@ -207,7 +207,7 @@ class HandledTable:
         }
 
     def _write(self, connection: Connection, before: dict[str, Row | None], after: dict[str, Row | None]) -> None:
-        """Write what differs, in the order of the ids, so that two workers never wait for each other crosswise."""
+        """Write what differs, in the order of the ids, so that two workers cannot deadlock."""
         new: list[dict[str, Any]] = []
         for message_id, row in sorted(after.items()):
             was = before.get(message_id)
@@ -229,7 +229,7 @@ class HandledTable:
 
 
 def engine_of(store: str) -> Engine:
-    """The database of a URL, or of the path of an SQLite file."""
+    """Open the database of a URL, or an SQLite file by its path."""
     url = make_url(store if "://" in store else f"sqlite:///{Path(store)}")
     if url.drivername in ("postgresql", "postgres"):
         url = url.set(drivername="postgresql+psycopg")
@@ -243,11 +243,11 @@ def engine_of(store: str) -> Engine:
 
 def _make_durable(connection: Any, _record: Any) -> None:
     connection.isolation_level = None
-    # FULL makes a commit survive a power cut in WAL mode too.
+    # FULL makes a commit survive a power failure in WAL mode too.
     connection.execute("PRAGMA journal_mode=WAL").close()
     connection.execute("PRAGMA synchronous=FULL").close()
 
 
 def _begin_to_write(connection: Connection) -> None:
-    # A transaction that begins to read and then writes fails at once when another one writes; this one waits its turn.
+    # A transaction that reads before it writes fails at once if another one writes; this one waits its turn.
     connection.exec_driver_sql("BEGIN IMMEDIATE")

@@ -36,16 +36,16 @@ _logger = logging.getLogger(__name__)
 
 BATCH_MAX = 500
 
-"""Operations in one transaction."""
+"""The maximum number of operations in one transaction."""
 
 
 CLEAN_MS = 60_000
 
-"""So often at most, rows that do not count any more are removed."""
+"""The shortest interval between removals of expired rows."""
 
 
 class HandledIds:
-    """Claims, extends, finishes and gives back messages; the event loop never waits for the database."""
+    """Claims, extends, finishes and releases messages without blocking the event loop."""
 
     def __init__(self, table: HandledTable, clock: Clock, *, lease_ms: int, time_to_live_ms: int) -> None:
         self._table = table
@@ -58,7 +58,7 @@ class HandledIds:
         self._cleaned_ms = 0
 
     async def do(self, verb: Verb, message_id: str, owner: str) -> Answer:
-        """Carry out one verb; those who ask while a transaction is under way share the next one."""
+        """Run one verb; calls made during a transaction share the next one."""
         counts_ms = self._time_to_live_ms if verb is Verb.FINISH else self._lease_ms
         wanted = Operation(verb, key_of(message_id), owner, self._clock.now_ms() + counts_ms)
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -68,14 +68,14 @@ class HandledIds:
         return await answer
 
     async def close(self) -> None:
-        """Wait for what is under way, and let the thread go."""
+        """Wait for the current transaction, and end the thread."""
         while self._running is not None:
             await asyncio.wait([self._running])
         self._thread.shutdown(wait=False)
 
     async def _run(self) -> None:
         try:
-            # What was asked in the same turn of the loop goes together.
+            # Calls of the same turn of the loop are batched.
             await asyncio.sleep(0)
             while self._waiting:
                 taken, self._waiting = self._waiting[:BATCH_MAX], self._waiting[BATCH_MAX:]
@@ -119,7 +119,7 @@ THREADS = 10
 
 THREADS_MAX = 1000
 
-"""Plain functions that are handled at once; threads are started as they are needed, and the subscriber bounds them."""
+"""The maximum number of plain functions running at once; threads start as needed, and the subscriber bounds them."""
 
 
 _PAUSE_S_MIN, _PAUSE_S_MAX = 0.05, 1.0
@@ -130,21 +130,21 @@ _MARK_ATTEMPTS = 10
 
 
 class Identified(Protocol):
-    """What is asked of a message."""
+    """A message with an id."""
 
     @property
     def id(self) -> str:
-        """The message id."""
+        """Return the message id."""
 
 
 M = TypeVar("M", bound=Identified)
 
 
 class IdempotentHandler(Generic[M]):
-    """Runs a handler for each message id once, within the time to live; to be given to `subscribe` in its place.
+    """Runs a handler once for each message id, within the time to live; pass it to `subscribe`.
 
-    `store` is the path of an SQLite file, a URL of SQLAlchemy's, or an engine. Workers that share a store and a `name`
-    are one. A claim whose worker has died counts for `lease_s` more; a handler that runs longer keeps its claim.
+    `store` is the path of an SQLite file, a SQLAlchemy URL, or an engine. Workers that share a store and a `name` act
+    as one. The claim of a worker that died stays valid for `lease_s`; a handler that runs longer keeps its claim.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class IdempotentHandler(Generic[M]):
         self._extending: set[asyncio.Task[Any]] = set()
 
     async def __call__(self, message: M) -> None:
-        """Handle a message, unless it was handled before; returns when it is handled, by whomever."""
+        """Handle a message unless it was handled before; return when it is handled, by any worker."""
         message_id, owner = message.id, uuid4().hex
         runs = False
         try:
@@ -184,14 +184,14 @@ class IdempotentHandler(Generic[M]):
             runs = True
             await self._handle(message, owner)
         except BaseException as error:
-            # A function in a thread goes on when nobody waits for it any more; its claim is left to the lease.
+            # A function in a thread continues when its caller is cancelled; its claim is left to expire.
             if not (runs and isinstance(error, asyncio.CancelledError) and not self._is_async):
                 await self._give_back(message_id, owner)
             raise
         await self._finish(message_id, owner)
 
     async def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         await self._ids.close()
         if self._threads is not None:
             self._threads.shutdown(wait=False)
@@ -205,7 +205,7 @@ class IdempotentHandler(Generic[M]):
         await self.close()
 
     async def _claim(self, message_id: str, owner: str) -> bool:
-        """Wait until nobody else is at this message; False when it has been handled."""
+        """Wait until no other worker handles this message; return False if it has been handled."""
         backoff = Backoff(first_s=_PAUSE_S_MIN, max_s=_PAUSE_S_MAX)
         while True:
             beside = self._busy.get(message_id)
@@ -216,7 +216,7 @@ class IdempotentHandler(Generic[M]):
             if answer is not Answer.BUSY:
                 return answer is Answer.MINE
             if message_id not in self._busy:
-                # Another process has it, of which nothing is heard but through the store.
+                # Another process has it; only the store shows its progress.
                 await backoff.pause()
 
     async def _handle(self, message: M, owner: str) -> None:
@@ -235,7 +235,7 @@ class IdempotentHandler(Generic[M]):
             done.set()
 
     def _extend_later(self, message_id: str, owner: str) -> _Timer:
-        """Keep the claim while the handler runs; a timer, which costs a short handler next to nothing."""
+        """Keep the claim while the handler runs, with a timer, which costs a short handler almost nothing."""
 
         async def extend() -> None:
             try:
@@ -252,7 +252,7 @@ class IdempotentHandler(Generic[M]):
         return _Timer(self._extend_s, begin)
 
     async def _finish(self, message_id: str, owner: str) -> None:
-        """Mark the message as handled; worth more than one attempt, since the effect is there."""
+        """Mark the message as handled; retried, because the effect has happened."""
         for attempt in range(1, _FINISH_ATTEMPTS + 1):
             try:
                 answer = await self._ids.do(Verb.FINISH, message_id, owner)
@@ -269,12 +269,12 @@ class IdempotentHandler(Generic[M]):
         try:
             await self._ids.do(Verb.GIVE_BACK, message_id, owner)
         except Exception as error:
-            # The end of the lease gives it back, too.
+            # The claim also expires by itself.
             _logger.warning("a claim was not given back", extra={"message_id": message_id, "reason": str(error)})
 
 
 class _Timer:
-    """Calls something again and again."""
+    """Calls a function repeatedly."""
 
     def __init__(self, every_s: float, call: Callable[[], None]) -> None:
         self._every_s = every_s
@@ -282,7 +282,7 @@ class _Timer:
         self._handle = asyncio.get_running_loop().call_later(every_s, self._due)
 
     def cancel(self) -> None:
-        """No more calls."""
+        """Stop calling."""
         self._handle.cancel()
 
     def _due(self) -> None:
@@ -293,9 +293,9 @@ class _Timer:
 class TransactionalHandler(Generic[M]):
     """Runs a handler in a transaction that also marks the message as handled: both happen, or neither.
 
-    The handler is a plain function, `handler(message, connection)`, and runs in a thread. It leaves commit and rollback
-    alone: the transaction is committed when it returns and rolled back when it raises. Of two deliveries at the same
-    time, one waits for the other.
+    The handler is a plain function, `handler(message, connection)`, and runs in a thread. It must not commit or roll
+    back: the transaction is committed when it returns and rolled back when it raises. Of two concurrent deliveries, one
+    waits for the other.
     """
 
     def __init__(
@@ -317,13 +317,13 @@ class TransactionalHandler(Generic[M]):
         self._cleaned_ms = 0
 
     async def __call__(self, message: M) -> None:
-        """Handle a message, unless it was handled before."""
-        # The thread carries on what the publishes of a handler take along.
+        """Handle a message unless it was handled before."""
+        # The thread inherits the context that the handler's publishes carry on.
         context = contextvars.copy_context()
         await asyncio.get_running_loop().run_in_executor(self._threads, context.run, self._handle, message)
 
     async def close(self) -> None:
-        """Let go of the store."""
+        """Close the store."""
         self._threads.shutdown(wait=False)
         if self._owns_engine:
             await asyncio.to_thread(self._table.engine.dispose)
@@ -342,7 +342,7 @@ class TransactionalHandler(Generic[M]):
         raise Conflict(f"message {message.id} is being handled elsewhere again and again; try later")
 
     def _is_settled(self, message: M) -> bool:
-        """One transaction; False when another one has marked the message meanwhile, which the next one sees."""
+        """Run one transaction; return False if another one marked the message meanwhile, which the next one sees."""
         now_ms = self._clock.now_ms()
         with self._table.engine.connect() as connection:
             transaction = connection.begin()

@@ -1,7 +1,7 @@
-"""Messages that came together and are held until each of them is settled.
+"""Leases of the messages that arrived together, and how to read those messages.
 
-What they have in common is kept once. Leases are renewed for all of them that are still open when half of their time
-is over, so a long handler, or a message that waits behind one, keeps its lease. Times are of the monotonic clock.
+What the messages have in common is stored once. Leases of unsettled messages are renewed when half of their time has
+passed, so that a long handler, or a message waiting behind one, keeps its lease. Times are monotonic.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NO_SETTLER: Final = NoSettler()
 
 
 class Lease:
-    """Messages of one partition from one answer, delivered as often as each other."""
+    """Messages of one partition from one response, all with the same delivery attempt."""
 
     __slots__ = (
         "_topic_id",
@@ -90,48 +90,48 @@ class Lease:
         self.settler = settler
         self.subscription = subscription
         self.node = node
-        """The node that gave them; None when it has to be found out who leads the partition now."""
+        """The node that leased them; None if the leader must be looked up."""
         self.received = received
         self.lease_s = lease_s
-        """How long leases last, and are extended for; None if nothing is leased."""
+        """The duration of leases and extensions; None if nothing is leased."""
         self.is_leased = lease_s is not None
         self.fresh_until = fresh_until
-        """Until when the leases hold for certain, so that a message may be handed out; moved by answers alone."""
+        """Until when the leases are certain to hold, so that messages may be handed out; only responses move it."""
         self.valid_until = inf if lease_s is None else received + lease_s
-        """Until when it is worth repeating what is said of them; moved when an extension is sent."""
+        """Until when retrying a settlement makes sense; sending an extension moves it."""
         self.deadline_ms = deadline_ms
-        """By the clock of the broker."""
+        """By the broker's clock."""
         self.attempt = attempt
-        """Which delivery of the messages this is, so that what is told late counts for no other one."""
+        """The delivery attempt, so that a late settlement cannot affect another one."""
         self.messages: list[Message] = []
-        """Those that came, until the last of them is settled; none if nothing is leased, since nobody would clear it.
+        """The messages, until the last of them is settled; empty if nothing is leased, since nothing would clear it.
 
-        Messages are not seen by the garbage collector, so this must not hold them for longer.
+        The garbage collector does not track messages, so this list must not keep them longer.
         """
         self.open_accept: Settlement | None = None
-        """What is about to be told of those that are accepted."""
+        """The settlement that collects accepted messages until it is sent."""
         self.left = 0
-        """How many are not settled."""
+        """The number of unsettled messages."""
         self.timer: asyncio.TimerHandle | None = None
 
     @property
     def topic_id(self) -> str:
-        """The id of the topic as text."""
+        """Return the topic's id as text."""
         return str(UUID(bytes=self._topic_id))
 
     @property
     def where(self) -> tuple[bytes, int]:
-        """The id of the topic, since another one may get its name, and the partition."""
+        """Return the topic's id, since another topic may take its name, and the partition."""
         return self._topic_id, self.partition
 
     @property
     def place(self) -> tuple[str, int]:
-        """Topic and partition."""
+        """Return topic and partition."""
         return self.topic, self.partition
 
 
 def read_leased(batches: bytes, ranges: Sequence[LeasedRange], lease: Lease, *, aborted: Aborted = ()) -> list[Message]:
-    """Read the messages of ascending ranges of offsets; their headers are decoded when somebody asks for them."""
+    """Read the messages of ascending offset ranges; headers are decoded on first use."""
     from millstream.client.message import Message
 
     messages: list[Message] = []

@@ -1,7 +1,7 @@
-"""Messages of topics as they come, for whoever listens now: nothing is kept, leased or settled.
+"""Receives messages of topics as they are published: nothing is stored, leased or settled.
 
-Each node that leads partitions is asked by a long poll of its own, so that none waits for another. A listener that is
-slow holds nothing up; one that falls behind further than the topic keeps its messages goes on with the newest.
+Each leader is polled separately, so that none waits for another. A slow listener delays nobody; one that falls behind
+the topic's retention continues with the newest messages.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class LiveReceiver:
         self.error: MillstreamError | None = None
 
     async def start(self) -> None:
-        """Note where the topics end now, and follow them."""
+        """Note the current ends of the topics, and follow them."""
         await self._find(Offset(_LATEST))
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
@@ -61,7 +61,7 @@ class LiveReceiver:
     # -- messages -------------------------------------------------------------------------------------------
 
     def take(self) -> Message | None:
-        """The next message, if one is here."""
+        """Return the next message, if there is one."""
         if not self._buffer:
             return None
         message = self._buffer.popleft()
@@ -70,50 +70,50 @@ class LiveReceiver:
         return message
 
     def take_many(self, count: int) -> list[Message]:
-        """The next messages, at most so many; none if none are here."""
+        """Return at most this many of the next messages."""
         taken = [self._buffer.popleft() for _ in range(min(count, len(self._buffer)))]
         if not self._buffer:
             self._room.set()
         return taken
 
     async def wait_for_message(self) -> None:
-        """Wait until there may be a message, or the end."""
+        """Wait until there may be a message, or no more will come."""
         self._idle.append(self._loop.create_future())
         await self._idle[-1]
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no message will come any more."""
+        """Return whether no more messages will come."""
         return (self._stopping or self.error is not None) and not self._buffer
 
     def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
-        """There is nobody to tell."""
+        """Do nothing: live messages are not settled."""
 
     def accept(self, message: Message) -> None:
-        """There is nobody to tell."""
+        """Do nothing: live messages are not settled."""
 
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
-        """There is nobody to tell."""
+        """Do nothing: live messages are not settled."""
         return []
 
     def stop_renewing(self, message: Message) -> None:
-        """There is nothing to renew."""
+        """Do nothing: live messages have no lease."""
 
     def stop_renewing_all(self, messages: Sequence[Message]) -> None:
-        """There is nothing to renew."""
+        """Do nothing: live messages have no lease."""
 
     def throttle(self, limit: int | None) -> None:
-        """What waits here is nobody else's, and stays."""
+        """Do nothing: buffered messages are for this listener only."""
 
     def return_buffered(self) -> None:
-        """There is nobody to give it to."""
+        """Do nothing: live messages cannot be returned."""
 
     async def return_untaken(self) -> None:
-        """There is nothing to give back."""
+        """Stop; live messages cannot be returned."""
         await self.stop()
 
     async def stop(self) -> None:
-        """Follow no longer; what is here may still be taken."""
+        """Stop following; buffered messages may still be taken."""
         self._stopping = True
         if self._task is not None:
             self._task.cancel()
@@ -121,11 +121,11 @@ class LiveReceiver:
         self._wake(len(self._idle))
 
     async def leave(self) -> None:
-        """There is nothing to give back, and nothing to settle."""
+        """Stop: there is nothing to return or settle."""
         await self.close()
 
     async def close(self) -> None:
-        """Follow no longer."""
+        """Stop following."""
         await self.stop()
         self._buffer.clear()
 
@@ -141,7 +141,7 @@ class LiveReceiver:
             self._wake(len(self._idle))
 
     async def _find(self, begin: Offset) -> None:
-        """Learn of partitions that are new; a listener begins at the end of those that are there when it starts."""
+        """Look for new partitions; partitions that exist at the start are followed from their end."""
         found = await self._client.metadata(self._topics)
         missing = [name for name in self._topics if name not in found.topics]
         if missing and begin == _LATEST:

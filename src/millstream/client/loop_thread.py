@@ -1,4 +1,4 @@
-"""An event loop in a thread of its own, for programs that have none: calls go there and wait for what comes of them."""
+"""An event loop in its own thread, for programs that have none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LoopThread:
         self._began: Future[asyncio.AbstractEventLoop] = Future()
         self._stopping: asyncio.Event
         self._closing: set[asyncio.Task[None]] = set()
-        # A daemon, since a program may end without closing, and would else wait for it for ever.
+        # A daemon: a program may exit without closing, and would otherwise wait forever.
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
         self._loop = self._began.result()
@@ -31,7 +31,7 @@ class LoopThread:
     def call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the thread, with the caller's context variables, and wait for its result.
 
-        If the wait is interrupted, as by Ctrl-C, the coroutine is cancelled.
+        If the wait is interrupted, for example by Ctrl-C, the coroutine is cancelled.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
@@ -53,7 +53,7 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def each(self, items: AsyncIterator[T]) -> Generator[T, None, None]:
-        """Go through an asynchronous iterator."""
+        """Iterate over an asynchronous iterator."""
         try:
             while True:
                 try:
@@ -69,7 +69,8 @@ class LoopThread:
         if threading.current_thread() is not self._thread:
             self.call(closing)
             return
-        # The collector may find a forgotten iterator in any thread, also in the one that must not wait for itself.
+        # The garbage collector may find a forgotten iterator in any thread, including the one that must not wait for
+        # itself.
         task = self._loop.create_task(closing)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -92,7 +93,7 @@ class LoopThread:
 
 
 class _Exhausted(Exception):
-    """Nothing more comes. A future cannot carry what Python itself raises for that."""
+    """The iterator is exhausted. A future cannot carry StopIteration."""
 
 
 async def _next(items: AsyncIterator[T]) -> T:

@@ -1,4 +1,4 @@
-"""A message as a program receives it, and how it says what became of it."""
+"""A message as a program receives it, and how to settle it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ NO_HEADERS: Final = b"\x00"
 
 
 class Message(msgspec.Struct, eq=False, gc=False):
-    """One message. Keys, values and headers are bytes; `json()` and `header_text` read them.
+    """One message. Keys, values and headers are bytes; `json()` and `header_text` decode them.
 
-    A struct of msgspec, since one is made for every message, and in Python alone that takes four times as long.
+    A msgspec struct, since one is created for every message, which takes four times as long in plain Python.
     """
 
     _lease: Lease
@@ -35,7 +35,7 @@ class Message(msgspec.Struct, eq=False, gc=False):
     value: bytes | None
     _header_bytes: bytes
     attempt: int
-    """How often it was delivered, this time included; 0 for a message of a live stream."""
+    """The number of deliveries, including this one; 0 for a message of a live stream."""
     is_settled: bool = False
     _headers: Headers | None = None
 
@@ -46,32 +46,32 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def topic(self) -> str:
-        """The topic it was published to."""
+        """Return the topic it was published to."""
         return self._lease.topic
 
     @property
     def partition(self) -> int:
-        """The partition it lies in."""
+        """Return its partition."""
         return self._lease.partition
 
     @property
     def subscription(self) -> str | None:
-        """The subscription that delivered it; None for a live stream."""
+        """Return the subscription that delivered it; None for a live stream."""
         return self._lease.subscription
 
     @property
     def id(self) -> str:
-        """The first `message-id` header if its publisher set one, else `topic-id/partition/offset`."""
+        """Return the first `message-id` header if its publisher set one, otherwise `topic-id/partition/offset`."""
         return message_id(self._lease.topic_id, self.partition, self.offset, self.all_headers)
 
     @property
     def timestamp(self) -> datetime:
-        """When it was published, by its publisher's clock unless the topic stamps messages itself."""
+        """Return when it was published, by the publisher's clock unless the topic uses append time."""
         return datetime.fromtimestamp(self.timestamp_ms / 1000, UTC)
 
     @property
     def deadline(self) -> datetime | None:
-        """Until when nobody else gets it; None for a live stream."""
+        """Return when its lease ends; None for a live stream."""
         deadline_ms = self._lease.deadline_ms
         return None if deadline_ms is None else datetime.fromtimestamp(deadline_ms / 1000, UTC)
 
@@ -79,21 +79,23 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def key_text(self) -> str | None:
-        """The key as text."""
+        """Return the key as text."""
         return None if self.key is None else self.key.decode()
 
     @property
     def text(self) -> str:
-        """The value as text."""
+        """Return the value as text."""
         return (self.value or b"").decode()
 
     def json(self, type: Any = Any) -> Any:
-        """The value read as JSON; with a type (a dataclass, a `msgspec.Struct`, `list[int]` …) checked against it."""
+        """Decode the value as JSON; with a type (a dataclass, a `msgspec.Struct`, `list[int]` …), check it against
+        that.
+        """
         return msgspec.json.decode(self.value or b"null", type=type)
 
     @property
     def all_headers(self) -> Headers:
-        """Every header in its order; a name may come more than once."""
+        """Return all headers in order; a name may occur more than once."""
         if self._headers is None:
             self._headers = (
                 ()
@@ -104,11 +106,11 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def headers(self) -> Mapping[str, bytes | None]:
-        """The headers by name; the last counts where a name comes more than once."""
+        """Return the headers by name; the last of a name counts."""
         return dict(self.all_headers)
 
     def header_text(self, name: str) -> str | None:
-        """The value of a header as text."""
+        """Return the value of a header as text."""
         if self._header_bytes == NO_HEADERS:
             return None
         for known, value in reversed(self.all_headers):
@@ -118,30 +120,30 @@ class Message(msgspec.Struct, eq=False, gc=False):
 
     @property
     def correlation_id(self) -> str | None:
-        """What this message belongs to; what a handler publishes carries it on."""
+        """Return what this message belongs to; a handler's publishes carry it on."""
         return self.header_text(CORRELATION_ID)
 
     @property
     def traceparent(self) -> str | None:
-        """The trace it was published in."""
+        """Return the trace it was published in."""
         return self.header_text(TRACEPARENT)
 
     # -- what became of it ----------------------------------------------------------------------------------
 
     async def ack(self) -> None:
-        """Done: it is not delivered again. Returns when that is durable."""
+        """Accept: it is not delivered again. Returns when that is durable."""
         await self._settle(Verb.ACCEPT)
 
     async def nack(self, *, delay: float | None = None, reason: str = "") -> None:
-        """Not now: it is delivered again after `delay` seconds, else after the declared backoff."""
+        """Release: it is delivered again after `delay` seconds, otherwise after the declared backoff."""
         await self._settle(Verb.RELEASE, delay, reason)
 
     async def reject(self, reason: str = "") -> None:
-        """Never: it goes to the dead letter topic now."""
+        """Reject: it goes to the dead letter topic at once."""
         await self._settle(Verb.REJECT, None, reason)
 
     async def extend(self, seconds: float | None = None) -> None:
-        """Keep it for so much longer from now on, else for the declared lease."""
+        """Extend the lease from now on, by default by its declared duration."""
         await self._lease.settler.settle(self, Verb.EXTEND, _ms(seconds), "")
 
     async def _settle(self, verb: int, delay: float | None = None, reason: str = "") -> None:

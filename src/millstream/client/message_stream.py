@@ -1,4 +1,4 @@
-"""Messages of a subscription as an asynchronous iterator; whoever iterates settles them."""
+"""Messages of a subscription as an asynchronous iterator; the caller settles them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from millstream.core.errors import InvalidRequest
 
 
 class MessageStream:
-    """`async for message in stream`: each message is kept while the body works on it, until it is settled.
+    """`async for message in stream`: each message is leased while the body handles it, until it is settled.
 
-    A message that the body left unsettled comes back when its lease is over. Used as a context manager, or at the end
-    of the connection, the stream gives back what it holds. So does one that nobody refers to any more, such as that of
-    a loop that was left; what the loop has got may still be settled then, while its lease lasts.
+    A message that the body leaves unsettled is redelivered when its lease ends. As a context manager, or when the
+    connection closes, the stream returns the messages it holds. So does a stream that is no longer referenced, such as
+    that of a loop that was left; messages that the loop has taken may still be settled while their leases last.
     """
 
     def __init__(self, start: Callable[[], Awaitable[Source]], left: Callable[[Source], None] | None = None) -> None:
         self._start = start
         self._left = left
-        """Called, in any thread, with what nobody takes messages of any more."""
+        """Called, in any thread, with a source from which no more messages are taken."""
         self._receiver: Source | None = None
         self._current: Message | None = None
         self.is_closed = False
@@ -49,7 +49,7 @@ class MessageStream:
             await receiver.wait_for_message()
 
     async def batches(self, count: int = 1000) -> AsyncIterator[list[Message]]:
-        """The messages that are there, at most so many at a time; `ack` settles them together."""
+        """Yield the available messages, at most this many at a time; `ack` settles them together."""
         check_integer("count", count, 1)
         source = await self._started()
         while True:
@@ -65,10 +65,9 @@ class MessageStream:
             await source.wait_for_message()
 
     async def ack(self, messages: Sequence[Message]) -> None:
-        """These are done: none of them is delivered again. Returns when that is durable.
+        """Accept messages: none of them is delivered again. Returns when that is durable.
 
-        Raises the first error that came when all of them were told; `InvalidRecordState` for messages that are not
-        held any more.
+        Raises the first error after all have been settled; `InvalidRecordState` for messages that are no longer held.
         """
         if not isinstance(messages, Sequence) or set(map(type, messages)) - {Message}:
             raise InvalidRequest(f"messages must be a list of messages that this has given, not {messages!r:.100}")
@@ -94,7 +93,7 @@ class MessageStream:
         self._leave()
 
     async def aclose(self) -> None:
-        """As when nobody refers to the stream any more: it ends, and what was got of it may still be settled."""
+        """End the stream; messages that were taken may still be settled."""
         self._leave()
 
     def _leave(self) -> None:
@@ -103,7 +102,7 @@ class MessageStream:
             self._left(self._receiver)
 
     async def close(self) -> None:
-        """Take no more messages, and give back those that nobody has seen."""
+        """Take no more messages, and return those that were not taken."""
         self.is_closed = True
         if self._receiver is not None:
             await self._receiver.return_untaken()

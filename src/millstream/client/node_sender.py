@@ -1,7 +1,7 @@
-"""The way to one node: batches of all partitions that it leads go together, a request at a time.
+"""Sends batches to one node, those of all partitions that it leads together.
 
-What comes while a request is under way goes with the next one, so batches grow by themselves under load and nothing
-waits for a timer. Only when much has gathered are more requests sent before the first is answered.
+Batches that arrive while a request is in flight go with the next one, so batches grow under load and nothing waits for
+a timer. Only when much has accumulated are more requests sent before the first is answered.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from millstream.protocol.wire.produce import Produced
 
 REQUEST_S_MAX: Final = 30.0
 _PATIENCE_S: Final = 5.0
-"""How much longer than the broker may take for it an answer is waited for."""
+"""How long to wait for an answer beyond the broker's own timeout."""
 
 _REQUEST_BYTES_MAX: Final = 4 * 1024 * 1024
 _MUCH_BYTES: Final = 64 * 1024
@@ -52,7 +52,7 @@ class NodeSender:
         self._patience_s = self._request_s + min(_PATIENCE_S, timeout_s)
         self._linger_s = linger_s
         self._recover = recover
-        """Told of each partition to which nothing can be sent for now."""
+        """Called with each partition to which nothing can be sent for now."""
         self._loop = asyncio.get_running_loop()
         self._pool: Pool | None = None
         self._channel: Channel | None = None
@@ -65,7 +65,7 @@ class NodeSender:
 
     @property
     def is_open(self) -> bool:
-        """Whether batches can be sent."""
+        """Return whether batches can be sent."""
         return self._channel is not None and self._channel.is_open
 
     def open(self, pool: Pool, channel: Channel) -> None:
@@ -75,7 +75,7 @@ class NodeSender:
         self._version = channel.version_for(produce.PRODUCE_KEY, newest=newest, oldest=oldest)
 
     def notify(self, queue: PartitionQueue) -> None:
-        """Something waits for a partition of this node: send it with whatever else comes in this turn of the loop."""
+        """Send what waits for a partition of this node, with everything else of this turn of the loop."""
         self._ready[queue] = None
         if self._turn is None:
             if self._linger_s and len(queue.waiting) < 2:
@@ -84,13 +84,13 @@ class NodeSender:
                 self._turn = self._loop.call_soon(self._pump)
 
     def send_now(self) -> None:
-        """Send what waits now, however long it was to linger."""
+        """Send what waits, without lingering."""
         if self._turn is not None:
             self._turn.cancel()
         self._pump()
 
     def drop(self, queue: PartitionQueue) -> None:
-        """Another node leads this partition."""
+        """Forget a partition that another node leads."""
         self._ready.pop(queue, None)
 
     def close(self) -> None:
@@ -169,7 +169,7 @@ class NodeSender:
         return {queue.topic: _as_id(queue.topic_id) for queue, _ in sent}
 
     def _look(self) -> None:
-        """Break the connection if an answer does not come; everything under way there goes again."""
+        """Break the connection if an answer does not arrive; everything in flight is sent again."""
         self._watch = None
         if not self._requests:
             return
@@ -188,7 +188,7 @@ class NodeSender:
             try:
                 self._read(answer.result(), sent)
             except Exception as unreadable:
-                # Whatever is wrong with an answer, nobody may wait for it any longer.
+                # Whatever is wrong with an answer, nothing may wait for it any longer.
                 error = unreadable
         if error is not None:
             self._conclude(sent, error, maybe_stored=True)
@@ -210,7 +210,7 @@ class NodeSender:
         for queue, batch in sent:
             answer = answers.get((queue.topic, queue.index))
             if batch.is_done:
-                # It was given up while it was under way, and whoever waited for it knows.
+                # It was given up while in flight, and its caller has been notified.
                 continue
             if isinstance(answer, Produced):
                 queue.stored(batch, answer)
@@ -219,7 +219,7 @@ class NodeSender:
         self._settle(sent)
 
     def _conclude(self, sent: list[_Sent], error: BaseException, *, maybe_stored: bool) -> None:
-        """A request came to nothing."""
+        """Handle a failed request."""
         for queue, batch in sent:
             if not batch.is_done and batch.in_flight:
                 queue.failed_for_now(batch, maybe_stored=maybe_stored)
@@ -232,7 +232,7 @@ class NodeSender:
             elif queue.can_send and queue.sender is self:
                 self._ready[queue] = None
             elif queue.can_send and queue.sender is not None:
-                # It has moved meanwhile, and could not send there before this answer was in.
+                # It has moved meanwhile, and could not send there before this answer arrived.
                 queue.sender.notify(queue)
 
 
@@ -241,7 +241,7 @@ _as_id: Final = lru_cache(maxsize=1024)(UUID)
 
 def _refuse(queue: PartitionQueue, batch: OutgoingBatch, error: MillstreamError | None) -> None:
     if error is None or isinstance(error, RequestTimedOut):
-        # It may be in the log, and only the acknowledgement is missing.
+        # It may be in the log: only the acknowledgement is missing.
         queue.failed_for_now(batch, maybe_stored=True)
     elif isinstance(error, (*TRANSIENT, UnknownTopic, UnknownTopicId)):
         queue.cause = str(error)

@@ -1,4 +1,4 @@
-"""What a handler raises to say what becomes of its message; any other error means: try again later."""
+"""Errors that a handler raises to settle its message; any other error releases it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Final
 from millstream.core.errors import InvalidRequest
 
 SECONDS_MAX: Final = 10 * 365 * 86400
-"""Nothing is put off for longer."""
+"""No delay is longer."""
 
 
 def milliseconds(seconds: float) -> int:
-    """A time from now as it is told to the broker; one that is past is now."""
+    """Convert a delay to milliseconds; a negative one is 0."""
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not is_number or not math.isfinite(seconds) or seconds > SECONDS_MAX:
         raise InvalidRequest(f"{seconds!r} is no number of seconds up to ten years")
@@ -20,11 +20,11 @@ def milliseconds(seconds: float) -> int:
 
 
 class Reject(Exception):
-    """The message can never be handled: to the dead letter topic with it, for the reason given."""
+    """The message can never be handled: dead-letter it, for the reason given."""
 
 
 class RetryLater(Exception):
-    """Not now: deliver it again after so many seconds. `InvalidRequest` if that is no number."""
+    """Deliver the message again after this many seconds; raises `InvalidRequest` if that is not a number."""
 
     def __init__(self, seconds: float, reason: str = "") -> None:
         milliseconds(seconds)

@@ -1,7 +1,6 @@
-"""A batch on its way to a partition: its records as bytes, and who waits for them.
+"""A batch on its way to a partition: its encoded records, and the callers that wait for them.
 
-Records are written when they are added, in plain Python: short numbers come from a table and one join makes the batch,
-so that a client needs no compiled code, whose import would take longer than most programs publish for.
+Records are encoded as they are added, by the plain codec, so that a client loads no compiled code.
 """
 
 from __future__ import annotations
@@ -32,23 +31,23 @@ class SharedResult:
         self.left = len(timestamps_ms)
 
     def settle(self, count: int) -> None:
-        """So many more have their receipt or error."""
+        """Count messages that have their receipt or error."""
         self.left -= count
         if self.left == 0 and not self.future.done():
             self.future.set_result(None)
 
     def fail_from(self, index: int, error: MillstreamError) -> None:
-        """Say that a message and those after it were not published."""
+        """Fail a message and those after it."""
         left_out = len(self.receipts) - index
         self.receipts[index:] = [error] * left_out
         self.settle(left_out)
 
 
 Single = tuple[int, "asyncio.Future[Receipt]", int, "str | None"]
-"""The record's number in its batch, who waits for it, its time and the id its publisher gave it."""
+"""The record's number in its batch, its caller's future, its time and the id that its publisher gave it."""
 
 Share = tuple[int, SharedResult, list[int]]
-"""The first record's number, whose messages these are, and which of them."""
+"""The first record's number, the call that the messages belong to, and their indexes in it."""
 
 
 class OutgoingBatch:
@@ -76,7 +75,7 @@ class OutgoingBatch:
     def __init__(self, deadline: float, freed: Callable[[int], None]) -> None:
         self.deadline = deadline
         self._freed = freed
-        """Told how many bytes no longer wait, once everyone has an answer."""
+        """Called with the number of bytes that no longer wait, once every caller has an answer."""
         self.charged = 0
         self.count = 0
         self.size = 0
@@ -84,19 +83,19 @@ class OutgoingBatch:
         self.max_timestamp_ms = 0
         self._pieces: list[Buffer] = []
         self.section: bytes | None = None
-        """The records, compressed, once nothing more is added."""
+        """The records, compressed, once the batch is closed."""
         self.singles: list[Single] = []
         self.shares: list[Share] = []
         self.flushers: list[asyncio.Future[None]] = []
         self.in_flight = False
         self.is_done = False
         self.behind_gap = False
-        """Whether it was under way when one before it was given up, so that the broker sees a gap."""
+        """Whether it was in flight when an earlier batch was given up, so that the broker sees a gap."""
         self.maybe_stored = False
-        """Whether it was sent at some time and nobody knows what came of it."""
+        """Whether it was sent and its outcome is unknown."""
 
     def add(self, key: Buffer | None, value: Buffer | None, headers: Headers, timestamp_ms: int) -> int:
-        """Write one record; says how many bytes it takes."""
+        """Encode one record; return how many bytes it takes."""
         if self.count == 0:
             self.base_timestamp_ms = self.max_timestamp_ms = timestamp_ms
         elif timestamp_ms > self.max_timestamp_ms:
@@ -109,14 +108,14 @@ class OutgoingBatch:
         return size
 
     def close(self, compression: int) -> None:
-        """Nothing more is added: join and compress the records."""
+        """Join and compress the records: nothing more is added."""
         if self.section is None:
             joined = b"".join(self._pieces)
             self._pieces.clear()
             self.section = joined if compression == COMPRESSION_NONE else bytes(compress(compression, joined))
 
     def sealed(self, compression: int, producer_id: int, producer_epoch: int, sequence: int) -> bytearray:
-        """The batch as it is sent."""
+        """Return the batch as it is sent."""
         self.close(compression)
         batch = bytearray(HEADER_BYTES)
         batch += self.section or b""
@@ -135,7 +134,7 @@ class OutgoingBatch:
         return batch
 
     def stored(self, topic: str, topic_id: str, partition: int, base_offset: int, append_time_ms: int) -> None:
-        """Tell everyone who waits where the messages lie."""
+        """Complete the callers' futures with receipts."""
         new: Any = tuple.__new__
         for position, future, timestamp_ms, given_id in self.singles:
             if not future.done():
@@ -153,7 +152,7 @@ class OutgoingBatch:
         self._end()
 
     def failed(self, error: MillstreamError, by_record: Sequence[MillstreamError] = ()) -> None:
-        """Tell everyone who waits what went wrong, with every record if that is known."""
+        """Fail the callers' futures, with an error per record if known."""
         errors = by_record or [error] * self.count
         for position, future, _, _ in self.singles:
             if not future.done():
@@ -165,11 +164,11 @@ class OutgoingBatch:
         self._end()
 
     def halves(self, compression: int) -> tuple[OutgoingBatch, OutgoingBatch]:
-        """The same records in two batches, since the topic takes none as large as this."""
+        """Split the records into two batches, because the topic does not accept one this large."""
         return self.split_off(range(self.count // 2), compression)
 
     def split_off(self, places: Iterable[int], compression: int) -> tuple[OutgoingBatch, OutgoingBatch]:
-        """Put some of the records, by their place, into a batch of their own, and the others into another."""
+        """Move some records, by their place, into one batch, and the others into another."""
         records = list(decode_batch(whole := self.sealed(compression, -1, -1, -1), read_header(whole)))
         chosen = set(places)
         parts = OutgoingBatch(self.deadline, self._freed), OutgoingBatch(self.deadline, self._freed)
@@ -194,7 +193,7 @@ class OutgoingBatch:
 
 
 def _cut(share: Share, numbers: Mapping[int, int]) -> Share | None:
-    """The records of a share that have a number in another batch, where they follow each other too."""
+    """Return the records of a share that belong to another batch, where they are consecutive too."""
     start, shared, indexes = share
     kept = [(numbers[place], index) for place, index in enumerate(indexes, start) if place in numbers]
     return (kept[0][0], shared, [index for _, index in kept]) if kept else None

@@ -1,11 +1,11 @@
-"""What waits for one partition, and what is on its way there, in order.
+"""The batches of one partition that wait or are in flight, in order.
 
-Every batch carries the producer's number and a sequence, so the broker knows one that is sent again. Up to five are
-under way at once. When one of them fails for the moment, those behind it are refused as well, since their sequences
-come too early; then nothing new is sent, and once all answers are in they go again in order, one at a time.
+Every batch carries a producer id and a sequence, so the broker recognises one that is sent again. Up to five are in
+flight at once. When one fails for the moment, those after it are rejected as well, because their sequences come too
+early; then nothing new is sent, and once all answers have arrived they are sent again in order, one at a time.
 
-Non-obvious: the first batch under a number goes alone. A broker that knows nothing of a producer takes any sequence,
-so a second batch could get in although the first was refused.
+Non-obvious: the first batch of a producer id is sent alone. A broker without state of a producer accepts any sequence,
+so a second batch could be stored although the first was rejected.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SEQUENCE_MASK: Final = 0x7FFFFFFF
 
 
 class ProducerIdentity(NamedTuple):
-    """The number under which batches are sent; -1 when no sequences are kept."""
+    """The producer id and epoch of batches; -1 without sequences."""
 
     producer_id: int
     epoch: int
@@ -91,28 +91,28 @@ class PartitionQueue:
         self.compression = compression
         self.timeout_s = timeout_s
         self.sender: NodeSender | None = None
-        """Where the leader is; None while nobody knows."""
+        """The sender of the leader; None while it is unknown."""
         self.identity: ProducerIdentity | None = None
-        """None while a new one has to be taken."""
+        """None while a new one is needed."""
         self.waiting: deque[OutgoingBatch] = deque()
         self.waiting_bytes = 0
         self.sent: deque[OutgoingBatch] = deque()
         self.recovering = False
-        """Whether batches that were sent before have to go again, one at a time."""
+        """Whether batches that were sent before must be sent again, one at a time."""
         self.troubled = False
-        """Whether nothing can be sent until somebody has found out where to, and under which number."""
+        """Whether nothing can be sent until the leader and the producer id are known again."""
         self.cause = "the broker refuses it for now"
         """Why nothing gets through."""
         self.failures = 0
-        """How often sending has failed since it last succeeded."""
+        """How often sending has failed since the last success."""
         self.given_up: MillstreamError | None = None
-        """Why nothing can be published here any more; the topic has to be looked up again."""
+        """Why nothing can be published here any more; the topic must be looked up again."""
         self._freed = freed
         self._acknowledged = 0
         self._proven = False
 
     def room(self, now: float, record_bytes: int) -> OutgoingBatch:
-        """The batch that the next record goes to."""
+        """Return the batch for the next record."""
         waiting = self.waiting
         if waiting:
             batch = waiting[-1]
@@ -125,7 +125,7 @@ class PartitionQueue:
     def write(
         self, batch: OutgoingBatch, key: Buffer | None, value: Buffer | None, headers: Headers, time_ms: int
     ) -> int:
-        """Add a record to a batch that waits; says how many bytes it takes."""
+        """Add a record to a waiting batch; return how many bytes it takes."""
         try:
             if self.given_up is not None:
                 raise self.given_up
@@ -139,7 +139,7 @@ class PartitionQueue:
 
     @property
     def can_send(self) -> bool:
-        """Whether a batch may go now."""
+        """Return whether a batch may be sent now."""
         if self.troubled or self.identity is None or self.sender is None:
             return False
         if self.recovering or not self._proven:
@@ -147,7 +147,7 @@ class PartitionQueue:
         return bool(self.waiting) and len(self.sent) < IN_FLIGHT_MAX
 
     def take(self) -> OutgoingBatch:
-        """The next batch to send: what has to go again, else what waits."""
+        """Return the next batch to send: one to send again, otherwise one that waits."""
         if self.recovering and self.sent:
             batch = next(batch for batch in self.sent if not batch.is_done)
         else:
@@ -160,7 +160,7 @@ class PartitionQueue:
         return batch
 
     def sealed(self, batch: OutgoingBatch) -> bytearray:
-        """The batch as it is sent now, under the sequence that its place gives it."""
+        """Encode a batch with the sequence of its place."""
         identity = self.identity or NOT_IDEMPOTENT
         if identity.producer_id < 0:
             return batch.sealed(self.compression, -1, -1, -1)
@@ -174,7 +174,7 @@ class PartitionQueue:
     # -- answers --------------------------------------------------------------------------------------------
 
     def stored(self, batch: OutgoingBatch, produced: Produced) -> None:
-        """A batch is acknowledged."""
+        """Handle an acknowledged batch."""
         batch.in_flight = False
         self._proven = True
         self.failures = 0
@@ -182,24 +182,24 @@ class PartitionQueue:
         self._shift()
 
     def failed_for_now(self, batch: OutgoingBatch, *, maybe_stored: bool) -> None:
-        """A batch did not get through, or nobody knows; it has to go again."""
+        """Handle a batch that did not get through, or may not have; it is sent again."""
         batch.in_flight = False
         batch.maybe_stored |= maybe_stored
         self.failures += 1
         self.recovering = self.troubled = True
         if maybe_stored and (self.identity is None or self.identity == NOT_IDEMPOTENT):
-            # It cannot go again under the number that the broker would know it by.
+            # It cannot be sent again with the id that the broker would recognise.
             self._give_up(batch, RequestTimedOut("the answer was lost; whether the messages were stored is not known"))
 
     def refused(self, batch: OutgoingBatch, error: MillstreamError) -> None:
-        """The broker will not take a batch as it is."""
+        """Handle a batch that the broker rejects."""
         batch.in_flight = False
         follows = batch.behind_gap or batch is not self._first()
         if follows and isinstance(error, OutOfOrderSequence | UnknownProducer):
-            # One before it has failed, so this one goes again.
+            # One before it has failed, so this one is sent again.
             self.recovering = True
         elif isinstance(error, BatchTooLarge) and batch.maybe_stored:
-            # Halves have sequences that the broker does not know, so they could be stored beside the whole.
+            # Halves have sequences that the broker does not know, so they could be stored in addition to the whole.
             self._give_up(batch, BatchTooLarge(f"{error}; it was sent before, and may have been stored then"))
         elif isinstance(error, BatchTooLarge) and batch.count > 1:
             self._replace(batch, batch.halves(self.compression))
@@ -209,7 +209,7 @@ class PartitionQueue:
             self._give_up(batch, error)
 
     def expire(self, now: float) -> float | None:
-        """Give up what has waited too long, also if it is under way; says when the next one will have."""
+        """Give up what has waited too long, also if it is in flight; return when the next one expires."""
         while (first := self._first()) is not None and first.deadline <= now:
             cause = "the broker does not answer" if first.in_flight else self.cause
             first.maybe_stored |= first.in_flight
@@ -227,7 +227,7 @@ class PartitionQueue:
         return None if first is None else first.deadline
 
     def fail_all(self, error: MillstreamError) -> None:
-        """Give up everything that waits here or is under way, and take nothing more; say what is in doubt."""
+        """Give up everything that waits or is in flight, and accept nothing more; report what is in doubt."""
         unsure = _unsure(error)
         self.given_up = error
         batches = [*self.sent, *self.waiting]
@@ -242,11 +242,11 @@ class PartitionQueue:
 
     @property
     def needs_identity(self) -> bool:
-        """Whether a new number may and has to be taken: answers to batches under the old one are all in."""
+        """Return whether a new producer id is needed and may be used: all answers for the old one have arrived."""
         return self.identity is None and not any(batch.in_flight for batch in self.sent)
 
     def begin(self, identity: ProducerIdentity) -> None:
-        """Go on under a new number."""
+        """Continue with a new producer id."""
         self.identity = identity
         for batch in [batch for batch in self.sent if batch.is_done]:
             self.sent.remove(batch)
@@ -257,7 +257,7 @@ class PartitionQueue:
         return next((batch for batch in self.sent if not batch.is_done), None)
 
     def _give_up(self, batch: OutgoingBatch, error: MillstreamError) -> None:
-        """Fail a batch; if it may be stored nevertheless, its sequence is spent, and so are those behind it."""
+        """Fail a batch; if it may be stored nevertheless, its sequence and those after it are spent."""
         self.recovering = True
         doomed = [batch]
         if batch.maybe_stored or isinstance(error, OutOfOrderSequence | UnknownProducer):
@@ -297,7 +297,7 @@ class PartitionQueue:
 
 
 def _unsure(error: MillstreamError) -> MillstreamError:
-    """The same error for messages that were sent, of which nobody knows what came."""
+    """Return the error for messages whose outcome is unknown."""
     copy = error.__class__.__new__(error.__class__)
     copy.__dict__.update(error.__dict__)
     copy.args = (f"{error}; whether this was stored before is not known",)

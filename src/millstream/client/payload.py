@@ -1,4 +1,4 @@
-"""What programs publish, as bytes: JSON, text or bytes as they are, with headers that say which."""
+"""Encodes what programs publish: JSON, text or bytes, with headers that say which."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class NewMessage:
-    """A message to publish, with all that `publish` takes; for `publish_many`."""
+    """A message for `publish_many`, with everything that `publish` takes."""
 
     value: Any = None
     _: KW_ONLY
@@ -40,10 +40,11 @@ class NewMessage:
 
 
 def encoded(value: Any) -> tuple[bytes | None, Headers]:
-    """A value as it is stored, and the header that tells what it is.
+    """Return the encoded value, and the header that says what it is.
 
-    Bytes go as they are; None stores no value, which deletes the key in a compacted topic; a text goes as UTF-8;
-    everything else as JSON, also dataclasses, times and `msgspec.Struct`. Numbers that JSON does not have are refused.
+    Bytes stay as they are; None stores no value, which deletes the key in a compacted topic; a string becomes UTF-8;
+    everything else JSON, including dataclasses, times and `msgspec.Struct`. Numbers that JSON cannot represent are
+    rejected.
     """
     if isinstance(value, bytes) or value is None:
         return value, ()
@@ -55,7 +56,7 @@ def encoded(value: Any) -> tuple[bytes | None, Headers]:
         content = _encode(value)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"this {type(value).__name__} cannot be published as JSON: {error}") from error
-    # The encoder writes null for NaN and the infinities, so only where it has done so are they looked for.
+    # The encoder writes null for NaN and infinities, so they are looked for only where it has done so.
     if b"null" in content and not _is_finite(msgspec.to_builtins(value)):
         raise InvalidRequest(
             f"this {type(value).__name__} cannot be published as JSON, which has no NaN and no infinity; "
@@ -65,7 +66,7 @@ def encoded(value: Any) -> tuple[bytes | None, Headers]:
 
 
 def key_bytes(key: str | bytes | None) -> bytes | None:
-    """A key as it is stored."""
+    """Encode a key."""
     if key is None or isinstance(key, bytes):
         return key
     if isinstance(key, str):
@@ -76,7 +77,7 @@ def key_bytes(key: str | bytes | None) -> bytes | None:
 def headers_of(
     given: GivenHeaders, content: Headers, message_id: str | None = None, delay: Delay | None = None
 ) -> Headers:
-    """The headers of a message: the given ones, and those that say what it is, what it is called and when it is due."""
+    """Return the headers of a message: the given ones, and those for its type, id and delay."""
     if not given and message_id is None and delay is None:
         return content
     pairs = given.items() if isinstance(given, Mapping) else _pairs(given)
@@ -96,7 +97,7 @@ def headers_of(
 
 
 def due_ms(delay: Delay, now: datetime | None = None) -> int:
-    """When a delayed message is due, in milliseconds since 1970."""
+    """Return when a delayed message is due, in milliseconds since 1970."""
     if isinstance(delay, datetime):
         if delay.tzinfo is None:
             raise InvalidRequest("delay: the time at which a message is due needs a time zone")
@@ -117,7 +118,7 @@ def _later(now: datetime, delay: float | timedelta) -> datetime:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether JSON has every number in a value of plain lists and dictionaries."""
+    """Return whether JSON can represent every number in a value of plain lists and dictionaries."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, dict):

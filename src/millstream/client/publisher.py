@@ -1,8 +1,8 @@
-"""Publishes messages: they wait a moment together and go as batches, each message once, in order per partition.
+"""Publishes messages in batches, each message once and in order per partition.
 
-One publisher is one idempotent producer. Nothing runs as a task while all is well: a publish writes its record into
-the batch of its partition, the loop's next turn sends what has gathered, and the answer completes the futures that the
-callers wait on. When a node is gone or a leader has moved, one task finds out where things are and sets them going.
+A publisher is one idempotent producer. No task runs while all is well: a publish writes its record into the batch of
+its partition, the next turn of the loop sends what has accumulated, and the answer completes the callers' futures. When
+a node is gone or a leader has moved, one task finds the new leaders and resumes.
 """
 
 from __future__ import annotations
@@ -42,11 +42,13 @@ from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 
 _KEYS_MAX: Final = 10_000
 
-"""Keys whose partition is kept in mind, since hashing one costs more than all the rest of a publish."""
+"""The number of keys whose partition is cached, since hashing a key costs more than the rest of a publish."""
 
 
 class TopicRoute:
-    """The partitions of one topic: a key always leads to the same; messages without one go together, batch by batch."""
+    """The partitions of one topic: a key always maps to the same one; messages without a key fill one batch after
+    another.
+    """
 
     __slots__ = ("_by_key", "_sticky", "is_used", "name", "queues", "topic_id")
 
@@ -55,12 +57,12 @@ class TopicRoute:
         self.topic_id = topic_id
         self.queues = list(queues)
         self.is_used = False
-        """Whether something was published since this was last looked at."""
+        """Whether something was published since the last check."""
         self._by_key: dict[bytes, PartitionQueue] = {}
         self._sticky = random.choice(self.queues)
 
     def choose(self, key: bytes | None, partition: int | None) -> PartitionQueue:
-        """The queue of the partition for a message."""
+        """Return the queue of a message's partition."""
         self.is_used = True
         if partition is not None:
             return self._fixed(partition)
@@ -74,7 +76,7 @@ class TopicRoute:
         return queue
 
     def extend(self, queues: Sequence[PartitionQueue]) -> None:
-        """The topic has got more partitions, so keys may belong elsewhere from now on."""
+        """Add partitions, so that keys may map elsewhere from now on."""
         self.queues += queues
         self._by_key.clear()
 
@@ -104,14 +106,14 @@ ACKS_ALL: Final = -1
 
 BATCH_BYTES: Final = 512 * 1024
 
-"""Well below the largest batch that a topic takes unless it is told otherwise."""
+"""Well below the default `max.message.bytes` of topics."""
 
 
 BUFFER_BYTES: Final = 32 * 1024 * 1024
 
 COMPRESSIONS: Final = ("none", "gzip", "snappy", "lz4", "zstd")
 
-"""In the order of Kafka's numbers for them."""
+"""In the order of Kafka's codec numbers."""
 
 
 MESSAGE_ID: Final = "message-id"
@@ -120,28 +122,27 @@ _CLOSE_S_MAX: Final = 30.0
 
 _EXPIRY_S_MIN: Final = 0.02
 
-"""All partitions are looked through at once, so not for every batch by itself."""
+"""All partitions are checked at once, so not for every batch separately."""
 
 
 _TURN: Final = 2048
 
-"""So many records are written before others may use the loop."""
+"""How many records are encoded before other tasks get a turn."""
 
 
 _UNKNOWN_MAX: Final = 3
 
-"""How often a topic that was there is found missing until it counts as deleted: a node may not have heard of it yet."""
+"""How often a known topic must be missing before it counts as deleted: a node may not have heard of it yet."""
 
 
 _REFRESH_S: Final = 5.0
 
-"""So long after a publish it is looked up whether its topic has more partitions by now; while nothing is published,
-nothing is asked."""
+"""How long after a publish its topic is checked for new partitions; nothing is asked while nothing is published."""
 
 
 _RECORD_BYTES: Final = 32
 
-"""What a record takes beside its key, value and headers, about."""
+"""The approximate size of a record beside its key, value and headers."""
 
 
 class Publisher:
@@ -177,7 +178,7 @@ class Publisher:
         self._troubled: dict[PartitionQueue, None] = {}
         self._recovering: asyncio.Task[None] | None = None
         self._expiry: asyncio.TimerHandle | None = None
-        """Runs while anything is under way, and ends what takes longer than it may."""
+        """Runs while anything is in flight, and fails what takes too long."""
         self._refresh: asyncio.TimerHandle | None = None
         """Runs after a publish."""
         self._refreshing: asyncio.Task[None] | None = None
@@ -188,9 +189,9 @@ class Publisher:
     # -- publishing -----------------------------------------------------------------------------------------
 
     async def publish(self, topic: str, record: NewRecord, *, partition: int | None = None) -> Receipt:
-        """Store a message; returns when it is as safe as the topic's settings say.
+        """Publish a message; return when it is stored as the topic's settings require.
 
-        A caller that is cancelled meanwhile does not take the message back.
+        Cancelling the caller does not withdraw the message.
         """
         key, value, headers, timestamp_ms = record
         return await self.send(topic, key, value, headers, timestamp_ms, partition)
@@ -204,7 +205,7 @@ class Publisher:
         timestamp_ms: int = NO_TIMESTAMP_MS,
         partition: int | None = None,
     ) -> Receipt:
-        """Store a message that is given in its parts."""
+        """Publish a message that is given in its parts."""
         route = self._topics.get(topic)
         if route is None or self._buffered >= self._buffer_bytes:
             route = await self._ready(topic)
@@ -231,16 +232,16 @@ class Publisher:
         except UnknownTopic as error:
             if error is not queue.given_up:
                 raise
-        # The topic that was known here is gone, and this was not stored in it: it goes where any other publish does.
+        # The known topic is gone and this was not stored in it: publish it like any other message.
         return await self.send(topic, key, value, headers, timestamp_ms, partition)
 
     async def publish_many(
         self, topic: str, records: Sequence[NewRecord], *, partition: int | None = None
     ) -> list[Receipt]:
-        """Store messages and say where each of them went, in the order given; one wait for all of them.
+        """Publish messages and return their receipts, in the order given.
 
-        Raises `PublishFailed`, which tells what came of each, when some could not be stored. If the topic is deleted
-        meanwhile, the rest fails: it is not the beginning of another topic of that name.
+        Raises `PublishFailed`, with the outcome of each, if some could not be stored. If the topic is deleted
+        meanwhile, the rest fails: it is not published to another topic of that name.
         """
         if not records:
             return []
@@ -260,7 +261,7 @@ class Publisher:
         try:
             for index, (key, value, headers, _) in enumerate(records):
                 if index % _TURN == _TURN - 1:
-                    # What is written already goes out, and others have their turn.
+                    # What is encoded is sent, and other tasks get a turn.
                     await asyncio.sleep(0)
                 while self._buffered >= self._buffer_bytes and not self._closed:
                     await self._room()
@@ -268,12 +269,12 @@ class Publisher:
         except MillstreamError as error:
             if index == 0 and error is not route.queues[0].given_up:
                 raise
-            # Those before are on their way, and their outcome is told as well.
+            # Earlier ones are in flight, and their outcomes are reported as well.
             shared.fail_from(index, error)
         await shared.future
         gone = route.queues[0].given_up
         if isinstance(gone, UnknownTopic) and all(outcome is gone for outcome in shared.receipts):
-            # Nothing of the list was stored in the topic that was known here, so it begins anew.
+            # Nothing was stored in the topic that was known, so start again.
             return await self.publish_many(topic, records, partition=partition)
         return _receipts(shared)
 
@@ -303,7 +304,7 @@ class Publisher:
     # -- the end --------------------------------------------------------------------------------------------
 
     async def flush(self) -> None:
-        """Send what waits and return when everything published up to now has its answer."""
+        """Send what waits and return when everything published so far has an answer."""
         waiting: list[asyncio.Future[None]] = []
         for route in self._topics.values():
             for queue in route.queues:
@@ -317,7 +318,7 @@ class Publisher:
             await future
 
     async def close(self) -> None:
-        """Flush for half a minute at most, then give up what is left."""
+        """Flush for at most half a minute, then give up the rest."""
         if self._closed:
             return
         try:
@@ -349,7 +350,7 @@ class Publisher:
     # -- room -----------------------------------------------------------------------------------------------
 
     def _expire(self) -> None:
-        """Give up what has waited for too long; whatever else goes on, every publish has its answer by then."""
+        """Give up what has waited too long: every publish has an answer by then."""
         now = self._loop.time()
         next_due: float | None = None
         for route in self._topics.values():
@@ -364,9 +365,9 @@ class Publisher:
             self._expiry = self._loop.call_at(max(next_due, now + _EXPIRY_S_MIN), self._expire)
 
     async def _ready(self, topic: str) -> TopicRoute:
-        """Wait until the topic is known and not too much is under way.
+        """Wait until the topic is known and there is room in the buffer.
 
-        The route holds until the caller lets others run: then the topic may be gone, and its queues take nothing.
+        The route is valid until the caller awaits: after that the topic may be gone, and its queues accept nothing.
         """
         while True:
             if self._closed:
@@ -399,7 +400,7 @@ class Publisher:
         if opening is None:
             opening = self._opening[topic] = self._loop.create_task(self._find_topic(topic))
             opening.add_done_callback(lambda done: self._opened(topic, done))
-        # Several may wait for it, so one of them that is cancelled does not end it.
+        # Several callers may wait, so cancelling one of them does not end it.
         await asyncio.wait([opening])
         if not opening.cancelled():
             opening.result()
@@ -408,7 +409,7 @@ class Publisher:
     def _opened(self, topic: str, opening: asyncio.Task[None]) -> None:
         self._opening.pop(topic, None)
         if not opening.cancelled():
-            # Whoever still waits is told; if nobody does, it is no fault.
+            # Callers that still wait get the error; if there are none, it is no fault.
             opening.exception()
 
     async def _find_topic(self, topic: str) -> None:
@@ -421,7 +422,7 @@ class Publisher:
             ) from None
 
     async def _look_up(self, topic: str, deadline: float) -> None:
-        """Learn everything first, so that a route is made once and only when nothing can fail any more."""
+        """Learn everything first, so that a route is created once, and only when nothing can fail any more."""
         backoff = Backoff(max_s=BACKOFF_S_MAX)
         while True:
             try:
@@ -450,14 +451,14 @@ class Publisher:
         raise error
 
     async def _with_partition(self, route: TopicRoute, partition: int) -> TopicRoute:
-        """The route of a topic that has the partition, which may have been added since it was looked up."""
+        """Return the route of a topic that has the partition, which may be new."""
         if not isinstance(partition, int) or partition < len(route.queues):
             return route
         self._renew(route.name, await self._ask_topic(route.name, create=False))
         return await self._ready(route.name)
 
     def _begin_refresh(self) -> None:
-        """Find out, beside what is published, whether topics have more partitions by now."""
+        """Look for new partitions in the background."""
         self._refresh = None
         used = [route for route in self._topics.values() if route.is_used]
         for route in used:
@@ -501,7 +502,7 @@ class Publisher:
     def _place(
         self, queues: Sequence[PartitionQueue], found: TopicMetadata, senders: Mapping[int, NodeSender | None]
     ) -> None:
-        """Bring every queue to the node that leads its partition; those without a leader stay in trouble."""
+        """Assign every queue to its leader's sender; queues without a leader stay troubled."""
         leaders = {one.partition: one.leader_id for one in found.partitions.values()}
         for queue in queues:
             if queue.given_up is not None:
@@ -569,7 +570,7 @@ class Publisher:
             self._recover(queue)
 
     async def _recover_all(self) -> None:
-        """Find out where to send what failed, again and again until it is under way."""
+        """Find out where to send what failed, until it is in flight."""
         while self._troubled:
             tried = min(queue.failures for queue in self._troubled)
             max_s = min(BACKOFF_S_MAX, self._timeout_s / 4)
@@ -586,15 +587,15 @@ class Publisher:
                         queue.failures += 1
                         queue.cause = str(error)
                 except Exception as error:
-                    # It would be the same the next time. Other topics may fare better.
+                    # It would fail again. Other topics may fare better.
                     self._forget(topic, _as_millstream_error(error))
 
     async def _recover_topic(self, topic: str, queues: Sequence[PartitionQueue]) -> None:
-        """Set the queues of one topic going; they are in trouble until that is done."""
+        """Resume the queues of one topic, which are troubled until then."""
         for queue in queues:
             if queue.needs_identity:
                 queue.begin(NOT_IDEMPOTENT if self._acks != ACKS_ALL else await self._take_identity())
-        # What waits is for the topic that was there; if it was deleted, that is not to be undone.
+        # What waits is for the existing topic: a deletion must not be undone.
         found = await self._ask_topic(topic, create=False)
         senders = await self._senders_for(found)
         for queue in queues:
@@ -603,7 +604,7 @@ class Publisher:
         self._place(queues, found, senders)
 
     def _renew(self, topic: str, found: TopicMetadata) -> None:
-        """Take in a topic that was made anew, or has got more partitions."""
+        """Take in a topic that was recreated, or has new partitions."""
         route = self._topics.get(topic)
         if route is None:
             return
@@ -616,11 +617,11 @@ class Publisher:
                 self._recover(queue)
 
     def _forget(self, topic: str, error: MillstreamError) -> None:
-        """Give up what is published to a topic; whoever publishes next looks it up again.
+        """Give up what is published to a topic; the next publish looks it up again.
 
-        Partitions may hold batches under the number that this topic's queues had, so new queues get another one:
-        counted from 0 again, its sequences would be taken for those of batches that are stored. Queues of other topics
-        keep their number, which is given to none of their partitions twice.
+        Partitions may hold batches of this topic's producer id, so new queues get another one: sequences counted from 0
+        again would look like duplicates of stored batches. Queues of other topics keep their id, which no partition of
+        theirs gets twice.
         """
         route = self._topics.pop(topic, None)
         if route is None:
@@ -646,7 +647,7 @@ def _receipts(shared: SharedResult) -> list[Receipt]:
 
 
 def _plain(field: Buffer | None) -> bytes | None:
-    """A key or value as bytes that nobody changes any more."""
+    """Return a key or value as immutable bytes."""
     if field is None or type(field) is bytes:
         return field
     if not isinstance(field, bytes | bytearray | memoryview):

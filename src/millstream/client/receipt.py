@@ -1,4 +1,4 @@
-"""What a publisher gets for a message that is stored."""
+"""Receipts of stored messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Receipt(NamedTuple):
-    """Where a message lies. Without acknowledgements (`acks=0`) the offset is not known and -1."""
+    """Where a message is stored. Without acknowledgements (`acks=0`) the offset is unknown: -1."""
 
     topic: str
     partition: int
@@ -18,7 +18,7 @@ class Receipt(NamedTuple):
 
     @property
     def id(self) -> str:
-        """What the message is called: the id that the publisher gave it, else `topic-id/partition/offset`."""
+        """Return the publisher's id of the message, otherwise `topic-id/partition/offset`."""
         if self.given_id is not None:
             return self.given_id
         return f"{self.topic_id}/{self.partition}/{self.offset}"

@@ -50,7 +50,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=False):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """A message that the log does not have as the book says."""
+    """A message that the log does not hold as the book says."""
 
     kept: Kept
     problem: str
@@ -60,12 +60,12 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def digest_of(value: bytes | None) -> str:
-    """What the book keeps of a value; a message without one has none."""
+    """Return the digest of a value; None for a message without one."""
     return "" if value is None else hashlib.blake2b(value, digest_size=_DIGEST_BYTES).hexdigest()
 
 
 class ReceiptBook:
-    """A book that is written to."""
+    """Appends receipts to a book."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -73,12 +73,12 @@ class ReceiptBook:
         self._encoder = msgspec.json.Encoder()
 
     def __enter__(self) -> Self:
-        # Without a buffer: a line that was written outlives the program.
+        # Unbuffered: a line that was written survives the program.
         self._file = self._path.open("a+b", buffering=0)
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":
-                # The last run was cut off in the middle of a line, which must not spoil the next one.
+                # The last run was cut off within a line, which must not spoil the next one.
                 self._file.write(b"\n")
         return self
 
@@ -86,13 +86,13 @@ class ReceiptBook:
         self.close()
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def keep(self, receipts: Sequence[Receipt], values: Sequence[bytes | None]) -> None:
-        """Write down what was acknowledged."""
+        """Record acknowledged messages."""
         if self._file is None:
             raise InvalidRequest("the book of receipts is closed")
         lines = [
@@ -113,7 +113,7 @@ class ReceiptBook:
 
 
 def read_book(path: str | Path) -> Iterator[Kept]:
-    """Yield what a book has; lines that a crash has torn are left out and warned about."""
+    """Yield the receipts of a book; lines torn by a crash are skipped with a warning."""
     decoder = msgspec.json.Decoder(Kept)
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -124,7 +124,7 @@ def read_book(path: str | Path) -> Iterator[Kept]:
 
 
 async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
-    """Hold a book against the log: every message that is missing or is another one."""
+    """Check a book against the log: return every message that is missing or differs."""
     by_partition: dict[tuple[str, int], dict[int, Kept]] = {}
     findings: list[Finding] = []
     for kept in read_book(path):
@@ -162,7 +162,7 @@ async def _check_partition(client: Client, topic: str, partition: int, expected:
 
 
 async def _bounds(client: Client, topic: str, partition: int) -> tuple[int, int]:
-    """Where a partition starts and ends; the refusal of a fetch need not tell."""
+    """Return the start and end of a partition, which a rejected fetch may not report."""
     earliest = (await client.list_offsets(topic, {partition: _EARLIEST}))[partition].offset
     return earliest, (await client.list_offsets(topic, {partition: _LATEST}))[partition].offset
 

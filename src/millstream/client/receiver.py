@@ -1,7 +1,7 @@
-"""Receives the messages of a subscription from all nodes of a cluster, as many as there is credit for.
+"""Receives the messages of a subscription from all nodes of a cluster, within a credit.
 
-All nodes together are never asked for more than the credit that is left. How much is held ahead follows the handlers:
-quick ones get many messages at a time, slow ones few, so that other workers have something to do as well.
+The messages requested from all nodes together never exceed the remaining credit. The prefetch adapts to the handlers:
+quick ones get many messages at a time, slow ones few, so that other workers are busy as well.
 """
 
 from __future__ import annotations
@@ -40,26 +40,27 @@ _BYTES_MAX: Final = 1024 * 1024
 
 _NODES_S: Final = 5.0
 
-"""How often the nodes of the cluster are asked for at most."""
+"""The shortest interval at which the cluster's nodes are looked up."""
 
 
 _LAST_ANSWER_S: Final = 1.0
 
-"""How long the end waits for an answer that may be on its way with messages; nodes hang up sooner if there is none."""
+"""How long stopping waits for a response that may carry messages; nodes hang up sooner if there are none."""
 
 
 Share = Callable[[int, int], int]
 
-"""How many messages one more node may be asked for, while so many are asked for already, of so many nodes."""
+"""Returns how many messages to request from one more node, given the number already requested and the number of nodes.
+"""
 
 
 OnLeased = Callable[[NodeId, Leased], None]
 
-"""Called with what a node gives."""
+"""Called with a node's response."""
 
 
 class Polls:
-    """The polls of one worker, one for each node."""
+    """The polls of one worker, one per node."""
 
     def __init__(
         self,
@@ -77,22 +78,22 @@ class Polls:
         self._share = share
         self._receive = on_leased
         self._failed = failed
-        """Told why nothing comes any more."""
+        """Called with the reason why no more messages will come."""
         self._loop = asyncio.get_running_loop()
         self.waiting_polls: deque[asyncio.Future[int]] = deque()
-        """Polls that wait for credit; each is told how many messages it may ask for."""
+        """Polls that wait for credit; each gets the number of messages to request."""
         self.is_stopping = False
-        """Whether nobody is asked any more."""
+        """Whether no more requests are sent."""
         self.asked = 0
-        """How many messages are asked for."""
+        """The number of messages requested."""
         self._tasks: dict[NodeId, asyncio.Task[None]] = {}
         self._requests = LeaseRequests()
         self._sent: dict[NodeId, float] = {}
-        """When the requests that have no answer yet were begun."""
+        """When the unanswered requests were sent."""
         self._asked_nodes = 0.0
 
     async def follow_nodes(self) -> Collection[NodeId]:
-        """Have one poll for each node that the cluster has now."""
+        """Poll every node that the cluster has now."""
         self._asked_nodes = self._loop.time()
         nodes = (await self._client.metadata(())).nodes
         for node in nodes:
@@ -102,7 +103,7 @@ class Polls:
         return nodes
 
     def grant_credit(self) -> None:
-        """Let polls ask for what there is room for."""
+        """Let polls request what there is room for."""
         while self.waiting_polls and not self.is_stopping and (share := self._share(self.asked, len(self._tasks))):
             waiting = self.waiting_polls.popleft()
             if not waiting.done():
@@ -110,15 +111,15 @@ class Polls:
                 waiting.set_result(share)
 
     def withdraw(self) -> None:
-        """Have nodes answer at once; there may be nothing that messages could be asked for with."""
+        """Make nodes answer at once."""
         self._requests.withdraw()
 
     def oldest_sent(self) -> float:
-        """When the oldest request was begun that has no answer yet; infinity if there is none."""
+        """Return when the oldest unanswered request was sent; infinity if there is none."""
         return min(self._sent.values(), default=inf)
 
     async def stop(self) -> None:
-        """Ask for no more; what nodes have leased by then is taken in, or returned if it comes too late."""
+        """Send no more requests; leases granted by then are received, or returned if they arrive too late."""
         self.is_stopping = True
         tasks = list(self._tasks.values())
         self._requests.withdraw()
@@ -134,7 +135,7 @@ class Polls:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self) -> None:
-        """Return what arrives too late."""
+        """Return leases that arrive too late."""
         await self._requests.close(_LAST_ANSWER_S)
 
     def _ended(self, node: NodeId, task: asyncio.Task[None]) -> None:
@@ -170,7 +171,7 @@ class Polls:
                 await backoff.pause()
 
     async def _is_in_cluster(self, node: NodeId) -> bool:
-        """Whether the cluster still has a node; others that it has got are asked from now on."""
+        """Return whether a node is still in the cluster; new nodes are polled from now on."""
         if self._loop.time() - self._asked_nodes < _NODES_S:
             return True
         try:
@@ -179,7 +180,7 @@ class Polls:
             return True
 
     async def _reserve(self) -> int:
-        """How many messages to ask for; waits until there is room, behind the polls that wait already."""
+        """Wait for credit, behind earlier polls; return how many messages to request."""
         waiting: asyncio.Future[int] = self._loop.create_future()
         self.waiting_polls.append(waiting)
         self.grant_credit()
@@ -205,7 +206,7 @@ _SLOW_S: Final = 2.0
 
 
 class Receiver:
-    """Takes messages of one subscription for one worker."""
+    """Receives messages of one subscription for one worker."""
 
     def __init__(
         self,
@@ -222,14 +223,14 @@ class Receiver:
         self.subscription = subscription
         self.worker = worker
         self._credit = max(1, credit)
-        """How many messages are held at most."""
+        """The maximum number of messages held."""
         self._ahead_min = min(self._credit, max(1, ahead))
         self._ahead = self._ahead_min
-        """How many of them wait here at most; it follows how quickly they are settled."""
+        """The maximum number that waits for handlers; it adapts to how quickly messages are settled."""
         self._low = self._ahead * 3 // 4
-        """When so few wait, more are asked for."""
+        """Below this number of waiting messages, more are requested."""
         self._lease_s = lease_s
-        """How long leases last; every answer tells what is declared then."""
+        """The duration of leases; every response carries the declared one."""
         self._is_settled_at_once = delivery == AT_MOST_ONCE
         self._loop = asyncio.get_running_loop()
         self._buffer: deque[Message] = deque()
@@ -244,32 +245,32 @@ class Receiver:
         self._idle: deque[asyncio.Future[None]] = deque()
         """Workers that wait for a message."""
         self._not_renewed: dict[Message, asyncio.TimerHandle] = {}
-        """Messages whose lease is not renewed any more, and what is due when it is over."""
+        """Messages whose lease is no longer renewed, and the timer of its end."""
         self._leases: set[Lease] = set()
-        """All of which a message is not settled."""
+        """Leases with unsettled messages."""
         self._empty = asyncio.Event()
-        """Set when the last of them is."""
+        """Set when the last lease is settled."""
         self._last_seen: dict[tuple[bytes, int], int] = {}
-        """The last message that each partition has given; what comes from before it may be here, or settled."""
+        """The last message received of each partition; earlier ones may be held already, or settled."""
         self._unconfirmed: set[Message] = set()
-        """Messages that nobody gets before it is known whether they are leased."""
+        """Messages that are held back until it is known whether they are leased."""
         self._confirmations: set[asyncio.Task[None]] = set()
-        """What finds that out."""
+        """The tasks that find out."""
         self._lost_in_progress: dict[tuple[bytes, int, int], Message] = {}
-        """Messages that somebody works on although their lease was lost."""
+        """Messages in the hands of a handler although their lease was lost."""
         self._limit: int | None = None
-        """How many messages may wait here, while the handler fails for everything."""
+        """The maximum number of waiting messages while the handler fails for everything."""
         self._stopping = False
         self._returns_buffered = False
         self.error: MillstreamError | None = None
-        """Why nothing comes any more."""
+        """Why no more messages will come."""
 
     async def start(self) -> None:
-        """Begin to receive from every node."""
+        """Start receiving from every node."""
         await self._polls.follow_nodes()
 
     def stop_renewing(self, message: Message) -> None:
-        """Do not renew the lease of a message any more; whoever took it went on to the next one."""
+        """Stop renewing the lease of a message: its consumer has moved on to the next one."""
         if self._lost_in_progress:
             self._forget_lost(message)
         if not message.is_settled and message not in self._not_renewed:
@@ -277,7 +278,7 @@ class Receiver:
             self._not_renewed[message] = self._loop.call_later(left_s, self.done, message)
 
     def stop_renewing_all(self, messages: Sequence[Message]) -> None:
-        """The same of several, of which most are settled."""
+        """Stop renewing several leases; most of the messages are settled."""
         if self._lost_in_progress or not all(map(_is_settled, messages)):
             for message in messages:
                 self.stop_renewing(message)
@@ -285,7 +286,7 @@ class Receiver:
     # -- messages -------------------------------------------------------------------------------------------
 
     def take(self) -> Message | None:
-        """The next message, if one is here."""
+        """Return the next message, if there is one."""
         buffer = self._buffer
         while buffer:
             message = buffer.popleft()
@@ -294,7 +295,7 @@ class Receiver:
             if message.is_settled:
                 continue
             if monotonic() >= message._lease.fresh_until:
-                # Its lease may be over, and somebody else may have it by now.
+                # Its lease may have ended, and another worker may have the message.
                 self._confirm([message])
                 continue
             if self._is_settled_at_once:
@@ -303,7 +304,7 @@ class Receiver:
         return None
 
     def take_many(self, count: int) -> list[Message]:
-        """The next messages, at most so many; none if none are here."""
+        """Return at most this many of the next messages."""
         buffer = self._buffer
         taken = [buffer.popleft() for _ in range(min(count, len(buffer)))]
         now = monotonic()
@@ -319,7 +320,7 @@ class Receiver:
         return taken
 
     async def wait_for_message(self) -> None:
-        """Wait until there may be a message, or the end."""
+        """Wait until there may be a message, or no more will come."""
         waiting: asyncio.Future[None] = self._loop.create_future()
         self._idle.append(waiting)
         if self._waiting_polls:
@@ -330,17 +331,17 @@ class Receiver:
             if waiting.cancelled():
                 self._idle.remove(waiting)
             else:
-                # The message is for whoever else waits.
+                # Leave the message to another waiting worker.
                 self._wake(1)
             raise
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no message will come any more."""
+        """Return whether no more messages will come."""
         return (self._stopping or self.error is not None) and not self._buffer
 
     def done(self, message: Message) -> None:
-        """A message is settled or given up: its place is free for another."""
+        """Free the place of a message that is settled or given up."""
         if message.is_settled:
             return
         message.is_settled = True
@@ -355,7 +356,7 @@ class Receiver:
             self._grant_credit()
 
     def accept(self, message: Message) -> None:
-        """A message is done, and nobody waits for the answer: it is told with others that came with it."""
+        """Accept a message without waiting, together with others of its lease."""
         if message.is_settled:
             self._forget_lost(message)
             return
@@ -371,7 +372,7 @@ class Receiver:
             self._grant_credit()
 
     def settle(self, message: Message, verb: int, delay_ms: int | None, reason: str) -> asyncio.Future[None]:
-        """Tell the broker; the future ends when it is durable."""
+        """Settle a message; the future completes when that is durable."""
         if verb != Verb.EXTEND:
             self.done(message)
         else:
@@ -387,9 +388,9 @@ class Receiver:
         return self.settling.settle(message._lease, message.offset, verb, delay_ms=delay_ms, reason=reason)
 
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
-        """Tell the broker that messages are done; the futures end when that is durable.
+        """Accept messages; the futures complete when that is durable.
 
-        One fails if there are messages that were settled before, or whose lease is over; the others are told.
+        One future fails if some messages were settled before or their lease has ended; the others are accepted.
         """
         refused = [message for message in messages if message.is_settled and message._lease.is_leased]
         by_lease: dict[Lease, list[int]] = {}
@@ -425,7 +426,7 @@ class Receiver:
         return answers
 
     def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
-        """As `settle`, for whoever does not wait for the answer."""
+        """Settle a message without waiting for the response."""
         if message.is_settled:
             self._forget_lost(message)
         else:
@@ -434,7 +435,7 @@ class Receiver:
                 self.settling.enqueue(Settlement(message._lease, [message.offset], verb, delay_ms, reason))
 
     def _finished(self, lease: Lease) -> None:
-        """All messages of one answer are settled: by how long that took, hold more or fewer ahead."""
+        """Adapt the prefetch to how long it took to settle all messages of a lease."""
         if lease.timer is not None:
             lease.timer.cancel()
         lease.messages.clear()
@@ -451,7 +452,7 @@ class Receiver:
             self._grant_credit()
 
     def _on_lost(self, settlement: Settlement) -> None:
-        """Messages that are still here have no lease any more."""
+        """Give up messages whose lease was lost."""
         offsets = set(settlement.offsets)
         lost = [one for one in settlement.lease.messages if one.offset in offsets and not one.is_settled]
         waiting = {*self._buffer, *self._unconfirmed, *self._not_renewed} if lost else set()
@@ -461,13 +462,13 @@ class Receiver:
             self.done(message)
 
     def _forget_lost(self, message: Message) -> None:
-        """Nobody works on a message any more."""
+        """Forget a lost message that its handler has finished."""
         key = (*message._lease.where, message.offset)
         if self._lost_in_progress.get(key) is message:
             del self._lost_in_progress[key]
 
     def throttle(self, limit: int | None) -> None:
-        """Have at most so many messages wait here, and return the others; None for as many as usual."""
+        """Limit the number of waiting messages, and return the others; None removes the limit."""
         self._limit = limit
         if limit is None or limit > 0:
             self._grant_credit()
@@ -483,13 +484,13 @@ class Receiver:
     # -- the end --------------------------------------------------------------------------------------------
 
     def return_buffered(self) -> None:
-        """Ask for no more, and return what waits here, unless it is done already: then it is still to be taken."""
+        """Request no more, and return waiting messages, except settled ones, which are still to be taken."""
         self._stopping = self._returns_buffered = self._polls.is_stopping = True
         if not self._is_settled_at_once:
             self._return_all()
 
     async def stop(self) -> None:
-        """Ask for no more; what is here may still be taken."""
+        """Request no more; waiting messages may still be taken."""
         self._stopping = True
         await self._polls.stop()
         # Nothing is known of what these would have confirmed: they return it.
@@ -500,7 +501,7 @@ class Receiver:
         self._wake(len(self._idle))
 
     async def return_untaken(self) -> None:
-        """Stop, and return what nobody has taken, so that others get it at once."""
+        """Stop, and return messages that were not taken, so that others get them at once."""
         await self.stop()
         self._return_all()
         await self.settling.flush()
@@ -510,7 +511,7 @@ class Receiver:
             self.settle_nowait(self._buffer.popleft(), Verb.RETURN, 0, "the worker was stopped")
 
     async def leave(self) -> None:
-        """Give back what nobody has taken, and close when what was taken is settled or its lease is over."""
+        """Return messages that were not taken, and close when the others are settled or their leases have ended."""
         await self.return_untaken()
         for lease in list(self._leases):
             for message in lease.messages:
@@ -540,7 +541,7 @@ class Receiver:
         self._wake(len(self._idle))
 
     def _share(self, asked: int, nodes: int) -> int:
-        """How many messages one more node may be asked for, while others are; 0 if too few to be worth a request."""
+        """Return how many messages to request from one more node; 0 if too few to be worth a request."""
         waiting = len(self._buffer)
         if self._limit is not None:
             return int(self._in_flight < self._credit and waiting + len(self._unconfirmed) + asked < self._limit)
@@ -549,8 +550,8 @@ class Receiver:
         free = min(room, credit)
         if free > 0 and (waiting == 0 or free * 4 >= self._ahead):
             return max(1, free // max(1, nodes))
-        # Somebody waits for a message, and nobody knows which node will have one: each is asked for one at least, so
-        # as many may come too many as there are nodes.
+        # A worker waits, and any node may have the next message: each is asked for at least one, so there may be as
+        # many messages too many as there are nodes.
         return 1 if self._idle and not waiting and self._in_flight < self._credit else 0
 
     def _receive(self, node: NodeId, leased: Leased) -> None:
@@ -575,7 +576,7 @@ class Receiver:
     def _add_leased(
         self, node: NodeId, part: PartitionMessages, leased_ranges: list[LeasedRange], leased: Leased
     ) -> Sequence[Message]:
-        """Read messages and keep their leases, all of the same delivery; says which of them are to be handed out."""
+        """Read leased messages, all of one delivery attempt; return those that may be handed out."""
         now = monotonic()
         lease = Lease(
             part.topic,
@@ -612,10 +613,10 @@ class Receiver:
     # -- what comes again -----------------------------------------------------------------------------------
 
     def _without_duplicates(self, lease: Lease, asked: float) -> list[Message]:
-        """Those that are neither here already nor settled; after a node's restart, messages are leased anew.
+        """Return the messages that are neither held nor settled; after a node's restart, messages are leased again.
 
-        A message that somebody has, or that waits here, goes on under its new lease. One that was asked for before it
-        was settled has to be found out about.
+        A message that is held continues under its new lease. One that was requested before it was settled must be
+        confirmed first.
         """
         here = {
             one.offset: one
@@ -642,7 +643,7 @@ class Receiver:
         return new
 
     def _transfer_to(self, lease: Lease, message: Message) -> None:
-        """A message that is here has got another lease, which counts from now on."""
+        """Move a held message to its new lease."""
         before, message._lease = message._lease, lease
         if message.is_settled:
             # Its first lease was lost, and its place was free.
@@ -655,7 +656,7 @@ class Receiver:
             self._finished(before)
 
     def _confirm(self, messages: Sequence[Message]) -> None:
-        """Find out whether messages are held before anybody gets them; others that came with them wait as well."""
+        """Hold messages back until it is known whether they are leased, with others of the same lease."""
         for lease in {message._lease for message in messages}:
             waiting = [one for one in self._buffer if one._lease is lease]
             if waiting:
@@ -669,9 +670,9 @@ class Receiver:
         task.add_done_callback(self._confirmations.discard)
 
     async def _confirm_leases(self, lease: Lease, messages: list[Message]) -> None:
-        """Hand out messages that are leased when everything that was said of them has its answer.
+        """Hand out the messages that are leased once every pending settlement of them has its response.
 
-        The broker knows that: it extends no lease of a message that is settled, or another worker's by now.
+        The broker knows: it does not extend the lease of a message that is settled, or leased by another worker.
         """
         offsets = {message.offset for message in messages}
         try:
@@ -684,7 +685,7 @@ class Receiver:
                 self.settle_nowait(message, Verb.RETURN, 0, "the worker was stopped")
             raise
         self._unconfirmed.difference_update(messages)
-        # Those that are not leased any more have been given up by `_on_lost`.
+        # `_on_lost` has given up messages that are no longer leased.
         leased = [message for message in messages if not message.is_settled]
         self._buffer += leased
         self._return_excess()
@@ -693,20 +694,20 @@ class Receiver:
         self._wake(len(leased))
 
     def _renew(self, lease: Lease) -> None:
-        """Half of the time is over: extend the leases of what is not settled."""
+        """Extend the leases of unsettled messages when half of their time has passed."""
         if not self._extend(lease).is_complete:
             lease_s = lease.lease_s or self._lease_s
             lease.timer = self._loop.call_later(lease_s / 2, self._renew, lease)
 
     def _extend(self, lease: Lease) -> Completion:
-        """Extend the leases of what is not settled; when the broker has answered, they hold from now on."""
+        """Extend the leases of unsettled messages; they hold from now on when the broker has answered."""
         sent_at, not_renewed = monotonic(), self._not_renewed
-        # The time is named: another lease may have been declared meanwhile, and these go on as they began.
+        # The duration is given: another one may have been declared meanwhile, and these leases keep theirs.
         lease_s = lease.lease_s or self._lease_s
         lease_ms = int(lease_s * 1000)
 
         def extended() -> None:
-            # Messages that could not be extended have been given up by `_on_lost`.
+            # `_on_lost` has given up messages that could not be extended.
             longer_s = fresh_until(sent_at, lease_ms) - lease.fresh_until
             if longer_s > 0:
                 lease.fresh_until += longer_s

@@ -1,8 +1,8 @@
-"""Tells the broker what became of messages: gathered while a request is under way, and sent as ranges.
+"""Settles messages: settlements are collected while a request is in flight, and sent as ranges.
 
-A request that is lost, or comes to a node that no longer leads the partition, is repeated at the leader until the
-leases it is about are over. If the broker then says that nobody holds a message, since the answer to the first request
-was lost, it is asked whether the message is accepted.
+A request that is lost, or reaches a node that no longer leads the partition, is retried at the leader until the leases
+end. If the broker then says that a message is not leased, because the first response was lost, its delivery state is
+looked up. The SDK and push settle here.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from millstream.protocol.wire.error_codes import TRANSIENT, error_from_code
 RANGES_MAX: Final = 1000
 
 Where = tuple[bytes, int]
-"""The id of a topic, since another one may have its name by now, and the partition."""
+"""The topic's id, since another topic may have its name by now, and the partition."""
 
 
 class _AcceptedRange:
-    """Consecutive messages, and when the last of them was known to be accepted."""
+    """Consecutive messages, and when they were known to be accepted."""
 
     __slots__ = ("offsets", "time", "where")
 
@@ -51,20 +51,25 @@ class _AcceptedRange:
 
 
 class AcceptedRanges:
-    """Ranges of messages, in the order in which they were accepted."""
+    """Recently accepted messages, in the order of acceptance.
+
+    A response in flight at that time may lease such a message again, as after a node's restart. A range is kept while a
+    request is open that was sent before it was accepted. If there are too many, all are forgotten, and every message
+    requested before then counts as possibly accepted.
+    """
 
     def __init__(self, oldest_open: Callable[[], float]) -> None:
         self._oldest_open = oldest_open
-        """When the oldest request was sent that has no answer yet; infinity if there is none."""
+        """Returns when the oldest unanswered request was sent; infinity if there is none."""
         self._ranges: deque[_AcceptedRange] = deque()
         self._forgotten = -math.inf
-        """Of what was asked for before, it is not known any more what was accepted since."""
+        """For messages requested before, it is unknown which were accepted since."""
 
     def __len__(self) -> int:
         return len(self._ranges)
 
     def add(self, time: float, where: Where, offsets: OffsetRange) -> None:
-        """Consecutive messages are known to be accepted since now."""
+        """Add messages that are now known to be accepted."""
         ranges = self._ranges
         if ranges:
             newest = ranges[-1]
@@ -76,7 +81,7 @@ class AcceptedRanges:
         ranges.append(_AcceptedRange(time, where, offsets))
 
     def since(self, time: float, where: Where, offsets: Collection[int]) -> set[int]:
-        """Which of the messages that were asked for then may have been accepted since."""
+        """Return which of the messages requested at a time may have been accepted since."""
         if time <= self._forgotten:
             return set(offsets)
         found: set[int] = set()
@@ -100,29 +105,29 @@ class AcceptedRanges:
 _logger = logging.getLogger(__name__)
 
 RETRIED: Final = (*TRANSIENT, RequestTimedOut)
-"""What is tried again, at whoever leads the partition then."""
+"""Errors that are retried at the partition's current leader."""
 
 
 ACCEPTED: Final = "accepted"
 
 
 class Completion:
-    """An answer that somebody waits for; an order that is told in parts has it when each of them was told."""
+    """The outcome of a settlement; one that was split completes with its last part."""
 
     __slots__ = ("_ended", "answer", "error", "on_complete", "parts")
 
     def __init__(self, answer: asyncio.Future[None] | None, *, on_complete: Callable[[], None] | None = None) -> None:
         self.answer = answer
-        """None if nobody wants to know what the answer is."""
+        """None if no caller waits for the outcome."""
         self.on_complete = on_complete
-        """Called when every part was told, whatever the answer is."""
+        """Called when every part is settled, with any outcome."""
         self._ended: asyncio.Future[None] | None = None
         self.parts = 1
         self.error: MillstreamError | None = None
-        """The first that a part met."""
+        """The first error of a part."""
 
     def part_settled(self, error: MillstreamError | None) -> None:
-        """One part was told."""
+        """Note that one part is settled."""
         self.parts -= 1
         self.error = self.error or error
         if self.parts:
@@ -137,26 +142,26 @@ class Completion:
             self.answer.set_result(None)
         else:
             self.answer.set_exception(self.error)
-            # A caller that was cancelled does not look at it.
+            # A cancelled caller does not retrieve it.
             self.answer.exception()
 
     @property
     def is_complete(self) -> bool:
-        """Whether every part was told."""
+        """Return whether every part is settled."""
         return not self.parts
 
     async def ended(self) -> None:
-        """Wait until every part was told, whatever the answer is."""
+        """Wait until every part is settled, with any outcome."""
         if self.is_complete:
             return
         if self._ended is None:
             self._ended = asyncio.get_running_loop().create_future()
-        # Several may wait for it.
+        # There may be several waiters.
         await asyncio.wait([self._ended])
 
 
 class Settlement:
-    """What is to be told of some messages that came together, and who waits for the answer."""
+    """One verb on messages of one lease, and the caller that waits for the outcome."""
 
     __slots__ = ("completion", "delay_ms", "is_alone", "is_retry", "lease", "offsets", "reason", "verb")
 
@@ -181,21 +186,21 @@ class Settlement:
         self.is_alone = is_alone
         """Whether it is sent in a range of its own."""
         self.is_retry = is_retry
-        """Whether it was sent before, and may have been carried out then."""
+        """Whether it was sent before, and may have been carried out."""
 
     @property
     def has_waiter(self) -> bool:
-        """Whether somebody wants to know the answer."""
+        """Return whether a caller waits for the outcome."""
         return self.completion is not None and self.completion.answer is not None
 
     async def ended(self) -> None:
-        """Wait until it has been told, whatever the answer is."""
+        """Wait until it is settled, with any outcome."""
         if self.completion is None:
             self.completion = Completion(None)
         await self.completion.ended()
 
     def split(self, parts: list[list[int]], *, is_alone: bool = False) -> list[Settlement]:
-        """The same of the messages in several orders; whoever waits does so for all of them."""
+        """Split it into several; a caller waits for all of them."""
         if self.completion is not None:
             self.completion.parts += len(parts) - 1
         more = {"is_alone": is_alone, "is_retry": self.is_retry}
@@ -205,7 +210,7 @@ class Settlement:
         ]
 
     def can_merge(self, other: Settlement) -> bool:
-        """Whether both may be told in one range."""
+        """Return whether both may be sent as one range."""
         mine = (self.verb, self.delay_ms, self.reason, self.lease.attempt)
         others = (other.verb, other.delay_ms, other.reason, other.lease.attempt)
         return mine == others and not (self.is_alone or other.is_alone)
@@ -215,11 +220,11 @@ Send = Callable[[NodeId | None, int, bytes], Awaitable[memoryview]]
 """Sends a private request to a node, any if None, and returns the response."""
 
 OnSettled = Callable[[Settlement, MillstreamError | None], None]
-"""Called with what came of an order."""
+"""Called with the outcome of a settlement."""
 
 
 class _Run(NamedTuple):
-    """Consecutive messages of which the same is told."""
+    """Consecutive messages with the same verb."""
 
     offsets: OffsetRange
     settlements: list[Settlement]
@@ -251,19 +256,19 @@ class SettleLane:
         self._node = node
         self._on_settled = on_settled
         self._on_moved = on_moved
-        """Told of orders that this node could not take."""
+        """Called with settlements that this node could not carry out."""
         self._on_split = on_split
-        """Told of orders that others took the place of, since one is told in parts."""
+        """Called with settlements that were replaced by their parts."""
         self._waiting: list[Settlement] = []
         self._task: asyncio.Task[None] | None = None
 
     def add(self, settlement: Settlement) -> None:
-        """Tell this with the next request."""
+        """Send it with the next request."""
         self._waiting.append(settlement)
         self._begin()
 
     async def close(self) -> None:
-        """Give up."""
+        """Fail what is pending."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -281,7 +286,7 @@ class SettleLane:
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("messages of %r could not be settled", self._subscription, exc_info=error)
         if self._waiting and not task.cancelled():
-            # They came after the task had looked for the last time.
+            # They were added after the task's last check.
             self._begin()
 
     async def _run(self) -> None:
@@ -317,7 +322,7 @@ class SettleLane:
         return answer.results
 
     def _fail(self, places: dict[tuple[str, int], list[_Run]], error: BaseException) -> None:
-        """Nothing of a request is known to have been taken: tell everybody, whatever the reason is."""
+        """Fail or retry all settlements of a request."""
         conclude = self._on_moved if isinstance(error, RETRIED) else self._on_settled
         if isinstance(error, MillstreamError):
             cause: MillstreamError = error
@@ -333,7 +338,7 @@ class SettleLane:
 
     def _conclude(self, one: _Run, error: MillstreamError | None) -> None:
         if isinstance(error, InvalidRecordState) and one.offsets.size > 1:
-            # A range is taken as a whole or not at all: one message in it is not held any more, the others may be.
+            # A range is settled as a whole or not at all: one of its messages is no longer leased, the others may be.
             for settlement in one.settlements:
                 parts = settlement.split([[offset] for offset in settlement.offsets], is_alone=True)
                 self._on_split([settlement], parts)
@@ -349,19 +354,19 @@ def _by_place(settlements: Sequence[Settlement]) -> dict[tuple[str, int], list[S
     for settlement in settlements:
         lease = settlement.lease
         if lease.open_accept is settlement:
-            # What is accepted from now on goes with the next request.
+            # Messages accepted from now on go with the next request.
             lease.open_accept = None
         places.setdefault(lease.place, []).append(settlement)
     return places
 
 
 def _ranges(settlements: list[Settlement]) -> Iterator[_Run]:
-    """Orders of one partition as ranges: those about one message are merged where the same is told of neighbours."""
+    """Return the settlements of one partition as ranges; those of single messages are merged with equal neighbours."""
     singles = [settlement for settlement in settlements if len(settlement.offsets) == 1]
     for settlement in settlements:
         if len(settlement.offsets) > 1:
             yield from _runs(settlement)
-    # A message may be extended and settled in the same request; the first of both comes first.
+    # A message may be extended and settled in the same request; the extension goes first.
     singles.sort(key=lambda settlement: (settlement.verb != Verb.EXTEND, settlement.offsets[0]))
     together: list[Settlement] = []
     for settlement in singles:
@@ -426,17 +431,17 @@ class Settler:
         self._subscription = subscription
         self._worker = worker
         self._on_lost = on_lost
-        """Told of messages whose lease could not be kept."""
+        """Called with messages whose lease was lost."""
         self._loop = asyncio.get_running_loop()
         self._lanes: dict[NodeId | None, SettleLane] = {}
         self._moving: list[Settlement] = []
         self._mover: asyncio.Task[None] | None = None
         self._unverified: deque[Settlement] = deque()
-        """Of which it is not known whether they were carried out."""
+        """Settlements whose outcome is unknown."""
         self._verifier: asyncio.Task[None] | None = None
         self._idle: list[asyncio.Future[None]] = []
         self._open: set[Settlement] = set()
-        """What has no answer yet."""
+        """Settlements without a response."""
         self._accepted = AcceptedRanges(oldest_sent)
         self._unsettled: dict[str, tuple[int, int, MillstreamError]] = {}
 
@@ -449,24 +454,24 @@ class Settler:
         return answer
 
     def open_accept(self, lease: Lease) -> Settlement:
-        """An order to which accepted messages are added until it is sent."""
+        """Return a settlement to which accepted messages are added until it is sent."""
         settlement = lease.open_accept = Settlement(lease, [], Verb.ACCEPT)
         self.enqueue(settlement)
         return settlement
 
     def enqueue(self, settlement: Settlement) -> None:
-        """Tell it with the next request."""
+        """Send it with the next request."""
         self._open.add(settlement)
         self._lane(settlement.lease.node).add(settlement)
 
     async def flush(self) -> None:
-        """Wait until everything has been told."""
+        """Wait until everything is settled."""
         if self._open:
             self._idle.append(self._loop.create_future())
             await self._idle[-1]
 
     async def close(self) -> None:
-        """Give up what was not told."""
+        """Fail what is pending."""
         for lane in list(self._lanes.values()):
             await lane.close()
         for task in (self._mover, self._verifier):
@@ -493,7 +498,7 @@ class Settler:
         self._open.update(after)
 
     def pending_for(self, lease: Lease, offsets: set[int]) -> list[Settlement]:
-        """What was said of messages, by whichever lease, and has no answer yet."""
+        """Return the pending settlements of messages, under any lease."""
         return [
             settlement
             for settlement in self._open
@@ -503,9 +508,9 @@ class Settler:
         ]
 
     def possibly_settled(self, lease: Lease, offsets: set[int], asked: float) -> set[int]:
-        """Which of the messages that were asked for then may be settled, so that this lease of them is none any more.
+        """Return which of the messages requested at a time may be settled, so that this lease of them is void.
 
-        Something was said of them and has no answer yet, or they are known to be accepted since.
+        They have a pending settlement, or are known to be accepted since.
         """
         found = self._accepted.since(asked, lease.where, offsets)
         for settlement in self.pending_for(lease, offsets):
@@ -536,7 +541,7 @@ class Settler:
                     waiting.set_result(None)
 
     def _note_unsettled(self, settlement: Settlement, error: MillstreamError) -> None:
-        """Tell the log, once of all that an answer refuses: after a restart that may be all that was held."""
+        """Log settlements that a response rejects, once for all of them: after a restart that may be everything."""
         if not self._unsettled:
             self._loop.call_soon(self._log_unsettled)
         place = f"{settlement.lease.topic}-{settlement.lease.partition}"
@@ -579,7 +584,7 @@ class Settler:
             self._begin_to_move()
 
     async def _move(self) -> None:
-        """Find out who leads the partitions now, and tell them."""
+        """Look up the partitions' leaders, and send to them."""
         backoff = Backoff(max_s=BACKOFF_S_MAX)
         while self._moving:
             await backoff.pause()
@@ -607,7 +612,7 @@ class Settler:
     # -- when it is not known what was carried out ----------------------------------------------------------------
 
     def _verify_later(self, settlement: Settlement) -> None:
-        """Ask what became of the messages of an order."""
+        """Look up the delivery state of a settlement's messages."""
         settlement.is_retry = False
         self._unverified.append(settlement)
         if self._verifier is None:
@@ -620,7 +625,7 @@ class Settler:
             self._on_settled(self._unverified.popleft(), _closed_error())
 
     async def _verify(self) -> None:
-        """Ask what became of messages; one that is accepted is not delivered again, whoever said so."""
+        """Look up delivery states; an accepted message is not delivered again, whichever request accepted it."""
         while self._unverified:
             settlement, concluded = self._unverified[0], 1
             topic, partition = settlement.lease.place
@@ -633,7 +638,7 @@ class Settler:
             except MillstreamError as error:
                 doubt = str(error)
                 if isinstance(error, RETRIED):
-                    # Nobody could be asked for a while, and the others do not wait as long one after the other.
+                    # No node answered for a while, and the others must not wait as long one after another.
                     concluded = len(self._unverified)
             for one in [self._unverified.popleft() for _ in range(concluded)]:
                 self._on_settled(one, None if doubt is None else _unknown_outcome(one, doubt))

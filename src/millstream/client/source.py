@@ -1,4 +1,4 @@
-"""Where messages come from: a subscription's queue, or topics as they are published."""
+"""Sources of messages: a subscription's queue, or topics as they are published."""
 
 from __future__ import annotations
 
@@ -11,67 +11,67 @@ from millstream.core.errors import MillstreamError
 
 
 class Settled(Protocol):
-    """Whoever tells the broker what became of messages."""
+    """Settles messages."""
 
     async def flush(self) -> None:
-        """Wait until everything has been told."""
+        """Wait until everything is settled."""
 
 
 class Source(Protocol):
-    """Gives messages, one after the other."""
+    """Provides messages, one after another."""
 
     subscription: str
     error: MillstreamError | None
 
     @property
     def settling(self) -> Settled:
-        """What is told of the messages."""
+        """Return the settler of the messages."""
 
     async def start(self) -> None:
-        """Begin to receive."""
+        """Start receiving."""
 
     def take(self) -> Message | None:
-        """The next message, if one is here."""
+        """Return the next message, if there is one."""
 
     def take_many(self, count: int) -> list[Message]:
-        """The next messages, at most so many; none if none are here."""
+        """Return at most this many of the next messages."""
 
     async def wait_for_message(self) -> None:
-        """Wait until there may be a message, or the end."""
+        """Wait until there may be a message, or no more will come."""
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether no message will come any more."""
+        """Return whether no more messages will come."""
 
     def settle_nowait(self, message: Message, verb: int, delay_ms: int | None = None, reason: str = "") -> None:
-        """Settle a message without waiting for the answer."""
+        """Settle a message without waiting for the response."""
 
     def accept(self, message: Message) -> None:
-        """Settle a message as done, without waiting for the answer."""
+        """Accept a message without waiting for the response."""
 
     def accept_many(self, messages: Sequence[Message]) -> list[asyncio.Future[None]]:
-        """Settle messages as done; the futures end when that is durable."""
+        """Accept messages; the futures complete when that is durable."""
 
     def stop_renewing(self, message: Message) -> None:
-        """Do not renew the lease of a message any more."""
+        """Stop renewing the lease of a message."""
 
     def stop_renewing_all(self, messages: Sequence[Message]) -> None:
-        """The same of several, of which most are settled."""
+        """Stop renewing several leases; most of the messages are settled."""
 
     def throttle(self, limit: int | None) -> None:
-        """Have at most so many messages wait here, and return the others; None for as many as usual."""
+        """Limit the number of waiting messages, and return the others; None removes the limit."""
 
     def return_buffered(self) -> None:
-        """Return what waits here and is delivered again, now and as it comes; the rest is still to be taken."""
+        """Return waiting messages that can be redelivered, now and as they arrive; others are still to be taken."""
 
     async def stop(self) -> None:
-        """Receive no more; what is here may still be taken."""
+        """Stop receiving; waiting messages may still be taken."""
 
     async def return_untaken(self) -> None:
-        """Stop, and return what nobody has taken."""
+        """Stop, and return messages that were not taken."""
 
     async def leave(self) -> None:
-        """Stop, return what nobody has taken, and close when what was taken is settled or its lease is over."""
+        """Stop, return messages that were not taken, and close when the others are settled or their leases end."""
 
     async def close(self) -> None:
         """Stop, and give up what is not settled."""

@@ -1,8 +1,8 @@
-"""A handler at work: messages of a subscription go to it, and what it returns or raises settles them.
+"""Runs a handler on the messages of a subscription; what it returns or raises settles them.
 
-A handler that fails for everything, as when a service that it needs is down, would use up the attempts of all messages
-within a moment. Its circuit breaker then opens: messages that wait here go back without counting as delivered, for
-other workers, and one message at a time is tried after pauses that double, until one succeeds.
+A handler that fails for everything, as when a service it needs is down, would exhaust the attempts of all messages
+within moments. Its circuit breaker then opens: waiting messages are returned for other workers, without counting as
+delivered, and one message at a time is tried after pauses that double, until one succeeds.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Handler = Callable[[Message], Awaitable[Any]] | Callable[[Message], Any]
 
 DRAIN_S: Final = 30.0
 _TURN: Final = 32
-"""So many messages a worker handles before it lets others run, if its handler never waits for anything."""
+"""How many messages a worker handles before other tasks get a turn, if its handler never awaits."""
 
 _GIVE_BACK_S: Final = 5.0
-"""How long the end waits at most for the broker to hear what is given back."""
+"""How long stopping waits for messages to be returned."""
 
 _REASON_LENGTH_MAX: Final = 1000
 
 FAILURES_MAX: Final = 10
-"""So many failures in a row open the circuit breaker, if they are of several messages: one alone may be to blame."""
+"""How many failures in a row open the circuit breaker, if they concern several messages: one alone may be to blame."""
 FAILED_MESSAGES_MIN: Final = 3
 REST_S_MIN: Final = 1.0
 REST_S_MAX: Final = 60.0
 PROBES_MAX: Final = 5
 """How often one message is tried without counting as delivered, before another one gets its turn."""
 PARKED_S: Final = 60.0
-"""How long a message that was tried so often is put off."""
+"""How long a message that was tried this often is delayed."""
 
 LOGGED_EVERY_S: Final = 60.0
-"""A failure is logged with its traceback once in this time; others of the same kind are counted."""
+"""How often a failure is logged with its traceback; others of the same kind are counted."""
 _KINDS_MAX: Final = 100
 
 
@@ -59,7 +59,7 @@ class Breaker:
     def __init__(self, name: str, throttle: Callable[[int | None], None]) -> None:
         self._name = name
         self._throttle = throttle
-        """Has at most so many messages wait for the handler; None for as many as usual."""
+        """Limits the number of messages that wait for the handler; None removes the limit."""
         self.is_open = False
         self.failures = 0
         self._failed: set[tuple[object, int]] = set()
@@ -80,13 +80,13 @@ class Breaker:
         self._may_probe = False
 
     def taken(self, message: Message) -> None:
-        """A message is tried while the breaker is open; no other one comes meanwhile."""
+        """Note the message that is tried while the breaker is open; no other one comes meanwhile."""
         self._probe = message
         self._may_probe = False
         self._throttle(0)
 
     def succeeded(self) -> None:
-        """The handler has decided about a message."""
+        """Note that the handler has decided on a message."""
         self.failures = 0
         self._failed.clear()
         if self.is_open:
@@ -94,7 +94,7 @@ class Breaker:
             self.close()
 
     def failed(self, message: Message) -> tuple[int, int | None]:
-        """Note a failure; how the message is settled, and after which delay it comes again."""
+        """Note a failure; return how to settle the message, and the delay of its redelivery."""
         place = (message._lease.where, message.offset)
         if self.is_open:
             if message is not self._probe:
@@ -103,7 +103,7 @@ class Breaker:
             self._rest()
             self._probes = self._probes + 1 if place == self._probed else 1
             self._probed = place
-            # It may be the message after all.
+            # The message may be to blame after all.
             return (Verb.RETURN, 0) if self._probes < PROBES_MAX else (Verb.RELEASE, int(PARKED_S * 1000))
         self.failures += 1
         if len(self._failed) < FAILED_MESSAGES_MIN:
@@ -122,7 +122,7 @@ class Breaker:
         return Verb.RELEASE, None
 
     def close(self) -> None:
-        """Let messages through."""
+        """Close the breaker."""
         self.is_open = False
         self._probe = None
         self._rest_s = REST_S_MIN
@@ -141,7 +141,7 @@ class Breaker:
 
 
 class FailureLog:
-    """Logs failures of a handler, each kind once in a while."""
+    """Logs the failures of a handler, each kind once in a while."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -162,7 +162,7 @@ class FailureLog:
         _logger.warning("the handler of %r failed at message %s%s", self._name, message.id, more, exc_info=error)
 
     def close(self) -> None:
-        """Log how many were not logged."""
+        """Log how many failures were not logged."""
         count = sum(count for _, count in self._kinds.values())
         self._kinds.clear()
         if count:
@@ -170,7 +170,7 @@ class FailureLog:
 
 
 def _kind(error: BaseException) -> object:
-    """What failures have in common: the type of the error, and where it was raised."""
+    """Return what failures have in common: the type of the error, and where it was raised."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next
@@ -178,7 +178,7 @@ def _kind(error: BaseException) -> object:
 
 
 class Subscriber:
-    """One running handler. `drain` ends it in order; so does the end of the connection."""
+    """One running handler. `drain` stops it in order; so does closing the connection."""
 
     def __init__(
         self, source: Source, handler: Handler, *, concurrency: int, forget: Callable[[bool], Awaitable[None]]
@@ -193,10 +193,10 @@ class Subscriber:
             None if self._is_async else ThreadPoolExecutor(concurrency, thread_name_prefix="millstream handler")
         )
         self._forget = forget
-        """Called at the end, and with True when the subscription itself is to be deleted."""
+        """Called at the end; with True if the subscription is to be deleted."""
         self._workers: list[asyncio.Task[None]] = []
         self._bystander: asyncio.Task[None] | None = None
-        """Does nothing: it is cancelled only by whoever cancels every task of the program, to end it."""
+        """Does nothing: it is cancelled only when every task of the program is cancelled, to end it."""
         self._is_ending = False
         self._stopped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._draining = False
@@ -206,11 +206,11 @@ class Subscriber:
 
     @property
     def name(self) -> str:
-        """The name of the subscription."""
+        """Return the name of the subscription."""
         return self._source.subscription
 
     async def start(self) -> None:
-        """Begin to handle messages."""
+        """Start handling messages."""
         await self._source.start()
         loop = asyncio.get_running_loop()
         self._bystander = loop.create_task(self._stand_by())
@@ -219,10 +219,10 @@ class Subscriber:
             self._workers[-1].add_done_callback(self._ended)
 
     async def drain(self, timeout: float | None = DRAIN_S) -> None:
-        """Take no more messages, finish those that handlers are at, give back those that wait here, and stop.
+        """Take no more messages, finish those being handled, return those that wait, and stop.
 
-        Those that nobody would get again are handled: at most once, or live. What is not finished in time is cancelled
-        and delivered again, here or elsewhere; with None there is no limit.
+        Messages that cannot be redelivered (at most once, or live) are handled. What is not finished in time is
+        cancelled and redelivered, here or elsewhere; None means no limit.
         """
         if timeout is not None:
             check_number("timeout", timeout)
@@ -245,14 +245,14 @@ class Subscriber:
             await self._forget(False)
 
     async def unsubscribe(self, *, delete: bool = False, timeout: float | None = DRAIN_S) -> None:
-        """Stop handling; the subscription stays and gathers messages for whoever comes next, unless deleted."""
+        """Stop handling; the subscription remains and collects messages, unless it is deleted."""
         await self.drain(timeout)
         if delete and not self._is_deleted:
             await self._forget(True)
             self._is_deleted = True
 
     async def run_until_stopped(self) -> None:
-        """Handle messages until SIGINT or SIGTERM comes, somebody drains this, or nothing can be received any more."""
+        """Handle messages until SIGINT or SIGTERM, until drained, or until nothing can be received any more."""
         loop = asyncio.get_running_loop()
         stop_asked = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -324,12 +324,12 @@ class Subscriber:
                 if cancelling() and not await self._goes_on():
                     source.settle_nowait(message, Verb.RELEASE, 0, "the worker was stopped")
                     raise
-                # Something that the handler waited for was cancelled, or the handler by itself.
+                # Something that the handler awaited was cancelled, or the handler itself.
                 self._failed(message, error)
             except (GeneratorExit, KeyboardInterrupt, SystemExit):
                 raise
             except BaseException as error:
-                # Also what is no `Exception`, such as what `pytest.fail` raises.
+                # Including errors that are no `Exception`, such as those of `pytest.fail`.
                 self._failed(message, error)
             else:
                 accept(message)
@@ -344,14 +344,14 @@ class Subscriber:
                 await asyncio.sleep(0)
 
     async def _goes_on(self) -> bool:
-        """Whether a worker is still wanted after it was cancelled: if its handler did that, it is undone."""
+        """Return whether a worker is still wanted after a cancellation: if its handler caused it, it is undone."""
         task, bystander = asyncio.current_task(), self._bystander
         if self._is_ending or task is None or bystander is None or bystander.done() or bystander.cancelling():
             return False
         while task.uncancel():
             pass
         with suppress(asyncio.CancelledError):
-            # A handler that did not wait for anything afterwards has left it to us to hear of it.
+            # A handler that did not await afterwards has left the cancellation to us.
             await asyncio.sleep(0)
         return not task.cancelling()
 
@@ -368,7 +368,7 @@ class Subscriber:
         try:
             self._settle_failed(message, error)
         except Exception:
-            # An error that cannot even say what it is must not keep the message here.
+            # An error that cannot be converted to text must not keep the message here.
             _logger.exception("the handler of %r failed at message %s", self.name, message.id)
             self._source.settle_nowait(message, Verb.RELEASE)
 
@@ -401,5 +401,5 @@ def _is_async(handler: Handler) -> bool:
 def _reason(error: BaseException) -> str:
     text = str(error) or type(error).__name__
     named = text if isinstance(error, Reject | RetryLater) else f"{type(error).__name__}: {text}"
-    # Half a surrogate pair, as file names have it, cannot be sent.
+    # Half a surrogate pair, as in file names, cannot be sent.
     return named[:_REASON_LENGTH_MAX].encode(errors="replace").decode()

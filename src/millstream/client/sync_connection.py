@@ -38,7 +38,7 @@ W = TypeVar("W", bound="Facade[Any]")
 
 
 class Facade(Generic[A]):
-    """Something asynchronous, and the thread that its methods run in."""
+    """An asynchronous object, and the thread that its methods run in."""
 
     __slots__ = ("_thread", "_wrapped")
 
@@ -51,7 +51,7 @@ class Facade(Generic[A]):
 
 
 class _Delegate(Generic[A, P, T]):
-    """A method that is another class's, called in the thread."""
+    """A method of another class, called in the thread."""
 
     def __init__(self, method: Callable[..., Any], call: Callable[..., T]) -> None:
         self.__doc__ = method.__doc__
@@ -81,7 +81,7 @@ def blocking(method: Callable[Concatenate[A, P], Coroutine[Any, Any, T]]) -> _De
 def wrapping(
     method: Callable[Concatenate[A, P], Coroutine[Any, Any, Any]], facade_class: type[W]
 ) -> _Delegate[A, P, W]:
-    """Call a coroutine method, and wrap what it returns as well."""
+    """Call a coroutine method, and wrap its result."""
 
     @functools.wraps(method)
     def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> W:
@@ -91,7 +91,7 @@ def wrapping(
 
 
 class Iteration(Generic[W]):
-    """An asynchronous iterator gone through without `await`; as a context manager it begins and ends with the block."""
+    """Iterates over an asynchronous iterator; as a context manager, it starts and ends with the block."""
 
     def __init__(self, thread: LoopThread, items: AsyncIterator[Any], facade_class: type[W]) -> None:
         self._thread = thread
@@ -115,14 +115,14 @@ class Iteration(Generic[W]):
             self._thread.call(_left(self._items))
 
     def close(self) -> None:
-        """End the iteration; what was got of it may still be settled."""
+        """End the iteration; messages that were taken may still be settled."""
         self._each.close()
 
 
 def iterating(
     method: Callable[Concatenate[A, P], AsyncIterator[Any]], facade_class: type[W]
 ) -> _Delegate[A, P, Iteration[W]]:
-    """Go through the asynchronous iterator that a method returns, and wrap each of its items."""
+    """Iterate over the asynchronous iterator that a method returns, and wrap its items."""
 
     @functools.wraps(method)
     def call(facade: Facade[A], *args: P.args, **kwargs: P.kwargs) -> Iteration[W]:
@@ -150,13 +150,13 @@ async def _left(items: AbstractAsyncContextManager[Any]) -> None:
 
 
 async def _called(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a plain method on the loop, where it may look for the loop that runs."""
+    """Call a plain method on the loop, where it can find the running loop."""
     found = method(*args, **kwargs)
     return await found if inspect.isawaitable(found) else found
 
 
 class SyncMessage(Facade[Message]):
-    """A message of an iterator: all that `Message` has, and its verbs without `await`."""
+    """A message of an iterator, with the verbs of `Message` without `await`."""
 
     # Declared for type checkers; `__getattr__` finds them in the message.
     all_headers: Headers
@@ -190,25 +190,25 @@ class SyncMessage(Facade[Message]):
 
 
 class SyncSubscriber(Facade[Subscriber]):
-    """A handler at work."""
+    """A running handler."""
 
     drain = blocking(Subscriber.drain)
     unsubscribe = blocking(Subscriber.unsubscribe)
 
     @property
     def name(self) -> str:
-        """The name of the subscription."""
+        """Return the name of the subscription."""
         return self._wrapped.name
 
     def run_until_stopped(self) -> None:
-        """Handle messages until Ctrl-C or SIGTERM comes, or nothing can be received any more; then drain."""
+        """Handle messages until Ctrl-C or SIGTERM, or until nothing can be received any more; then drain."""
         with _stopped_by_signals():
             self._thread.call(self._wrapped.run_until_stopped())
         self.drain()
 
 
 class SyncConnection(Facade[Connection]):
-    """Everything that a program does with Millstream; the methods are those of `Connection`, without `await`."""
+    """A program's connection to Millstream, with the methods of `Connection` without `await`."""
 
     publish = blocking(Connection.publish)
     publish_many = blocking(Connection.publish_many)
@@ -231,7 +231,7 @@ class SyncConnection(Facade[Connection]):
         self.close()
 
     def close(self) -> None:
-        """Finish what handlers are at, send what was published, and close; a program that forgets it ends so, too."""
+        """Let handlers finish, send what was published, and close; also done when the interpreter exits."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -243,12 +243,12 @@ class SyncConnection(Facade[Connection]):
                 self._after()
 
     def close_at_exit(self) -> None:
-        """Close when the interpreter ends."""
+        """Close when the interpreter exits."""
         self.close()
 
 
 def opened(open_one: Callable[[], Connection], *, after: Callable[[], None] | None = None) -> SyncConnection:
-    """A connection on a loop in a thread of its own; `after` it is closed, something else may be to end."""
+    """Open a connection on a loop in its own thread; call `after` when it is closed."""
 
     async def begin() -> Connection:
         return await open_one().__aenter__()
@@ -274,12 +274,12 @@ connect_sync = _synchronous(connect)
 
 
 class _StopSignal(Exception):
-    """A signal came."""
+    """A signal arrived."""
 
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """End the block, and nothing else, when a signal asks the process to end. Only the main thread hears of signals."""
+    """End the block, and nothing else, on a signal to stop. Only the main thread receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -35,71 +35,71 @@ _API = "opentelemetry.trace"
 
 
 class Handled(Protocol):
-    """What is asked of a message that a handler works on."""
+    """A message that a handler works on."""
 
     @property
     def id(self) -> str:
-        """The message id."""
+        """Return the message id."""
 
     @property
     def topic(self) -> str:
-        """Where it was published."""
+        """Return its topic."""
 
     @property
     def partition(self) -> int:
-        """Its partition."""
+        """Return its partition."""
 
     @property
     def offset(self) -> int:
-        """Its place there."""
+        """Return its offset."""
 
     @property
     def value(self) -> bytes | None:
-        """Its payload."""
+        """Return its payload."""
 
     @property
     def correlation_id(self) -> str | None:
-        """What it belongs to."""
+        """Return its correlation id."""
 
     @property
     def attempt(self) -> int:
-        """How often it was delivered, this time included."""
+        """Return the number of deliveries, including this one."""
 
     @property
     def subscription(self) -> str | None:
-        """Whose queue it was taken from; None when it comes from no queue."""
+        """Return its subscription; None for a live stream."""
 
     def header_text(self, name: str) -> str | None:
-        """The value of a header as text."""
+        """Return the value of a header as text."""
 
 
 class Placed(Protocol):
-    """What is asked of the receipt of a publish."""
+    """The receipt of a publish."""
 
     @property
     def id(self) -> str:
-        """The message id."""
+        """Return the message id."""
 
     @property
     def partition(self) -> int:
-        """Its partition."""
+        """Return its partition."""
 
     @property
     def offset(self) -> int:
-        """Its place there."""
+        """Return its offset."""
 
 
 _origin: ContextVar[str | Handled | None] = ContextVar("millstream_origin", default=None)
-"""What a message that is published now comes out of: a correlation id, or a message that is being handled."""
+"""The origin of messages published now: a correlation id, or a message being handled."""
 
 
 # -- correlation --------------------------------------------------------------------------------------------
 
 
 def correlation_id() -> str | None:
-    """The correlation id that a message published here and now carries, if any.
+    """Return the correlation id of a message published now, if any.
 
-    In a handler that is the one of the handled message, or its message id when it has none.
+    In a handler it is that of the handled message, or its message id if it has none.
     """
     origin = _origin.get()
     if origin is None or isinstance(origin, str):
@@ -109,7 +109,7 @@ def correlation_id() -> str | None:
 
 @contextmanager
 def correlated(identifier: str) -> Iterator[None]:
-    """Give every message that is published within this block a correlation id, as that of a web request."""
+    """Give every message published within this block a correlation id, for example that of a web request."""
     token = _origin.set(identifier)
     try:
         yield
@@ -118,7 +118,7 @@ def correlated(identifier: str) -> Iterator[None]:
 
 
 def outgoing(headers: Headers, correlation: str | None = None) -> Headers:
-    """The headers of a message that is published now: the given ones, which count, and what it takes along."""
+    """Return the headers of a message published now: the given ones, which take precedence, and the inherited ones."""
     if correlation is None and _origin.get() is None and not is_on():
         return headers
     taken = {name for name, _ in headers}
@@ -132,7 +132,7 @@ def outgoing(headers: Headers, correlation: str | None = None) -> Headers:
 
 
 def _trace() -> Mapping[str, str]:
-    """The trace that goes on here: OpenTelemetry's span, or else that of the handled message."""
+    """Return the current trace: OpenTelemetry's span, otherwise that of the handled message."""
     carrier: dict[str, str] = {}
     if is_on():
         from opentelemetry import propagate
@@ -153,7 +153,7 @@ def _texts(message: Handled, names: Sequence[str]) -> dict[str, str]:
 
 
 def is_on() -> bool:
-    """Whether somebody wants spans: the program has imported OpenTelemetry and set a tracer provider up."""
+    """Return whether spans are wanted: the program has imported OpenTelemetry and set a tracer provider."""
     module = sys.modules.get(_API)
     if module is None:
         return False
@@ -169,7 +169,7 @@ class PublishSpan:
         self._span = span
 
     def placed(self, receipts: Sequence[Placed]) -> None:
-        """Note what became of the messages."""
+        """Record the outcome of the messages."""
         if len(receipts) == 1:
             (receipt,) = receipts
             self._span.set_attribute("messaging.message.id", receipt.id)
@@ -181,7 +181,7 @@ class PublishSpan:
 def publish_span(
     topic: str, *, count: int = 1, client_id: str | None = None, correlation: str | None = None
 ) -> Iterator[PublishSpan]:
-    """A span of kind PRODUCER that is the current one within the block, so that `outgoing` passes it on."""
+    """Start a span of kind PRODUCER that is current within the block, so that `outgoing` passes it on."""
     from opentelemetry import trace
 
     attributes: dict[str, Any] = {
@@ -206,13 +206,13 @@ def publish_span(
 
 
 working_on: Final[Callable[[Handled], object]] = _origin.set
-"""What `handling` does when nobody wants spans, for a task that handles one message after the other."""
+"""What `handling` does without spans, for a task that handles one message after another."""
 
 
 class handling:  # noqa: N801
-    """Around the work on a message: what is published there carries its correlation id and goes on with its trace.
+    """Wraps the work on a message: what is published there inherits its correlation id and trace.
 
-    A class, since a generator would cost more than all the rest of it when nobody wants spans.
+    A class, since a generator would cost more than all the rest when no spans are wanted.
     """
 
     __slots__ = ("_message", "_span", "_token")
@@ -239,7 +239,7 @@ class handling:  # noqa: N801
 
 @contextmanager
 def _process_span(message: Handled) -> Iterator[None]:
-    """A span of kind CONSUMER, whose parent is the span that published the message."""
+    """Start a span of kind CONSUMER, whose parent is the span that published the message."""
     from opentelemetry import propagate, trace
 
     came_from = propagate.extract(_texts(message, sorted(propagate.get_global_textmap().fields)))

@@ -1,7 +1,7 @@
-"""A child process of the broker that is started, started again when it ends, and stopped in order.
+"""Supervise a child process of the broker: start it, restart it when it exits, and stop it in order.
 
-A child lives as long as its standard input is open, whose other end only the broker holds; so it ends with the broker,
-also when the broker is killed hard.
+A child runs as long as its standard input is open. Only the broker holds the other end, so the child also ends when the
+broker is killed.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ _logger = logging.getLogger(__name__)
 BACKOFF_MIN_S = 0.1
 BACKOFF_MAX_S = 10.0
 SETTLED_S = 30.0
-"""A child that ran for this long was well; if it dies, the waiting starts again from the shortest."""
+"""A child that ran for this long was healthy: if it dies, the backoff starts again from the shortest delay."""
 
 STOP_S = 5.0
-"""How long a child may take to finish what is under way before it is killed."""
+"""How long a child may take to finish its work before it is killed."""
 
 
 class SupervisedChild(ABC):
-    """Keeps one process running."""
+    """Keep one process running."""
 
     name = "a child process"
-    """What it is called in the broker's log."""
+    """The name of the child in the broker's log."""
 
     def __init__(self, *, backoff_min_s: float = BACKOFF_MIN_S) -> None:
         self._backoff_min_s = backoff_min_s
         self._process: Process | None = None
         self._spawned = asyncio.Event()
         self._stopping = asyncio.Event()
-        # Whether the child that runs was told to end.
+        # Whether the running child was asked to end.
         self._is_dismissed = False
         self.restarts = 0
 
     @property
     def pid(self) -> int | None:
-        """The process id of the child that runs now, if one does."""
+        """Return the process id of the running child, if any."""
         return self._process.pid if self._process is not None else None
 
     @property
     def stop_s(self) -> float:
-        """How long it may take to stop."""
+        """Return how long the child may take to stop."""
         return STOP_S
 
     async def run(self) -> None:
-        """Start the child and start it again whenever it ends, until `stop`; a background task of the broker."""
+        """Start the child and restart it whenever it exits, until `stop`; runs as a background task of the broker."""
         backoff = Backoff(first_s=self._backoff_min_s, max_s=BACKOFF_MAX_S)
         while not self._stopping.is_set():
             await self._wanted()
@@ -66,11 +66,11 @@ class SupervisedChild(ABC):
             await backoff.pause_unless(self._stopping)
 
     async def spawned(self) -> None:
-        """Wait until a child runs."""
+        """Wait until a child is running."""
         await self._spawned.wait()
 
     async def stop(self) -> None:
-        """Let the child finish what is under way, then end it."""
+        """Let the child finish its work, then end it."""
         self._stopping.set()
         process = self._process
         if process is None:
@@ -84,7 +84,7 @@ class SupervisedChild(ABC):
             await process.wait()
 
     def _kill(self, process: Process) -> None:
-        """End it at once."""
+        """Kill the child."""
         with suppress(ProcessLookupError):
             process.kill()
 
@@ -94,14 +94,14 @@ class SupervisedChild(ABC):
 
     @abstractmethod
     def _hang_up(self) -> None:
-        """Close its standard input, if it is open."""
+        """Close the child's standard input if it is open."""
 
     async def _wanted(self) -> None:
-        """Wait until there is something to do for a child, or `stop` was called."""
+        """Wait until a child is needed, or until `stop` is called."""
         return
 
     async def _ended(self, process: Process) -> int:
-        """Wait for its end; returns its exit code."""
+        """Wait for the child to exit; return its exit code."""
         return await process.wait()
 
     async def _run_once(self) -> int:
@@ -120,7 +120,7 @@ class SupervisedChild(ABC):
         try:
             return await self._ended(process)
         except asyncio.CancelledError:
-            # The broker gives up waiting, for example because its own start failed.
+            # The broker stops waiting, for example because its own start failed.
             self._kill(process)
             await process.wait()
             raise

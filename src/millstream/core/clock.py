@@ -1,4 +1,4 @@
-"""Time as a parameter, so that tests can own it."""
+"""Time as a parameter, so that tests control it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What the broker asks of time."""
+    """The time functions that the broker uses."""
 
     def now_ms(self) -> int:
         """Wall-clock milliseconds since 1970; may jump."""
 
     def monotonic(self) -> float:
-        """Seconds that only ever grow, for timeouts."""
+        """Return seconds that never go back, for timeouts."""
 
 
 class SystemClock:
-    """The clock of the machine."""
+    """The machine's clock."""
 
     def now_ms(self) -> int:
         """Wall-clock milliseconds since 1970."""
         return time.time_ns() // 1_000_000
 
     def monotonic(self) -> float:
-        """Seconds that only ever grow."""
+        """Return seconds that never go back."""
         return time.monotonic()

@@ -1,4 +1,4 @@
-"""The one config object of a node. Flags, environment, file and `docs/configuration.md` derive from it."""
+"""A node's configuration. Flags, environment variables, the file and `docs/configuration.md` derive from it."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from millstream.core.setting import Setting, setting, settings_of, suggestion
 
 DECOMPRESSED_BYTES_MAX = 64 * 1024 * 1024
 COMPRESSION_RATIO_MAX = 1000
-"""What one batch may decompress to, in bytes and in times its size; `protocol/records/compression.py` keeps to it."""
+"""Limits on what one batch may decompress to, in bytes and as a multiple of its size; enforced by
+`protocol/records/compression.py`."""
 
 ENVIRONMENT_PREFIX = "MILLSTREAM_"
 FILE_NAME = "millstream.toml"
 COMMAND_VARIABLES = frozenset({"MILLSTREAM_BROKERS", "MILLSTREAM_TIMEOUT", "MILLSTREAM_TRACEBACK"})
-"""Variables that the commands read, and that say nothing about a node."""
+"""Variables that commands read and that do not configure a node."""
 
-# Kubernetes puts the addresses of a service into the environment; one that is called millstream is no mistake.
+# Kubernetes puts the addresses of a service into the environment; a service named millstream is not a mistake.
 _SERVICE_LINK = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)\Z")
 
-# Of each pair, the first cannot be larger than the second.
+# The first of each pair must not exceed the second.
 _ORDERED = (
     ("group_session_min_ms", "group_session_max_ms"),
     ("group_consumer_heartbeat_ms", "group_consumer_session_ms"),
@@ -42,42 +43,42 @@ class Config:
         "kafka", "127.0.0.1:9092", "HOST:PORT on which Kafka clients connect; port 0 picks a free one."
     )
     http: str = setting(
-        "http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one, empty means no gateway."
+        "http", "127.0.0.1:8080", "HOST:PORT of the HTTP gateway; port 0 picks a free one, empty disables the gateway."
     )
     http_hosts: str = setting(
         "http-hosts",
         "",
-        "Names by which browsers reach the HTTP gateway without TLS, separated by commas; `*` takes any. Addresses, "
-        "names without a dot and the hosts of `http` and `advertise` need not be named.",
+        "Names by which browsers reach the HTTP gateway without TLS, separated by commas; `*` allows any. "
+        "Addresses, names without a dot and the hosts of `http` and `advertise` are always allowed.",
     )
     advertise: str = setting(
         "advertise",
         "",
-        "HOST:PORT that clients are told to connect to; empty means the address of `kafka`, and where that is every "
-        "address of the machine (0.0.0.0), the one that the client reached it by. A node of a cluster needs it then.",
+        "HOST:PORT that clients are told to connect to. Empty means the address of `kafka`, or, if that is every "
+        "address of the machine (0.0.0.0), the one that the client connected to. A node of a cluster that listens "
+        "on every address needs it.",
     )
     node_id: int = setting("node-id", 1, "The number of this node in its cluster.", minimum=0, maximum=2**31 - 1)
     etcd: str = setting(
         "etcd",
         "",
-        "URLs of the etcd that the cluster's nodes agree through, separated by commas; empty means a single node.",
+        "URLs of the etcd that coordinates the cluster, separated by commas; empty means a single node.",
     )
     etcd_ca: str = setting(
         "etcd-ca",
         "",
-        "File with the authority that signed etcd's certificate; empty means those that the machine trusts.",
+        "File with the certificate authority of etcd's certificate; empty means the authorities that the machine "
+        "trusts.",
     )
-    etcd_certificate: str = setting(
-        "etcd-certificate", "", "File with this node's certificate, where etcd asks for one."
-    )
+    etcd_certificate: str = setting("etcd-certificate", "", "File with this node's certificate, if etcd requires one.")
     etcd_key: str = setting("etcd-key", "", "File with the private key of `etcd-certificate`.")
     etcd_wait_ms: int = setting(
         "etcd-wait-ms",
         60_000,
-        "In a cluster: how long a starting node waits for etcd before it gives up; 0 waits for ever.",
+        "In a cluster: how long a starting node waits for etcd before it gives up; 0 waits forever.",
         minimum=0,
     )
-    cluster: str = setting("cluster", "millstream", "The name of the cluster, under which its nodes meet in etcd.")
+    cluster: str = setting("cluster", "millstream", "The name of the cluster in etcd.")
     catalog: str = setting(
         "catalog",
         "",
@@ -86,19 +87,20 @@ class Config:
     rack: str = setting(
         "rack",
         "",
-        "What fails together with this node; replicas are spread over racks. Empty means the name of the machine.",
+        "The failure domain of this node; replicas are spread over racks. Empty means the machine's name.",
     )
     lease_ms: int = setting(
         "lease-ms",
         3_000,
-        "In a cluster: a node that is not heard of for this long is taken for dead, and others lead its partitions.",
+        "In a cluster: how long a node may be silent before it is considered dead and others lead its partitions.",
         minimum=1000,
         maximum=600_000,
     )
     leader_balance_ms: int = setting(
         "leader-balance-ms",
         30_000,
-        "In a cluster: so long after a preferred leader is back in sync it leads again; 0 leaves leaders as they are.",
+        "In a cluster: how long a preferred leader must be back in sync before it leads again; 0 never moves "
+        "leadership back.",
         minimum=0,
     )
     unclean_leader_election: bool = setting(
@@ -109,44 +111,46 @@ class Config:
     leave_ms: int = setting(
         "leave-ms",
         10_000,
-        "In a cluster: how long a stopping node waits for others to take over what it leads.",
+        "In a cluster: how long a stopping node waits for others to take over the partitions that it leads.",
         minimum=0,
     )
     replica_lag_ms: int = setting(
         "replica-lag-ms",
         10_000,
-        "In a cluster: a replica that has been behind its leader for this long is not waited for any more.",
+        "In a cluster: how long a replica may be behind its leader before it leaves the in-sync replicas.",
         minimum=100,
         maximum=600_000,
     )
     replica_fetch_wait_ms: int = setting(
         "replica-fetch-wait-ms",
         500,
-        "In a cluster: how long a leader keeps the fetch of a follower when there is nothing to fetch.",
+        "In a cluster: how long a leader holds a follower's fetch when there are no new records.",
         minimum=1,
         maximum=5_000,
     )
     replica_fetch_bytes: int = setting(
         "replica-fetch-bytes",
         10 * 1024 * 1024,
-        "In a cluster: the most that one fetch of a follower asks for, of all partitions of a leader together.",
+        "In a cluster: the maximum size of one fetch by a follower, over all partitions of a leader.",
         minimum=1024 * 1024,
         maximum=128 * 1024 * 1024,
     )
     auto_create_topics: bool = setting(
-        "auto-create-topics", True, "Create a topic when a client first produces to it or asks for it."
+        "auto-create-topics",
+        True,
+        "Whether a topic is created when a client first produces to it or requests its metadata.",
     )
     default_partitions: int = setting(
         "default-partitions",
         1,
-        "Partitions of a topic that is created without saying how many.",
+        "Partitions of a topic that is created without a number of partitions.",
         minimum=1,
         maximum=10_000,
     )
     default_replication: int = setting(
         "default-replication",
         3,
-        "Replicas of a topic that is created without saying how many; as many as there are nodes, if these are fewer.",
+        "Replicas of a topic that is created without a number of replicas; at most the number of nodes.",
         minimum=1,
         maximum=100,
     )
@@ -174,32 +178,32 @@ class Config:
     default_flush: str = setting(
         "default-flush",
         "auto",
-        "The `flush` setting of topics that do not set their own; `auto` means `always` on a single node and `os` in a "
-        "cluster, where other nodes have a record before it is acknowledged.",
+        "The `flush` setting of topics that do not set their own; `auto` means `always` on a single node and `os` "
+        "in a cluster, where other nodes have a record before it is acknowledged.",
         choices=("auto", "always", "interval", "os"),
     )
     default_retention_ms: int = setting(
         "default-retention-ms",
         7 * 24 * 3600 * 1000,
-        "The `retention.ms` of topics that do not set their own; -1 keeps records for ever.",
+        "The `retention.ms` of topics that do not set their own; -1 keeps records forever.",
         minimum=-1,
     )
     retention_check_ms: int = setting(
         "retention-check-ms",
         60_000,
-        "How often old segments are looked for, to delete them, and compactions that failed are tried again.",
+        "How often old segments are deleted and failed compactions retried.",
         minimum=100,
     )
     scrub_bytes_per_s: int = setting(
         "scrub-bytes-per-s",
         8 * 1024 * 1024,
-        "How fast the scrub reads segments again to find damage before somebody needs what is lost; 0 turns it off.",
+        "How fast the scrub reads stored segments to detect damage early; 0 turns it off.",
         minimum=0,
     )
     scrub_interval_ms: int = setting(
         "scrub-interval-ms",
         3_600_000,
-        "How long the scrub rests between two passes over all segments.",
+        "How long the scrub pauses between two passes over all segments.",
         minimum=100,
     )
     request_bytes_max: int = setting(
@@ -212,29 +216,31 @@ class Config:
     inflight_bytes_max: int = setting(
         "inflight-bytes-max",
         256 * 1024 * 1024,
-        "Bytes of requests and replies held in memory for all clients together; beyond it, reading from sockets waits.",
+        "Bytes of requests and replies held in memory for all clients together; beyond it, the node stops reading "
+        "from sockets.",
         minimum=1024 * 1024,
     )
     decompressed_bytes_max: int = setting(
         "decompressed-bytes-max",
         DECOMPRESSED_BYTES_MAX,
-        "What the records of one batch may decompress to. Larger batches are refused, or passed over when they are "
-        "read; clients follow the environment variable of the same name.",
+        "The maximum size of the decompressed records of one batch. Larger batches are rejected, and skipped when "
+        "they are read. Clients read the environment variable of the same name.",
         minimum=1024 * 1024,
         maximum=2**30,
     )
     compression_ratio_max: int = setting(
         "compression-ratio-max",
         COMPRESSION_RATIO_MAX,
-        "How many times its size a batch may decompress to if that is more than 8 MiB; the same holds for it.",
+        "The maximum ratio of decompressed to compressed size for batches that decompress to more than 8 MiB; "
+        "enforced like `decompressed-bytes-max`.",
         minimum=10,
     )
     fetch_bytes_max: int = setting(
-        "fetch-bytes-max", 55 * 1024 * 1024, "The most that one fetch is answered with.", minimum=1024
+        "fetch-bytes-max", 55 * 1024 * 1024, "The maximum size of the response to one fetch.", minimum=1024
     )
-    connections_max: int = setting("connections-max", 10_000, "Connections that are open at the same time.", minimum=1)
+    connections_max: int = setting("connections-max", 10_000, "The maximum number of open connections.", minimum=1)
     connection_idle_ms: int = setting(
-        "connection-idle-ms", 600_000, "A connection on which nothing happened for this long is closed.", minimum=1000
+        "connection-idle-ms", 600_000, "How long a connection may be idle before it is closed.", minimum=1000
     )
     journal_bytes: int = setting(
         "journal-bytes",
@@ -245,20 +251,20 @@ class Config:
     transaction_timeout_max_ms: int = setting(
         "transaction-timeout-max-ms",
         900_000,
-        "The longest timeout that a transactional producer may ask for.",
+        "The longest timeout that a transactional producer may request.",
         minimum=1,
     )
     transactional_id_expiry_ms: int = setting(
         "transactional-id-expiry-ms",
         604_800_000,
-        "How long a transactional id is remembered after its last use, and the last batch of a query.",
+        "How long a transactional id, and the last batch of a query, are kept after their last use.",
         minimum=1,
     )
     group_session_min_ms: int = setting(
-        "group-session-min-ms", 6_000, "The shortest session timeout a group member may ask for.", minimum=1
+        "group-session-min-ms", 6_000, "The shortest session timeout that a group member may request.", minimum=1
     )
     group_session_max_ms: int = setting(
-        "group-session-max-ms", 1_800_000, "The longest session timeout a group member may ask for.", minimum=1
+        "group-session-max-ms", 1_800_000, "The longest session timeout that a group member may request.", minimum=1
     )
     group_initial_delay_ms: int = setting(
         "group-initial-delay-ms",
@@ -266,25 +272,27 @@ class Config:
         "How long an empty group waits for more members before its first assignment.",
         minimum=0,
     )
-    group_members_max: int = setting("group-members-max", 10_000, "Members of one group at most.", minimum=1)
+    group_members_max: int = setting(
+        "group-members-max", 10_000, "The maximum number of members of one group.", minimum=1
+    )
     group_consumer_session_ms: int = setting(
         "group-consumer-session-ms",
         45_000,
-        "How long a member of a consumer group (the newer protocol) may not be heard of before it is put out.",
+        "How long a member of a consumer group (the newer protocol) may be silent before it is removed.",
         minimum=1,
         maximum=1_800_000,
     )
     group_consumer_heartbeat_ms: int = setting(
         "group-consumer-heartbeat-ms",
         5_000,
-        "How often members of consumer groups (the newer protocol) are told to send heartbeats.",
+        "How often members of consumer groups (the newer protocol) send heartbeats.",
         minimum=1,
         maximum=600_000,
     )
     offsets_retention_ms: int = setting(
         "offsets-retention-ms",
         7 * 24 * 3600 * 1000,
-        "Committed offsets of a group without members are kept for this long.",
+        "How long the committed offsets of a group without members are kept.",
         minimum=1,
     )
     producer_expiry_ms: int = setting(
@@ -294,49 +302,53 @@ class Config:
         minimum=1000,
     )
     shutdown_ms: int = setting(
-        "shutdown-ms", 30_000, "How long a stopping node waits for requests under way before it closes them.", minimum=0
+        "shutdown-ms",
+        30_000,
+        "How long a stopping node waits for requests in progress before it closes their connections.",
+        minimum=0,
     )
     push_private_addresses: bool = setting(
         "push-private-addresses",
         False,
-        "Whether messages may be pushed to private, loopback and link-local addresses, which whoever declares a "
+        "Whether messages may be pushed to private, loopback and link-local addresses, which the owner of a "
         "subscription could otherwise not reach.",
     )
     pipelines_enabled: bool = setting(
         "pipelines-enabled",
         True,
-        "Whether this node may run pipelines. In a cluster one of those that may runs all of them.",
+        "Whether this node may run pipelines. In a cluster, one of the enabled nodes runs all of them.",
     )
     pipelines_master: str = setting(
         "pipelines-master",
         "",
-        "The Spark master that pipelines run on, as in spark://HOST:PORT; empty means this machine, with all of its "
-        "cores but one.",
+        "The Spark master of pipelines, such as spark://HOST:PORT; empty means this machine, with all cores but one.",
     )
-    pipelines_memory: str = setting("pipelines-memory", "1g", "The memory of the Java process of the Spark driver.")
+    pipelines_memory: str = setting("pipelines-memory", "1g", "The memory of the Spark driver's Java process.")
     pipelines_lake: str = setting(
         "pipelines-lake",
         "",
-        "Where landed tables are, a folder or a URL such as s3://bucket/path; empty means `lake` in the data folder. "
-        "In a cluster it has to be one that all nodes reach.",
+        "Where landed tables are stored: a folder or a URL such as s3://bucket/path; empty means `lake` in the "
+        "data folder. In a cluster it must be reachable from all nodes.",
     )
     pipelines_folder: str = setting(
         "pipelines-folder",
         "",
-        "Where pipelines keep checkpoints; empty means `pipelines` in the data folder. In a cluster it has to be one "
-        "that all nodes reach.",
+        "Where pipelines store checkpoints; empty means `pipelines` in the data folder. In a cluster it must be "
+        "reachable from all nodes.",
     )
     pipelines_spark: str = setting(
-        "pipelines-spark", "", "More settings of the Spark driver, as NAME=VALUE with semicolons between them."
+        "pipelines-spark", "", "Additional settings of the Spark driver: NAME=VALUE, separated by semicolons."
     )
-    log_level: str = setting("log-level", "info", "How much is logged.", choices=("debug", "info", "warning", "error"))
+    log_level: str = setting(
+        "log-level", "info", "The lowest level that is logged.", choices=("debug", "info", "warning", "error")
+    )
     log_format: str = setting(
-        "log-format", "text", "Whether log lines are for people or one JSON object each.", choices=("text", "json")
+        "log-format", "text", "Whether log lines are text for people or one JSON object each.", choices=("text", "json")
     )
 
     @classmethod
     def declared(cls) -> Mapping[str, tuple[str, Setting]]:
-        """Every setting: its flag name to its attribute and declaration."""
+        """Return every setting: flag name to attribute and declaration."""
         return {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
 
     @classmethod
@@ -347,7 +359,7 @@ class Config:
         environment: Mapping[str, str] | None = None,
         file: Path | None = None,
     ) -> Config:
-        """Put the sources together: a flag wins over the environment, which wins over the file."""
+        """Combine the sources: a flag overrides the environment, which overrides the file."""
         values = _from_file(file)
         values.update(_from_environment(os.environ if environment is None else environment))
         declared = cls.declared()
@@ -361,7 +373,7 @@ class Config:
 
     @classmethod
     def of(cls, settings: Mapping[str, object]) -> Config:
-        """These settings, by their flag names, and nothing else: the environment and the file are not asked."""
+        """Build from these settings alone, by flag name; ignore the environment and the file."""
         declared = cls.declared()
         values: dict[str, Any] = {}
         for name, value in settings.items():
@@ -386,18 +398,18 @@ class Config:
 
     @property
     def in_cluster(self) -> bool:
-        """Whether the node belongs to a cluster of several."""
+        """Return whether the node belongs to a cluster of several."""
         return bool(self.etcd)
 
     @property
     def topic_flush(self) -> str:
-        """The `flush` setting of topics that do not set their own."""
+        """Return the `flush` setting of topics that do not set their own."""
         if self.default_flush != "auto":
             return self.default_flush
         return "os" if self.in_cluster else "always"
 
     def spark_settings(self) -> dict[str, str]:
-        """What `pipelines-spark` says, by name."""
+        """Return the settings in `pipelines-spark` by name."""
         settings: dict[str, str] = {}
         for part in filter(None, map(str.strip, self.pipelines_spark.split(";"))):
             name, separator, value = part.partition("=")
@@ -407,7 +419,7 @@ class Config:
         return settings
 
     def replace(self, **changes: Any) -> Config:
-        """A copy with some settings changed."""
+        """Return a copy with some settings changed."""
         return dataclasses.replace(self, **changes)
 
 
@@ -430,7 +442,7 @@ def _variable(name: str) -> str:
 
 
 def _is_unknown(variable: str) -> bool:
-    """Whether a variable that is no setting looks as if it was meant to be one."""
+    """Return whether a variable that is not a setting looks like a mistyped one."""
     is_ours = variable.startswith(ENVIRONMENT_PREFIX)
     return is_ours and variable not in COMMAND_VARIABLES and not _SERVICE_LINK.search(variable)
 

@@ -117,7 +117,7 @@ class MillstreamError(Exception):
 
 
 class InvalidRequest(MillstreamError):
-    """The caller asked for something that cannot be."""
+    """The caller asked for something impossible."""
 
 
 class InvalidTopicName(InvalidRequest):
@@ -129,23 +129,23 @@ class InvalidSetting(InvalidRequest):
 
 
 class InvalidPartitions(InvalidRequest):
-    """A number of partitions that cannot be."""
+    """The number of partitions is invalid."""
 
 
 class InvalidReplication(InvalidRequest):
-    """A number of replicas that this cluster cannot hold."""
+    """The cluster cannot hold this many replicas."""
 
 
 class InvalidAssignment(InvalidRequest):
-    """Partitions placed by hand on nodes that cannot hold them."""
+    """Partitions were assigned by hand to nodes that cannot hold them."""
 
 
 class InvalidSubscription(InvalidRequest):
-    """A subscription that cannot be declared like this."""
+    """The subscription cannot be declared like this."""
 
 
 class InvalidPipeline(InvalidRequest):
-    """A pipeline, or a rule of one, that cannot be declared like this."""
+    """The pipeline, or a rule of it, cannot be declared like this."""
 
 
 class InvalidGroupId(InvalidRequest):
@@ -161,24 +161,24 @@ class InvalidTransactionTimeout(InvalidRequest):
 
 
 class RecordError(NamedTuple):
-    """Why one record of a batch was refused, by its position in the batch."""
+    """Why one record of a batch was rejected, by its position in the batch."""
 
     batch_index: int
     message: str
 
 
 class InvalidTimestamp(InvalidRequest):
-    """A record's timestamp is outside what its topic allows; `records` are those to blame, as far as they are known."""
+    """A record's timestamp is outside its topic's range; `records` lists the records at fault, if known."""
 
     records: Sequence[RecordError] = ()
 
 
 class InvalidRegex(InvalidRequest):
-    """A regular expression that is wrong, too large, or cannot be matched in bounded time."""
+    """A regular expression is invalid, too large, or cannot be matched in bounded time."""
 
 
 class FilterError(InvalidRequest):
-    """The filter of a subscription is wrong at a line and column, both from 1 on; the message shows the place."""
+    """A subscription's filter is invalid at a line and column, both counted from 1; the message shows the location."""
 
     def __init__(self, message: str, *, line: int, column: int, reason: str) -> None:
         super().__init__(message)
@@ -188,19 +188,19 @@ class FilterError(InvalidRequest):
 
 
 class MetadataTooLarge(InvalidRequest):
-    """What a consumer wants kept beside its offset is too long."""
+    """The metadata of an offset commit is too long."""
 
 
 class UnsupportedAssignor(InvalidRequest):
-    """A member wants partitions shared out in a way that this broker does not know."""
+    """A member asked for an assignor that this broker does not know."""
 
 
 class UnsupportedVersion(InvalidRequest):
-    """The request has to come in a newer version of its API."""
+    """The request needs a newer version of its API."""
 
 
 class PolicyViolation(InvalidRequest):
-    """Well formed, but the operator's settings forbid it."""
+    """The request is well formed, but the operator's settings forbid it."""
 
 
 class NotFound(MillstreamError):
@@ -208,7 +208,7 @@ class NotFound(MillstreamError):
 
 
 class UnknownTopic(NotFound):
-    """No topic (or no partition of it) has this name."""
+    """No topic has this name, or the topic has no such partition."""
 
 
 class UnknownTopicId(NotFound):
@@ -216,7 +216,7 @@ class UnknownTopicId(NotFound):
 
 
 class NoReassignment(NotFound):
-    """The partition is not being moved."""
+    """The partition is not being reassigned."""
 
 
 class UnknownGroup(NotFound):
@@ -240,19 +240,19 @@ class UnknownTransaction(NotFound):
 
 
 class Conflict(MillstreamError):
-    """The thing is in a state that forbids this."""
+    """The current state forbids the request."""
 
 
 class TopicExists(Conflict):
-    """A topic of this name is there already."""
+    """A topic with this name exists."""
 
 
 class SubscriptionExists(Conflict):
-    """A subscription has this name already."""
+    """A subscription with this name exists."""
 
 
 class PipelineExists(Conflict):
-    """A pipeline has this name already."""
+    """A pipeline with this name exists."""
 
 
 class GroupNotEmpty(Conflict):
@@ -260,7 +260,7 @@ class GroupNotEmpty(Conflict):
 
 
 class NodeIdTaken(Conflict):
-    """Another node of the cluster runs under this id."""
+    """Another node of the cluster is running with this id."""
 
 
 class ClusterMismatch(Conflict):
@@ -268,15 +268,15 @@ class ClusterMismatch(Conflict):
 
 
 class InvalidRecordState(Conflict):
-    """The worker does not hold a lease on this message, or no longer."""
+    """The worker does not hold a lease on this message, or its lease has ended."""
 
 
 class StalePlan(Conflict):
-    """A lake table goes on from other offsets than those a step was planned for: plan it again."""
+    """A lake table continues from other offsets than a step was planned for; plan it again."""
 
 
 class ColumnMismatch(Conflict):
-    """A lake table has a column under another type than the files that were to be added."""
+    """A lake table has a column of another type than the files to add."""
 
 
 class GroupRejected(MillstreamError):
@@ -284,7 +284,7 @@ class GroupRejected(MillstreamError):
 
 
 class MemberIdRequired(GroupRejected):
-    """The member has to join again with the id given here."""
+    """The member must join again with this id."""
 
     def __init__(self, message: str, *, member_id: str) -> None:
         super().__init__(message)
@@ -292,35 +292,35 @@ class MemberIdRequired(GroupRejected):
 
 
 class IllegalGeneration(GroupRejected):
-    """The member speaks of a generation that is not the current one."""
+    """The member named a generation that is not the current one."""
 
 
 class RebalanceInProgress(GroupRejected):
-    """The group is rebalancing; the member has to join again."""
+    """The group is rebalancing; the member must join again."""
 
 
 class FencedInstance(GroupRejected):
-    """Another process runs under this group instance id now."""
+    """Another process is using this group instance id."""
 
 
 class FencedMemberEpoch(GroupRejected):
-    """The member's epoch is not the group's: it has to give up every partition and join again."""
+    """The member's epoch is fenced: it must give up every partition and join again."""
 
 
 class StaleMemberEpoch(GroupRejected):
-    """The member speaks of an epoch that it has left, or has not reached yet."""
+    """The member sent an epoch that it has left, or has not reached."""
 
 
 class UnreleasedInstance(GroupRejected):
-    """Another process runs under this group instance id, and has not left."""
+    """Another process is using this group instance id and has not left."""
 
 
 class InconsistentProtocol(GroupRejected):
-    """The member knows no protocol that all other members know."""
+    """The member supports no protocol that all other members support."""
 
 
 class GroupFull(GroupRejected):
-    """The group has as many members as it may have."""
+    """The group has the maximum number of members."""
 
 
 class SubscribedToTopic(GroupRejected):
@@ -336,37 +336,39 @@ class CorruptBatch(BatchRejected):
 
 
 class MismatchedBatch(BatchRejected):
-    """A batch of another replica is valid, but cannot take the place of what the disk lost."""
+    """A batch from another replica is valid, but does not fit the gap that the disk lost."""
 
 
 class InvalidBatch(BatchRejected):
-    """The batch is well framed, but not what a producer may send; `records` are those to blame, if only some are."""
+    """The batch is well framed, but not one that a producer may send; `records` lists the records at fault, if only
+    some are.
+    """
 
     records: Sequence[RecordError] = ()
 
 
 class BatchTooLarge(BatchRejected):
-    """The batch exceeds `max.message.bytes`, or decompresses to more than is allowed."""
+    """The batch exceeds `max.message.bytes`, or decompresses to more than the limit."""
 
 
 class UnsupportedCompression(BatchRejected):
-    """The batch names a compression this broker does not know."""
+    """The batch uses a compression codec that this broker does not know."""
 
 
 class ProducerRejected(MillstreamError):
-    """The idempotent producer's numbers do not fit."""
+    """The idempotent producer's id, epoch or sequence does not match."""
 
 
 class OutOfOrderSequence(ProducerRejected):
-    """A gap: a batch before this one is missing."""
+    """A batch before this one is missing."""
 
 
 class FencedProducer(ProducerRejected):
-    """A newer incarnation of this producer is at work."""
+    """A newer instance of this producer is active."""
 
 
 class UnknownProducer(ProducerRejected):
-    """The partition remembers nothing of this producer id."""
+    """The partition has no state for this producer id."""
 
 
 class TransactionRejected(MillstreamError):
@@ -374,27 +376,27 @@ class TransactionRejected(MillstreamError):
 
 
 class ProducerFenced(TransactionRejected):
-    """A newer producer runs under this transactional id, or the coordinator has ended the transaction itself."""
+    """A newer producer uses this transactional id, or the coordinator has ended the transaction itself."""
 
 
 class InvalidProducerMapping(TransactionRejected):
-    """The producer id is not the one that this transactional id has."""
+    """The producer id does not belong to this transactional id."""
 
 
 class InvalidTransactionState(TransactionRejected):
-    """The transaction is in a state in which this cannot be done."""
+    """The state of the transaction does not allow this."""
 
 
 class ConcurrentTransactions(TransactionRejected):
-    """The last transaction of this id is still being ended; the producer tries again."""
+    """The previous transaction of this id is still being ended; the producer retries."""
 
 
 class TransactionAbortable(TransactionRejected):
-    """The transaction can only be aborted; the producer goes on with the next one."""
+    """The transaction can only be aborted; the producer continues with the next one."""
 
 
 class TransactionCoordinatorFenced(TransactionRejected):
-    """A newer coordinator has written a marker for this producer already."""
+    """A newer coordinator has already written a marker for this producer."""
 
 
 class LogUnavailable(MillstreamError):
@@ -402,15 +404,15 @@ class LogUnavailable(MillstreamError):
 
 
 class StorageFailure(LogUnavailable):
-    """The disk is full or failed. Reads go on."""
+    """The disk is full or has failed. Reads continue."""
 
 
 class RepairPending(StorageFailure):
-    """The disk lost what was asked for, and another replica may have it; it is being fetched from there."""
+    """The disk lost these offsets; they are being fetched from another replica that may have them."""
 
 
 class OffsetOutOfRange(LogUnavailable):
-    """The offset asked for is below the start or beyond the end of the log."""
+    """The offset is below the start or beyond the end of the log."""
 
     def __init__(self, message: str, *, start: int, end: int) -> None:
         super().__init__(message)
@@ -448,7 +450,7 @@ class NotEnoughReplicas(MillstreamError):
 
 
 class QuotaExceeded(MillstreamError):
-    """The client has taken more than its quota gives, and has to wait; nothing was done."""
+    """The client has exceeded its quota and must wait; nothing was done."""
 
     def __init__(self, message: str, *, wait_s: float = 1.0) -> None:
         super().__init__(message)
@@ -456,11 +458,11 @@ class QuotaExceeded(MillstreamError):
 
 
 class ElectionRefused(MillstreamError):
-    """No leader can be elected as asked for."""
+    """No leader can be elected as requested."""
 
 
 class ElectionNotNeeded(ElectionRefused):
-    """The leader is the one that is asked for."""
+    """The requested leader already leads."""
 
 
 class PreferredUnavailable(ElectionRefused):
@@ -468,7 +470,7 @@ class PreferredUnavailable(ElectionRefused):
 
 
 class EligibleUnavailable(ElectionRefused):
-    """No replica at all can lead."""
+    """No replica can lead."""
 
 
 class CoordinatorUnavailable(MillstreamError):
@@ -476,59 +478,59 @@ class CoordinatorUnavailable(MillstreamError):
 
 
 class CoordinatorLoading(CoordinatorUnavailable):
-    """The coordinator is reading its state back from the log."""
+    """The coordinator is loading its state from the log."""
 
 
 class NotCoordinator(CoordinatorUnavailable):
-    """Another node coordinates what was asked for, or this one has just begun anew."""
+    """Another node is the coordinator, or this one has just started."""
 
 
 class StoreUnavailable(MillstreamError):
-    """The coordination store gave no answer, so it is not known whether it carried out the change."""
+    """The coordination store did not answer; whether it applied the change is unknown."""
 
 
 class StoreRefused(StoreUnavailable):
-    """The coordination store answered, and surely did not carry out the change."""
+    """The coordination store answered and did not apply the change."""
 
 
 class StoreDenied(StoreRefused):
-    """The coordination store refuses the login that it was given, or does not let it do this."""
+    """The coordination store rejected the credentials or the operation."""
 
 
 class WatchLost(StoreUnavailable):
-    """The coordination store has forgotten what changed since then; everything has to be read anew."""
+    """The coordination store no longer has the changes since then; read everything again."""
 
 
 class ClusterForgotten(MillstreamError):
-    """The coordination store knows nothing of a node that was let in: it is another store, or lost its data."""
+    """The coordination store does not know a registered node: it is another store, or it lost its data."""
 
 
 class CatalogUnavailable(MillstreamError):
-    """The catalog gives no answer: data flows, but nothing can be declared for now."""
+    """The catalog does not answer: data flows, but nothing can be declared."""
 
 
 class CatalogDenied(CatalogUnavailable):
-    """The catalog's server answers, but refuses the login, or has no such database: a setting is wrong."""
+    """The catalog's server rejects the login or has no such database: a setting is wrong."""
 
 
 class FilterUnavailable(MillstreamError):
-    """The process that evaluates filters cannot run, took too long, or is stopped."""
+    """The process that evaluates filters cannot run, timed out, or is stopped."""
 
 
 class CorruptState(MillstreamError):
-    """What a store holds cannot be read."""
+    """Stored state cannot be read."""
 
 
 class DataFolderInUse(MillstreamError):
-    """Another process holds the data folder."""
+    """Another process uses the data folder."""
 
 
 class DataFolderInvalid(MillstreamError):
-    """The data folder is not what it should be."""
+    """The data folder is not valid."""
 
 
 class AddressTaken(MillstreamError):
-    """A listener cannot have the address it was given: it is in use, or not one of this machine."""
+    """A listener cannot bind its address: it is in use, or it does not belong to this machine."""
 
 
 class BrokerUnreachable(MillstreamError):
@@ -536,10 +538,10 @@ class BrokerUnreachable(MillstreamError):
 
 
 class LostData(MillstreamError):
-    """Offsets that a reader was to have are gone: each stretch as topic, partition, first, and the one after it."""
+    """Offsets that a reader expected are gone: topic, partition, start and end of each range."""
 
     REMEDY = "set failOnDataLoss to false"
-    """What a query does to go on without them; whoever runs it for others says what they can do."""
+    """What a query does to continue without them; a caller that runs it for others gives its own advice."""
 
     def __init__(self, lost: Sequence[tuple[str, int, int, int]]) -> None:
         listed = ", ".join(f"{topic}-{number}: offsets {first} to {end - 1}" for topic, number, first, end in lost[:10])
@@ -560,7 +562,7 @@ class UnreadableData(MillstreamError):
 
 
 class PublishFailed(MillstreamError):
-    """Some messages that were published together are not stored; `outcomes` has a receipt or an error for each."""
+    """Some messages that were published together are not stored; `outcomes` holds a receipt or an error for each."""
 
     def __init__(self, outcomes: Sequence[object]) -> None:
         failed = [(at, outcome) for at, outcome in enumerate(outcomes) if isinstance(outcome, Exception)]
@@ -579,11 +581,11 @@ class RequestRefused(MillstreamError):
 
 
 class RequestTimedOut(MillstreamError):
-    """No answer in time; the request may or may not have been carried out."""
+    """No answer in time; whether the request was carried out is unknown."""
 
 
 class NotStoredInTime(RequestTimedOut):
-    """Messages could not be stored in time, and none of them was: they may be published again."""
+    """The messages were not stored in time, and none will be: they may be published again."""
 
 
 class ProtocolViolation(MillstreamError):

@@ -1,4 +1,4 @@
-"""The settings of single consumer groups (KIP-848), by the names that Kafka has for them."""
+"""The settings of individual consumer groups (KIP-848), under Kafka's names."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ HEARTBEAT: Final = "consumer.heartbeat.interval.ms"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSettings:
-    """What a consumer group may have otherwise than its node; share groups have the settings of subscriptions."""
+    """What a consumer group may set differently from its node; share groups have the settings of subscriptions."""
 
     consumer_session_timeout_ms: int = setting(
         SESSION,
         45_000,
-        "How long a member of the group may not be heard of before it is put out.",
+        "How long a member of the group may be silent before it is removed.",
         minimum=1,
         maximum=1_800_000,
         needs_restart=False,
@@ -28,7 +28,7 @@ class GroupSettings:
     consumer_heartbeat_interval_ms: int = setting(
         HEARTBEAT,
         5_000,
-        "How often members of the group are told to send heartbeats.",
+        "How often members of the group send heartbeats.",
         minimum=1,
         maximum=600_000,
         needs_restart=False,
@@ -39,7 +39,7 @@ DECLARED: Final[Mapping[str, Setting]] = {declared.name: declared for _, declare
 
 
 def parse_group_settings(overrides: Mapping[str, str], defaults: Mapping[str, int]) -> dict[str, int]:
-    """Turn the settings of a group into numbers, or raise `InvalidSetting`; `defaults` hold for the others."""
+    """Parse the settings of a group or raise `InvalidSetting`; `defaults` apply to the others."""
     parsed: dict[str, Any] = {name: DECLARED[name].parse(text) for name, text in overrides.items()}
     session_ms, heartbeat_ms = ({**defaults, **parsed}[name] for name in (SESSION, HEARTBEAT))
     if heartbeat_ms >= session_ms:

@@ -1,7 +1,7 @@
-"""Memory that the allocator of C keeps although nothing is in it any more.
+"""Memory that the C allocator keeps after it was freed.
 
-Columns that grow to many megabytes are moved as they do, and leave holes that other things do not fill. They stay
-resident until the system is told that nobody needs them.
+Columns that grow to many megabytes move while they grow and leave holes that nothing else fills. The holes stay
+resident until the allocator is asked to return them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _YOUNG_OBJECTS = 10_000
 
 
 def keep_freed_memory() -> None:
-    """Ask glibc to use large blocks again: giving each back to the kernel costs a page fault per 4 KiB sent."""
+    """Tell glibc to reuse large blocks: returning each to the kernel costs a page fault per 4 KiB sent."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -34,7 +34,7 @@ def keep_freed_memory() -> None:
 
 
 def freeze_heap() -> None:
-    """Have the collector look only at what is made from now on, not at the thousands of objects of the modules."""
+    """Exempt everything allocated so far, such as modules, from garbage collection."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG_OBJECTS, *gc.get_threshold()[1:])
@@ -44,19 +44,19 @@ _is_ours: Final = Event()
 
 
 def enable_trimming() -> None:
-    """Say that this process is the broker's own. In that of somebody else memory is left as its program wants it."""
+    """Allow trimming: this process belongs to the broker. An embedding program keeps control of its own memory."""
     _is_ours.set()
 
 
 def trim_after(seconds: float) -> None:
-    """Tell the system later, beside the loop, if the process is the broker's."""
+    """Trim after a delay, off the event loop, if trimming is enabled."""
     if _is_ours.is_set():
         loop = asyncio.get_running_loop()
         loop.call_later(seconds, loop.run_in_executor, None, give_back)
 
 
 def give_back() -> None:
-    """Tell the system, which takes some milliseconds; does nothing where the C library cannot."""
+    """Return freed memory to the system, which takes some milliseconds; a no-op where the C library cannot."""
     trim = _trim()
     if trim is not None:
         trim(0)

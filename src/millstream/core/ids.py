@@ -1,4 +1,4 @@
-"""The small numbers of the system, each with a type of its own so that mypy keeps them apart."""
+"""The system's small numbers, each with its own type so that mypy keeps them apart."""
 
 from typing import NamedTuple, NewType
 
@@ -15,10 +15,10 @@ NodeId = NewType("NodeId", int)
 """The number of a node within its cluster."""
 
 ProducerId = NewType("ProducerId", int)
-"""The number handed to an idempotent producer; -1 means that the producer has none."""
+"""The id of an idempotent producer; -1 means none."""
 
 ProducerEpoch = NewType("ProducerEpoch", int)
-"""The incarnation of a producer id; an older one is fenced."""
+"""The instance of a producer id; older instances are fenced."""
 
 NO_OFFSET = Offset(-1)
 NO_EPOCH = Epoch(-1)

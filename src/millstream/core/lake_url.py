@@ -1,4 +1,4 @@
-"""Where tables of a lake are: folders, and the kinds of URLs that mean something."""
+"""Locations of lake tables: folders and the supported URL schemes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from millstream.core.errors import InvalidSetting
 
 SCHEMES: Final = ("file", "s3", "s3a", "gs", "az", "abfs", "abfss")
 QUARANTINE_SUFFIX: Final = "__quarantine"
-"""With the name of a table before it, the table of messages that do not fit it."""
+"""Appended to a table's name: the table of messages that do not fit it."""
 
 
 def check_lake_url(url: str) -> None:
-    """Raise `InvalidSetting` for a URL that means nothing here; a path is taken as it is."""
+    """Raise `InvalidSetting` for an unsupported URL; paths are not checked."""
     scheme, colon, rest = url.partition("://")
     if colon and scheme not in SCHEMES:
         raise InvalidSetting(f"tables are kept in folders and at {', '.join(SCHEMES[1:])}://, not at {url!r}")
@@ -21,7 +21,7 @@ def check_lake_url(url: str) -> None:
 
 
 def check_absolute_lake_url(url: str) -> None:
-    """The same for a place that nodes are to find: what a path is relative to differs from process to process."""
+    """Also reject relative paths, which mean different folders in different processes."""
     check_lake_url(url)
     if "://" not in url and not url.startswith("/"):
         raise InvalidSetting(f"give the whole path of the folder {url!r}, from / on, or a URL such as s3://bucket/path")

@@ -1,8 +1,8 @@
-"""How one log line is written: text for people, or one JSON object for machines.
+"""The format of log lines: text for people, or one JSON object for programs.
 
-Every part logs with the standard library: a fixed message and the facts in `extra`, for example
-`logger.info("topic created", extra={"topic": name})`. The broker and its HTTP gateway both set up logging here,
-so their lines look the same. Logs go to stderr; stdout belongs to answers.
+All code logs with the standard library: a fixed message, and the facts in `extra`, for example `logger.info("topic
+created", extra={"topic": name})`. The broker and its HTTP gateway both set up logging here, so their lines look the
+same. Logs go to stderr; stdout is for output.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ TEXT = "text"
 JSON = "json"
 
 _ROOT = "millstream"
-# What the standard library itself puts on a record; everything else came in through `extra`.
+# Attributes that the standard library sets on a record; everything else comes from `extra`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _LEVEL_COLUMN = 7
 
 
 def set_up_logging(level: str, line_format: str, *, stream: TextIO | None = None) -> None:
-    """Send the log lines of this process to `stream` (stderr), from `level` up, in the format given."""
+    """Write this process's log lines to `stream` (stderr), from `level` up."""
     handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
     handler.setFormatter(JsonLines() if line_format == JSON else TextLines())
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)
     root.addHandler(handler)
-    # Libraries speak up only when something is wrong; the level is about Millstream's own lines.
+    # Libraries log only problems; the level applies to Millstream's own lines.
     root.setLevel(logging.WARNING)
     logging.getLogger(_ROOT).setLevel(level.upper())
 
@@ -39,7 +39,7 @@ class TextLines(logging.Formatter):
     """`2026-01-31 12:00:00.123 info    topic created topic=orders partitions=3`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line; a traceback, if there is one, follows on lines of its own."""
+        """Return one line; a traceback follows on lines of its own."""
         seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))
         line = f"{seconds}.{int(record.msecs):03d} {record.levelname.lower():<{_LEVEL_COLUMN}} {record.getMessage()}"
         for name, value in facts(record).items():
@@ -54,7 +54,7 @@ class JsonLines(logging.Formatter):
     """One JSON object per line: time (UTC), level, logger, message, the facts, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line. A fact never hides one of the fixed fields."""
+        """Return the line. A fact never overwrites a fixed field."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03d}Z",
@@ -70,11 +70,11 @@ class JsonLines(logging.Formatter):
 
 
 def facts(record: logging.LogRecord) -> dict[str, Any]:
-    """What the caller gave in `extra`, in the order given."""
+    """Return the caller's `extra`, in order."""
     return {name: value for name, value in vars(record).items() if name not in _STANDARD}
 
 
 def _readable(value: Any) -> str:
     text = str(value)
-    # Quotes keep a value with spaces in one piece, and escapes keep a line one line.
+    # Quotes keep a value with spaces together, and escapes keep it on one line.
     return json.dumps(text, ensure_ascii=False) if not text or any(c.isspace() or c in '"=' for c in text) else text

@@ -1,4 +1,4 @@
-"""The end of a transaction on one partition, as its coordinator has it written there."""
+"""Transaction markers: the end of a transaction on one partition."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ ANY_COORDINATOR: Final = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Marker:
-    """A transaction of a producer is committed or aborted."""
+    """Commits or aborts a producer's transaction."""
 
     producer_id: ProducerId
     producer_epoch: ProducerEpoch
     commit: bool
     coordinator_epoch: int
-    """Of the coordinator that decided; one of an earlier epoch is refused."""
+    """The epoch of the coordinator that decided; markers of earlier epochs are rejected."""
     bumps_epoch: bool = False
-    """Whether the epoch is above that of the transaction's records, as it is under transaction version 2 (KIP-890).
+    """Whether the epoch is above that of the transaction's records, as under transaction version 2 (KIP-890).
 
-    Then a marker of the epoch in which a transaction is open is a late copy of the one before it, and is refused.
+    A marker with the epoch of an open transaction is then a late copy of the previous one, and is rejected.
     """
     latest_coordinator: int = ANY_COORDINATOR
-    """The latest epoch that a coordinator can have, as far as the node knows on whose partition this is written."""
+    """The latest coordinator epoch that exists, as far as the partition's node knows."""
 
     def admitted(self, held: int) -> Marker:
-        """The marker as a partition may write it that holds one of this producer of the coordinator epoch `held`.
+        """Return the marker to write on a partition whose last marker of this producer has the coordinator epoch
+        `held`.
 
-        An epoch that no coordinator can have yet is refused until it is known, so that a request which made it up does
-        not fence the coordinators that there are. Where such an epoch is held already, it counts for nothing: it was
-        made up, or is of a time before the coordination store was restored from an older copy. Tools that end what
-        hangs repeat the epoch that is held, and are let in.
+        An epoch that no coordinator can have yet is rejected until it is known, so that a forged request cannot fence
+        the real coordinators. If the partition already holds such an epoch, it is ignored: it was forged, or predates a
+        restore of the coordination store from an older copy. Tools that end hanging transactions repeat the held epoch
+        and are admitted.
         """
         latest = self.latest_coordinator
         if self.coordinator_epoch > latest:

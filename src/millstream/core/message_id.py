@@ -1,4 +1,4 @@
-"""What a message is called: the id its publisher gave it, else where it lies."""
+"""Message ids: the publisher's, otherwise derived from the message's position."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ HEADER = "message-id"
 
 
 def message_id(topic_id: object, partition: int, offset: int, headers: Iterable[tuple[str, bytes | None]]) -> str:
-    """The `message-id` header if the publisher set one, else `topic-id/partition/offset`."""
+    """Return the `message-id` header if the publisher set one, otherwise `topic-id/partition/offset`."""
     for name, value in headers:
         if name == HEADER and value:
             return value.decode(errors="replace")

@@ -52,10 +52,10 @@ class Metric:
 
 
 class MetricSource(Protocol):
-    """A part of the broker that tells numbers about itself."""
+    """A part of the broker that reports metrics."""
 
     def metrics(self) -> Iterable[Metric]:
-        """The numbers as they are now; called on the loop, so it must be quick and must not wait."""
+        """Return the current values; called on the event loop, so it must be quick and must not wait."""
 
 
 class Histogram:
@@ -67,7 +67,7 @@ class Histogram:
         if list(bounds) != sorted(set(bounds)):
             raise ValueError(f"the bounds of a histogram must grow, these do not: {bounds}")
         self._bounds = bounds
-        # One more than there are bounds: the last one counts what exceeds them all.
+        # One more than there are bounds: the last bucket counts what exceeds them all.
         self._counts = [0] * (len(bounds) + 1)
         self.observations = 0
         self.total = 0.0
@@ -79,7 +79,7 @@ class Histogram:
         self.total += value
 
     def distribution(self) -> Distribution:
-        """What was counted so far, as cumulative buckets."""
+        """Return the counts so far as cumulative buckets."""
         cumulative = []
         running = 0
         for count in self._counts[:-1]:
@@ -89,10 +89,10 @@ class Histogram:
 
 
 def counter(name: str, help_text: str, value: float) -> Metric:
-    """A metric with one sample that only ever grows."""
+    """Build a metric with one sample that only grows."""
     return Metric(name, "counter", help_text, (Sample(value),))
 
 
 def gauge(name: str, help_text: str, value: float) -> Metric:
-    """A metric with one sample that goes up and down."""
+    """Build a metric with one sample that rises and falls."""
     return Metric(name, "gauge", help_text, (Sample(value),))

@@ -1,4 +1,4 @@
-"""Who carries a partition: its replicas, their leader, and those that have everything that was acknowledged."""
+"""The state of a partition's replication: replicas, leader, epoch and in-sync replicas."""
 
 from __future__ import annotations
 
@@ -18,33 +18,32 @@ class PartitionState:
     """What the cluster has agreed on for one partition."""
 
     replicas: tuple[NodeId, ...]
-    """In order of preference: the first leads when it can."""
+    """In order of preference: the first leads if it can."""
     leader: NodeId
     leader_epoch: Epoch
-    """Goes up with every election, also when the same node is elected again; never back."""
+    """Increases with every election, including the re-election of the same node."""
     in_sync: tuple[NodeId, ...]
-    """The replicas that the high watermark waits for, so each of them has everything that was acknowledged."""
+    """The replicas that the high watermark waits for; each has every acknowledged record."""
     eligible: tuple[NodeId, ...] = ()
-    """Replicas that were in sync when too few were left: they too have everything up to the high watermark, since it
-    does not move while there are fewer in sync than `min.insync.replicas` asks for.
-    """
+    """Replicas that were in sync when too few were left. They also have everything up to the high watermark, which does
+    not advance while fewer than `min.insync.replicas` are in sync."""
 
     @property
     def preferred(self) -> NodeId:
-        """The node that leads when everything is well."""
+        """Return the preferred leader."""
         return self.replicas[0]
 
     @property
     def has_leader(self) -> bool:
-        """Whether anybody leads."""
+        """Return whether the partition has a leader."""
         return self.leader != NO_LEADER
 
     def elected(self, leader: NodeId) -> PartitionState:
-        """The same with another leader, or with none, in the next epoch."""
+        """Return this state with another leader, or none, in the next epoch."""
         return replace(self, leader=leader, leader_epoch=Epoch(self.leader_epoch + 1))
 
     def to_json(self) -> str:
-        """As it is kept in the coordination store."""
+        """Encode for the coordination store."""
         content = {
             "replicas": self.replicas,
             "leader": self.leader,
@@ -56,7 +55,7 @@ class PartitionState:
 
     @classmethod
     def from_json(cls, text: str) -> PartitionState:
-        """Read it back; fields that are not known here are passed over."""
+        """Decode; ignore unknown fields."""
         try:
             content = json.loads(text)
             return cls(
@@ -71,14 +70,14 @@ class PartitionState:
 
 
 class Versioned(NamedTuple):
-    """A state and the revision in which the coordination store took it, which the next change must name."""
+    """A state and its revision in the coordination store, which the next change must name."""
 
     state: PartitionState
     revision: int
 
 
 def sole(node: NodeId, epoch: Epoch = FIRST_EPOCH) -> PartitionState:
-    """The state of a partition that one node carries alone."""
+    """Return the state of a partition with a single replica."""
     return PartitionState(replicas=(node,), leader=node, leader_epoch=epoch, in_sync=(node,))
 
 

@@ -1,7 +1,7 @@
-"""Which partition a key belongs to: the rule of Kafka's Java client, so that all tools agree on it.
+"""The partition of a key: the rule of Kafka's Java client, so that all tools agree.
 
-The rule is murmur2 of the key, its sign bit cleared, modulo the number of partitions. (librdkafka's default is
-another one; it follows this rule with `partitioner=murmur2_random`.)
+It is the murmur2 hash of the key, sign bit cleared, modulo the number of partitions. (librdkafka's default differs; it
+follows this rule with `partitioner=murmur2_random`.)
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ _MASK = 0xFFFFFFFF
 
 
 def partition_for_key(key: bytes, partitions: int) -> int:
-    """The number of the partition that a key goes to."""
+    """Return the partition of a key."""
     return (murmur2(key) & 0x7FFFFFFF) % partitions
 
 
 def murmur2(data: bytes) -> int:
-    """The 32-bit murmur2 hash with Kafka's seed, unsigned."""
+    """Return the unsigned 32-bit murmur2 hash with Kafka's seed."""
     length = len(data)
     h = _SEED ^ length
     whole = length & ~3

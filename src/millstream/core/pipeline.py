@@ -1,4 +1,4 @@
-"""Pipelines, declared in the catalog and run on Spark, and the settings of each kind."""
+"""Pipelines: Spark jobs declared in the catalog, and their settings."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ CONDITION_LENGTH_MAX: Final = 8192
 TEXT_LENGTH_MAX: Final = 64 * 1024
 GROUP_PREFIX: Final = "pipeline-"
 GROUP_TYPE: Final = "pipeline"
-"""The protocol type of these groups. Not "consumer": such groups forget offsets of topics that no member subscribes
-to."""
+"""The protocol type of these groups. Not "consumer", which forgets offsets of topics that no member subscribes to."""
 LAND_PREFIX: Final = "land-"
-"""The prefix of the pipeline that `topic create --land` declares; the topic's name follows."""
+"""Followed by the topic's name: the pipeline of a topic created with `--land`."""
 
 EARLIEST: Final = "earliest"
 LATEST: Final = "latest"
@@ -58,15 +57,15 @@ class PipelineKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One rule of a route: which messages of a topic go to which topics."""
+    """One rule of a route: which messages of a topic go where."""
 
     name: str
     topic: str
     targets: tuple[str, ...]
     condition: str = ""
-    """A condition in SQL over the columns of a message; empty matches all."""
+    """A SQL condition over the columns of a message; empty matches all."""
     subscription: str = ""
-    """A subscription whose filter is used as the condition; then `condition` is empty."""
+    """A subscription whose filter is the condition; `condition` is then empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,26 +80,26 @@ class Pipeline:
     is_wanted: bool = True
     """Whether it should run."""
     parked: str = ""
-    """Why it is parked although it should run: it cannot be run as declared."""
+    """Why it no longer runs although it should: it cannot run as declared."""
     created_ms: int = 0
     rules: tuple[Rule, ...] = ()
     """The rules of a route, by name."""
     version: int = 0
-    """How often it was changed, which shows the newer of two versions."""
+    """How often it has changed since it was declared; the higher of two reported versions is newer."""
 
     @property
     def group(self) -> str:
-        """The consumer group that shows its progress, and whose only member runs it."""
+        """Return the consumer group that shows its progress and whose only member runs it."""
         return f"{GROUP_PREFIX}{self.name}"
 
     @property
     def is_due(self) -> bool:
-        """Whether it should be running."""
+        """Return whether a node should be running it."""
         return self.is_wanted and not self.parked
 
     @property
     def settings(self) -> PipelineSettings:
-        """Its settings, parsed on each access."""
+        """Parse its settings."""
         return SETTINGS[self.kind].from_strings(self.overrides)
 
     def flows(self) -> dict[str, set[str]]:
@@ -110,19 +109,19 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineSettings:
-    """The settings of every pipeline."""
+    """Settings of every pipeline."""
 
     start: str = setting(
         "from",
         EARLIEST,
-        "Where it begins on partitions that it has not read: `earliest` or `latest`.",
+        "Where it starts on partitions that it has not read: `earliest` or `latest`.",
         choices=(EARLIEST, LATEST),
         needs_restart=False,
     )
     batch_max: int = setting(
         "batch.max.messages",
         1_000_000,
-        "How many messages one batch takes at most.",
+        "The maximum number of messages in one batch.",
         minimum=1,
         maximum=100_000_000,
         needs_restart=False,
@@ -130,8 +129,8 @@ class PipelineSettings:
     stall_ms: int = setting(
         "stall.ms",
         30 * 60_000,
-        "A batch that makes no progress for so long is cancelled, and counts as failed: no task of it ended or moved, "
-        "and nothing else was done. 0 waits for ever.",
+        "How long a batch may make no progress (no task ends or advances) before it is cancelled and counts as "
+        "failed. 0 waits forever.",
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
         needs_restart=False,
@@ -139,7 +138,7 @@ class PipelineSettings:
 
     @classmethod
     def from_strings(cls: type[S], given: Mapping[str, str]) -> S:
-        """Parse settings by name; raise `InvalidSetting` for invalid ones."""
+        """Parse settings; raise `InvalidSetting` for an invalid one."""
         by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
         values: dict[str, Any] = {}
         for name, text in given.items():
@@ -157,12 +156,12 @@ class PipelineSettings:
         return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
 
     def _check(self) -> None:
-        """Raise `InvalidSetting` for settings that conflict."""
+        """Raise `InvalidSetting` for settings that contradict each other."""
 
     def check_texts(self) -> None:
-        """Raise `InvalidSetting` for texts that could not be run, when they are given.
+        """Raise `InvalidSetting` for texts that cannot be run; called when they are given.
 
-        Stored ones are not checked again, so that they can always be shown and changed.
+        Stored texts are not checked again, so that they can always be shown and changed.
         """
 
     def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
@@ -181,12 +180,12 @@ class PipelineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MovingSettings(PipelineSettings):
-    """The settings of pipelines from topics to topics."""
+    """Settings of pipelines that read topics and write topics."""
 
     on_lost: str = setting(
         ON_LOST,
         FAIL,
-        "What to do when retention has deleted messages before they were read: `fail`, or `skip` them and count them.",
+        "What to do when retention has deleted messages before they were read: `fail`, or `skip` and count them.",
         choices=(FAIL, SKIP),
         needs_restart=False,
     )
@@ -194,32 +193,33 @@ class MovingSettings(PipelineSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LandSettings(PipelineSettings):
-    """The settings of landing: topics to lake tables."""
+    """Settings of pipelines that turn topics into tables."""
 
-    topics: str = setting("topics", "", "The topics that are landed, with commas between them.", needs_restart=False)
+    topics: str = setting("topics", "", "The topics to land, separated by commas.", needs_restart=False)
     pattern: str = setting(
         "pattern",
         "",
-        "A regular expression instead: every topic whose whole name it fits, also those that come later.",
+        "A regular expression instead: every topic whose whole name matches it, including topics created later.",
         needs_restart=False,
     )
     lake: str = setting(
         "lake",
         "",
-        "Where the tables are, a folder or a URL such as s3://bucket/path; empty is `pipelines-lake` of the node.",
+        "Where the tables are stored: a folder or a URL such as s3://bucket/path; empty means the node's "
+        "`pipelines-lake`.",
         needs_restart=False,
     )
     format: str = setting(
         "format",
         "delta",
-        "What the tables are made of.",
+        "The table format.",
         choices=("delta", "parquet"),
         needs_restart=False,
     )
     every_ms: int = setting(
         "every.ms",
         60_000,
-        "How long messages gather before they are landed; more than a batch of them is landed at once.",
+        "How long messages are collected before they are landed; a full batch is landed at once.",
         minimum=100,
         maximum=24 * 3600 * 1000,
         needs_restart=False,
@@ -241,8 +241,9 @@ class LandSettings(PipelineSettings):
     widen_max_bytes: int = setting(
         "widen.max.bytes",
         100 * 1024**3,
-        "The largest table that is rewritten when a long column has to take fractions, or its schema "
-        "says so. In larger ones such columns stay, and what does not fit goes to the quarantine; 0 widens none.",
+        "The largest table that is rewritten when a column of integers has to hold fractions, or its schema says "
+        "so. In larger tables such columns stay, and values that do not fit go to the quarantine; 0 rewrites "
+        "none.",
         minimum=0,
         maximum=2**60,
         needs_restart=False,
@@ -250,18 +251,18 @@ class LandSettings(PipelineSettings):
     dedupe_ms: int = setting(
         "dedupe.ms",
         0,
-        "Messages with an id that was landed within so long before are left out; 0 keeps all.",
+        "How long message ids are remembered: a message whose id was landed within this time is skipped; 0 keeps all.",
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
         needs_restart=False,
     )
     dedupe_header: str = setting(
-        "dedupe.header", "message-id", "The header that has the id of a message.", needs_restart=False
+        "dedupe.header", "message-id", "The header that holds the id of a message.", needs_restart=False
     )
     compact: bool = setting(
         "compact",
         True,
-        "Whether small files of hours that are over are made into large ones.",
+        "Whether small files of past hours are merged into large ones.",
         needs_restart=False,
     )
 
@@ -280,7 +281,7 @@ class LandSettings(PipelineSettings):
             raise InvalidSetting("a `schema` is for payloads that are decoded: set decode=json with it")
 
     def check_texts(self) -> None:
-        """Raise `InvalidSetting` for a schema that tables cannot have, for names that clash, and for invalid places."""
+        """Raise `InvalidSetting` for a schema that no table can have, clashing names or invalid locations."""
         if self.lake:
             check_absolute_lake_url(self.lake)
         if self.schema:
@@ -293,20 +294,20 @@ class LandSettings(PipelineSettings):
                 raise InvalidSetting(f"topic {name + QUARANTINE_SUFFIX!r} has the name of the quarantine of {name!r}")
 
     def flows(self, rules: Iterable[Rule]) -> dict[str, set[str]]:
-        """Return the topics that are landed by name; their messages lead to no topic."""
+        """Return the topics that are landed by name; their messages go to no topic."""
         return {topic: set() for topic in self.topic_names}
 
     @property
     def topic_names(self) -> list[str]:
-        """The topics that are named."""
+        """Return the topics that are listed by name."""
         return [name.strip() for name in self.topics.split(",") if name.strip()]
 
     def takes(self, topic: str) -> bool:
-        """Whether a topic of this name is landed."""
+        """Return whether a topic is landed."""
         return self.matcher()(topic)
 
     def matcher(self) -> Callable[[str], bool]:
-        """Return a predicate over topic names, for callers that test many."""
+        """Return a predicate over topic names, for callers that check many."""
         if not self.pattern:
             return frozenset(self.topic_names).__contains__
         expression = compile_regex(self.pattern)
@@ -315,15 +316,15 @@ class LandSettings(PipelineSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformSettings(MovingSettings):
-    """The settings of a transform: topics to a topic, by an SQL statement."""
+    """Settings of pipelines that turn topics into a topic with a SQL statement."""
 
     sql: str = setting(
         "sql",
         "",
-        "The SELECT statement. Topics stand in it as tables by their names, decoded payloads as columns.",
+        "The SELECT statement. Topics are tables by their names, decoded payloads are columns.",
         needs_restart=False,
     )
-    into: str = setting("into", "", "The topic that takes the rows.", needs_restart=False)
+    into: str = setting("into", "", "The topic to write the rows to.", needs_restart=False)
     decode: str = setting(
         DECODE,
         "json",
@@ -357,8 +358,8 @@ class TransformSettings(MovingSettings):
         _check_target(self.into)
 
     def check_texts(self) -> None:
-        """Raise `InvalidSetting` for an invalid statement, one that reads nothing or its own target, and for malformed
-        documents.
+        """Raise `InvalidSetting` for an invalid statement, one that reads nothing or its own output, and malformed
+        JSON.
         """
         if self.schemas.strip() and self.decode == NO_DECODING:
             raise InvalidSetting("`schemas` are for payloads that are decoded: set decode=json with them")
@@ -398,7 +399,7 @@ class TransformSettings(MovingSettings):
                     yield setting_name, name, reads
 
     def delays(self) -> dict[str, tuple[str, str]]:
-        """Return the watermarks by topic: a column, and how late its rows may arrive."""
+        """Return the watermarks by topic: a column and its delay."""
         found: dict[str, tuple[str, str]] = {}
         for topic, text in named_texts("watermarks", self.watermarks).items():
             column, _, delay = text.strip().partition(" ")
@@ -412,7 +413,7 @@ class TransformSettings(MovingSettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteSettings(MovingSettings):
-    """The settings of a route; its rules are stored beside the pipeline."""
+    """Settings of pipelines that route messages into topics, by rules that the catalog stores with the pipeline."""
 
     decode: str = setting(
         DECODE,
@@ -439,7 +440,7 @@ SETTINGS: Final[Mapping[PipelineKind, type[PipelineSettings]]] = {
 
 
 def kind_of(text: str) -> PipelineKind:
-    """Parse the name of a kind; raise `InvalidPipeline` if there is none."""
+    """Return the kind with this name; raise `InvalidPipeline` if there is none."""
     try:
         return PipelineKind(text)
     except ValueError:
@@ -449,7 +450,7 @@ def kind_of(text: str) -> PipelineKind:
 
 
 def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) -> PipelineSettings:
-    """Return its settings; raise an `InvalidRequest` if it cannot be declared."""
+    """Return the parsed settings; raise `InvalidRequest` if the pipeline cannot be declared."""
     if not name or len(name) > NAME_LENGTH_MAX:
         raise InvalidPipeline(f"the name of a pipeline has 1 to {NAME_LENGTH_MAX} characters")
     if name in set(PipelineKind):
@@ -466,7 +467,7 @@ def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) 
 
 
 def _check_name(name: str) -> None:
-    """Raise `InvalidPipeline` for a name that its group or a folder cannot have: the rule is that of topics."""
+    """Raise `InvalidPipeline` for a name that its group or a folder cannot have: the rule for topic names applies."""
     try:
         check_topic_name(name, noun="pipeline")
     except InvalidTopicName as refused:
@@ -474,14 +475,14 @@ def _check_name(name: str) -> None:
 
 
 def _check_target(topic: str) -> None:
-    """Raise an `InvalidRequest` for a topic that pipelines cannot write to."""
+    """Raise `InvalidRequest` for a topic that pipelines cannot write to."""
     check_topic_name(topic)
     if topic in INTERNAL_TOPICS:
         raise InvalidPipeline(f"{topic!r} is the broker's own; a pipeline cannot write to it")
 
 
 def named_texts(setting_name: str, text: str) -> dict[str, str]:
-    """Parse a setting that is a JSON object of texts; raise `InvalidSetting` if it is not."""
+    """Parse a setting that is a JSON object of strings; raise `InvalidSetting` otherwise."""
     if not text.strip():
         return {}
     try:
@@ -525,12 +526,12 @@ def _check_rule(rule: Rule) -> None:
 
 
 def _check_circles(rules: Iterable[Rule]) -> None:
-    """Refuse circles, in which a message would be routed forever."""
+    """Reject cycles, in which a message would be routed forever."""
     leads: dict[str, set[str]] = {}
     for rule in rules:
         leads.setdefault(rule.topic, set()).update(rule.targets)
     while leads:
-        # A topic that leads nowhere further cannot be part of a circle.
+        # A topic that leads nowhere cannot be part of a cycle.
         open_ended = [topic for topic, targets in leads.items() if not any(target in leads for target in targets)]
         if not open_ended:
             topics = ", ".join(sorted(leads))

@@ -1,4 +1,4 @@
-"""What a subscription says about push: where its messages are sent, with what, and how they are signed."""
+"""Push settings of a subscription: endpoint, headers and signing secrets."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _OURS = re.compile(
 
 
 def check_push(url: str, headers: str, secret: str) -> None:
-    """Raise `InvalidSetting` for what cannot be; no secret is ever in what is raised."""
+    """Raise `InvalidSetting` for invalid push settings; the error never contains a secret."""
     if url:
         check_url(url)
     if headers:
@@ -49,7 +49,7 @@ def check_push(url: str, headers: str, secret: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raise `InvalidSetting` unless messages could be sent there."""
+    """Raise `InvalidSetting` unless messages can be sent to this URL."""
     if len(url) > URL_LENGTH_MAX:
         raise InvalidSetting(f"{URL} has at most {URL_LENGTH_MAX} characters, not {len(url)}")
     if not url.isascii() or not url.isprintable() or " " in url:
@@ -70,7 +70,7 @@ def check_url(url: str) -> None:
 
 
 def headers_of(text: str) -> dict[str, str]:
-    """The headers that are sent with every message, from their JSON."""
+    """Parse the JSON object of headers that are sent with every message."""
     if len(text) > HEADERS_LENGTH_MAX:
         raise InvalidSetting(f"{HEADERS} has at most {HEADERS_LENGTH_MAX} characters, not {len(text)}")
     try:
@@ -92,7 +92,7 @@ def headers_of(text: str) -> dict[str, str]:
 
 
 def keys_of(text: str) -> list[bytes]:
-    """The keys that messages are signed with: one for each secret, of which there are several while they change."""
+    """Return the signing keys, one per secret; there are several while secrets are rotated."""
     secrets = text.split()
     if len(text) > SECRET_LENGTH_MAX or not 0 < len(secrets) <= SECRETS_MAX:
         raise InvalidSetting(f"{SECRET} has 1 to {SECRETS_MAX} secrets, with spaces between them")

@@ -1,6 +1,6 @@
-"""Client quotas: whom one is for, what it limits, and which of several holds for a client.
+"""Client quotas: entities, limits, and which of several quotas applies to a client.
 
-The names are Kafka's. Without authentication every client is the user ANONYMOUS, so no other user can be named yet.
+The names are Kafka's. Without authentication every client is the user ANONYMOUS, so no other user can be named.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IP = "ip"
 ENTITY_TYPES = (USER, CLIENT_ID, IP)
 ANONYMOUS = "ANONYMOUS"
 DEFAULT = None
-"""In the place of a name: everybody who has no quota of their own."""
+"""In place of a name: every client without a quota of its own."""
 
 PRODUCER_BYTE_RATE = "producer_byte_rate"
 CONSUMER_BYTE_RATE = "consumer_byte_rate"
@@ -32,7 +32,7 @@ MISSING: Mapping[str, str] = MappingProxyType(
         "connection_creation_rate": "connections are not limited by address; `connections-max` limits them together",
     }
 )
-"""Limits of Kafka that Millstream does not have, each with the reason."""
+"""Kafka's limits that Millstream does not have, each with the reason."""
 
 NAME_LENGTH_MAX = 249
 RATE_MAX = float(2**63 - 1)
@@ -40,13 +40,13 @@ RATE_MAX = float(2**63 - 1)
 
 @dataclass(frozen=True, slots=True)
 class QuotaEntity:
-    """Whom a quota is for: a user, a client id or both, each by name or as the default. In the order of the types."""
+    """The subject of a quota: a user, a client id or both, by name or as the default, ordered by type."""
 
     parts: tuple[tuple[str, str | None], ...]
 
     @classmethod
     def of(cls, given: Iterable[tuple[str, str | None]]) -> QuotaEntity:
-        """Check what a request names; raise `InvalidRequest` for what cannot have a quota."""
+        """Parse the entity of a request; raise `InvalidRequest` for one that cannot have a quota."""
         parts: dict[str, str | None] = {}
         for kind, name in given:
             if kind in parts:
@@ -78,7 +78,7 @@ def _check_part(kind: str, name: str | None) -> None:
 
 
 def check_limit(key: str, value: float) -> None:
-    """Raise `InvalidRequest` for a limit that is not here, or for a value that cannot be."""
+    """Raise `InvalidRequest` for an unknown limit or an invalid value."""
     if key in MISSING:
         raise InvalidRequest(f"{key} is a quota of Kafka that Millstream does not have: {MISSING[key]}")
     if key not in LIMITS:
@@ -90,10 +90,10 @@ def check_limit(key: str, value: float) -> None:
 
 
 def candidates(client_id: str) -> Iterator[tuple[QuotaEntity, bool]]:
-    """The entities whose quota may hold for a client, the most specific first, and whether its user shares it.
+    """Yield the entities whose quota may apply to a client, the most specific first, and whether its user shares it.
 
-    A quota of a user is for all clients of that user together. One that speaks of client ids is for each client id
-    alone, also where it is the default.
+    A user's quota covers all clients of that user together. A quota for client ids, including the default, covers each
+    client id alone.
     """
     for user in (ANONYMOUS, DEFAULT):
         yield QuotaEntity(((USER, user), (CLIENT_ID, client_id))), False
@@ -104,24 +104,24 @@ def candidates(client_id: str) -> Iterator[tuple[QuotaEntity, bool]]:
 
 
 class Allotment(NamedTuple):
-    """What a client may take."""
+    """The rate that a client may use."""
 
     rate: float
     is_shared: bool
-    """Whether it is for all clients of the user together."""
+    """Whether all clients of the user share it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuotaFilter:
-    """Which quotas are asked for: types with the name they must have, and types that must be there by any name."""
+    """Selects quotas: entity types with a required name, and types that may have any name."""
 
     named: Mapping[str, str | None]
     any_name: frozenset[str]
     strict: bool
-    """Whether an entity may have no other type than those asked for."""
+    """Whether an entity may have no types other than those selected."""
 
     def matches(self, entity: QuotaEntity) -> bool:
-        """Whether an entity is among what is asked for."""
+        """Return whether an entity is selected."""
         parts = dict(entity.parts)
         if self.strict and parts.keys() != self.named.keys() | self.any_name:
             return False

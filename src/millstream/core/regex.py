@@ -1,7 +1,7 @@
-"""Regular expressions that others give us.
+"""Regular expressions from users.
 
-They are of RE2's kind, as in Kafka: no back references and no looking around, and so matched in time that grows with
-the length of a name and nothing else. How large one may get once it is compiled is bounded too.
+The syntax is RE2's, as in Kafka: without back references and look-around, so that matching takes time linear in the
+length of the name. The compiled size is bounded as well.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ COMPILED_BYTES_MAX: Final = 256 * 1024
 
 
 def compile_regex(expression: str) -> Any:
-    """A compiled expression of RE2; `InvalidRegex` when it is wrong or too large."""
-    # Most groups name their topics, so the library is loaded when it is first needed.
+    """Compile an RE2 expression; raise `InvalidRegex` if it is invalid or too large."""
+    # Most groups name their topics, so the library is loaded on first use.
     import re2
 
     if len(expression) > LENGTH_MAX:

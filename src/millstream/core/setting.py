@@ -1,6 +1,6 @@
-"""How one setting is declared: description, default, bounds, and whether a change needs a restart.
+"""Declarations of settings: description, default, bounds, and whether a change needs a restart.
 
-Flags, environment, file and documentation all derive from these declarations, so a setting is written once.
+Flags, environment variables, the file and the documentation derive from these declarations.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _KEY = "millstream.setting"
 _INT64_MAX = 2**63 - 1
 
 HIDDEN = "(hidden)"
-"""What stands in the place of a secret value."""
+"""Shown in place of a secret value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What is known about one setting besides its value."""
+    """The declaration of a setting."""
 
     name: str
     kind: type
@@ -35,13 +35,13 @@ class Setting:
     length_max: int | None = None
     """For free text: one line of at most this many characters."""
     is_fixed: bool = False
-    """Whether the default is the only value: it is there because tools send or show it."""
+    """Whether the default is the only allowed value; declared because tools send or show it."""
     needs_restart: bool = True
     is_secret: bool = False
-    """Whether nobody is shown the value; that there is one may be told."""
+    """Whether the value is never shown, only that there is one."""
 
     def parse(self, text: str) -> Any:
-        """Turn the text of a flag, variable or file into the value, or raise `InvalidSetting`."""
+        """Parse a flag, variable or file entry, or raise `InvalidSetting`."""
         if self.kind is bool:
             value: Any = self._parse_bool(text)
         elif self.kind is str:
@@ -131,7 +131,7 @@ def settings_of(holder: type) -> Iterator[tuple[str, Setting]]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """`; did you mean 'retention.ms'?` when a known name is close, else nothing."""
+    """Return `; did you mean 'retention.ms'?` if a known name is close, otherwise an empty string."""
     from difflib import get_close_matches
 
     close = get_close_matches(name, list(known), n=1)
@@ -139,7 +139,7 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def parse_address(text: str, *, name: str) -> tuple[str, int]:
-    """Split HOST:PORT; an IPv6 host stands in brackets."""
+    """Split HOST:PORT; an IPv6 host is written in brackets."""
     host, separator, port = text.rpartition(":")
     if not separator or not port.isdigit() or int(port) > 65535:
         raise InvalidSetting(f"{name} must be HOST:PORT (for example 127.0.0.1:9092), not {text!r}")

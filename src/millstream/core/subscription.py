@@ -1,7 +1,7 @@
-"""Subscriptions: named queues over topics, and the settings each of them carries.
+"""Subscriptions: named queues over topics, and their settings.
 
-A share group of Kafka is a subscription of the same name. So the settings carry Kafka's names for the settings of
-groups where Kafka has them, and any Kafka tool can show and change them.
+A Kafka share group is a subscription of the same name. Settings therefore have Kafka's names for group settings where
+Kafka has them, and any Kafka tool can show and change them.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ BY_DURATION: Final = "by_duration:"
 AT_TIME: Final = "at:"
 
 OWN_PREFIX: Final = "__"
-"""Begins the names of Millstream's own subscriptions."""
+"""The prefix of Millstream's own subscriptions."""
 LETTERS_PREFIX: Final = "__dlq/"
-"""And the name of the topic: the subscription by which the open letters of a dead letter topic are known."""
+"""Followed by a topic's name: the subscription that tracks the open letters of a dead letter topic."""
 
 START = "share.auto.offset.reset"
 LEASE = "share.record.lock.duration.ms"
@@ -59,14 +59,14 @@ EXPIRES = "millstream.expires.ms"
 PAUSED = "millstream.paused"
 
 NO_DEAD_LETTERS: Final = "none"
-"""In the place of a dead letter topic: messages that fail for good are dropped."""
+"""In place of a dead letter topic: messages that fail for good are dropped."""
 
 JITTER: Final = 0.2
-"""By which part of it a wait between two attempts is shortened at most, so that what failed together spreads."""
+"""The fraction by which a backoff is shortened at most, so that messages that failed together spread out."""
 
 NEW_SUBSCRIPTION: Final[Mapping[str, str]] = {ATTEMPTS: "25", BACKOFF_MIN: "1000", BACKOFF_MAX: "300000"}
-"""Written into a subscription when it is created, beside a dead letter topic of its own; Kafka's share groups keep
-Kafka's defaults. The waits add up to 67 minutes at least."""
+"""Written into a new subscription, together with a dead letter topic of its own; Kafka's share groups keep Kafka's
+defaults. The delays add up to at least 67 minutes."""
 
 _DEAD_LETTER_SUFFIX: Final = "-dlq"
 
@@ -79,19 +79,20 @@ _DURATION = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubscriptionSettings:
-    """What a subscription's owner can set."""
+    """The settings of a subscription."""
 
     start: str = setting(
         START,
         LATEST,
-        "Where the queue begins on a partition that it has not looked at: `earliest`, `latest`, `by_duration:P7D` (so "
-        "long ago, in ISO 8601) or `at:` and milliseconds since 1970.",
+        "Where the queue starts on a partition that it has not read: `earliest`, `latest`, `by_duration:P7D` "
+        "(that long ago, in ISO 8601) or `at:` and milliseconds since 1970.",
         needs_restart=False,
     )
     lease_ms: int = setting(
         LEASE,
         30_000,
-        "How long a worker holds a message before it goes to another, unless it settles or extends.",
+        "How long a worker holds a message before it goes to another, unless the worker settles it or extends the "
+        "lease.",
         minimum=100,
         maximum=12 * 3600 * 1000,
         needs_restart=False,
@@ -99,8 +100,8 @@ class SubscriptionSettings:
     attempts: int = setting(
         ATTEMPTS,
         5,
-        "How often a message is delivered at most; what then still fails goes to the dead letter topic, or is dropped "
-        "and counted when there is none. 0 tries for ever. Written as 25 into a new subscription.",
+        "The maximum number of deliveries of a message. After that it goes to the dead letter topic, or is "
+        "dropped and counted if there is none. 0 means no limit. A new subscription gets 25.",
         minimum=0,
         maximum=200,
         needs_restart=False,
@@ -108,14 +109,14 @@ class SubscriptionSettings:
     isolation: str = setting(
         ISOLATION,
         READ_COMMITTED,
-        "Whether messages of open and aborted transactions are left out (`read_committed`) or delivered too.",
+        "Whether messages of open and aborted transactions are skipped (`read_committed`) or delivered too.",
         choices=(READ_COMMITTED, READ_UNCOMMITTED),
         needs_restart=False,
     )
     leases_max: int = setting(
         LEASES_MAX,
         100_000,
-        "How many messages of one partition are out with workers at once.",
+        "The maximum number of messages of one partition that are leased at once.",
         minimum=1,
         maximum=1_000_000,
         needs_restart=False,
@@ -123,7 +124,7 @@ class SubscriptionSettings:
     session_ms: int = setting(
         SESSION,
         45_000,
-        "How long a Kafka share consumer may be silent before it is taken out of the group.",
+        "How long a Kafka share consumer may be silent before it is removed from the group.",
         minimum=1000,
         maximum=3600 * 1000,
         needs_restart=False,
@@ -131,7 +132,7 @@ class SubscriptionSettings:
     heartbeat_ms: int = setting(
         HEARTBEAT,
         5000,
-        "How often a Kafka share consumer says that it lives.",
+        "How often a Kafka share consumer sends heartbeats.",
         minimum=100,
         maximum=600 * 1000,
         needs_restart=False,
@@ -139,28 +140,29 @@ class SubscriptionSettings:
     filter: str = setting(
         FILTER,
         "",
-        "Which messages are delivered: a condition over key, headers, topic, timestamp and payload; empty takes all.",
+        "Which messages are delivered: a condition over key, headers, topic, timestamp and payload; empty matches all.",
         needs_restart=False,
     )
     ordered: bool = setting(
         ORDERED,
         False,
-        "Whether messages of one key are delivered one after the other, in their order.",
+        "Whether messages with the same key are delivered one at a time, in order.",
         needs_restart=False,
     )
     delivery: str = setting(
         DELIVERY,
         AT_LEAST_ONCE,
-        "What is promised: `at-most-once` counts a message as done when it is handed out, `at-least-once` when it is "
-        "accepted, `exactly-once` makes leases durable too, so that no accepted message comes back.",
+        "The delivery guarantee: `at-most-once` counts a message as done when it is delivered, `at-least-once` "
+        "when it is accepted; `exactly-once` also makes leases durable, so that an accepted message is never "
+        "delivered again.",
         choices=(AT_MOST_ONCE, AT_LEAST_ONCE, EXACTLY_ONCE),
         needs_restart=False,
     )
     backoff_min_ms: int = setting(
         BACKOFF_MIN,
         0,
-        "How long a message waits after its first failure; each further one doubles it, and every wait is shortened by "
-        "up to a fifth at random. 0 tries again at once. Written as 1000 into a new subscription.",
+        "How long a message waits after its first failure; the delay doubles with each further one, and is "
+        "shortened by up to a fifth at random. 0 retries at once. A new subscription gets 1000.",
         minimum=0,
         maximum=24 * 3600 * 1000,
         needs_restart=False,
@@ -168,7 +170,7 @@ class SubscriptionSettings:
     backoff_max_ms: int = setting(
         BACKOFF_MAX,
         600_000,
-        "The longest wait between two attempts. Written as 300000 into a new subscription.",
+        "The longest delay between two attempts. A new subscription gets 300000.",
         minimum=0,
         maximum=7 * 24 * 3600 * 1000,
         needs_restart=False,
@@ -176,14 +178,14 @@ class SubscriptionSettings:
     dead_letter_topic: str = setting(
         DEAD_LETTER_TOPIC,
         NO_DEAD_LETTERS,
-        "The topic that takes messages which used up their attempts or were rejected; it is created with the first of "
-        "them. `none` drops them, and counts them. A new subscription gets a topic of its own, named after it.",
+        "The topic for messages that exhausted their attempts or were rejected; it is created with the first of "
+        "them. `none` drops and counts them. A new subscription gets a topic of its own, named after it.",
         needs_restart=False,
     )
     in_flight_max: int = setting(
         IN_FLIGHT_MAX,
         10_000,
-        "How many messages of one partition one worker holds at once.",
+        "The maximum number of messages of one partition that one worker holds at once.",
         minimum=1,
         maximum=1_000_000,
         needs_restart=False,
@@ -191,34 +193,34 @@ class SubscriptionSettings:
     expires_ms: int = setting(
         EXPIRES,
         -1,
-        "A subscription that nobody used for so long is deleted; -1 keeps it for ever.",
+        "How long a subscription may be unused before it is deleted; -1 keeps it forever.",
         minimum=-1,
         needs_restart=False,
     )
     paused: bool = setting(
         PAUSED,
         False,
-        "Whether delivery rests: leases that are out can be settled, no new ones are given.",
+        "Whether delivery is paused: existing leases can be settled, no new ones are granted.",
         needs_restart=False,
     )
     push_url: str = setting(
         push.URL,
         "",
-        "Where messages are sent as HTTP requests; empty means that workers fetch them.",
+        "The endpoint to which messages are sent as HTTP requests; empty means that workers pull them.",
         needs_restart=False,
     )
     push_headers: str = setting(
         push.HEADERS,
         "",
-        "Headers that are sent with every message, as a JSON object. They are not shown again.",
+        "HTTP headers that are sent with every message, as a JSON object. They are never shown.",
         needs_restart=False,
         is_secret=True,
     )
     push_secret: str = setting(
         push.SECRET,
         "",
-        "What messages are signed with: a secret of 16 bytes or more, as text or as `whsec_` and Base64; several with "
-        "spaces between them while they change. It is not shown again.",
+        "The secret that signs messages: 16 bytes or more, as text or as `whsec_` and Base64; several, separated "
+        "by spaces, while secrets are rotated. It is never shown.",
         needs_restart=False,
         is_secret=True,
     )
@@ -233,7 +235,8 @@ class SubscriptionSettings:
     push_in_flight_max: int = setting(
         push.IN_FLIGHT_MAX,
         100,
-        "How many requests a node has under way to the endpoint at most; it begins with one, and follows the answers.",
+        "The maximum number of concurrent requests of a node to the endpoint; it starts with one and adapts to "
+        "the answers.",
         minimum=1,
         maximum=1000,
         needs_restart=False,
@@ -241,14 +244,15 @@ class SubscriptionSettings:
     push_format: str = setting(
         push.FORMAT,
         push.BINARY,
-        "How a message is laid out: as a CloudEvent in headers and body, as one JSON document, or as it is.",
+        "The format of a message: a CloudEvent in headers and body, a CloudEvent as one JSON document, or the raw "
+        "value.",
         choices=(push.BINARY, push.STRUCTURED, push.RAW),
         needs_restart=False,
     )
 
     @classmethod
     def from_strings(cls, given: Mapping[str, str]) -> SubscriptionSettings:
-        """Build from names and texts; raise `InvalidSetting` for what does not fit."""
+        """Parse settings; raise `InvalidSetting` for an invalid one."""
         by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
         values: dict[str, Any] = {}
         for name, text in given.items():
@@ -264,16 +268,16 @@ class SubscriptionSettings:
 
     @classmethod
     def declared(cls) -> Mapping[str, Setting]:
-        """Every setting of a subscription, by its name."""
+        """Return every setting of a subscription, by name."""
         return {declared.name: declared for _, declared in settings_of(cls)}
 
     def as_strings(self) -> dict[str, str]:
-        """Every setting as it is shown: name to text, without secrets."""
+        """Return every setting as text, by name, without secrets."""
         found = {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
         return shown(found)
 
     def start_time_ms(self, now_ms: int) -> int | None:
-        """The time that `start` names; None for `earliest` and `latest`, which name a place."""
+        """Return the time that `start` names; None for `earliest` and `latest`."""
         if self.start.startswith(AT_TIME):
             return int(self.start.removeprefix(AT_TIME))
         if self.start.startswith(BY_DURATION):
@@ -282,14 +286,14 @@ class SubscriptionSettings:
 
     @property
     def has_dead_letters(self) -> bool:
-        """Whether messages that fail for good are kept in a dead letter topic."""
+        """Return whether messages that fail for good are kept in a dead letter topic."""
         return self.dead_letter_topic != NO_DEAD_LETTERS
 
     def backoff_ms(self, attempt: int, now_ms: int) -> int:
-        """How long a message waits after its n-th attempt has failed; the time of the failure chooses the jitter."""
+        """Return the backoff after the n-th failed attempt; the time of the failure determines the jitter."""
         if self.backoff_min_ms == 0:
             return 0
-        # No shift is longer than the largest setting has bits.
+        # No shift exceeds the number of bits of the largest setting.
         longest = min(self.backoff_min_ms << min(max(attempt - 1, 0), 32), self.backoff_max_ms)
         return longest - int(longest * JITTER * _fraction(now_ms, attempt))
 
@@ -314,32 +318,34 @@ class SubscriptionSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subscription:
-    """A queue over topics as it is declared in the catalog. `overrides` holds only what its owner set."""
+    """A subscription as declared in the catalog; `overrides` holds only what its owner set."""
 
     name: str
     subscription_id: UUID
     topics: tuple[str, ...]
-    """What it delivers; empty for a share group, whose members say so themselves."""
+    """The topics that it delivers; empty for a share group, whose members name them."""
     overrides: Mapping[str, str]
     created_ms: int
     starts: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Where its queues begin, by `start_key` and partition, as it was when the topic was subscribed to."""
+    """Where its queues start, by `start_key` and partition, as of when the topic was subscribed to."""
     used_ms: int = 0
-    """When it was last noted that somebody uses it; only where it expires otherwise."""
+    """When its use was last recorded; maintained only if the subscription can expire."""
 
     def start_on(self, topic: str, topic_id: UUID, partition: int) -> int | None:
-        """Where a queue begins; None for a partition that came later, which is delivered from its beginning."""
+        """Return where a queue starts; None for a partition that was added later, which is delivered from its
+        beginning.
+        """
         known = self.starts.get(start_key(topic, topic_id), ())
         return known[partition] if partition < len(known) else None
 
     @property
     def settings(self) -> SubscriptionSettings:
-        """Its settings; worked out anew each time."""
+        """Parse its settings."""
         return SubscriptionSettings.from_strings(self.overrides)
 
 
 def shown(settings: Mapping[str, str]) -> dict[str, str]:
-    """Settings by name as anybody may see them: of a secret only that there is one."""
+    """Return settings by name, with secrets hidden."""
     declared = SubscriptionSettings.declared()
     return {
         name: HIDDEN if value and name in declared and declared[name].is_secret else value
@@ -348,12 +354,12 @@ def shown(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def start_key(topic: str, topic_id: UUID) -> str:
-    """A topic as it is now: another one that is made under its name later has other offsets."""
+    """Return the key of a topic: a later topic of the same name has other offsets, and another key."""
     return f"{topic}/{topic_id}"
 
 
 def topic_of_start(key: str) -> str:
-    """The name of the topic in such a key."""
+    """Return the topic's name in such a key."""
     return key.partition("/")[0]
 
 
@@ -374,7 +380,7 @@ class QueuePlace(NamedTuple):
 
 
 def check_subscription(name: str, topics: Iterable[str], overrides: Mapping[str, str]) -> SubscriptionSettings:
-    """Raise a sentence for what cannot be declared; what the filter says is checked by whoever can read it."""
+    """Raise if the subscription cannot be declared; the filter is checked by the caller."""
     check_subscription_name(name)
     named = tuple(topics)
     if len(named) > TOPICS_MAX:
@@ -405,9 +411,9 @@ def check_subscription_name(name: str) -> None:
 
 
 def settings_of_new(given: Mapping[str, str], dead_letter_topic: str) -> dict[str, str]:
-    """What is written into a new subscription: what its owner gave, and the defaults that lose nothing."""
+    """Return what is written into a new subscription: the owner's settings and the defaults that lose no message."""
     settings = {**NEW_SUBSCRIPTION, DEAD_LETTER_TOPIC: dead_letter_topic, **given}
-    # Where only one bound of the backoff is given, the other one gives way.
+    # If only one bound of the backoff is given, the other one adapts.
     declared = SubscriptionSettings.declared()
     if BACKOFF_MAX not in given:
         settings[BACKOFF_MAX] = str(max(int(settings[BACKOFF_MAX]), declared[BACKOFF_MIN].parse(settings[BACKOFF_MIN])))
@@ -417,14 +423,14 @@ def settings_of_new(given: Mapping[str, str], dead_letter_topic: str) -> dict[st
 
 
 def dead_letter_topic_for(name: str, subscription_id: UUID, is_taken: Callable[[str], bool]) -> str:
-    """A legal name that no topic has for the dead letters of a subscription, which may be called anything."""
+    """Return a valid, unused topic name for the dead letters of a subscription, whose own name may contain anything."""
     legal = _NOT_IN_TOPIC_NAMES.sub("-", name)[: NAME_LENGTH_MAX - len(_DEAD_LETTER_SUFFIX) - 9]
     plain = f"{legal}{_DEAD_LETTER_SUFFIX}"
     return plain if legal == name and not is_taken(plain) else f"{plain}-{subscription_id.hex[:8]}"
 
 
 def _fraction(now_ms: int, attempt: int) -> float:
-    """A number from 0 to 1 that looks random, and is the same for all that fails in one moment."""
+    """Return a pseudo-random number from 0 to 1 that is the same for all failures of one moment."""
     return crc32(b"%d/%d" % (now_ms, attempt)) / 0xFFFFFFFF
 
 

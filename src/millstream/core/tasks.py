@@ -21,12 +21,12 @@ RESTART_S: Final = 1.0
 
 
 async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, _Result]]) -> list[_Result]:
-    """Do all of it and return what came of it, in order; raises the first failure as it is."""
+    """Run all coroutines and return their results in order; cancel the rest and raise on the first failure."""
     return [task.result() for task in await _ended(work, asyncio.FIRST_EXCEPTION)]
 
 
 async def run_until_first(work: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Do all of it until one thing is done, then cancel the others; raises a failure as it is."""
+    """Run all coroutines until one completes, then cancel the others; raise its error if it failed."""
     await _ended(work, asyncio.FIRST_COMPLETED)
 
 

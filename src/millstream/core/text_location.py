@@ -1,4 +1,4 @@
-"""Places in a text that somebody wrote, shown so that its author finds them."""
+"""Locations in a text from a user, with an excerpt that points at them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SHOWN_MAX: Final = 100
 
 
 class Place(NamedTuple):
-    """A place: its line and column, both from 1 on, and the line with marks below it."""
+    """Line and column, both counted from 1, and the line with marks below the location."""
 
     line: int
     column: int
@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 def locate(text: str, start: int, end: int) -> Place:
-    """What stands in the text from `start` up to, not including, `end`."""
+    """Return the location of `start` up to `end`, exclusive."""
     start = min(max(start, 0), len(text))
     line_at = text.rfind("\n", 0, start) + 1
     line_end = text.find("\n", start)
@@ -32,11 +32,11 @@ def locate(text: str, start: int, end: int) -> Place:
 
 
 def setting_error_at(about: str, text: str, start: int, end: int, reason: str) -> InvalidSetting:
-    """The error for a setting that is a text, and wrong at a place."""
+    """Build the error for a setting whose text is invalid at a location."""
     place = locate(text, start, end)
     return InvalidSetting(f"{about}, line {place.line}, column {place.column}: {reason}\n{place.picture}")
 
 
 def _printable(text: str) -> str:
-    """One character for each, so that the marks stay in their places."""
+    """Replace each unprintable character by one space, so that the marks stay aligned."""
     return "".join(character if character.isprintable() else " " for character in text)

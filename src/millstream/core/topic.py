@@ -1,4 +1,4 @@
-"""Topics, and the settings each of them carries."""
+"""Topics and their settings."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ MISSING: Mapping[str, str] = MappingProxyType(
     }
 )
 
-"""The name of each setting and the reason why it is not here."""
+"""Kafka settings that topics do not have, each with the reason."""
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> InvalidSetting:
-    """The error for a setting that a topic does not have: Kafka's, with the reason, or nobody's."""
+    """Build the error for a setting that topics do not have."""
     if name in MISSING:
         return InvalidSetting(f"{name} is a setting of Kafka that Millstream does not have: {MISSING[name]}")
     names = sorted(known)
@@ -91,27 +91,27 @@ FLUSH_OS = "os"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicSettings:
-    """What a topic's owner can set. Names are Kafka's where Kafka has them."""
+    """The settings of a topic, with Kafka's names where Kafka has them."""
 
     retention_ms: int = setting(
         "retention.ms",
         7 * 24 * 3600 * 1000,
-        "How long a record is kept, in milliseconds; -1 keeps it for ever.",
+        "How long a record is kept, in milliseconds; -1 keeps it forever.",
         minimum=-1,
         needs_restart=False,
     )
     retention_bytes: int = setting(
         "retention.bytes",
         -1,
-        "How many bytes a partition keeps at most; -1 means no limit. Whole old segments are deleted.",
+        "The maximum size of a partition; -1 means no limit. Whole segments are deleted, the oldest first.",
         minimum=-1,
         needs_restart=False,
     )
     retention_until_delivered: bool = setting(
         "retention.until.delivered",
         False,
-        "Whether records that are older than `retention.ms` stay until every subscription is done with them, but not "
-        "longer than `retention.until.max.ms`. `retention.bytes` holds all the same.",
+        "Whether records older than `retention.ms` are kept until every subscription is done with them, for at "
+        "most `retention.until.max.ms`. `retention.bytes` applies regardless.",
         needs_restart=False,
     )
     retention_until_landed: bool = setting(
@@ -125,15 +125,15 @@ class TopicSettings:
     retention_until_max_ms: int = setting(
         "retention.until.max.ms",
         30 * 24 * 3600 * 1000,
-        "With `retention.until.delivered` or `retention.until.landed`: the longest time that a record waits, so that a "
-        "forgotten subscription or pipeline cannot fill the disk.",
+        "With `retention.until.delivered` or `retention.until.landed`: the longest time that a record is kept, so "
+        "that a forgotten subscription or pipeline cannot fill the disk.",
         minimum=1,
         needs_restart=False,
     )
     segment_bytes: int = setting(
         "segment.bytes",
         1024 * 1024 * 1024,
-        "A segment file is closed and a new one begun when it would grow beyond this size.",
+        "The size beyond which a segment file is closed and a new one started.",
         minimum=1024 * 1024,
         maximum=2**31 - 1,
         needs_restart=False,
@@ -141,21 +141,21 @@ class TopicSettings:
     segment_ms: int = setting(
         "segment.ms",
         3600 * 1000,
-        "A segment file is closed after this many milliseconds of appends, so that data is laid out by the hour.",
+        "The age at which a segment file is closed, in milliseconds; the default lays out data by the hour.",
         minimum=1,
         needs_restart=False,
     )
     index_interval_bytes: int = setting(
         "index.interval.bytes",
         4096,
-        "About how many bytes of log lie between two entries of the offset and time index.",
+        "The approximate number of log bytes between two entries of the offset and time index.",
         minimum=1,
         needs_restart=False,
     )
     max_message_bytes: int = setting(
         "max.message.bytes",
         1024 * 1024 + 12,
-        "The largest record batch (as sent, so after compression) that the topic takes.",
+        "The largest record batch (as sent, so after compression) that the topic accepts.",
         minimum=0,
         maximum=2**31 - 1,
         needs_restart=False,
@@ -163,7 +163,7 @@ class TopicSettings:
     flush: str = setting(
         "flush",
         FLUSH_ALWAYS,
-        "When an acknowledgement is given: `always` after fsync (many producers share one), `interval` before it, "
+        "When records are acknowledged: `always` after fsync (many producers share one), `interval` before it, "
         "with an fsync every `flush.ms`, `os` before it, leaving the write-back to the operating system.",
         choices=(FLUSH_ALWAYS, FLUSH_INTERVAL, FLUSH_OS),
         needs_restart=False,
@@ -171,15 +171,15 @@ class TopicSettings:
     flush_ms: int = setting(
         "flush.ms",
         1000,
-        "With `flush=interval`: the longest time an acknowledged record may be unsynced.",
+        "With `flush=interval`: the longest time that an acknowledged record may be unsynced.",
         minimum=1,
         needs_restart=False,
     )
     flush_messages: int = setting(
         "flush.messages",
         INT64_MAX,
-        "Syncs by messages: a topic that sets it is synced as with `flush=always`, which is more often, and cannot set "
-        "another `flush`.",
+        "Sync by number of messages: a topic that sets it is synced as with `flush=always`, which is more often, "
+        "and cannot set another `flush`.",
         minimum=1,
         needs_restart=False,
     )
@@ -200,36 +200,38 @@ class TopicSettings:
     message_timestamp_before_max_ms: int = setting(
         "message.timestamp.before.max.ms",
         INT64_MAX,
-        "With `CreateTime`: how far a record's time may lie before the broker's; a batch with an older one is refused. "
-        "A topic that sets it has the times of all records read, which costs throughput.",
+        "With `CreateTime`: how far a record's timestamp may be before the broker's time; a batch with an older "
+        "one is rejected. A topic that sets it has the timestamps of all records read, which costs throughput.",
         minimum=0,
         needs_restart=False,
     )
     message_timestamp_after_max_ms: int = setting(
         "message.timestamp.after.max.ms",
         3600 * 1000,
-        "With `CreateTime`: how far a record's time may lie after the broker's; a batch with a later one is refused.",
+        "With `CreateTime`: how far a record's timestamp may be after the broker's time; a batch with a later one "
+        "is rejected.",
         minimum=0,
         needs_restart=False,
     )
     min_compaction_lag_ms: int = setting(
         "min.compaction.lag.ms",
         0,
-        "With `cleanup.policy=compact`: how long a record is left alone before compaction may take it away.",
+        "With `cleanup.policy=compact`: how long a record is kept before compaction may remove it.",
         minimum=0,
         needs_restart=False,
     )
     max_compaction_lag_ms: int = setting(
         "max.compaction.lag.ms",
         INT64_MAX,
-        "With `cleanup.policy=compact`: how long a record may wait for compaction, however few others do.",
+        "With `cleanup.policy=compact`: how long a record may wait for compaction, however little else is to be "
+        "compacted.",
         minimum=1,
         needs_restart=False,
     )
     min_cleanable_dirty_ratio: float = setting(
         "min.cleanable.dirty.ratio",
         0.5,
-        "With `cleanup.policy=compact`: which part of the log must be new before it is compacted again.",
+        "With `cleanup.policy=compact`: the fraction of the log that must be new before it is compacted again.",
         minimum=0,
         maximum=1,
         needs_restart=False,
@@ -237,51 +239,50 @@ class TopicSettings:
     delete_retention_ms: int = setting(
         "delete.retention.ms",
         24 * 3600 * 1000,
-        "With `cleanup.policy=compact`: how long a deletion (a record without a value) is kept for consumers to see.",
+        "With `cleanup.policy=compact`: how long a tombstone (a record without a value) is kept for consumers to see.",
         minimum=0,
         needs_restart=False,
     )
     min_insync_replicas: int = setting(
         "min.insync.replicas",
         1,
-        "How many replicas must have a record before `acks=all` is answered. The default is 2 for topics with three or "
-        "more replicas. A topic never needs more than it has replicas, so that on a single node 1 is in force whatever "
-        "is set.",
+        "How many replicas must have a record before `acks=all` is acknowledged. The default is 2 for topics with "
+        "three or more replicas. It is capped at the number of replicas, so on a single node it is always 1.",
         minimum=1,
         needs_restart=False,
     )
     compression_type: str = setting(
         "compression.type",
         "producer",
-        "Has no effect, and is taken because Kafka tools send it: batches are stored as the producer compressed them.",
+        "No effect; accepted because Kafka tools send it. Batches are stored as the producer compressed them.",
         choices=("producer", "uncompressed", "gzip", "snappy", "lz4", "zstd"),
         needs_restart=False,
     )
     unclean_leader_election_enable: bool = setting(
         "unclean.leader.election.enable",
         False,
-        "Whether a replica that is not in sync may lead when no other can: the partition is there again, and "
+        "Whether a replica that is not in sync may lead when no other can: the partition becomes available, and "
         "acknowledged records that only the others have are lost.",
         needs_restart=False,
     )
     preallocate: bool = setting(
         "preallocate",
         False,
-        "Kept for Kafka tools: segments grow as they are written.",
+        "Accepted for Kafka tools: segments grow as they are written.",
         is_fixed=True,
         needs_restart=False,
     )
     remote_storage_enable: bool = setting(
         "remote.storage.enable",
         False,
-        "Kept for Kafka tools: retention through remote storage is not available.",
+        "Accepted for Kafka tools: retention through remote storage is not available.",
         is_fixed=True,
         needs_restart=False,
     )
     segment_index_bytes: int = setting(
         "segment.index.bytes",
         10 * 1024 * 1024,
-        "Has no effect, and is taken because Kafka tools send it: an index is as large as its segment needs.",
+        "No effect; accepted because Kafka tools send it. An index is as large as its segment needs.",
         minimum=4,
         maximum=2**31 - 1,
         needs_restart=False,
@@ -289,22 +290,23 @@ class TopicSettings:
     segment_jitter_ms: int = setting(
         "segment.jitter.ms",
         0,
-        "Has no effect, and is taken because Kafka tools send it: segments are closed when `segment.ms` says.",
+        "No effect; accepted because Kafka tools send it. Segments are closed after `segment.ms`.",
         minimum=0,
         needs_restart=False,
     )
     file_delete_delay_ms: int = setting(
         "file.delete.delay.ms",
         60_000,
-        "Has no effect, and is taken because Kafka tools send it: files of old segments are removed at once.",
+        "No effect; accepted because Kafka tools send it. Files of old segments are deleted at once.",
         minimum=0,
         needs_restart=False,
     )
     deduplication_window_ms: int = setting(
         "deduplication.window.ms",
         120_000,
-        "How long a message that is published with deduplication is known by its `message-id`: published again within "
-        "this time of the first one's timestamp, it is not stored again. A partition remembers the last 200,000 ids.",
+        "How long the `message-id` of a message published with deduplication is remembered: published again "
+        "within this time of the first one's timestamp, it is not stored again. A partition remembers the last "
+        "200,000 ids.",
         minimum=1,
         maximum=24 * 3600 * 1000,
         needs_restart=False,
@@ -312,7 +314,7 @@ class TopicSettings:
     owner: str = setting(
         OWNER,
         "",
-        "Who answers for the topic: a person, a team or an address.",
+        "Who is responsible for the topic: a person, a team or an address.",
         length_max=OWNER_LENGTH_MAX,
         needs_restart=False,
     )
@@ -326,14 +328,14 @@ class TopicSettings:
     contract: str = setting(
         CONTRACT,
         "",
-        "Where the contract of the topic's messages is written down: a link.",
+        "A link to the definition of the topic's messages.",
         length_max=CONTRACT_LENGTH_MAX,
         needs_restart=False,
     )
 
     @classmethod
     def from_strings(cls, given: Mapping[str, str], *, base: TopicSettings | None = None) -> TopicSettings:
-        """Build from Kafka-style names and texts, on top of `base`; raise `InvalidSetting` for what does not fit."""
+        """Parse settings on top of `base`; raise `InvalidSetting` for an invalid one."""
         by_name = {declared.name: (attribute, declared) for attribute, declared in settings_of(cls)}
         values: dict[str, Any] = {}
         for name, text in given.items():
@@ -342,7 +344,7 @@ class TopicSettings:
             attribute, declared = by_name[name]
             values[attribute] = declared.parse(text)
         if values.get("flush_messages", INT64_MAX) != INT64_MAX:
-            # Whatever the node's default is: nothing less than this keeps what was asked for.
+            # Whatever the node's default is: anything less would not keep what was asked for.
             values.setdefault("flush", FLUSH_ALWAYS)
         settings = dataclasses.replace(base or cls(), **values)
         settings._check_together()
@@ -350,31 +352,31 @@ class TopicSettings:
 
     @classmethod
     def declared(cls) -> Mapping[str, Setting]:
-        """Every setting of a topic, by its Kafka-style name."""
+        """Return every setting of a topic, by name."""
         return {declared.name: declared for _, declared in settings_of(cls)}
 
     def as_strings(self) -> dict[str, str]:
-        """Every setting as Kafka shows it: name to text."""
+        """Return every setting as text, by name."""
         return {declared.name: _as_text(getattr(self, attribute)) for attribute, declared in settings_of(type(self))}
 
     @property
     def deletes(self) -> bool:
-        """Whether old segments go by age and size."""
+        """Return whether old segments are deleted by age and size."""
         return "delete" in self.cleanup_policy
 
     @property
     def compacts(self) -> bool:
-        """Whether only the last record of each key is kept."""
+        """Return whether only the last record of each key is kept."""
         return "compact" in self.cleanup_policy
 
     @property
     def bounds_past(self) -> bool:
-        """Whether records with old timestamps are refused."""
+        """Return whether records with old timestamps are rejected."""
         return self.message_timestamp_before_max_ms < INT64_MAX and self.message_timestamp_type == "CreateTime"
 
     @property
     def reads_records(self) -> bool:
-        """Whether every record has to be looked at before it is stored: for its key, or for its timestamp."""
+        """Return whether every record is read before it is stored, for its key or its timestamp."""
         return self.compacts or self.bounds_past
 
     def _check_together(self) -> None:
@@ -396,7 +398,7 @@ def _as_text(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topic:
-    """A named log as it is declared in the catalog. `overrides` holds only what its owner set."""
+    """A topic as declared in the catalog; `overrides` holds only what its owner set."""
 
     name: str
     topic_id: UUID
@@ -407,7 +409,7 @@ class Topic:
 
     @property
     def is_internal(self) -> bool:
-        """Whether the broker keeps its own state in it."""
+        """Return whether the topic holds the broker's own state."""
         return self.name in INTERNAL_TOPICS
 
 
@@ -423,7 +425,7 @@ class TopicPartition:
 
 
 def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[PartitionIndex]]:
-    """The numbers of partitions by their topics, as Kafka's messages list them; in order, whatever the order was."""
+    """Group partitions by topic, sorted, as Kafka's messages list them."""
     found: dict[str, list[PartitionIndex]] = {}
     for one in sorted(partitions, key=lambda partition: (partition.topic, partition.partition)):
         found.setdefault(one.topic, []).append(one.partition)
@@ -431,7 +433,7 @@ def by_topic(partitions: Iterable[TopicPartition]) -> dict[str, list[PartitionIn
 
 
 def check_topic_name(name: str, *, noun: str = "topic") -> None:
-    """Raise `InvalidTopicName` unless the name follows Kafka's rule; `noun` is what bears it."""
+    """Raise `InvalidTopicName` unless the name follows Kafka's rule; `noun` names what has the name."""
     if not name:
         raise InvalidTopicName(f"a {noun} name cannot be empty")
     if name in (".", ".."):

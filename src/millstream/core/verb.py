@@ -1,4 +1,4 @@
-"""The verbs with which a worker settles messages that it holds."""
+"""How a worker settles the messages that it holds."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from enum import IntEnum
 
 
 class Verb(IntEnum):
-    """What a worker says of messages that it holds; the first four numbers are those of Kafka's acknowledgements."""
+    """An acknowledgement; the first four numbers are those of Kafka's acknowledge types."""
 
     ACCEPT = 1
     RELEASE = 2
     REJECT = 3
     EXTEND = 4
     RETURN = 5
-    """Nobody has looked at it, so it goes to another worker as if it had never been given."""
+    """The worker has not looked at the message: it goes to another one, and this delivery does not count."""

@@ -1,8 +1,7 @@
-"""What pipelines have not taken yet: from where each of them stands to the last message that is committed.
+"""The backlog of pipelines: from each one's position to the last stable offset.
 
-What lies behind that is not there for anybody who reads what is committed: transactions that are open, and what came
-after they began. Where a pipeline stands is what its group has committed; where that says nothing, the place at which
-the pipeline is to begin.
+Records of open transactions, and those after them, are not visible to readers of committed data and do not count. A
+pipeline's position is the offset that its group has committed, otherwise the offset at which it is to start.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from millstream.protocol.wire.list_offsets import ListedOffset
 
 
 class Reader(NamedTuple):
-    """A pipeline by what it reads, as it was declared and as far as it can be told without Spark."""
+    """What a pipeline reads, as far as known without Spark."""
 
     name: str
     kind: PipelineKind
@@ -34,27 +33,27 @@ class Reader(NamedTuple):
     from_latest: bool
 
     def takes(self, topic: TopicMetadata) -> bool:
-        """Whether it reads a topic."""
+        """Return whether it reads a topic."""
         if self.pattern is None:
             return topic.name in self.topics
         return not topic.is_internal and self.pattern.fullmatch(topic.name) is not None
 
     def among(self, there: ClusterMetadata) -> list[TopicMetadata]:
-        """The topics of it that there are."""
+        """Return those of its topics that exist."""
         if self.pattern is None:
             return [there.topics[name] for name in self.topics if name in there.topics]
         return [topic for topic in there.topics.values() if self.takes(topic)]
 
     def begins_at_end(self, topic: str, begun: frozenset[str]) -> bool:
-        """Whether it is to begin with messages that come from now on, given the topics that it has begun."""
+        """Return whether it starts at the end of a topic, given the topics that it has started to read."""
         if not self.from_latest or topic in begun:
             return False
-        # Topics that come while it lands others are landed from their first message on.
+        # Topics that are created while it lands others are landed from their first message.
         return not (begun and self.kind is PipelineKind.LAND)
 
 
 def reader_of(pipeline: Pipeline) -> Reader | None:
-    """What a pipeline reads; None if that cannot be told from its settings."""
+    """Return what a pipeline reads; None if its settings do not tell."""
     try:
         settings = pipeline.settings
         topics = frozenset(pipeline.flows())
@@ -66,18 +65,18 @@ def reader_of(pipeline: Pipeline) -> Reader | None:
 
 
 class Backlog(NamedTuple):
-    """How far a pipeline is, in offsets."""
+    """A pipeline's position, in offsets."""
 
     passed: int
-    """Those that are there, and that it has behind it."""
+    """Stored offsets before the position."""
     left: int
-    """Those that it has not taken yet."""
+    """Offsets after the position."""
 
 
 class Backlogs:
-    """Asks the brokers what readers have not taken, as often as it is told to.
+    """Measures the backlogs of readers, repeatedly.
 
-    Of partitions that nobody leads just now it holds what was known last.
+    For partitions without a leader it keeps the last known values.
     """
 
     def __init__(self, client: Client) -> None:
@@ -86,9 +85,9 @@ class Backlogs:
         self._ends: dict[TopicPartition, int] = {}
 
     async def lags(self, readers: Sequence[Reader]) -> dict[str, int]:
-        """By reader, how much it has not taken of what it reads.
+        """Return the lag of each reader over everything it reads.
 
-        Left out are those of whom it is not known, and those whose topics are all missing.
+        Readers whose position is unknown, or whose topics are all missing, are left out.
         """
         has_pattern = any(one.pattern is not None for one in readers)
         named = None if has_pattern else sorted(set().union(*(one.topics for one in readers)))
@@ -97,7 +96,7 @@ class Backlogs:
         return {name: one.left for name, one in (await self._of(read, asks_passed=False)).items()}
 
     async def in_topic(self, readers: Sequence[Reader], topic: TopicMetadata) -> dict[str, Backlog]:
-        """By reader, how far it is in a topic that it reads; left out are those of whom it is not known."""
+        """Return each reader's position in a topic; readers whose position is unknown are left out."""
         return await self._of({one: [topic] for one in readers}, asks_passed=True)
 
     async def _of(self, read: Mapping[Reader, Sequence[TopicMetadata]], *, asks_passed: bool) -> dict[str, Backlog]:
@@ -109,7 +108,7 @@ class Backlogs:
             offsets = committed[reader.group]
             if not isinstance(offsets, MillstreamError):
                 places[reader.name] = self._places(reader, topics, offsets)
-        # Where a partition starts matters only to those that are not at its end.
+        # The start of a partition matters only to readers that are not at its end.
         asked = {
             where
             for of_reader in places.values()
@@ -123,7 +122,7 @@ class Backlogs:
     def _places(
         self, reader: Reader, topics: Sequence[TopicMetadata], committed: Committed
     ) -> dict[TopicPartition, int | None]:
-        """Where a reader goes on, by partition; None is where the partition starts."""
+        """Return a reader's position by partition; None means the start of the partition."""
         begun = frozenset(where.topic for where in committed)
         places: dict[TopicPartition, int | None] = {}
         for topic in topics:

@@ -1,4 +1,4 @@
-"""What is asked of nodes about their clients. Only Millstream answers this; Kafka has no such request."""
+"""The clients of a cluster, by a private request; Kafka has no such request."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRODUCER, CONSUMER = "producer", "consumer"
 
 @dataclass(frozen=True, slots=True)
 class ConnectedClient:
-    """One connection of a client. Rates are None when it was not there long enough to tell."""
+    """One connection of a client. Rates are None if it was not observed for long enough."""
 
     node: int
     address: str
@@ -37,14 +37,14 @@ class ConnectedClient:
 
 @dataclass(frozen=True, slots=True)
 class Clients:
-    """The clients of all nodes, and how many more there are than nodes tell."""
+    """The clients of all nodes, and how many were omitted from their answers."""
 
     clients: tuple[ConnectedClient, ...]
     left_out: int
 
 
 async def list_clients(client: Client, *, interval_s: float) -> Clients:
-    """Every connection to every node, with rates over an interval."""
+    """List every connection to every node, with rates measured over an interval."""
     nodes = sorted((await client.metadata([])).nodes)
     before = {node: await _ask(client, node) for node in nodes}
     await asyncio.sleep(interval_s)

@@ -1,4 +1,4 @@
-"""How a cluster is, as its nodes tell: what every Kafka broker says, and what Millstream's private request adds."""
+"""The state of a cluster: metadata that every Kafka broker has, and Millstream's own node status."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.cluster_metadata import ClusterMetadata
 
 UNREACHABLE = "unreachable"
-"""The cluster counts on it, but it gives this command no answer."""
+"""In the cluster, but it does not answer this command."""
 
 AWAY = "away"
-"""It carries replicas, but the cluster does not count on it now."""
+"""It has replicas, but is not part of the cluster now."""
 
 _REPLICA_FIELDS = ("topic", "partition", "replica", "records")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeView:
-    """One node. `state` and `version` are what it says itself; `reasons` why it should get no traffic now."""
+    """One node. `state` and `version` are its own report; `reasons` say why it should get no traffic."""
 
     id: int
     address: str | None
@@ -35,13 +35,13 @@ class NodeView:
     leads: int
     replicas: int
     behind: int
-    """Records that its replicas lack, by what the leaders know."""
+    """Records that its replicas lack, according to the leaders."""
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionView:
-    """A partition that lacks a leader or a replica in sync."""
+    """A partition without a leader, or with a replica out of sync."""
 
     topic: str
     partition: int
@@ -52,7 +52,7 @@ class PartitionView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaView:
-    """A replica that lacks records, by what its leader knows; it is in sync all the same if it lacks few."""
+    """A replica that lacks records, according to its leader; it is in sync if it lacks only a few."""
 
     topic: str
     partition: int
@@ -71,15 +71,15 @@ class ClusterStatus:
     troubled: list[PartitionView]
     behind: list[ReplicaView]
     warnings: list[str]
-    """What nodes say of the cluster as a whole, such as a store that is away."""
+    """Problems of the cluster as a whole, such as an unreachable store."""
 
     @property
     def silent(self) -> tuple[int, ...]:
-        """The nodes that do not answer."""
+        """Return the nodes that do not answer."""
         return tuple(node.id for node in self.nodes if node.state in (AWAY, UNREACHABLE))
 
     def described(self) -> dict[str, Any]:
-        """For programs."""
+        """Return a JSON document."""
         return {
             "cluster": self.cluster_id,
             "controller": self.controller,
@@ -93,7 +93,7 @@ class ClusterStatus:
 
 
 async def cluster_status(client: Client) -> ClusterStatus:
-    """Ask for the whole cluster, then each node for itself."""
+    """Ask for the cluster's metadata, then each node for its status."""
     metadata = await client.metadata()
     answers = await asyncio.gather(*(node_status(client, node) for node in metadata.nodes))
     by_node = dict(zip(metadata.nodes, answers, strict=True))
@@ -107,7 +107,7 @@ async def cluster_status(client: Client) -> ClusterStatus:
         controller=metadata.controller_id if metadata.controller_id >= 0 else None,
         nodes=[
             _node(node, metadata, by_node.get(node), leads=leads[node], replicas=replicas[node], behind=lacking[node])
-            # One that carries replicas belongs to the cluster, also while it is away.
+            # A node with replicas belongs to the cluster even while it is away.
             for node in sorted({*metadata.nodes, *replicas})
         ],
         partitions=sum(len(topic.partitions) for topic in metadata.topics.values()),
@@ -118,7 +118,7 @@ async def cluster_status(client: Client) -> ClusterStatus:
 
 
 def _counted(metadata: ClusterMetadata) -> tuple[Counter[NodeId], Counter[NodeId]]:
-    """How many partitions each node leads, and how many it carries."""
+    """Count the partitions that each node leads, and those that it replicates."""
     every = [one for topic in metadata.topics.values() for one in topic.partitions.values()]
     return Counter(one.leader_id for one in every), Counter(node for one in every for node in one.replicas)
 
@@ -148,7 +148,7 @@ def _node(
 
 
 def _behind(answer: dict[str, Any]) -> list[ReplicaView]:
-    """What replicas lack of the partitions that a node leads."""
+    """Return what replicas lack of the partitions that a node leads."""
     return [ReplicaView(**{field: one[field] for field in _REPLICA_FIELDS}) for one in answer.get("behind", ())]
 
 

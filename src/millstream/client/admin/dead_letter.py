@@ -1,7 +1,7 @@
-"""Dead letters as an operator works on them: counted, looked at, sent back, or put away.
+"""Operations on dead letters: count, show, redrive, publish, purge.
 
-A dead letter topic is a log, from which nothing is taken out. So the open letters are those that a subscription of
-Millstream's own on that topic has not accepted: whoever sends a letter back, or puts it away, accepts it there.
+Nothing is removed from a dead letter topic. Its open letters are those that an internal subscription on the topic has
+not accepted; redriving or purging a letter accepts it there.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 class DeadLetterProducer:
-    """One idempotent producer: what has to be sent again in a failover is stored once."""
+    """An idempotent producer: what is sent again after a failover is stored once."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -60,13 +60,13 @@ class DeadLetterProducer:
         self._partitions: dict[str, int] = {}
 
     async def open(self) -> tuple[int, int]:
-        """The producer's number and epoch, which are taken at first."""
+        """Return the producer id and epoch, which are requested on first use."""
         if self._producer is None:
             self._producer = await self._take_producer()
         return self._producer
 
     async def send(self, topic: str, partition: int | None, record: NewRecord, *, spread: int) -> None:
-        """Publish to a partition, or by key as Kafka's clients do; without one, `spread` chooses."""
+        """Publish to a partition, or by key as Kafka's clients do; without a key, `spread` selects the partition."""
         partitions = await self.partitions_of(topic)
         if partition is None or partition >= partitions:
             partition = spread % partitions if record.key is None else partition_for_key(record.key, partitions)
@@ -77,7 +77,7 @@ class DeadLetterProducer:
         self._sequences[topic, partition] = (sequence + 1) & 0x7FFFFFFF
 
     async def partitions_of(self, topic: str) -> int:
-        """How many a topic has; one that does not exist is not made."""
+        """Return a topic's number of partitions without creating it."""
         if topic not in self._partitions:
             found = await self._client.metadata([topic])
             if topic not in found.topics:
@@ -112,14 +112,14 @@ BATCH = 500
 
 LEASE_MS = 60_000
 
-"""Short, since it is how long the letters of a command that was killed are kept from others."""
+"""Short, because letters of a killed command stay locked for this long."""
 
 
 EXTEND_S = 15.0
 
 RELEASE_S_MAX = 5.0
 
-"""Whoever ends a command does not wait longer for it to give letters back."""
+"""How long the end of a command waits for letters to be returned."""
 
 
 HELD_MAX = 100_000
@@ -130,14 +130,14 @@ _PAUSE_S = 0.25
 
 _PASSES = (*TRANSIENT, UnknownGroup)
 
-"""What passes by itself: a failover, and a subscription that another node has not heard of yet."""
+"""Errors that pass: a failover, or a subscription that a node has not heard of yet."""
 
 
 T = TypeVar("T")
 
 
 class DeadLetterTopic(NamedTuple):
-    """A dead letter topic, the subscriptions that write to it, and how many letters are open."""
+    """A dead letter topic, the subscriptions that write to it, and its number of open letters."""
 
     topic: str
     subscriptions: list[str]
@@ -154,7 +154,7 @@ class Queue(NamedTuple):
 
 
 class Letter(NamedTuple):
-    """The offset of a message, and where its letter is in the dead letter topic."""
+    """The offset of a message, and the position of its letter in the dead letter topic."""
 
     offset: int
     letter_partition: int
@@ -169,7 +169,7 @@ class Origin(NamedTuple):
 
 
 def origin_of(letter: LeasedMessage) -> Origin | None:
-    """Where the message of a letter came from, if the letter says so; anybody can publish to its topic."""
+    """Return where a letter's message came from, if its headers say so; anyone can publish to the topic."""
     headers = headers_of(letter)
     try:
         topic_id = UUID(headers["dlq-topic-id"])
@@ -191,9 +191,9 @@ class DeadLetterDesk:
         self._patience_s = patience_s
         self._held: dict[tuple[int, int], LeasedMessage] = {}
         self._sent: set[tuple[int, int]] = set()
-        """Of these, those that were sent back, or may have been."""
+        """Those of the held letters that were, or may have been, sent."""
         self._leaders: dict[int, NodeId | None] = {}
-        # Letters that are closed, of which the queues of their messages were not told yet.
+        # Closed letters whose message queues have not been notified yet.
         self._closed: dict[Queue, list[Letter]] = {}
         self._letter_topic_id = UUID(int=0)
         self._post = DeadLetterProducer(client)
@@ -201,7 +201,7 @@ class DeadLetterDesk:
         self.unreached = 0
 
     async def open(self) -> None:
-        """Begin to count the letters, if nobody has before."""
+        """Start tracking the topic's letters, if that has not happened yet."""
         settings = {LEASE: str(LEASE_MS), IN_FLIGHT_MAX: str(HELD_MAX)}
         try:
             described = await self._described(*TRANSIENT)
@@ -214,7 +214,7 @@ class DeadLetterDesk:
 
     @asynccontextmanager
     async def holding(self) -> AsyncIterator[None]:
-        """Keep the leases of what is held while work is done, and give back in the end what was not settled."""
+        """Keep the leases of held letters during the work, and return unsettled letters at the end."""
         extending = asyncio.create_task(self._extend())
         try:
             yield
@@ -222,13 +222,13 @@ class DeadLetterDesk:
             extending.cancel()
             with suppress(asyncio.CancelledError):
                 await extending
-            # What cannot be given back comes back by itself, and that must not hide how the work went.
+            # Leases that cannot be returned expire, and this must not hide how the work went.
             with suppress(MillstreamError, TimeoutError):
                 async with asyncio.timeout(min(RELEASE_S_MAX, self._patience_s)):
                     await self._give_back()
 
     async def letters(self, wanted: Callable[[], int]) -> AsyncIterator[list[LeasedMessage]]:
-        """The open letters, some at a time, each once, while any are wanted; they are held until they are settled."""
+        """Yield the open letters in batches, each once, while any are wanted; they are held until they are settled."""
         loop = asyncio.get_running_loop()
         taken = 0
         deadline = loop.time() + self._patience_s
@@ -239,7 +239,7 @@ class DeadLetterDesk:
                 self._leaders.update({letter.partition: letter.node for letter in some})
                 taken += len(some)
                 yield some
-                # What is still held is only settled from here on.
+                # Letters that are still held are only settled from here on.
                 for letter in some:
                     if _place(letter) in self._held:
                         self._held[_place(letter)] = without_content(letter)
@@ -250,7 +250,7 @@ class DeadLetterDesk:
                 await asyncio.sleep(_PAUSE_S)
 
     async def close(self, letters: Sequence[LeasedMessage]) -> int:
-        """Close letters; says how many may still be open, since a failover lost their leases."""
+        """Close letters; return how many may still be open because a failover lost their leases."""
         doubtful = 0
         for letter, error in zip(letters, await self._settle(letters, Verb.ACCEPT), strict=True):
             if error is not None and not isinstance(error, InvalidRecordState):
@@ -264,7 +264,7 @@ class DeadLetterDesk:
         return doubtful
 
     async def revive(self, letters: Sequence[LeasedMessage]) -> list[str | None]:
-        """Have the messages of letters delivered again, each by its own subscription; for each None, or why not."""
+        """Redeliver the messages of letters through their own subscriptions; return None or the reason for each."""
         reasons: list[str | None] = [NO_ORIGIN] * len(letters)
         by_queue: dict[Queue, list[tuple[int, Letter]]] = {}
         for at, letter in enumerate(letters):
@@ -279,13 +279,13 @@ class DeadLetterDesk:
         return reasons
 
     async def forget_closed(self) -> None:
-        """Tell the queues of revived messages that their letters are closed; what they are not told costs a little."""
+        """Notify the queues of revived messages that their letters are closed; a missed notification costs little."""
         with suppress(MillstreamError):
             for queue in list(self._closed):
                 await self._revive_in(queue, [])
 
     async def _revive_in(self, queue: Queue, letters: list[Letter]) -> dict[int, str]:
-        """Revive messages in one queue; the offsets of those that cannot be, and why."""
+        """Revive messages in one queue; return the offsets that cannot be revived, and why."""
         closed = self._closed.get(queue, [])[:BATCH]
         place = (queue.topic, queue.topic_id, queue.partition)
         try:
@@ -301,18 +301,18 @@ class DeadLetterDesk:
         return dict.fromkeys(gone, f"topic {queue.topic!r} no longer has the original")
 
     async def check_target(self, topic: str) -> None:
-        """Raise `UnknownTopic` if letters cannot be sent to a topic since it does not exist."""
+        """Raise `UnknownTopic` if the target topic does not exist."""
         await self._patiently(lambda: self._post.partitions_of(topic), *TRANSIENT)
 
     async def publish(self, letter: LeasedMessage, topic: str) -> None:
-        """Publish a letter's message to a topic, in the partition that it came from if that is its topic."""
+        """Publish a letter's message to a topic, in its original partition if it is the original topic."""
         headers = headers_of(letter)
         partition = int(headers["dlq-partition"]) if headers.get("dlq-partition", "").isdigit() else None
         times = int(headers[REDRIVEN]) if headers.get(REDRIVEN, "").isdigit() else 0
         published = headers.get(FIRST_PUBLISHED) or str(letter.record.timestamp_ms)
         kept: Headers = tuple(header for header in letter.record.headers if not header[0].startswith(PREFIX))
         story = ((REDRIVEN, str(times + 1).encode()), (FIRST_PUBLISHED, published.encode()))
-        # With a time in the past it could be too old for its topic: refused there, or deleted before anybody got it.
+        # Its original time could be too old for the topic: rejected, or deleted before anyone reads it.
         record = NewRecord(letter.record.key, letter.record.value, (*kept, *story), int(time() * 1000))
         await self.check_target(topic)
         await self._patiently(self._post.open, *TRANSIENT)
@@ -326,7 +326,7 @@ class DeadLetterDesk:
         )
 
     async def _is_at_end(self) -> bool:
-        """Whether all queues were asked, and nothing is left that could be had; in a failover some are missing."""
+        """Return whether all queues answered and none has letters left; during a failover some do not answer."""
         described = await self._described(*_PASSES)
         found = (await self._client.metadata([self.topic])).topics.get(self.topic)
         partitions = set() if found is None else set(found.partitions)
@@ -339,7 +339,7 @@ class DeadLetterDesk:
         return described
 
     async def _settle(self, letters: Iterable[LeasedMessage], verb: int) -> list[MillstreamError | None]:
-        """Settle letters at whoever leads them now; leases outlive a failover, mostly."""
+        """Settle letters at the current leaders; leases usually survive a failover."""
         listed = list(letters)
         results: list[MillstreamError | None] = [None] * len(listed)
         left = list(range(len(listed)))
@@ -363,7 +363,7 @@ class DeadLetterDesk:
         return results
 
     async def _give_back(self) -> None:
-        """Return what nothing was done with, which does not count as a delivery, and release what was sent."""
+        """Return untouched letters, which does not count as a delivery, and release those that were sent."""
         for verb, is_sent in ((Verb.RETURN, False), (Verb.RELEASE, True)):
             letters = [letter for place, letter in self._held.items() if (place in self._sent) == is_sent]
             if letters:
@@ -378,12 +378,12 @@ class DeadLetterDesk:
     async def _extend(self) -> None:
         while True:
             await asyncio.sleep(EXTEND_S)
-            # A lease that is gone meanwhile shows when its letter is settled.
+            # A lost lease shows when its letter is settled.
             with suppress(MillstreamError):
                 await self._settle(self._held.values(), Verb.EXTEND)
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]], *named: type[MillstreamError]) -> T:
-        """Try again what passes by itself, for as long as the command may wait."""
+        """Retry errors that pass, for as long as the command may wait."""
         return await _patiently(attempt, self._patience_s, named or _PASSES)
 
 
@@ -392,12 +392,12 @@ def _place(letter: LeasedMessage) -> tuple[int, int]:
 
 
 def headers_of(letter: LeasedMessage) -> dict[str, str]:
-    """The headers of a letter as text; the last one of a name counts."""
+    """Return the headers of a letter as text; the last of a name counts."""
     return {name: (value or b"").decode(errors="replace") for name, value in letter.record.headers}
 
 
 def without_content(letter: LeasedMessage) -> LeasedMessage:
-    """A letter with its headers only: there may be many, and they may be large."""
+    """Return a letter with its headers only: letters may be many and large."""
     return letter._replace(record=letter.record._replace(key=None, value=None))
 
 
@@ -416,7 +416,7 @@ async def _patiently(
 
 
 async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
-    """Every topic that is declared as a dead letter topic."""
+    """Return every topic that is declared as a dead letter topic."""
     described = await SubscriptionClient(client).describe()
     writers: dict[str, list[str]] = {}
     opened: dict[str, int] = {}
@@ -428,7 +428,7 @@ async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
             topic = one["name"].removeprefix(LETTERS_PREFIX)
             opened[topic] = sum(queue["backlog"] for queue in one["queues"])
             if opened[topic]:
-                # Letters outlive a subscription that was deleted by force.
+                # Letters outlive a subscription that was deleted with --force.
                 writers.setdefault(topic, [])
     return [
         DeadLetterTopic(topic, names, opened.get(topic, await stored_letters(client, topic)))
@@ -437,7 +437,7 @@ async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
 
 
 async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
-    """The dead letter topic of this name, or of the subscription of this name; a failover is waited out."""
+    """Find the dead letter topic with this name, or of the subscription with this name; wait out a failover."""
     known = await _patiently(lambda: dead_letter_topics(client), patience_s, TRANSIENT)
     if any(one.topic == name for one in known):
         return name
@@ -458,14 +458,14 @@ async def check_no_open_letters(client: Client, topic: str) -> None:
 
 
 async def close_letters_of(client: Client, topic: str) -> None:
-    """Close every open letter of a topic without a look at any, if it is a dead letter topic."""
+    """Close every open letter of a topic unread, if it is a dead letter topic."""
     if await _dead_letter_topic(client, topic) is not None:
         await DeadLetterDesk(client, topic, "close-all", patience_s=RELEASE_S_MAX).open()
         await SubscriptionClient(client).seek(LETTERS_PREFIX + topic, "latest")
 
 
 async def _dead_letter_topic(client: Client, topic: str) -> DeadLetterTopic | None:
-    # Another kind of broker has no subscriptions, and answers nothing that could be read.
+    # Brokers other than Millstream have no subscriptions, and answer nothing readable.
     with suppress(MillstreamError, ValueError):
         return next((one for one in await dead_letter_topics(client) if one.topic == topic), None)
     return None
@@ -477,26 +477,26 @@ Act = Callable[["DeadLetterDesk", "LeasedMessage"], Awaitable[None]]
 
 @dataclass(slots=True)
 class Outcome:
-    """How a pass over the letters went."""
+    """The result of a pass over the letters."""
 
     done: int = 0
     unmatched: int = 0
     doubtful: int = 0
-    """Done, but their leases were lost meanwhile, so that they may be open still."""
+    """Done, but the lease was lost meanwhile, so the letter may still be open."""
     held: int = 0
     """Held by other commands."""
     refused: dict[str, int] = field(default_factory=dict)
-    """Left open since their messages cannot be delivered again, by the reason."""
+    """Left open because the message cannot be redelivered, by reason."""
     revived: dict[str, int] = field(default_factory=dict)
-    """Delivered again, by their subscription."""
+    """Redelivered, by subscription."""
     unreached: int = 0
-    """Partitions that nobody leads now."""
+    """Partitions without a leader."""
     has_begun: bool = False
     is_sending: bool = False
 
 
 def undeliverable_note(refused: dict[str, int], remedy: str) -> str:
-    """Which letters were left open, why, and what publishes their messages anyway."""
+    """Say which letters were left open, why, and how to publish their messages anyway."""
     count = sum(refused.values())
     subject = "1 letter is" if count == 1 else f"{count:,} letters are"
     return f"{subject} left open: {'; '.join(sorted(refused))}. To publish from the letters instead: {remedy}"
@@ -512,7 +512,7 @@ async def process_letters(
     keep: bool,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Do something with every open letter that is meant, and close it unless they are to be kept open."""
+    """Process every matching open letter, and close it unless `keep` is set."""
     await desk.open()
     outcome.has_begun = True
     async with desk.holding():
@@ -528,10 +528,10 @@ async def redrive_letters(
     limit: int | None,
     on_progress: Callable[[int], None] = lambda _done: None,
 ) -> None:
-    """Have every open letter that is meant delivered again by its own subscription, and close it.
+    """Redeliver every matching open letter through its own subscription, and close it.
 
-    The letters are gathered first, so that messages come back in the order of their offsets, not in that in which they
-    died.
+    The letters are collected first, so that messages are redelivered in the order of their offsets, not of their
+    deaths.
     """
     chosen: list[LeasedMessage] = []
 
@@ -560,7 +560,7 @@ async def redrive_letters(
 
 
 def _origin_key(letter: LeasedMessage) -> tuple[str, str, int, int]:
-    """Where the message came from, so that letters can be sorted by it."""
+    """Return a sort key: where the message came from."""
     origin = origin_of(letter)
     if origin is None:
         return "", "", 0, letter.record.offset
@@ -583,7 +583,7 @@ async def _pass(
     on_progress: Callable[[int], None],
 ) -> None:
     def missing() -> int:
-        # Whoever looks for some has to take more than are wanted; others do not keep letters from anybody.
+        # A search leases more letters than it needs; other commands take no more than they use.
         left = BATCH if limit is None else limit - outcome.done
         return BATCH if wanted is not None and left > 0 else left
 

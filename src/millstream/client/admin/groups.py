@@ -1,4 +1,4 @@
-"""What is asked of brokers about consumer groups, over Kafka's own APIs."""
+"""Operations on consumer groups, over Kafka's APIs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 async def group_summaries(client: Client) -> list[dict[str, Any]]:
-    """Every group in one line, less those that end meanwhile."""
+    """Return every group as one row, except groups that end meanwhile."""
     turn = asyncio.Semaphore(_GROUPS_AT_ONCE_MAX)
 
     async def summarize(name: str, state: str, kind: str) -> dict[str, Any] | None:
@@ -49,13 +49,13 @@ async def group_summaries(client: Client) -> list[dict[str, Any]]:
 
 
 def total_lag(progress: list[Progress]) -> int | None:
-    """How many offsets a group is behind in all partitions; None where nothing is committed."""
+    """Return the lag over all partitions; None if nothing is committed."""
     known = [one.lag for one in progress if one.lag is not None]
     return sum(known) if known else None
 
 
 def group_document(group: Group, progress: list[Progress]) -> dict[str, Any]:
-    """A group's members, offsets and lag."""
+    """Return a group's members, offsets and lag."""
     owners = {where: member.member_id for member in group.members for where in member.partitions}
     return {
         "group": group.name,
@@ -93,7 +93,7 @@ CLASSIC = "classic"
 
 CONSUMER = "consumer"
 
-"""A group of the newer protocol, in which the broker shares out."""
+"""A group of the newer protocol (KIP-848), in which the broker assigns partitions."""
 
 SHARE = "share"
 
@@ -107,19 +107,19 @@ _UNKNOWN_MEMBER_ID = 25
 
 _GROUPS_ASKED_MAX = 100
 
-"""So many groups are asked for with one request."""
+"""The number of groups in one request."""
 
 _GROUPS_AT_ONCE_MAX = 16
 
 
 Committed = dict[TopicPartition, int]
 
-"""By partition, the next offset that a group is to read."""
+"""The committed offset of each partition."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member of a group and the partitions it reads."""
+    """A member of a group and its partitions."""
 
     member_id: str
     client_id: str
@@ -134,16 +134,16 @@ class Group:
     name: str
     state: str
     protocol: str
-    """How partitions are shared out."""
+    """The assignor."""
     members: tuple[Member, ...]
     kind: str = CLASSIC
     protocol_type: str = ""
-    """What its members are, if they told: "consumer" for consumers."""
+    """The type of its members, if known: "consumer" for consumers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a group is in one partition. None: nothing is committed, or the partition is gone."""
+    """A group's position in one partition. None: nothing is committed, or the partition is gone."""
 
     where: TopicPartition
     committed: int | None
@@ -152,14 +152,14 @@ class Progress:
 
     @property
     def lag(self) -> int | None:
-        """How many offsets lie between what is committed and the end."""
+        """Return the number of offsets between the committed one and the end."""
         if self.committed is None or self.end is None:
             return None
         return max(0, self.end - self.committed)
 
 
 async def list_groups(client: Client) -> list[tuple[str, str, str]]:
-    """The name, the state and the type of every group, from every node."""
+    """Return the name, state and type of every group, from every node."""
     from kio.schema.list_groups.v5 import request
 
     messages: Any = request
@@ -203,7 +203,7 @@ async def _describe_newer(client: Client, name: str, asked: Any, kind: str) -> G
     try:
         described = (await client.send(await client.coordinator(name), asked)).groups[0]
     except InvalidRequest:
-        # A broker that does not serve the newer protocol has no such groups.
+        # A broker without the newer protocol has no such groups.
         return None
     if described.error_code == _GROUP_ID_NOT_FOUND:
         return None
@@ -238,7 +238,7 @@ async def _describe_classic(client: Client, name: str) -> Group | None:
 
 
 def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
-    """Read the assignment that the leader of a group of consumers gave to a member; nothing if it is another kind."""
+    """Parse the assignment of a classic consumer group's member; empty if it is of another kind."""
     if not assignment:
         return ()
     reader = Reader(assignment, flexible=False)
@@ -254,7 +254,7 @@ def assigned_partitions(assignment: bytes) -> tuple[TopicPartition, ...]:
 
 
 async def committed_offsets(client: Client, name: str) -> Committed:
-    """Every offset that a group has committed."""
+    """Return every offset that a group has committed."""
     return _committed(await _ask_offsets(client, await client.coordinator(name), [name]), name)
 
 
@@ -277,9 +277,9 @@ async def share_offsets(client: Client, name: str) -> Committed:
 
 
 async def committed_by_group(client: Client, names: Sequence[str]) -> dict[str, Committed | MillstreamError]:
-    """Every offset that some groups have committed, with one request per coordinator, or few if they are very many.
+    """Return the committed offsets of several groups, with few requests per coordinator.
 
-    An error stands in the place of what could not be told just now.
+    A group that could not be read has an error instead.
     """
     by_node: dict[NodeId, list[str]] = {}
     found: dict[str, Committed | MillstreamError] = {}
@@ -374,7 +374,7 @@ async def _bounds(client: Client, topic: str, partitions: list[int]) -> Mapping[
         starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
         ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP))
     except UnknownTopic:
-        # The topic was deleted; what the group committed there is still listed.
+        # The topic was deleted; the group's offsets are still listed.
         return {}
     return {index: (starts[index].offset, ends[index].offset) for index in partitions}
 
@@ -436,14 +436,14 @@ async def delete_group(client: Client, name: str) -> None:
 
 
 def busy_sentence(name: str) -> str:
-    """What to do about a group that is in use."""
+    """Say what to do about a group that is in use."""
     return f"group {name!r} has members; stop its consumers first, then try again"
 
 
 async def plan_reset(
     client: Client, name: str, topics: list[str] | None, partitions: list[int] | None, position: Position
 ) -> list[tuple[TopicPartition, int | None, int]]:
-    """Which partitions move from where to where."""
+    """Return which partitions move, from where to where."""
     await refuse_members(client, name, may_be_new=bool(topics))
     committed = await committed_offsets(client, name)
     moves: list[tuple[TopicPartition, int | None, int]] = []

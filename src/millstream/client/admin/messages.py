@@ -1,4 +1,4 @@
-"""One message as programs are shown it."""
+"""Stored messages: how to find one, and how programs see it as JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 
 def as_document(topic: str, topic_id: object, partition: int, record: Record) -> dict[str, Any]:
-    """The message for programs. Bytes that are not UTF-8 come as `{"base64": …}`."""
+    """Return a message as JSON; bytes that are not UTF-8 become `{"base64": …}`."""
     return {
         "topic": topic,
         "partition": partition,
@@ -34,7 +34,7 @@ def as_document(topic: str, topic_id: object, partition: int, record: Record) ->
 
 
 def moment_of(timestamp_ms: int) -> datetime | None:
-    """A message's time; None where it has none, or one that no calendar has."""
+    """Return a message's time; None if it has none, or one outside the calendar."""
     if timestamp_ms < 0:
         return None
     try:
@@ -52,10 +52,10 @@ def _as_json(value: bytes | None) -> Any:
         return {"base64": base64.b64encode(value).decode()}
 
 
-# Messages that are published together have few times between them.
+# Messages that are published together share few timestamps.
 @lru_cache(maxsize=1024)
 def utc(timestamp_ms: int) -> str | None:
-    """A message's time as RFC 3339 has it."""
+    """Return a message's time as RFC 3339."""
     moment = moment_of(timestamp_ms)
     return None if moment is None else moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
@@ -64,7 +64,7 @@ COMPRESSIONS = ("none", "gzip", "snappy", "lz4", "zstd")
 _ONE_BATCH = 1
 
 ReadRecord = Callable[[Buffer, BatchHeader, int], Awaitable[Record | None]]
-"""Reads the record of a batch at an offset, on whatever bounds its user sets."""
+"""Reads the record of a batch at an offset, within its caller's bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class StoredMessage:
 
     @property
     def timestamp_type(self) -> str:
-        """Whose time the message carries, as Kafka's setting names it."""
+        """Return whose time the message carries, in the words of Kafka's setting."""
         return "LogAppendTime" if self.batch.attributes & TIMESTAMP_TYPE_FLAG else "CreateTime"
 
     def batch_document(self) -> dict[str, Any]:
-        """The batch for programs. What an ordinary producer does not set is null."""
+        """Return the batch as JSON; fields that an ordinary producer does not set are null."""
         header = self.batch
         idempotent = header.producer_id >= 0
         return {
@@ -109,7 +109,7 @@ async def read_record(batches: Buffer, header: BatchHeader, offset: int) -> Reco
 async def find_message(
     client: Client, topic: TopicMetadata, partition: int, offset: int, *, read_record: ReadRecord = read_record
 ) -> StoredMessage:
-    """The message at an offset, its batch's checksum checked; `NotFound` says what is there instead."""
+    """Find the message at an offset and check its batch's CRC; `NotFound` says what is there instead."""
     if partition not in topic.partitions:
         raise UnknownTopic(f"topic {topic.name!r} has no partition {partition}; the last is {max(topic.partitions)}")
     where = f"{topic.name}/{partition}"

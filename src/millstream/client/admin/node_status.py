@@ -1,4 +1,4 @@
-"""What the disk of a broker lost, as the commands tell it: which offsets, and what to do about them."""
+"""The status of nodes, by a private request: damage of their disks, and reasons for timeouts."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ NODE_STATUS_KEY = 32000
 
 
 class DamagedOffsets(NamedTuple):
-    """A range of offsets of a partition that cannot be read any more; others are unharmed."""
+    """Offsets of a partition that the disk lost; others are unharmed."""
 
     topic: str
     partition: int
     first: int
     next_offset: int
     is_repaired: bool = False
-    """Whether it is being fetched from other replicas."""
+    """Whether they are being fetched from other replicas."""
 
     def __str__(self) -> str:
         return f"{self.topic}-{self.partition}: the disk lost the offsets {self.first} to {self.next_offset - 1}"
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """Say what to do about it."""
         if self.is_repaired:
             return (
                 "nothing, while the nodes that carry the partition run: the offsets are fetched from another replica; "
@@ -53,7 +53,7 @@ class DamagedOffsets(NamedTuple):
 
 
 async def node_status(client: Client, node: NodeId | None = None) -> dict[str, Any] | None:
-    """How a node is, by Millstream's private request; None when it does not tell, as another kind of broker."""
+    """Return a node's status; None if it does not answer this request, like brokers other than Millstream."""
     try:
         status: dict[str, Any] = decode_document(await client.private(node, NODE_STATUS_KEY, encode(Nothing())))
     except MillstreamError:
@@ -62,7 +62,7 @@ async def node_status(client: Client, node: NodeId | None = None) -> dict[str, A
 
 
 def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
-    """What a node lost, by its status."""
+    """Return the damage in a node's status."""
     return [
         DamagedOffsets(one["topic"], one["partition"], one["first"], one["next"], one["repair"])
         for one in status["damage"]
@@ -70,7 +70,7 @@ def damage_in(status: dict[str, Any]) -> list[DamagedOffsets]:
 
 
 async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable[int]) -> list[DamagedOffsets] | None:
-    """What the leaders of some partitions of a topic lost of them; None when a leader does not tell."""
+    """Return what the leaders of some partitions lost of them; None if a leader does not report it."""
     wanted = set(partitions)
     leaders = {one.leader_id for one in topic.partitions.values() if one.partition in wanted and one.leader_id >= 0}
     lost: list[DamagedOffsets] = []
@@ -83,7 +83,7 @@ async def find_damage(client: Client, topic: TopicMetadata, partitions: Iterable
 
 
 async def timeout_with_reasons(client: Client, attempted: str) -> RequestTimedOut:
-    """An error that says what could not be done for now, and why as far as the node asked knows."""
+    """Build an error that says what could not be done, with the reasons that the node reports."""
     status = await node_status(client)
     reasons = [] if status is None else [*status.get("reasons", ()), *status.get("warnings", ())]
     reason = "; ".join(reasons) or "the cluster has not agreed on it in time"

@@ -1,4 +1,4 @@
-"""Where the pipelines of a node keep their tables and checkpoints, for whoever runs one by hand."""
+"""Where the pipelines of a node store tables and checkpoints."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ _FOLDER_SETTING: Final = "pipelines-folder"
 
 
 class PipelineStorage(NamedTuple):
-    """Folders or URLs, as the node has them."""
+    """Folders or URLs, as seen by the node."""
 
     lake: str
     folder: str
     data: str
-    """The data folder of the node, which may be on another machine."""
+    """The node's data folder, possibly on another machine."""
 
 
 def storage_in(data: str, *, lake: str = "", folder: str = "") -> PipelineStorage:
-    """Where things are for a node with this data folder and these settings."""
+    """Return the locations for a data folder and settings."""
     return PipelineStorage(lake or os.path.join(data, LAKE), folder or os.path.join(data, FOLDER), data)
 
 
 async def storage_of(client: Client, *, node: int | None = None) -> PipelineStorage:
-    """Where a node has them, or the first; settings of this kind are the same on all, data folders need not be."""
+    """Return a node's locations, by default the first node's; the settings are the same on all nodes, data folders need
+    not be.
+    """
     from kio.schema.describe_configs.v4 import request
 
     messages: Any = request
@@ -68,20 +70,20 @@ class LandedTable(NamedTuple):
 
     topic: str
     place: str
-    """A folder of the node that runs the pipeline, or a URL."""
+    """A folder on the node that runs the pipeline, or a URL."""
     read: str
-    """An expression of Python that reads it."""
+    """A Python expression that reads the table."""
 
 
 class LandedTables(NamedTuple):
-    """The tables of a pipeline, by topic, and why they are not known if they are not."""
+    """The tables of a pipeline by topic, or notes that say why they are unknown."""
 
     tables: list[LandedTable]
     notes: list[str]
 
 
 async def tables_of(client: Client, described: Mapping[str, Any]) -> LandedTables:
-    """The tables of a pipeline; those that a pattern finds, as far as there are topics."""
+    """Return the tables of a pipeline; with a pattern, those of existing topics."""
     try:
         settings = pipeline_of(described).settings
         if not isinstance(settings, LandSettings):

@@ -1,4 +1,4 @@
-"""Pipelines as clients declare, change and see them, over Millstream's private requests."""
+"""Operations on pipelines, over Millstream's private requests."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.error_codes import error_from_code
 
 LISTED_S: Final = 5.0
-"""A node that has not told of its pipelines by then hangs, and is left out."""
+"""A node that has not answered by then hangs, and is skipped."""
 _DUPLICATE_RESOURCE: Final = 92
 _WELL: Final = ("running", "stopped")
-"""What went wrong before is over then."""
+"""In these states, an earlier error is over."""
 
 
 class PipelineMade(NamedTuple):
@@ -50,18 +50,18 @@ class PipelineMade(NamedTuple):
 
     pipeline_id: UUID
     notes: list[str]
-    """What its owner should know, such as topics that are not there yet."""
+    """What its owner should know, such as missing topics."""
 
 
 class RulesChanged(NamedTuple):
-    """Rules that were changed: how many there are now."""
+    """The number of rules after a change."""
 
     rules: int
     notes: list[str]
 
 
 class PipelineClient:
-    """Speaks to the nodes about pipelines."""
+    """Declares, changes and describes pipelines."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -76,7 +76,7 @@ class PipelineClient:
         is_wanted: bool = True,
         validate_only: bool = False,
     ) -> PipelineMade:
-        """Declare a pipeline. Offsets that one of the same name left behind are forgotten first."""
+        """Declare a pipeline; discard the offsets that an earlier one of the same name left behind."""
         body = NewPipeline(
             name=name,
             kind=str(kind),
@@ -92,7 +92,7 @@ class PipelineClient:
         return PipelineMade(UUID(answer["pipeline_id"]), answer.get("notes", []))
 
     async def _forget_progress(self, name: str) -> None:
-        """Delete what an older pipeline of this name has committed; a group of others is left alone."""
+        """Delete the offsets of an earlier pipeline of this name; other groups are untouched."""
         group = f"{GROUP_PREFIX}{name}"
         try:
             found = await describe_group(self._client, group)
@@ -112,28 +112,28 @@ class PipelineClient:
         )
 
     async def alter(self, name: str, settings: Mapping[str, str | None], *, validate_only: bool = False) -> list[str]:
-        """Change settings; None takes one back to its default. The answer is what its owner should know."""
+        """Change settings; None restores a default. Return notes for the owner."""
         body = PipelineChanges(name=name, settings=dict(settings), validate_only=validate_only)
         notes: list[str] = (await self._ask(None, ALTER_KEY, body)).get("notes", [])
         return notes
 
     async def start(self, name: str) -> None:
-        """Have it run; one that was parked is tried again."""
+        """Start it; a parked pipeline is retried."""
         await self._ask(None, ALTER_KEY, PipelineChanges(name=name, wanted=True))
 
     async def stop(self, name: str) -> None:
-        """Have it run no more."""
+        """Stop it."""
         await self._ask(None, ALTER_KEY, PipelineChanges(name=name, wanted=False))
 
     async def delete(self, name: str) -> None:
-        """Take it away; what it has written stays, how far it came is forgotten."""
+        """Delete it and its offsets; what it has written stays."""
         await self._ask(None, DELETE_KEY, {"name": name})
-        # Whoever runs it needs a moment to hear of it, and takes the group away after that.
+        # The node that runs it needs a moment to learn of this, and deletes the group afterwards.
         with suppress(UnknownGroup, GroupNotEmpty):
             await delete_group(self._client, f"{GROUP_PREFIX}{name}")
 
     async def forget_deleted(self, name: str) -> None:
-        """Take the group of a pipeline away if that is declared no more; for whoever has ended to run it."""
+        """Delete the group of a pipeline that is no longer declared; for the process that ran it."""
         try:
             await self.describe([name])
         except NotFound:
@@ -143,17 +143,17 @@ class PipelineClient:
     async def change_rules(
         self, name: str, rules: Iterable[Rule] = (), *, gone: Iterable[str] = (), validate_only: bool = False
     ) -> RulesChanged:
-        """Put rules in, and take others out."""
+        """Add or replace rules, and delete others."""
         put = [RuleMessage.of(rule) for rule in rules]
         body = RuleChanges(name=name, put=put, delete=list(gone), validate_only=validate_only)
         answer = await self._ask(None, RULES_KEY, body)
         return RulesChanged(answer["rules"], answer.get("notes", []))
 
     async def describe(self, names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Pipelines, each with its `state` and the report of the node that runs it; with rules if they are named.
+        """Return pipelines with their `state` and the report of the node that runs them, and with rules if named.
 
-        Every node is asked, and the newest that any of them knows is told. One that does not answer is left out, as
-        long as there is another; `notes` say so of pipelines that it may be running.
+        Every node is asked, and the newest version is returned. A node that does not answer is skipped as long as
+        another does; `notes` say so for pipelines that it may be running.
         """
         body = PipelineNames(names=None if names is None else list(names))
         nodes = sorted((await self._client.metadata(())).nodes)
@@ -178,7 +178,7 @@ class PipelineClient:
         except TimeoutError:
             return RequestTimedOut(f"node {node} did not tell within {LISTED_S:g} s how its pipelines do")
         except NotFound:
-            # The catalog itself said so: others that still know it have not heard yet that it is gone.
+            # The catalog itself said so: nodes that still know it have not heard of the deletion.
             raise
         except MillstreamError as error:
             return error
@@ -193,19 +193,19 @@ class PipelineClient:
 
 
 def _newer(known: dict[str, Any] | None, described: dict[str, Any]) -> dict[str, Any]:
-    """What two nodes tell of a pipeline, put together; the report comes from the one that runs it."""
+    """Combine what two nodes report; the report comes from the node that runs it."""
     if known is None:
         return described
     newest = described if described["version"] > known["version"] else known
     reports = [report for report in (known["report"], described["report"]) if report is not None]
     lags = [lag for lag in (known.get("lag"), described.get("lag")) if lag is not None]
-    # A node that has it waiting tells why it does not run it; another one may.
+    # A node that has it waiting says why; another one may be running it.
     report = min(reports, key=lambda report: report["state"] == "waiting", default=None)
     return {**newest, "report": report, "lag": lags[-1] if lags else None}
 
 
 async def land_topic(client: Client, topic: str, *, validate_only: bool = False) -> str:
-    """Declare that a topic is landed, unless that is declared already; the name of the pipeline."""
+    """Declare that a topic is landed, unless it already is; return the pipeline's name."""
     name = f"{LAND_PREFIX}{topic}"
     with suppress(PipelineExists):
         await PipelineClient(client).create(name, PipelineKind.LAND, {"topics": topic}, validate_only=validate_only)
@@ -213,7 +213,7 @@ async def land_topic(client: Client, topic: str, *, validate_only: bool = False)
 
 
 def state_of(described: Mapping[str, Any]) -> str:
-    """The state of a pipeline: what is declared counts before what the driver says, which may not know it yet."""
+    """Return a pipeline's state: declarations override the driver's report, which may be older."""
     if not described["wanted"]:
         return "stopped"
     if described["parked"]:
@@ -223,7 +223,7 @@ def state_of(described: Mapping[str, Any]) -> str:
 
 
 def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
-    """A pipeline in one line."""
+    """Return a pipeline as one row."""
     report = described["report"] or {"last_error": " ".join(described["notes"])}
     return {
         "pipeline": described["name"],
@@ -238,7 +238,7 @@ def summary_of(described: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def pipeline_of(described: Mapping[str, Any]) -> Pipeline:
-    """A pipeline as nodes tell of it; it has its rules if it was asked for by name."""
+    """Convert a described pipeline; it has rules only if it was requested by name."""
     return Pipeline(
         pipeline_id=UUID(described["pipeline_id"]),
         name=described["name"],

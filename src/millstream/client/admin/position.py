@@ -1,4 +1,4 @@
-"""A place in a topic as people name it: its start, its end, an offset, or a time."""
+"""A position in a topic as people name it: the start, the end, an offset or a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millstream.core.errors import InvalidRequest
 
 EARLIEST_TIMESTAMP = -2
 LATEST_TIMESTAMP = -1
-"""The two times that have a special meaning when offsets are looked up."""
+"""The two timestamps with a special meaning in offset lookups."""
 
 HELP = (
     "start, end, an offset, a time (2026-01-31T12:00:00Z; local if it names no zone) or how long ago (90s, 15m, 2h, 7d)"
@@ -34,14 +34,14 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A place in every partition of a topic. `value` is the offset, or the time in milliseconds."""
+    """A position in every partition of a topic; `value` is the offset, or the time in milliseconds."""
 
     kind: Kind
     value: int = 0
 
     @property
     def lookup_timestamp(self) -> int | None:
-        """The timestamp to look the offset up with; None when the offset itself is given."""
+        """Return the timestamp for the offset lookup; None if the offset itself is given."""
         return {
             Kind.START: EARLIEST_TIMESTAMP,
             Kind.END: LATEST_TIMESTAMP,
@@ -51,7 +51,7 @@ class Position:
 
 
 def parse_position(text: str, *, now_ms: int | None = None) -> Position:
-    """Read a position, or raise `InvalidRequest` that says what is understood."""
+    """Parse a position, or raise `InvalidRequest` with the accepted forms."""
     text = text.strip()
     if text.lower() in _NAMES:
         return Position(Kind(_NAMES[text.lower()]))

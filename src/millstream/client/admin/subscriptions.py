@@ -1,4 +1,4 @@
-"""Subscriptions as they are listed, and the places that people name to begin or go on at."""
+"""Subscriptions as one row each, and their start and seek positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from millstream.core.subscription import BY_DURATION, PAUSED, START, shown
 
 
 def summary_of(described: dict[str, Any]) -> dict[str, Any]:
-    """A subscription in one line."""
+    """Return a subscription as one row."""
     summed = ("backlog", "leased", "parked", "dead_lettered", "dropped")
     sums = {key: sum(queue[key] for queue in described["queues"]) for key in summed}
     return {
@@ -23,12 +23,12 @@ def summary_of(described: dict[str, Any]) -> dict[str, Any]:
 
 
 def differences(described: dict[str, Any], topics: Sequence[str], settings: Mapping[str, str]) -> list[str]:
-    """Where a subscription that exists differs from what is asked for, a phrase each."""
+    """Return how an existing subscription differs from what is requested, a phrase each."""
     known: dict[str, str] = described["settings"]
     found = [
         f"{name} is {known.get(name)!r}, not {value!r}"
         for name, value in sorted(shown(settings).items())
-        # Where it began is no difference to one that has begun.
+        # Its original start is no difference for a subscription that has started.
         if name != START and known.get(name) != value
     ]
     if set(topics) != set(described["topics"]):
@@ -37,7 +37,7 @@ def differences(described: dict[str, Any], topics: Sequence[str], settings: Mapp
 
 
 def start_of(text: str) -> str:
-    """Where a subscription begins, as its setting says it."""
+    """Convert a start position to the setting's syntax."""
     if text.startswith(BY_DURATION):
         return text
     place = place_of(text)
@@ -47,7 +47,7 @@ def start_of(text: str) -> str:
 
 
 def place_of(to: str) -> str:
-    """Where a subscription goes on, as the request to seek says it."""
+    """Convert a position to the seek request's syntax."""
     position = parse_position(to)
     if position.kind is Kind.OFFSET:
         return f"offset:{position.value}"

@@ -1,4 +1,4 @@
-"""Reads a topic from somewhere on: up to where it ends now, or for ever."""
+"""Reads a topic from a position: up to its current end, or forever."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from millstream.protocol.wire.fetch import READ_UNCOMMITTED, FetchAnswer, FetchL
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 FOLLOW_WAIT_MS = 5_000
 LOOK_S = 5.0
-"""How often whoever follows a topic looks for partitions that were added, at most."""
+"""The shortest interval at which a follower looks for new partitions."""
 
 REACH_FACTOR = 4
 _RETRY_S = 0.2
@@ -32,14 +32,14 @@ _Fetched = dict[TopicPartition, FetchAnswer]
 
 
 class Message(NamedTuple):
-    """One record and the partition it lies in."""
+    """A record and its partition."""
 
     partition: int
     record: Record
 
 
 class Fetched(NamedTuple):
-    """What one partition gave, to be read from an offset on."""
+    """What one partition returned, to be read from an offset."""
 
     partition: int
     start: int
@@ -49,11 +49,11 @@ class Fetched(NamedTuple):
 class _Polled(NamedTuple):
     fetched: list[Fetched]
     has_moved: bool
-    """Whether the node does not lead all that it was asked for."""
+    """Whether the node no longer leads all requested partitions."""
 
 
 class Tailer:
-    """Reads all partitions of a topic together, each of them in order."""
+    """Reads all partitions of a topic, each in order."""
 
     def __init__(
         self,
@@ -72,18 +72,18 @@ class Tailer:
         self._patience_s = patience_s
         self._note = note
         self._is_whole = is_whole
-        """Whether it is all of the topic, so that partitions that are added belong to it."""
+        """Whether it reads the whole topic, so that new partitions belong to it."""
         self.lost: list[str] = []
-        """What was left out, since the disk of the broker lost it or its batch cannot be read."""
+        """What was skipped because the broker's disk lost it or its batch is unreadable."""
         self._positions = {
             TopicPartition(topic, PartitionIndex(partition)): Offset(offset) for partition, offset in starts.items()
         }
 
     async def last(self, number: int, ends: Mapping[int, int]) -> list[Message]:
-        """The last messages before the ends, oldest first; between partitions, their times decide.
+        """Return the last messages before the ends, oldest first; across partitions, ordered by time.
 
-        Not every offset holds a message: markers of transactions take some, and compaction leaves gaps. So where too
-        few are found, it begins anew further back.
+        Not every offset holds a message: transaction markers take some, and compaction leaves gaps. If too few messages
+        are found, it starts again further back.
         """
         starts = dict(self._positions)
         reach = number
@@ -103,7 +103,7 @@ class Tailer:
         return list(deque(merged, maxlen=number))
 
     async def until(self, ends: Mapping[int, int]) -> AsyncIterator[Message]:
-        """Every message before the ends."""
+        """Yield every message before the ends."""
         limits = FetchLimits(FETCH_BYTES_MAX, 0, isolation=self._isolation)
         while True:
             wanted = {where: at for where, at in self._positions.items() if at < ends[where.partition]}
@@ -115,27 +115,27 @@ class Tailer:
                     if message.record.offset < ends[where.partition]:
                         yield message
             if self._positions == before:
-                # What is left cannot be read any more, for example because it was deleted meanwhile.
+                # The rest can no longer be read, for example because it was deleted meanwhile.
                 return
 
     async def follow(self) -> AsyncGenerator[Message, None]:
-        """Every message from here on, as it comes."""
+        """Yield every message from here on."""
         async with aclosing(self.follow_together()) as following:
             async for messages in following:
                 for message in messages:
                     yield message
 
     async def follow_together(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Message], None]:
-        """Every message from here on; those that come together are given together."""
+        """Yield every message from here on, in the groups in which they arrive."""
         async with aclosing(self.follow_fetched(bytes_max)) as following:
             async for fetched in following:
                 if messages := [message for one in fetched for message in self._messages(one)]:
                     yield messages
 
     async def follow_fetched(self, bytes_max: int = FETCH_BYTES_MAX) -> AsyncGenerator[list[Fetched], None]:
-        """Everything from here on, for a caller who reads the batches.
+        """Yield fetch responses from here on, for callers that read the batches themselves.
 
-        Each node is asked by a poll of its own, so that what one of them has does not wait for the others.
+        Each node has a poll of its own, so that its records do not wait for other nodes.
         """
         limits = FetchLimits(bytes_max, FOLLOW_WAIT_MS, isolation=self._isolation)
         loop = asyncio.get_running_loop()
@@ -152,7 +152,7 @@ class Tailer:
                 if fetched:
                     yield fetched
                 if any(one.has_moved for one in polled):
-                    # Perhaps nobody is elected yet.
+                    # Perhaps no leader is elected yet.
                     await asyncio.sleep(_RETRY_S)
                 elif loop.time() - looked < LOOK_S:
                     continue
@@ -171,9 +171,9 @@ class Tailer:
         return _Polled(fetched, has_moved=len(answers) < len(places))
 
     async def _by_leader(self) -> dict[NodeId, list[TopicPartition]]:
-        """Whom to ask for which partitions; those that were added since are read from their beginning.
+        """Return the partitions to fetch from each leader; new partitions are read from their start.
 
-        Those that nobody leads go along with others, as they are found when somebody does.
+        Partitions without a leader are added to another node's, which learns of their leader.
         """
         found = (await self._client.metadata([self._topic])).topics.get(self._topic)
         partitions = {} if found is None else found.partitions
@@ -187,9 +187,9 @@ class Tailer:
         return led
 
     def _take(self, where: TopicPartition, answer: FetchAnswer) -> Fetched:
-        """Go on behind an answer."""
+        """Advance past a response."""
         start = self._positions[where]
-        # By the headers, since a batch may end in offsets that hold no record any more.
+        # By the headers, since a batch may end with offsets that no longer hold records.
         for header in iterate_whole_headers(answer.records):
             self._positions[where] = max(self._positions[where], header.next_offset)
         return Fetched(where.partition, start, answer)
@@ -204,7 +204,7 @@ class Tailer:
         ]
 
     def _skip(self, where: TopicPartition, header: BatchHeader, error: BatchRejected) -> None:
-        """Go on behind a batch that cannot be read, and say so."""
+        """Skip an unreadable batch, and note it."""
         offsets = f"{where}: the batch at offsets {header.base_offset} to {header.last_offset} cannot be read ({error})"
         self.lost.append(offsets)
         reset = f"millstream group reset GROUP --topic {where.topic} --partition {where.partition}"
@@ -212,7 +212,7 @@ class Tailer:
         self._note(f"{offsets}; going on at {at}. To do: let a group step over it with: {reset} --to {at}.")
 
     async def _patiently(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Ask; while the broker is away, for example because it restarts, try again for a while."""
+        """Send a request; retry for a while if the broker is unreachable, for example during a restart."""
         loop = asyncio.get_running_loop()
         deadline: float | None = None
         while True:
@@ -237,7 +237,7 @@ class Tailer:
             return {}
 
     async def _step_over(self) -> bool:
-        """Go on behind what the disk of the broker lost, and say so; False when it knows of nothing there."""
+        """Skip what the broker's disk lost, and note it; return False if the broker knows of no damage there."""
         from millstream.client.admin.node_status import find_damage
         from millstream.client.admin.topics import find_topic
 
@@ -254,7 +254,7 @@ class Tailer:
         return moved
 
     async def _start_over(self) -> None:
-        """Retention has overtaken a slow reader: go on with what is left."""
+        """Continue after retention has overtaken a slow reader."""
         from millstream.client.admin.topics import offset_bounds
 
         bounds = await offset_bounds(self._client, self._topic, [where.partition for where in self._positions])

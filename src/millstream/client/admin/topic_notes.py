@@ -1,4 +1,4 @@
-"""What the owner of a topic should know when it is made, changed or deleted, a sentence each."""
+"""Notes for the owner of a topic when it is created, changed or deleted, a sentence each."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from millstream.protocol.wire.cluster_metadata import TopicMetadata
 
 
 class Reading(NamedTuple):
-    """A pipeline that reads a topic, and how far it is; None if that is not known now."""
+    """A pipeline that reads a topic, and its backlog; None if unknown."""
 
     reader: Reader
     backlog: Backlog | None
 
     def sentence(self, topic: str) -> str:
-        """What whoever is about to delete the topic should know."""
+        """Say what the owner of the topic should know before deleting it."""
         lands = self.reader.kind is PipelineKind.LAND
         verb, done = ("lands", "landed") if lands else ("reads", "taken")
         subject = f"Pipeline {self.reader.name} {verb} {topic}"
@@ -39,12 +39,12 @@ class Reading(NamedTuple):
 
 
 async def pipelines_reading(client: Client, topic: TopicMetadata) -> list[Reading]:
-    """The pipelines that read a topic, by their names; empty if that cannot be told."""
-    # Another kind of broker answers nothing that could be read.
+    """Return the pipelines that read a topic, by name; empty if unknown."""
+    # Brokers other than Millstream answer nothing readable.
     with suppress(MillstreamError, ValueError):
         pipelines = PipelineClient(client)
         found = await pipelines.describe()
-        # Rules are told only of pipelines that are named.
+        # Rules are returned only for pipelines that are named.
         routes = [described["name"] for described in found if described["kind"] == PipelineKind.ROUTE]
         ruled = {described["name"]: described for described in await pipelines.describe(routes)} if routes else {}
         declared = [reader_of(pipeline_of(ruled.get(described["name"], described))) for described in found]
@@ -57,12 +57,12 @@ async def pipelines_reading(client: Client, topic: TopicMetadata) -> list[Readin
 
 
 _DELETING: Final = frozenset({"cleanup.policy", "retention.ms", "retention.bytes", "retention.until.landed"})
-"""Settings by which messages may be deleted that somebody still waits for."""
+"""Settings that may delete messages which are still needed."""
 
 
 async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
-    """What is to be known of a topic that was made with as many copies as the node gives it."""
-    # It is only for a note, so a broker that does not tell is no failure.
+    """Note if the topic has fewer replicas than the node's default."""
+    # This is only a note, so a broker that does not answer is no failure.
     with suppress(MillstreamError):
         usual = await default_replication(client, min((await client.metadata(())).nodes))
         copies = replication_of(topic)
@@ -76,7 +76,7 @@ async def creation_notes(client: Client, topic: TopicMetadata) -> list[str]:
 async def change_notes(
     client: Client, topic: TopicMetadata, changed: Iterable[str], partitions: int | None
 ) -> list[str]:
-    """What is to be known when settings of a topic are changed, or it is given more partitions."""
+    """Return notes on changed settings or added partitions."""
     notes = []
     if partitions is not None and partitions > len(topic.partitions):
         notes.append("New messages of a key may go to another partition than its old ones.")
@@ -87,13 +87,13 @@ async def change_notes(
 
 
 async def deletion_notes(client: Client, topic: TopicMetadata) -> list[str]:
-    """Who reads a topic that is about to be deleted, and what they have not taken of it."""
+    """Return who reads a topic that is about to be deleted, and what they have not read."""
     pipelines = [one.sentence(topic.name) for one in await pipelines_reading(client, topic)]
     return [*pipelines, *await _subscriptions(client, topic)]
 
 
 async def _subscriptions(client: Client, topic: TopicMetadata) -> list[str]:
-    # Another kind of broker answers nothing that could be read.
+    # Brokers other than Millstream answer nothing readable.
     with suppress(MillstreamError, ValueError):
         described = await SubscriptionClient(client).describe()
         shown = [one for one in described if not one["name"].startswith(OWN_PREFIX)]
@@ -106,7 +106,7 @@ def _sentence(described: dict[str, Any], topic: TopicMetadata) -> str:
     queues = {queue["partition"]: queue for queue in described["queues"] if queue["topic"] == topic.name}
     left, dropped, dead = (sum(one[key] for one in queues.values()) for key in ("backlog", "dropped", "dead_lettered"))
     if len(queues) < len(topic.partitions):
-        # Queues that nobody has looked at since their leader began to lead are not counted.
+        # Queues that were not used since their leader was elected are not counted.
         return f"{subject}; how much of it is delivered is not known now."
     counted = ((left, "not delivered yet"), (dropped, "dropped"), (dead, "dead-lettered"))
     notes = [f"{'1 message is' if n == 1 else f'{n:,} messages are'} {how}" for n, how in counted if n]

@@ -1,4 +1,4 @@
-"""What is asked of brokers about topics, over Kafka's own APIs, so that they work against any Kafka too."""
+"""Operations on topics, over Kafka's APIs, so that they also work against Kafka."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 CARD = {"owner": OWNER, "description": DESCRIPTION, "contract": CONTRACT}
 
-"""What is said about a topic, and the setting that holds it."""
+"""The descriptive fields of a topic, and the settings that hold them."""
 
 
 def replication_of(topic: TopicMetadata) -> int:
-    """How many copies a topic has."""
+    """Return a topic's number of replicas."""
     return max((len(partition.replicas) for partition in topic.partitions.values()), default=0)
 
 
 async def describe_topic(client: Client, name: str, *, advice: str | None = None) -> dict[str, Any]:
-    """A topic's partitions, offsets and settings, and what the disk lost of it."""
+    """Return a topic's partitions, offsets, settings and damage."""
     from millstream.client.admin.node_status import find_damage
     from millstream.client.admin.topics import find_topic, offset_bounds, topic_configs
 
@@ -89,14 +89,14 @@ _TIMEOUT = timedelta(seconds=30)
 
 @dataclass(frozen=True, slots=True)
 class TopicConfig:
-    """One setting of a topic: what holds, and whether the topic's owner set it."""
+    """The effective value of a setting, and whether the topic's owner set it."""
 
     value: str | None
     is_override: bool
 
 
 async def find_topic(client: Client, name: str, *, advice: str | None = None) -> TopicMetadata:
-    """One topic, or `UnknownTopic` that says what to do: how to make it, unless there is other advice."""
+    """Find a topic, or raise `UnknownTopic` with advice: how to create it, unless other advice is given."""
     found = await client.metadata([name])
     if name in found.topics:
         return found.topics[name]
@@ -146,7 +146,7 @@ async def grow_topic(client: Client, name: str, partitions: int) -> None:
 
 
 async def alter_topic(client: Client, name: str, changes: Mapping[str, str | None]) -> None:
-    """Set some settings of a topic; None takes one back to the node's default."""
+    """Change settings of a topic; None restores the node's default."""
     from kio.schema.incremental_alter_configs.v1 import request
 
     messages: Any = request
@@ -160,7 +160,7 @@ async def alter_topic(client: Client, name: str, changes: Mapping[str, str | Non
 
 
 async def check_settings_exist(client: Client, topic: str, names: Sequence[str]) -> None:
-    """Raise `InvalidSetting` for the first name that is no setting of a topic on this broker."""
+    """Raise `InvalidSetting` for the first name that is not a topic setting of this broker."""
     known = await topic_configs(client, topic) if names else {}
     for name in names:
         if name not in known:
@@ -168,7 +168,7 @@ async def check_settings_exist(client: Client, topic: str, names: Sequence[str])
 
 
 async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
-    """Every setting of a topic as it holds."""
+    """Return every effective setting of a topic."""
     from kio.schema.describe_configs.v4 import request
 
     messages: Any = request
@@ -181,7 +181,7 @@ async def topic_configs(client: Client, name: str) -> dict[str, TopicConfig]:
 
 
 async def default_replication(client: Client, node: NodeId) -> int | None:
-    """How many copies a node of a cluster gives a topic; None where it is alone, or does not tell."""
+    """Return the default number of replicas; None on a single node or if unknown."""
     from kio.schema.describe_configs.v4 import request
 
     messages: Any = request
@@ -195,7 +195,7 @@ async def default_replication(client: Client, node: NodeId) -> int | None:
 
 
 async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
-    """How many replicas of some topics must be in sync, as far as the broker tells."""
+    """Return `min.insync.replicas` of some topics, as far as the broker reports it."""
     from kio.schema.describe_configs.v4 import request
 
     messages: Any = request
@@ -220,7 +220,7 @@ async def min_in_sync(client: Client, names: Sequence[str]) -> dict[str, int]:
 async def offset_bounds(
     client: Client, topic: str, partitions: Sequence[int], *, isolation: int = READ_UNCOMMITTED
 ) -> dict[int, tuple[int, int]]:
-    """The first offset and the next one of each partition."""
+    """Return the start and end offset of each partition."""
     starts = await client.list_offsets(topic, dict.fromkeys(partitions, EARLIEST_TIMESTAMP))
     ends = await client.list_offsets(topic, dict.fromkeys(partitions, LATEST_TIMESTAMP), isolation=isolation)
     return {partition: (starts[partition].offset, ends[partition].offset) for partition in partitions}
@@ -229,7 +229,7 @@ async def offset_bounds(
 async def offsets_at(
     client: Client, topic: str, partitions: Sequence[int], position: Position, *, isolation: int = READ_UNCOMMITTED
 ) -> dict[int, int]:
-    """The offset of a position in each partition; a time after the last record means the end."""
+    """Return the offset of a position in each partition; a time after the last record means the end."""
     timestamp = position.lookup_timestamp
     if timestamp is None:
         bounds = await offset_bounds(client, topic, partitions, isolation=isolation)

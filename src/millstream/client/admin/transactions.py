@@ -1,4 +1,4 @@
-"""What is asked of brokers about transactions, over Kafka's own APIs and Millstream's private requests."""
+"""Operations on transactions, over Kafka's APIs and Millstream's private requests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STATES = (
 
 @dataclass(frozen=True, slots=True)
 class ListedTransaction:
-    """A transactional id in one line."""
+    """A transactional id as one row."""
 
     transactional_id: str
     producer_id: int
@@ -42,7 +42,7 @@ class ListedTransaction:
 
 @dataclass(frozen=True, slots=True)
 class DescribedTransaction:
-    """A transactional id with everything that its coordinator knows. `started_ms` is -1 when nothing has begun."""
+    """A transactional id as its coordinator describes it; `started_ms` is -1 if no transaction has started."""
 
     transactional_id: str
     state: str
@@ -56,7 +56,7 @@ class DescribedTransaction:
 
 @dataclass(frozen=True, slots=True)
 class OpenTransaction:
-    """A transaction that is open on a partition, as the partition itself knows it."""
+    """A transaction that is open on a partition, as the partition knows it."""
 
     where: TopicPartition
     leader: NodeId
@@ -69,9 +69,9 @@ class OpenTransaction:
 async def list_transactions(
     client: Client, *, states: Iterable[str] = (), longer_than_ms: int = -1, matching: str | None = None
 ) -> list[ListedTransaction]:
-    """The transactional ids of every node, all or those that a regular expression matches as a whole.
+    """List the transactional ids of every node, optionally those that a regular expression matches in full.
 
-    `InvalidRequest` for a state that there is not.
+    Raises `InvalidRequest` for an unknown state.
     """
     from kio.schema.list_transactions.v2 import request
 
@@ -96,7 +96,7 @@ async def list_transactions(
 
 
 async def describe_transaction(client: Client, transactional_id: str) -> DescribedTransaction:
-    """One transactional id, or `UnknownTransaction`."""
+    """Describe a transactional id, or raise `UnknownTransaction`."""
 
     async def attempt(node: NodeId) -> DescribedTransaction:
         body = Writer(flexible=True)
@@ -109,7 +109,7 @@ async def describe_transaction(client: Client, transactional_id: str) -> Describ
 
 
 def _read_described(body: memoryview, node: NodeId) -> DescribedTransaction:
-    # Read by hand, since a start that is not known is -1, for which kio's type of a time has no value.
+    # Parsed by hand: an unknown start is -1, for which kio's time type has no value.
     reader = Reader(body)
     reader.int32()
     reader.array_length()
@@ -132,12 +132,12 @@ def _read_described(body: memoryview, node: NodeId) -> DescribedTransaction:
 
 
 async def abort_transaction(client: Client, transactional_id: str) -> str:
-    """End a transaction that its coordinator knows; says in which state it was."""
+    """Abort a transaction that its coordinator knows; return its previous state."""
     return await Transactions(client).abort(transactional_id)
 
 
 async def open_transactions(client: Client, topics: Iterable[str] | None = None) -> list[OpenTransaction]:
-    """Every transaction that is open on a partition."""
+    """Return every transaction that is open on a partition."""
     from kio.schema.describe_producers.v0 import request
 
     messages: Any = request
@@ -174,9 +174,10 @@ def _opened(where: TopicPartition, leader: NodeId, producer: Any) -> OpenTransac
 
 
 async def hanging_transactions(client: Client) -> list[OpenTransaction]:
-    """What is open on a partition although no coordinator will end it.
+    """Return transactions that are open on a partition although no coordinator will end them.
 
-    Partitions are asked before and after the coordinators, so that what began or ended meanwhile is left out.
+    Partitions are asked before and after the coordinators, so that transactions that start or end meanwhile are left
+    out.
     """
     before = set(await open_transactions(client))
     if not before:
@@ -213,9 +214,9 @@ async def _partitions_of(client: Client, transactional_id: str) -> frozenset[Top
 async def abort_on_partition(
     client: Client, where: TopicPartition, producer_id: int, *, force: bool = False
 ) -> OpenTransaction:
-    """Write the marker that nobody else will write.
+    """Write the marker that no coordinator will write.
 
-    Unless `force` is given, refuse where a coordinator knows the transaction: to end it here alone would tear it.
+    Without `force`, refuse if a coordinator knows the transaction: ending it on one partition alone would break it.
     """
     from kio.schema.write_txn_markers.v1 import request
 

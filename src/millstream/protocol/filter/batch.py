@@ -1,4 +1,9 @@
-"""Messages as filters look at them: each part decoded when it is first needed, once for all filters."""
+"""Messages as filters see them: each part is decoded on first use, once for all filters.
+
+A payload that is not JSON has no fields. That includes bytes that are not UTF-8, numbers that do not fit into a double,
+and nesting deeper than `PAYLOAD_DEPTH_MAX`, so that the result is the same everywhere. Bytes of keys and headers that
+are not UTF-8 show as replacement characters, as in Kafka's clients.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +26,10 @@ _MILLISECOND_US = 1000
 
 
 class DecodedBatch(ABC):
-    """Some messages of one partition, and what was decoded of them so far.
+    """Messages of one partition, and what has been decoded of them.
 
-    `uses` is what the filters that will be asked read together: their fields are taken out of the payload in one go.
-    A filter that reads other fields gets them too, but each payload is then parsed once more.
+    `uses` is what the filters to evaluate read together: their fields are extracted from the payload in one pass. A
+    filter that reads other fields gets them too, but each payload is then parsed again.
     """
 
     def __init__(self, *, topic: str, partition: int, uses: Uses) -> None:
@@ -53,11 +58,11 @@ class DecodedBatch(ABC):
     def _headers(self, name: str) -> list[str | None]: ...
 
     def of_batch(self, source: Column) -> str | int:
-        """What holds for all of the messages."""
+        """Return a value that all of the messages share."""
         return self.topic if source.name == "topic" else self.partition
 
     def column(self, source: Column | Header | Payload) -> list[Any]:
-        """The values of one source, one for each message."""
+        """Return the values of one source, one per message."""
         known = self._columns.get(source)
         if known is not None:
             return known
@@ -78,7 +83,7 @@ class DecodedBatch(ABC):
         return [None if at == NO_TIMESTAMP_MS else at * _MILLISECOND_US for at in self._timestamps_ms()]
 
     def _parse(self, source: Payload) -> None:
-        # Loaded with the first filter that looks into payloads.
+        # Loaded with the first filter that reads payloads.
         known = {known.path for known in self._columns if isinstance(known, Payload)}
         fields = read_fields(self._payloads(), (self._uses.paths | {source.path}) - known)
         self._columns.update({Payload(path): column for path, column in fields.items()})
@@ -86,7 +91,7 @@ class DecodedBatch(ABC):
 
 
 class ColumnBatch(DecodedBatch):
-    """Messages that the compiled codec decoded, with at least the fields that `uses` names."""
+    """Messages from the compiled codec, with at least the fields that `uses` names."""
 
     def __init__(self, columns: Columns, *, topic: str, partition: int, uses: Uses) -> None:
         super().__init__(topic=topic, partition=partition, uses=uses)
@@ -115,7 +120,7 @@ class ColumnBatch(DecodedBatch):
 
 
 class RecordBatch(DecodedBatch):
-    """A few messages as plain records, for which the compiled codec is not worth loading."""
+    """A few messages as plain records, for which loading the compiled codec does not pay."""
 
     def __init__(self, records: Sequence[Record], *, topic: str, partition: int, uses: Uses) -> None:
         super().__init__(topic=topic, partition=partition, uses=uses)
@@ -142,21 +147,21 @@ class RecordBatch(DecodedBatch):
 
 PAYLOAD_DEPTH_MAX = 128
 BYTES_MAX = 16 * 1024 * 1024
-"""A larger payload counts as one that is not JSON."""
+"""A larger payload counts as not JSON."""
 
 PARSED_BYTES = 64 * 1024
-"""Payloads that are kept parsed at a time. Objects of Python take up to thirty times the bytes of their text, and what
-is dropped before it leaves the processor's caches is made in half the time."""
+"""How many bytes of payloads are kept parsed at a time. Python objects take up to thirty times the size of their text,
+and creating objects takes half the time if they are dropped before they leave the processor's caches."""
 
 NESTED = object()
-"""Stands for an object or array, of which a filter can tell only that it is not NULL."""
+"""Stands for an object or array, of which a filter knows only that it is not NULL."""
 
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 _decode = msgspec.json.Decoder().decode
 
 
 def read_fields(payloads: Sequence[bytes | None], paths: Collection[Path]) -> dict[Path, list[Any]]:
-    """For every path, its value in every payload; None where there is none."""
+    """Return the value of every path in every payload; None where it is missing."""
     fields: dict[Path, list[Any]] = {path: [] for path in paths}
     for chunk in _payload_chunks(payloads):
         walked: dict[Path, list[Any]] = {(): _parse_all(chunk)}
@@ -167,7 +172,7 @@ def read_fields(payloads: Sequence[bytes | None], paths: Collection[Path]) -> di
 
 
 def _payload_chunks(payloads: Sequence[bytes | None]) -> Iterator[Sequence[bytes | None]]:
-    """Runs of payloads of `PARSED_BYTES` or a little more; a large payload ends its run."""
+    """Yield runs of payloads of about `PARSED_BYTES`; a large payload ends its run."""
     start = size = 0
     for at, payload in enumerate(payloads):
         size += len(payload) if payload is not None else 0
@@ -179,7 +184,7 @@ def _payload_chunks(payloads: Sequence[bytes | None]) -> Iterator[Sequence[bytes
 
 
 def _parse_all(payloads: Sequence[bytes | None]) -> list[Any]:
-    """In one go if all of them are JSON, as they mostly are; else one by one."""
+    """Parse all at once if all are JSON, as they usually are; otherwise one by one."""
     if payloads and len(payloads[-1] or b"") > BYTES_MAX:
         return [_parse(payload) for payload in payloads]
     try:
@@ -227,7 +232,7 @@ def _inner(outer: Any) -> Iterable[Any]:
 
 
 def _walk_path(walked: dict[Path, list[Any]], path: Path) -> list[Any]:
-    """The column of a path; what it has in common with another path is walked once."""
+    """Return the column of a path; common prefixes are walked once."""
     known = len(path)
     while path[:known] not in walked:
         known -= 1
@@ -248,12 +253,12 @@ def _without_trees(column: list[Any]) -> list[Any]:
 
 
 def text(data: bytes | None) -> str | None:
-    """One field."""
+    """Decode one field."""
     return None if data is None else data.decode("utf-8", "replace")
 
 
 def column_texts(column: BinaryColumn) -> list[str | None]:
-    """Every row of a column."""
+    """Decode every row of a column."""
     data = column.data.tobytes()
     if not data.isascii():
         return [text(row) for row in column.to_list()]
@@ -268,7 +273,7 @@ def column_texts(column: BinaryColumn) -> list[str | None]:
 
 
 def header_texts(headers: HeaderColumn, name: str) -> list[str | None]:
-    """For every record the last header of a name; no Python runs for headers of other names."""
+    """Return the last header of a name for every record; headers of other names cost no Python."""
     import numpy as np
 
     wanted = np.frombuffer(name.encode("utf-8", "replace"), np.uint8)
@@ -288,7 +293,7 @@ def header_texts(headers: HeaderColumn, name: str) -> list[str | None]:
 
 
 def last_header(headers: Sequence[tuple[str, bytes | None]], name: str) -> str | None:
-    """The last header of a name."""
+    """Return the last header of a name."""
     for key, value in reversed(headers):
         if key == name:
             return text(value)

@@ -41,14 +41,14 @@ from millstream.protocol.filter.value import NUMBERS
 
 
 class Choices:
-    """Literals of one kind, and perhaps NULL."""
+    """Literals of one kind, and possibly NULL."""
 
     def __init__(self, values: Sequence[Any]) -> None:
         present = [value for value in values if value is not None]
         self.has_null = len(present) < len(values)
         self.values = frozenset(present)
         kinds = {value.__class__ for value in present}
-        # A text is compared with numbers as Spark does it: as a double if any of them is one.
+        # Text is compared with numbers as in Spark: as a double if any of them is one.
         self._kind = float if float in kinds else next(iter(kinds), None)
         self._taken: dict[type, tuple[frozenset[Any], bool]] = {}
         if self._kind is str:
@@ -57,7 +57,7 @@ class Choices:
                 self._taken[kind] = frozenset(taken) - {None}, None in taken
 
     def hold(self, value: Any) -> Truth:
-        """Whether one of them equals a value, as SQL has it: NULL if it may."""
+        """Return whether one of them equals a value, as in SQL: NULL if that is unknown."""
         if value is None:
             return None
         kind = value.__class__
@@ -86,7 +86,7 @@ Source = Column | Header | Payload
 
 OF_BATCH = ("topic", "partition")
 
-"""Columns that have one value for a whole batch."""
+"""Columns with one value for a whole batch."""
 
 
 NEGATED = {"=": "<>", "<>": "=", "<": ">=", ">=": "<", "<=": ">", ">": "<="}
@@ -129,7 +129,7 @@ Run = Callable[..., Any]
 
 
 class Program:
-    """A filter as a function of its sources: of columns, and of values that hold for the whole batch."""
+    """A filter as a function of columns, and of values that hold for the whole batch."""
 
     def __init__(self, node: Node) -> None:
         coder = _Coder()
@@ -141,7 +141,8 @@ class Program:
             source for source in coder.sources if isinstance(source, Column) and source.name in OF_BATCH
         )
         self.run: Run = _function(truth, coder, self.columns, self.of_batch)
-        """Called with all columns and then the values of the batch: a list of booleans, or one if no column is read."""
+        """Called with all columns and then the values of the batch; returns a list of booleans, or one if no column is
+        read."""
 
 
 def _function(
@@ -170,7 +171,7 @@ def _comprehension(rows: list[str]) -> ast.comprehension:
 
 
 class _Coder:
-    """Turns nodes into expressions of Python, and notes what they read and call."""
+    """Turns nodes into Python expressions, and notes what they read and call."""
 
     def __init__(self) -> None:
         self.sources: dict[Source, str] = {}
@@ -178,7 +179,7 @@ class _Coder:
         self._made = 0
 
     def truth(self, node: Node, wanted: bool) -> ast.expr:
-        """A condition that holds if the node is TRUE, or FALSE if that is wanted."""
+        """Return a condition that holds if the node is TRUE, or FALSE if `wanted` is false."""
         match node:
             case Not():
                 return self.truth(node.operand, not wanted)
@@ -205,7 +206,7 @@ class _Coder:
                 return _is(self.value(node), wanted)
 
     def value(self, node: Node) -> ast.expr:
-        """The value of a node."""
+        """Return an expression for the value of a node."""
         match node:
             case Literal():
                 return ast.Constant(node.value)
@@ -228,7 +229,7 @@ class _Coder:
                 return self._truth_value(node)
 
     def _truth_value(self, node: Node) -> ast.expr:
-        """TRUE, FALSE or NULL as a value."""
+        """Return TRUE, FALSE or NULL as a value."""
         match node:
             case Not():
                 return self._call(operation.negation, node.operand)
@@ -261,7 +262,7 @@ class _Coder:
         return _call(self._constant(operation.between), *values, compare)
 
     def _pair(self, left: Node, right: Node) -> tuple[ast.expr, ast.expr, bool]:
-        """Both values, and whether they are sure to be of one kind, or NULL."""
+        """Return both values, and whether they are certain to be of one kind, or NULL."""
         if Kind.TIMESTAMP in (kind_of(left), kind_of(right)):
             return self._moment(left), self._moment(right), True
         return self.value(left), self.value(right), _are_alike(left, right)
@@ -282,7 +283,7 @@ class _Coder:
         return self._unlike(symbol, (left, left_value), (right, right_value))
 
     def _unlike(self, symbol: str, left: tuple[Node, ast.expr], right: tuple[Node, ast.expr]) -> ast.expr:
-        """Two values whose kinds are not sure to be the same."""
+        """Compare values whose kinds may differ."""
         (left_node, left_value), (right_node, right_value) = left, right
         if isinstance(right_node, Literal) and kind_of(left_node) is Kind.ANY:
             return self._with_literal(symbol, left_value, right_node, turned=False)
@@ -291,7 +292,7 @@ class _Coder:
         return _is(_call(self._constant(operation.comparison(symbol)), left_value, right_value), True)
 
     def _plain(self, symbol: str, left: ast.expr, right: ast.expr) -> ast.expr:
-        """Two values of one kind: Python compares them as SQL does, once neither is NULL."""
+        """Compare values of one kind: Python does it as SQL does, once neither is NULL."""
         constants = isinstance(left, ast.Constant) + isinstance(right, ast.Constant)
         if symbol == "=" and constants == 1:
             return _compare(left, symbol, right)
@@ -307,7 +308,9 @@ class _Coder:
         )
 
     def _with_literal(self, symbol: str, operand: ast.expr, literal: Literal, *, turned: bool) -> ast.expr:
-        """A field of the payload and a literal: short for a field of the literal's kind, general for others."""
+        """Compare a field of the payload with a literal: directly if the field has the literal's kind, in general
+        otherwise.
+        """
         first, again = self._bound(operand)
         constant = ast.Constant(literal.value)
         left, right = (constant, again) if turned else (again, constant)
@@ -365,14 +368,14 @@ class _Coder:
         return ast.IfExp(self._has_kind(first, Kind.TEXT), matched, other)
 
     def _has_kind(self, operand: ast.expr, kind: Kind) -> ast.expr:
-        """Whether a value is of the kind, as far as literals can be of it."""
+        """Return whether a value is of a literal's kind."""
         found = ast.Attribute(operand, "__class__", ast.Load())
         if kind is Kind.NUMBER:
             return ast.Compare(found, [ast.In()], [self._constant(value.NUMBERS)])
         return ast.Compare(found, [ast.Is()], [self._constant(str if kind is Kind.TEXT else bool)])
 
     def _bound(self, expression: ast.expr) -> tuple[ast.expr, ast.expr]:
-        """An expression for its first use and one for all later ones, so that it is evaluated once."""
+        """Return an expression for the first use and one for later ones, so that it is evaluated once."""
         if isinstance(expression, ast.Name | ast.Constant):
             return expression, expression
         self._made += 1
@@ -390,7 +393,7 @@ class _Coder:
 
 
 def _are_alike(left: Node, right: Node) -> bool:
-    """Whether two nodes are sure to be of one kind."""
+    """Return whether two nodes are certain to be of one kind."""
     kind = kind_of(left)
     return kind is kind_of(right) and kind is not Kind.ANY
 

@@ -1,4 +1,4 @@
-"""Filters over the batches of a fetch answer: which message matches which filter."""
+"""Evaluates filters on the batches of a fetch response."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def matcher(text: str) -> Callable[[LeasedMessage], bool]:
-    """Whether a message is meant; a condition in the language of subscriptions' filters."""
+    """Compile a filter into a predicate on single messages."""
     from millstream.protocol.filter.batch import RecordBatch
     from millstream.protocol.filter.filter import compile_filter
 
@@ -41,7 +41,7 @@ OFFSET_MAX = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Messages:
-    """The messages to look at: record batches as they are stored, and where they come from."""
+    """Messages to evaluate: stored record batches, and where they come from."""
 
     topic: str
     partition: int
@@ -50,20 +50,20 @@ class Messages:
     end_offset: int = OFFSET_MAX
     """Messages from this offset on are left out."""
     aborted: Collection[tuple[int, int]] = ()
-    """Aborted transactions within, each as producer id and first offset, whose messages are left out."""
+    """Aborted transactions, each as producer id and first offset, whose messages are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The offsets of the messages that are there, and for every filter whether each of them matches."""
+    """The offsets of the messages, and for every filter whether each of them matches."""
 
     offsets: npt.NDArray[np.int64]
     matches: tuple[npt.NDArray[np.bool_], ...]
 
 
 def evaluate(messages: Messages, filters: Sequence[Filter]) -> Evaluation:
-    """Evaluate by the compiled codec, a few thousand messages at a time; raises `CorruptBatch`."""
-    # Loading the codec takes a while, and few batches alone are not worth it.
+    """Evaluate with the compiled codec, a few thousand messages at a time; raises `CorruptBatch`."""
+    # Loading the codec takes a while, and does not pay for a few batches.
     from millstream.protocol.records.decoder import decode_columns
 
     uses = used_by(filters)
@@ -83,7 +83,7 @@ def evaluate(messages: Messages, filters: Sequence[Filter]) -> Evaluation:
 
 
 def evaluate_few(messages: Messages, filters: Sequence[Filter], *, decompressed_bytes_max: int) -> Evaluation:
-    """The same in plain Python, for a handful of messages; raises `CorruptBatch` for what decompresses to more."""
+    """Evaluate in plain Python, for a handful of messages; raises `CorruptBatch` for what decompresses to more."""
     import numpy as np
 
     decoded = decode_records(
@@ -98,7 +98,7 @@ def evaluate_few(messages: Messages, filters: Sequence[Filter], *, decompressed_
 
 
 def used_by(filters: Sequence[Filter]) -> Uses:
-    """What all of them read together."""
+    """Return what all filters read together."""
     return reduce(or_, (each.uses for each in filters), Uses())
 
 

@@ -28,19 +28,19 @@ class Filter:
     """A compiled filter. Two filters are equal if their canonical text is."""
 
     text: str = field(compare=False)
-    """As it was written."""
+    """As written."""
     canonical: str
-    """The same filter in the one way to write it."""
+    """The canonical text, which differs only if the meaning may."""
     uses: Uses = field(compare=False)
     _program: Program = field(compare=False, repr=False)
 
     @property
     def version(self) -> str:
-        """Tells filters apart in the ledger: a digest of the canonical text."""
+        """Identify the filter in the ledger: a digest of the canonical text."""
         return sha256(self.canonical.encode()).hexdigest()[:VERSION_LENGTH]
 
     def matches(self, batch: DecodedBatch) -> npt.NDArray[np.bool_]:
-        """For every message, whether the condition is TRUE; FALSE and NULL both leave it out."""
+        """Return for every message whether the condition is TRUE; FALSE and NULL both exclude it."""
         import numpy as np
 
         program = self._program
@@ -51,11 +51,10 @@ class Filter:
 
 
 def compile_filter(text: str) -> Filter:
-    """Compile a filter; raise `FilterError`, which points at the place, for what the language does not have.
+    """Compile a filter; raise `FilterError`, which points at the location, for what the language does not have.
 
-    Half a millisecond for an ordinary one, a tenth of a second for the worst, and more for the first that a process
-    compiles: then the parser is loaded, and what evaluating takes, so that no batch waits for it. A loop that must not
-    be held up has a thread do it.
+    It takes half a millisecond for an ordinary filter, a tenth of a second for the worst, and more for the first one of
+    a process, which loads the parser and the evaluation. An event loop that must not stall compiles in a thread.
     """
     import numpy as np  # noqa: F401
 

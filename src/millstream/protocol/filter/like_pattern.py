@@ -1,8 +1,8 @@
-"""Patterns of LIKE: `%` is any run of characters, `_` is one, and an escape takes the next one as it is.
+"""LIKE patterns: `%` matches any run of characters, `_` one character, and an escape makes the next one literal.
 
-A text is matched in one pass: the parts between the `%` are looked for from left to right, each at its first place
-after the one before, which finds a match whenever there is one. Only a part with `_` in it that floats between two `%`
-is compared anew at every place; so such a part is kept short, and no pattern takes more than a stated time a character.
+A text is matched in one pass: the parts between the `%` are searched from left to right, each at its first place after
+the previous one, which finds a match whenever there is one. Only a part with `_` between two `%` is compared again at
+every place; such parts must be short, so that the time per character is bounded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from operator import methodcaller
 
 FLOATING_MAX = 64
-"""Characters of a part that has `_` in it and `%` on both sides."""
+"""The maximum length of a part that has `_` in it and `%` on both sides."""
 
 ESCAPE = "\\"
 
@@ -33,7 +33,7 @@ class _Part:
         self._compiled = re.compile(pattern, re.DOTALL)
 
     def find(self, text: str, start: int, end: int) -> int:
-        """The end of its first place from `start` on that does not reach beyond `end`, or -1."""
+        """Return the end of its first occurrence from `start` that does not reach beyond `end`, or -1."""
         if self.plain is not None:
             at = text.find(self.plain, start, end)
             return at if at < 0 else at + self.width
@@ -41,14 +41,14 @@ class _Part:
         return -1 if found is None else found.end()
 
     def stands_at(self, text: str, at: int) -> bool:
-        """Whether it stands at a place."""
+        """Return whether it occurs at a position."""
         if self.plain is not None:
             return text.startswith(self.plain, at)
         return self._compiled.match(text, at) is not None
 
 
 def compile_like(pattern: str, escape: str = ESCAPE) -> Matches:
-    """The function that tells whether a text matches; raises `InvalidPattern`."""
+    """Return a function that matches a text; raises `InvalidPattern`."""
     parts = [_Part(characters) for characters in _split(pattern, escape)]
     if any(part.plain is None and part.width > FLOATING_MAX for part in parts[1:-1]):
         raise InvalidPattern(f"between two % a part with _ in it has at most {FLOATING_MAX} characters")
@@ -72,12 +72,12 @@ def _split(pattern: str, escape: str) -> list[list[str | None]]:
             parts.append([])
         else:
             parts[-1].append(None if character == "_" else character)
-    # Runs of % mean the same as one.
+    # Consecutive % mean the same as one.
     return [part for at, part in enumerate(parts) if part or at in (0, len(parts) - 1)]
 
 
 def _simple(parts: list[_Part]) -> Matches | None:
-    """The common patterns, without a step of Python a text."""
+    """Return a matcher for common patterns, without Python per text; None for others."""
     if any(part.plain is None for part in parts):
         return None
     match [part.plain for part in parts]:

@@ -1,7 +1,8 @@
-"""What a filter says, as a tree of its own: small, typed, and free of the parser that it came from.
+"""The expression tree of a filter: small, typed, and independent of the parser.
 
-Every node has a kind, as far as it is known before a message is seen. What a message's payload holds is known only
-then, so its kind is `ANY`. A moment in time is a whole number of microseconds since 1970 in UTC.
+Every node has a kind, as far as it is known before a message is seen. The kind of a payload field is `ANY`. A timestamp
+is a number of microseconds since 1970 in UTC. `canonical_text` writes a tree as the one text that all spellings of the
+same filter share; it is itself a valid filter, here and in Spark.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from millstream.protocol.filter.value import moment_text
 
 
 class Kind(StrEnum):
-    """What a value is."""
+    """The kind of a value."""
 
     TEXT = "text"
     NUMBER = "a number"
@@ -27,14 +28,14 @@ class Kind(StrEnum):
 
 Step = str | int
 Path = tuple[Step, ...]
-"""The way to a field of the payload: names of fields and positions in arrays."""
+"""The path of a payload field: names of fields and positions in arrays."""
 
 Value = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """A value that stands in the text."""
+    """A literal value."""
 
     value: Value
     kind: Kind
@@ -88,7 +89,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Between:
-    """Between two bounds, both included."""
+    """BETWEEN, both bounds included."""
 
     operand: Node
     low: Node
@@ -105,7 +106,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """LIKE with a pattern that stands in the text."""
+    """LIKE with a literal pattern."""
 
     operand: Node
     pattern: str
@@ -138,14 +139,14 @@ class Arithmetic:
 
 @dataclass(frozen=True, slots=True)
 class Negative:
-    """The minus sign before an operand."""
+    """Unary minus."""
 
     operand: Node
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A function of the list."""
+    """A function call."""
 
     function: str
     arguments: tuple[Node, ...]
@@ -153,7 +154,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """CAST to a type of the list."""
+    """A type cast."""
 
     operand: Node
     target: str
@@ -181,7 +182,7 @@ FUNCTIONS = {
     "endswith": (Kind.BOOLEAN, 2),
     "contains": (Kind.BOOLEAN, 2),
 }
-"""The kind of a function's answer and the number of its arguments; `coalesce` is told apart by its arguments."""
+"""The result kind and the number of arguments of each function; the kind of `coalesce` depends on its arguments."""
 
 COALESCE = "coalesce"
 
@@ -196,7 +197,7 @@ CASTS = {
 
 
 def kind_of(node: Node) -> Kind:
-    """The kind of a node's value."""
+    """Return the kind of a node's value."""
     match node:
         case Literal() | Column():
             return node.kind
@@ -217,7 +218,7 @@ def kind_of(node: Node) -> Kind:
 
 
 def common_kind(kinds: list[Kind]) -> Kind:
-    """The kind that all have, NULL left aside; `ANY` where they differ."""
+    """Return the kind that all have, ignoring NULL; `ANY` where they differ."""
     known = {kind for kind in kinds if kind is not Kind.NULL}
     if not known:
         return Kind.NULL
@@ -226,7 +227,7 @@ def common_kind(kinds: list[Kind]) -> Kind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Uses:
-    """The parts of a message that one filter or several look at."""
+    """The parts of a message that filters read, so that nothing else is decoded."""
 
     key: bool = False
     headers: frozenset[str] = frozenset()
@@ -235,12 +236,12 @@ class Uses:
 
     @property
     def payload(self) -> bool:
-        """Whether payloads have to be parsed."""
+        """Return whether payloads must be parsed."""
         return bool(self.paths)
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields of records that have to be decoded, as the codec names them."""
+        """Return the record fields that must be decoded, by the codec's names."""
         wanted = {"key": self.key, "headers": bool(self.headers), "value": self.payload}
         return frozenset(name for name, is_used in wanted.items() if is_used)
 
@@ -249,7 +250,7 @@ class Uses:
 
     @staticmethod
     def of(sources: Iterable[Column | Header | Payload]) -> Uses:
-        """What reading these takes."""
+        """Return the parts that these sources need."""
         listed = list(sources)
         return Uses(
             key=any(isinstance(source, Column) and source.name == "key" for source in listed),
@@ -262,7 +263,7 @@ _ESCAPED = {"\\": "\\\\", "'": "\\'", "\n": "\\n", "\r": "\\r", "\t": "\\t", "\0
 
 
 def canonical_text(node: Node) -> str:
-    """The text of a filter."""
+    """Return the canonical text of a filter."""
     match node:
         case Literal():
             return _literal(node)
@@ -316,11 +317,11 @@ def _literal(node: Literal) -> str:
 
 
 def _double(value: float) -> str:
-    """With an exponent, since Spark takes what has none for a decimal."""
+    """Write an exponent, since Spark reads a number without one as a decimal."""
     text = repr(value)
     return text if "e" in text else f"{text}e0"
 
 
 def quoted(text: str) -> str:
-    """A text as a literal."""
+    """Write a string literal."""
     return "'" + "".join(_ESCAPED.get(character, character) for character in text) + "'"

@@ -1,7 +1,7 @@
-"""The operations of a filter on single values, with NULL as in SQL. None is NULL; nothing here ever raises.
+"""The operations of a filter on single values, with NULL as in SQL.
 
-Values that are not of one kind are compared as in Spark: a text is taken for what stands on the other side. Where
-that cannot be done, and where Spark would fail (a division by zero, a result that does not fit), the answer is None.
+None is NULL; nothing here raises. Values of different kinds are compared as in Spark: text is converted to the kind of
+the other side. Where that is impossible, and where Spark would fail (division by zero, overflow), the result is None.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FROM_TEXT: dict[type, Callable[[str], Any]] = {int: whole, float: double, bool: 
 
 
 def aligned(left: Any, right: Any) -> tuple[Any, Any] | None:
-    """Both as values that can be compared, or None."""
+    """Convert both to comparable values, or return None."""
     left_class, right_class = left.__class__, right.__class__
     if left_class is right_class:
         return (left, right) if left_class in SCALARS else None
@@ -44,7 +44,7 @@ def aligned(left: Any, right: Any) -> tuple[Any, Any] | None:
 
 
 def comparison(symbol: str) -> Callable[[Any, Any], Truth]:
-    """The function that compares two values of any kind."""
+    """Return the function that compares two values of any kind."""
     compare = COMPARE[symbol]
 
     def compared(left: Any, right: Any) -> Truth:
@@ -55,7 +55,7 @@ def comparison(symbol: str) -> Callable[[Any, Any], Truth]:
 
 
 def plain_comparison(symbol: str) -> Callable[[Any, Any], Truth]:
-    """The function that compares two values of one kind."""
+    """Return the function that compares two values of one kind."""
     compare = COMPARE[symbol]
 
     def compared(left: Any, right: Any) -> Truth:
@@ -65,7 +65,7 @@ def plain_comparison(symbol: str) -> Callable[[Any, Any], Truth]:
 
 
 def between(operand: Any, low: Any, high: Any, compare: tuple[Callable[..., Truth], Callable[..., Truth]]) -> Truth:
-    """BETWEEN, by the two functions that compare with the bounds."""
+    """BETWEEN, given the two functions that compare with the bounds."""
     return conjunction(compare[0](operand, low), compare[1](operand, high))
 
 
@@ -105,48 +105,48 @@ def is_null(operand: Any) -> bool:
 
 
 def coalesce(*values: Any) -> Any:
-    """The first value that is not NULL."""
+    """Return the first value that is not NULL."""
     return next((value for value in values if value is not None), None)
 
 
 def lower(operand: Any) -> str | None:
-    """In small letters."""
+    """Convert to lower case."""
     text = text_of(operand)
     return None if text is None else text.lower()
 
 
 def upper(operand: Any) -> str | None:
-    """In capital letters."""
+    """Convert to upper case."""
     text = text_of(operand)
     return None if text is None else text.upper()
 
 
 def length(operand: Any) -> int | None:
-    """The number of characters."""
+    """Return the number of characters."""
     text = text_of(operand)
     return None if text is None else len(text)
 
 
 def startswith(operand: Any, part: Any) -> Truth:
-    """Whether a text starts with another."""
+    """Return whether a text starts with another."""
     text, other = text_of(operand), text_of(part)
     return None if text is None or other is None else text.startswith(other)
 
 
 def endswith(operand: Any, part: Any) -> Truth:
-    """Whether a text ends with another."""
+    """Return whether a text ends with another."""
     text, other = text_of(operand), text_of(part)
     return None if text is None or other is None else text.endswith(other)
 
 
 def contains(operand: Any, part: Any) -> Truth:
-    """Whether a text has another within it."""
+    """Return whether a text contains another."""
     text, other = text_of(operand), text_of(part)
     return None if text is None or other is None else other in text
 
 
 def _numbers(left: Any, right: Any) -> tuple[Any, Any] | None:
-    """Both as numbers, or None."""
+    """Convert both to numbers, or return None."""
     left_class, right_class = left.__class__, right.__class__
     if left_class is str and right_class in NUMBERS:
         left = FROM_TEXT[right_class](left)
@@ -156,7 +156,7 @@ def _numbers(left: Any, right: Any) -> tuple[Any, Any] | None:
 
 
 def arithmetic(symbol: str) -> Callable[[Any, Any], int | float | None]:
-    """The function that calculates with two values."""
+    """Return the function of an arithmetic operator."""
     calculate = _CALCULATE[symbol]
 
     def calculated(left: Any, right: Any) -> int | float | None:
@@ -183,7 +183,7 @@ def _divide(left: Any, right: Any) -> float:
 
 
 def _remainder(left: Any, right: Any) -> int | float:
-    """With the sign of the dividend, as in SQL and Java."""
+    """Keep the sign of the dividend, as in SQL and Java."""
     if left.__class__ is int and right.__class__ is int:
         rest: int = abs(left) % abs(right)
         return -rest if left < 0 else rest
@@ -202,6 +202,6 @@ _CALCULATE: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def negative(operand: Any) -> int | float | None:
-    """The minus sign."""
+    """Negate a number."""
     number: Any = double(operand) if operand.__class__ is str else operand
     return _fitting(-number) if isinstance(number, int | float) and not isinstance(number, bool) else None

@@ -1,7 +1,6 @@
-"""From the syntax tree of sqlglot to the tree of a filter: what is not listed here is no part of the language.
+"""Translates sqlglot's syntax tree to a filter's tree: what is not listed here is not part of the language.
 
-Kinds are checked on the way, as far as they are known, so that a filter that can never work is refused when it is
-declared and not found out message by message.
+Kinds are checked where they are known, so that a filter that can never match is rejected when it is declared.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ from millstream.protocol.filter.node import (
 
 
 def refusal(text: str, start: int, end: int, reason: str) -> FilterError:
-    """The error for what stands in the text from `start` up to, not including, `end`."""
+    """Build the error for the text from `start` up to `end`, exclusive."""
     place = locate(text, start, end)
     message = f"filter, line {place.line}, column {place.column}: {reason}\n{place.picture}"
     return FilterError(message, line=place.line, column=place.column, reason=reason)
@@ -60,7 +59,7 @@ TEXT_BYTES_MAX = 8 * 1024
 
 DEPTH_MAX = 32
 
-"""Parentheses, brackets and operators within each other."""
+"""The maximum nesting of parentheses, brackets and operators."""
 
 
 _OPENING = frozenset({TokenType.L_PAREN, TokenType.L_BRACKET})
@@ -78,19 +77,19 @@ _ALLOWED = _OPENING | _CLOSING | {
 
 _BEFORE_ANY_NAME = frozenset({TokenType.DOT, TokenType.ALIAS, TokenType.DCOLON})
 
-"""Behind these stands the name of a field or of a type, whatever it means elsewhere."""
+"""After these follows the name of a field or of a type, whatever it means elsewhere."""
 
 
 FIELD_MARK = "."
 
-"""Begins every name behind a dot in the tree."""
+"""The prefix of every name after a dot in the tree."""
 
 
 _QUOTES = "'\"`"
 
 
 def parse(text: str) -> exp.Expression:
-    """The tree of one condition; raises `FilterError`."""
+    """Parse one condition; raises `FilterError`."""
     _check_size(text)
     found = _tokens(text)
     _check_tokens(text, found)
@@ -101,7 +100,7 @@ def parse(text: str) -> exp.Expression:
     except RecursionError:
         raise refusal(text, 0, len(text), f"at most {DEPTH_MAX} operators stand within each other") from None
     except Exception as error:
-        # The parser fails in ways of its own on text that it does not expect; none of them is ours to tell apart.
+        # The parser fails in various ways on unexpected text.
         raise refusal(text, 0, len(text), f"this cannot be read as a condition ({type(error).__name__})") from error
     if not isinstance(tree, exp.Expression):
         raise refusal(text, 0, len(text), "this cannot be read as a condition")
@@ -132,7 +131,7 @@ def _tokens(text: str) -> list[Token]:
 
 
 def _open_quote(text: str) -> int | None:
-    """Where a quote is opened that is never closed."""
+    """Return where a quote is opened that is never closed."""
     start, quote, escaped = None, "", False
     for at, character in enumerate(text):
         if escaped:
@@ -163,9 +162,9 @@ def _check_tokens(text: str, found: list[Token]) -> None:
 
 
 def _with_field_names(found: list[Token]) -> list[Token]:
-    """Have the parser take what stands behind a dot for a name, even if it is a word of SQL such as `list`.
+    """Make the parser treat what follows a dot as a name, even if it is a SQL keyword such as `list`.
 
-    The mark is needed beside the type of a name: `a.list[0]` is the making of a list to the parser, quoted or not.
+    The prefix is needed besides the token type: to the parser `a.list[0]` constructs a list, quoted or not.
     """
     named: list[Token] = []
     for token in found:
@@ -193,17 +192,17 @@ def _syntax_error(text: str, found: list[Token], error: ParseError) -> FilterErr
 
 NODES_MAX = 256
 
-"""Operators, functions and operands of a filter; the literals of IN are not counted."""
+"""The maximum number of operators, functions and operands; literals of IN are not counted."""
 
 
 DIGITS_MAX = 38
 
-"""Digits of a whole number, as in Spark."""
+"""The maximum number of digits of an integer, as in Spark."""
 
 
 STEPS_MAX = 16
 
-"""Fields and positions on the way to a field of the payload."""
+"""The maximum length of a path to a payload field."""
 
 
 _COMPARISONS: dict[type[exp.Expression], str] = {
@@ -233,7 +232,7 @@ _NUMBER_CASTS: dict[str, Callable[[object], Value]] = {
     "DOUBLE": value.as_double,
 }
 
-"""Casts that are worked out at once, since `5L` and `1.5D` are casts to the parser."""
+"""Casts that are evaluated at once, since `5L` and `1.5D` are casts to the parser."""
 
 
 _PREDICATES = (*_COMPARISONS, exp.Between, exp.In, exp.Like, exp.Escape, exp.Is, exp.Not)
@@ -248,7 +247,7 @@ _ARGUMENTS: dict[type[exp.Expression], frozenset[str]] = {
     exp.TryCast: frozenset({"this", "to", "safe"}),
 }
 
-"""What a node of the parser may have set; others may have `this`, `expression` and `expressions`."""
+"""The arguments that a node of the parser may have; others may have `this`, `expression` and `expressions`."""
 
 
 _PLAIN_ARGUMENTS = frozenset({"this", "expression", "expressions"})
@@ -261,7 +260,7 @@ _UNLIKE = (
 
 
 def translate(text: str) -> Node:
-    """The tree of a filter; raises `FilterError`."""
+    """Translate a filter; raises `FilterError`."""
     tree = parse(text)
     translator = _Translator(text)
     node = translator.condition(tree, 0)
@@ -271,14 +270,14 @@ def translate(text: str) -> Node:
 
 
 class _Translator:
-    """Translates one tree, counting its nodes and pointing at what is wrong."""
+    """Translates one tree, counting its nodes and pointing at errors."""
 
     def __init__(self, text: str) -> None:
         self._text = text
         self._nodes = 0
 
     def refusal(self, tree: exp.Expression, reason: str) -> FilterError:
-        """The error that points at a node, or at the nearest around it whose place is known."""
+        """Build the error that points at a node, or at the nearest one around it with a known location."""
         around: exp.Expr | None = tree
         while around is not None:
             places = [node.meta for node in around.walk() if "start" in node.meta]
@@ -289,7 +288,7 @@ class _Translator:
         return refusal(self._text, 0, len(self._text), reason)
 
     def condition(self, tree: exp.Expression, depth: int) -> Node:
-        """A node that is TRUE, FALSE or NULL."""
+        """Translate a node that is TRUE, FALSE or NULL."""
         node = self._node(tree, depth)
         if kind_of(node) not in (Kind.BOOLEAN, Kind.ANY, Kind.NULL):
             raise self.refusal(tree, f"a condition is needed here, this is {kind_of(node)}")
@@ -324,7 +323,7 @@ class _Translator:
             raise self.refusal(tree, "this form is not part of the filter language")
 
     def _operand(self, tree: exp.Expression, depth: int) -> Node:
-        """A node that stands beside an operator."""
+        """Translate an operand of an operator."""
         if (isinstance(tree, _PREDICATES) and not isinstance(tree, exp.Not)) or isinstance(tree, exp.Connector):
             raise self.refusal(tree, "put parentheses around this")
         return self._node(tree, depth + 1)
@@ -345,7 +344,7 @@ class _Translator:
         return Comparison(_COMPARISONS[type(tree)], left, right)
 
     def _check_order(self, tree: exp.Expression, left: Node, right: Node) -> None:
-        """A field of the payload that is put in an order with a text is mostly a number, and then never matches."""
+        """Reject ordering a payload field against text: the field is usually a number, and then never matches."""
         for field, literal in ((left, right), (right, left)):
             text = literal.value if isinstance(literal, Literal) else None
             if not isinstance(field, Payload) or not isinstance(text, str):
@@ -366,7 +365,7 @@ class _Translator:
                 self._check_text(tree, literal.value, kind)
 
     def _check_text(self, tree: exp.Expression, text: str, kind: Kind) -> None:
-        """A literal text that is compared with another kind has to be of it."""
+        """Require that a text literal compared with another kind can be converted to it."""
         takes: dict[Kind, Callable[[str], object]] = {
             Kind.NUMBER: value.double,
             Kind.BOOLEAN: value.boolean,
@@ -517,11 +516,11 @@ class _Translator:
         return Call(name, nodes)
 
     def _argument(self, tree: exp.Expression, depth: int) -> Node:
-        """Parentheses of the function stand around it already."""
+        """Translate an argument; the function's parentheses already surround it."""
         return self._node(tree, depth + 1)
 
     def _function_name(self, tree: exp.Expression) -> str:
-        """As it stands in the text: the parser has one node for several names."""
+        """Return the name as written: the parser has one node for several names."""
         if "start" in tree.meta:
             return self._text[int(tree.meta["start"]) : int(tree.meta["end"]) + 1].lower()
         return str(tree.this if isinstance(tree, exp.Anonymous) else tree.key).lower()
@@ -533,7 +532,7 @@ class _Translator:
         return Call(COALESCE, tuple(nodes))
 
     def _field(self, tree: exp.Expression, depth: int) -> Node:
-        """A column, a header or a field of the payload."""
+        """Translate a column, a header or a payload field."""
         steps = self._steps(tree)
         name, place = str(steps[0][0]), steps[0][1]
         quoted = isinstance(place, exp.Identifier) and place.args.get("quoted")
@@ -558,7 +557,7 @@ class _Translator:
         return f"the column {name!r} is unknown{close or f'; a field of the payload is written payload.{name}'}"
 
     def _steps(self, tree: exp.Expression) -> list[tuple[Step, exp.Expression]]:
-        """The names and positions of a path, outermost first, each with its place."""
+        """Yield the names and positions of a path, outermost first, each with its location."""
         steps: list[tuple[Step, exp.Expression]] = []
         while not isinstance(tree, exp.Column):
             self._check_arguments(tree)
@@ -611,7 +610,7 @@ _KINDS: dict[type[exp.Expression], Callable[[_Translator, exp.Expression, int], 
 
 
 def _flat(tree: exp.Expression, kind: type[exp.Expression]) -> list[exp.Expression]:
-    """The parts of a chain of ANDs or ORs, from left to right."""
+    """Yield the parts of a chain of ANDs or ORs, from left to right."""
     parts: list[exp.Expression] = []
     waiting = [tree]
     while waiting:

@@ -1,6 +1,7 @@
-"""Values of one kind taken for another, as Spark's ANSI casts do it. Where those fail, the answer here is None (NULL).
+"""Conversions between kinds, like Spark's ANSI casts.
 
-Every function takes any value that a message can hold and never raises.
+Where those fail, the result here is None (NULL). Every function takes any value that a message can hold and never
+raises.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SECOND_US = 1_000_000
 
 
 def whole(text: str) -> int | None:
-    """A text as a whole number of 64 bits."""
+    """Convert text to a 64-bit integer."""
     text = text.strip(_BLANKS)
     if not _WHOLE.fullmatch(text):
         return None
@@ -37,7 +38,7 @@ def whole(text: str) -> int | None:
 
 
 def double(text: str) -> float | None:
-    """A text as a number with a fraction."""
+    """Convert text to a double."""
     text = text.strip(_BLANKS)
     if len(text) > _TEXT_MAX or not _DOUBLE.fullmatch(text):
         return None
@@ -45,7 +46,7 @@ def double(text: str) -> float | None:
 
 
 def boolean(text: str) -> bool | None:
-    """A text as a boolean."""
+    """Convert text to a boolean."""
     word = text.strip(_BLANKS).lower()
     if word in _TRUE:
         return True
@@ -53,7 +54,7 @@ def boolean(text: str) -> bool | None:
 
 
 def moment(value: object) -> int | None:
-    """A text such as `2026-11-15 12:00:00` as a moment; without a zone it is in UTC. Nothing else is a moment."""
+    """Convert text such as `2026-11-15 12:00:00` to a timestamp, by default in UTC; None for other values."""
     if value.__class__ is not str:
         return None
     found = _MOMENT.fullmatch(str(value).strip(_BLANKS))
@@ -79,12 +80,12 @@ def _zone(text: str | None) -> timezone:
 
 
 def moment_text(microseconds: int) -> str:
-    """A moment as `moment` reads it."""
+    """Write a timestamp as `moment` reads it."""
     return (_EPOCH + microseconds * _MICROSECOND).strftime("%Y-%m-%d %H:%M:%S.%fZ").rjust(27, "0")
 
 
 def text_of(value: object) -> str | None:
-    """A value as text; None for objects and arrays."""
+    """Convert a value to text; None for objects and arrays."""
     kind = value.__class__
     if kind is str:
         return value  # type: ignore[return-value]
@@ -96,7 +97,7 @@ def text_of(value: object) -> str | None:
 
 
 def _double_text(value: float) -> str:
-    """As Java writes a double."""
+    """Write a double as Java does."""
     if value == 0 or 1e-3 <= abs(value) < 1e7:
         return repr(value)
     sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
@@ -105,7 +106,7 @@ def _double_text(value: float) -> str:
 
 
 def finite(value: float) -> float | None:
-    """None for what is beyond the range of a double."""
+    """Return None for values beyond the range of a double."""
     return value if math.isfinite(value) else None
 
 
@@ -146,7 +147,7 @@ def as_boolean(value: object) -> bool | None:
 
 
 def as_timestamp(value: object) -> int | None:
-    """CAST AS TIMESTAMP: of a text, or of seconds since 1970."""
+    """CAST AS TIMESTAMP: of text, or of seconds since 1970."""
     if isinstance(value, str):
         return moment(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -158,10 +159,10 @@ def as_timestamp(value: object) -> int | None:
 
 
 def seconds(microseconds: int | None) -> int | None:
-    """CAST AS BIGINT of a moment."""
+    """CAST AS BIGINT of a timestamp."""
     return None if microseconds is None else microseconds // _SECOND_US
 
 
 def fractional_seconds(microseconds: int | None) -> float | None:
-    """CAST AS DOUBLE of a moment."""
+    """CAST AS DOUBLE of a timestamp."""
     return None if microseconds is None else microseconds / _SECOND_US

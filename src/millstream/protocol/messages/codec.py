@@ -23,11 +23,11 @@ PRIVATE_KEY_MIN: Final = 32000
 
 
 class Limits(NamedTuple):
-    """How large a body may be to be read into message objects. Produce and Fetch, which carry data, never are."""
+    """How large a body may be to be decoded into message objects; Produce and Fetch, which carry data, never are."""
 
     body_bytes: int
     items: int
-    """Items of all arrays in it together, since each becomes an object."""
+    """The number of items of all arrays together, since each becomes an object."""
 
 
 REQUEST_LIMITS: Final = Limits(body_bytes=8 * 1024 * 1024, items=250_000)
@@ -79,7 +79,7 @@ FLEXIBLE_SINCE: Final[dict[int, int]] = {
     53: 1,  # BeginQuorumEpoch
     54: 1,  # EndQuorumEpoch
 }
-"""The first flexible version by API key; every API that is not named is flexible from 0, but for those below."""
+"""The first flexible version by API key; APIs not listed are flexible from 0, except those below."""
 
 NEVER_FLEXIBLE: Final = frozenset({17, 47})
 """SaslHandshake and OffsetDelete stayed with fixed lengths."""
@@ -91,25 +91,25 @@ _INT32: Final = struct.Struct(">i")
 
 
 class RequestHeader(NamedTuple):
-    """What stands before the body of a request. A named tuple, since every request makes one."""
+    """The header of a request. A named tuple, since every request creates one."""
 
     api_key: int
     version: int
     correlation_id: int
     client_id: str | None
     body_at: int
-    """Where the body begins in the frame."""
+    """Where the body starts in the frame."""
     flexible: bool
     """Whether the body has compact lengths and tagged fields."""
 
 
 def is_flexible(api_key: int, version: int) -> bool:
-    """Whether a version of an API has compact lengths and tagged fields."""
+    """Return whether a version of an API has compact lengths and tagged fields."""
     return api_key not in NEVER_FLEXIBLE and version >= FLEXIBLE_SINCE.get(api_key, 0)
 
 
 def read_request_header(frame: Buffer) -> RequestHeader:
-    """Read the header of a request; the frame comes without its size."""
+    """Read the header of a request from a frame without its size."""
     try:
         api_key, version, correlation_id, length = _FIXED_HEADER_AND_CLIENT.unpack_from(frame)
         flexible = is_flexible(api_key, version)
@@ -125,7 +125,7 @@ def read_request_header(frame: Buffer) -> RequestHeader:
 
 
 def read_any_request_header(frame: Buffer) -> RequestHeader:
-    """The same for every header there is: without a client id, with tagged fields, or broken."""
+    """Read any header: without a client id, with tagged fields, or broken."""
     if len(frame) < _FIXED_HEADER.size:
         raise ProtocolViolation(f"a request of {len(frame)} bytes is too short for a header")
     api_key, version, correlation_id = _FIXED_HEADER.unpack_from(frame)
@@ -137,21 +137,21 @@ def read_any_request_header(frame: Buffer) -> RequestHeader:
 
 
 def response_head(api_key: int, version: int, correlation_id: int, body_bytes: int) -> bytes:
-    """Build what stands before the body of a response, the frame's size included."""
+    """Build the header of a response, including the frame's size."""
     if is_flexible(api_key, version) and api_key != API_VERSIONS_KEY:
         return _SIZE_AND_CORRELATION.pack(body_bytes + 5, correlation_id) + b"\0"
     return _SIZE_AND_CORRELATION.pack(body_bytes + 4, correlation_id)
 
 
 def response_body_at(api_key: int, version: int, frame: Buffer) -> int:
-    """Find where the body of a response begins; the frame comes without its size."""
+    """Return where the body of a response starts, in a frame without its size."""
     reader = Reader(frame, 4, flexible=is_flexible(api_key, version) and api_key != API_VERSIONS_KEY)
     reader.skip_tags()
     return reader.position
 
 
 def read_correlation_id(frame: Buffer) -> int:
-    """Read which request a response answers; the frame comes without its size."""
+    """Return the correlation id of a response, from a frame without its size."""
     if len(frame) < 4:
         raise ProtocolViolation(f"a response of {len(frame)} bytes is too short for a header")
     correlation_id: int = _INT32.unpack_from(frame)[0]
@@ -159,24 +159,24 @@ def read_correlation_id(frame: Buffer) -> int:
 
 
 def read_request(api_key: int, version: int, buffer: Buffer, position: int) -> Any:
-    """Read the body of a request into kio's class for that version."""
+    """Decode the body of a request into kio's class for that version."""
     return _read_entity(load_request_class(api_key, version), buffer, position, REQUEST_LIMITS)
 
 
 def read_response(api_key: int, version: int, frame: Buffer) -> Any:
-    """Read a response into kio's class for that version; the frame comes without its size."""
+    """Decode a response into kio's class for that version, from a frame without its size."""
     position = response_body_at(api_key, version, frame)
     return _read_entity(load_response_class(api_key, version), frame, position, RESPONSE_LIMITS)
 
 
 def write_response(api_key: int, version: int, correlation_id: int, response: Any) -> bytes:
-    """Build the whole frame of a response, its size included."""
+    """Build the frame of a response, including its size."""
     body = write_entity(response)
     return response_head(api_key, version, correlation_id, len(body)) + body
 
 
 def write_request(correlation_id: int, client_id: str | None, request: Any) -> bytes:
-    """Build the whole frame of a request, its size included."""
+    """Build the frame of a request, including its size."""
     head = request_head(request.__api_key__, request.__version__, correlation_id, client_id)
     body = write_entity(request)
     return _INT32.pack(len(head) + len(body)) + head + body
@@ -206,7 +206,7 @@ def write_entity(entity: Any) -> bytes:
 
 @cache
 def load_request_class(api_key: int, version: int) -> type[Any]:
-    """Import kio's request class of one version; `ProtocolViolation` when there is none."""
+    """Import kio's request class of a version; raise `ProtocolViolation` if there is none."""
     from kio.index import KioIndexError, load_request_schema
 
     try:
@@ -217,7 +217,7 @@ def load_request_class(api_key: int, version: int) -> type[Any]:
 
 @cache
 def load_response_class(api_key: int, version: int) -> type[Any]:
-    """Import kio's response class of one version; `ProtocolViolation` when there is none."""
+    """Import kio's response class of a version; raise `ProtocolViolation` if there is none."""
     from kio.index import KioIndexError, load_response_schema
 
     try:
@@ -235,7 +235,7 @@ def _read_entity(entity_type: Any, buffer: Buffer, position: int, limits: Limits
     try:
         entity, _ = _reader_of(entity_type)(view, position)
     except Exception as error:
-        # Any failure of kio's native reader has its cause in the bytes; its own errors are of several families.
+        # Any failure of kio's native reader is caused by the bytes; its errors belong to several families.
         raise ProtocolViolation(f"{entity_type.__name__} v{entity_type.__version__}: {error}") from error
     return entity
 

@@ -1,8 +1,8 @@
-"""Messages to bytes, compiled once per message class.
+"""Encodes messages, compiled once per message class.
 
-kio writes a message field by field through checked types, which makes a long list of partitions slow enough to hold
-up the loop. Here each class becomes a short list of steps: neighbouring numbers are packed in one call, and nothing is
-checked that `struct` does not check anyway. The bytes are the same, which the tests hold against kio's own writer.
+kio writes a message field by field through checked types, which makes a long list of partitions slow enough to stall
+the event loop. Here each class becomes a short list of steps: neighbouring numbers are packed in one call, and nothing
+is checked that `struct` does not check anyway. Tests compare the bytes with kio's own writer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _is_number(field: Field[Any]) -> bool:
 
 
 def _close_run(run: list[Field[Any]], steps: list[Write]) -> None:
-    """Turn the numbers gathered so far into one step."""
+    """Turn the numbers collected so far into one step."""
     if not run:
         return
     pack = struct.Struct(">" + "".join(_FORMATS[field.metadata["kafka_type"]] for field in run)).pack

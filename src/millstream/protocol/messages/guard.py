@@ -19,7 +19,7 @@ from millstream.protocol.messages.shape import is_entity, item_of, unwrapped
 
 
 class Span:
-    """The bytes that a walk may look at, and how many items of arrays it may still step over."""
+    """The bytes that a walk may read, and how many array items it may still pass."""
 
     __slots__ = ("buffer", "end", "items_left")
 
@@ -151,7 +151,7 @@ def _array(length_of: Length, item: Walk) -> Walk:
 
 
 def _not_null(length_of: Length, array: Walk) -> Walk:
-    """Refuse null where a list has to be: kio would hand it on, and no handler expects it."""
+    """Reject null where a list is required: kio would pass it on, and no handler expects it."""
 
     def walk(span: Span, position: int) -> int:
         if length_of(span, position)[0] < 0:

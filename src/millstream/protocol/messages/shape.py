@@ -1,9 +1,9 @@
-"""Messages of one version as messages of another.
+"""Converts messages between versions of an API.
 
-Every API is written once, against the newest version of its messages. `reshape` carries a message over to the
-class of another version: fields of the same name are taken over, at every depth; fields that the target lacks are
-dropped; fields that the source lacks get the default that Kafka gives them. What to do is worked out once per pair
-of classes. Where versions differ in structure and not only in fields, the API does the conversion itself.
+Every API is written once, against the newest version of its messages. `reshape` converts a message to the class of
+another version: fields of the same name are copied, at every depth; fields that the target lacks are dropped; fields
+that the source lacks get Kafka's default. The conversion is compiled once per pair of classes. Where versions differ in
+structure, the API converts by itself.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def unwrapped(field_type: Any) -> tuple[Any, bool]:
 
 
 def item_of(kind: Any) -> Any:
-    """The type of the items of an array, or None when it is no array."""
+    """Return the item type of an array, or None if it is no array."""
     return get_args(kind)[0] if get_origin(kind) is tuple else None
 
 
 def is_entity(kind: Any) -> bool:
-    """Whether a type is a message nested in another."""
+    """Return whether a type is a nested message."""
     return is_dataclass(kind)
 
 
@@ -57,7 +57,7 @@ _IMPLICIT: Final[dict[str, Any]] = {
 
 
 def reshape(message: Any, target: type[T]) -> T:
-    """Carry a message over to the class of another version of the same message."""
+    """Convert a message to the class of another version of the same message."""
     source: Any = type(message)
     wanted: Any = target
     reshaped: T = message if source is wanted else reshaper(source, wanted)(message)
@@ -66,7 +66,7 @@ def reshape(message: Any, target: type[T]) -> T:
 
 @cache
 def reshaper(source: type[Any], target: type[Any]) -> Convert:
-    """Work out, once, how messages of one class become messages of another."""
+    """Compile the conversion from one class to another."""
     known = {field.name: field for field in fields(source)}
     constants: dict[str, Any] = {}
     copied: list[str] = []
@@ -93,7 +93,7 @@ def reshaper(source: type[Any], target: type[Any]) -> Convert:
 
 
 def default_of(field: Field[Any]) -> Any:
-    """The value of a field that nobody set: the schema's default, else null where allowed, else empty or zero."""
+    """Return the default of a field: the schema's, otherwise null where allowed, otherwise empty or zero."""
     if field.default is not MISSING:
         return field.default
     kind, nullable = unwrapped(field.type)
@@ -113,7 +113,7 @@ def default_of(field: Field[Any]) -> Any:
 
 
 def _conversion(source: Field[Any], target: Field[Any]) -> Convert | None:
-    """How a field's value is carried over; None when it is taken as it is."""
+    """Return the conversion of a field's value; None if it is copied."""
     source_kind, source_nullable = unwrapped(source.type)
     target_kind, target_nullable = unwrapped(target.type)
     convert = _kind_conversion(source, source_kind, target_kind)

@@ -1,4 +1,4 @@
-"""Open dead letters: how many a topic holds, asked by whoever is about to delete it."""
+"""Open dead letters of a topic, counted before it is deleted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from millstream.protocol.wire.client import Client
 
 
 async def open_letters(client: Client, topic: str) -> int:
-    """Count the open letters of a topic; 0 also for one that does not exist.
+    """Count the open letters of a topic; 0 if it does not exist.
 
-    Raises `CoordinatorUnavailable` while some of its partitions have no leader, which alone knows their letters.
+    Raises `CoordinatorUnavailable` while a partition has no leader, which alone knows its letters.
     """
     found = (await client.metadata([topic])).topics.get(topic)
     partitions = set() if found is None else set(found.partitions)
@@ -33,7 +33,7 @@ async def open_letters(client: Client, topic: str) -> int:
 
 
 async def stored_letters(client: Client, topic: str) -> int:
-    """Count all letters of a topic, as long as none has been redriven or purged."""
+    """Count all letters of a topic; valid while none has been redriven or purged."""
     found = (await client.metadata([topic])).topics.get(topic)
     if found is None:
         return 0

@@ -1,4 +1,4 @@
-"""Asking what has become of a message: a publisher's receipt."""
+"""Looks up the delivery state of a message, for publishers with a receipt."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from millstream.protocol.wire.error_codes import error_from_code
 DELIVERY_STATE_KEY: Final = 32039
 ACCEPTED: Final = "accepted"
 WAIT_MS_MAX: Final = 20_000
-"""How long one request waits at most; whoever waits for longer asks again."""
+"""The longest wait of one request; for longer waits, ask again."""
 
 
 class DeliveryStateRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Which message of which subscription, and how long to wait for its end."""
+    """Names a message of a subscription, and how long to wait for its final state."""
 
     subscription: str
     topic: str
@@ -28,7 +28,7 @@ class DeliveryStateRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeliveryStateAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """Where it is."""
+    """The delivery state."""
 
     error: int
     message: str | None
@@ -39,17 +39,17 @@ class DeliveryStateAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MessageDelivery(NamedTuple):
-    """Where a message of a subscription is.
+    """The delivery state of a message in a subscription.
 
     `state` is one of waiting, blocked, delayed, leased, rejected, and finally accepted, dead-lettered, dropped,
-    filtered, skipped, absent, or done when it has ended and nobody remembers how.
+    filtered, skipped, absent, or done if it has ended and the outcome is no longer known.
     """
 
     state: str
     attempt: int
-    """The number of its last delivery; 0 before the first, or when it is not remembered."""
+    """The number of its last delivery; 0 before the first, or if unknown."""
     next_ms: int
-    """When its lease or its delay ends; 0 when it waits for no time."""
+    """When its lease or delay ends; 0 if it waits for neither."""
     is_final: bool
 
 

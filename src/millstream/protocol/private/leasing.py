@@ -1,13 +1,13 @@
-"""Leases as the worker that holds them counts them, and requests for leases that lose none.
+"""Leases from the worker's point of view, and requests for leases that lose none.
 
-The clocks of broker and worker differ, so a lease is never compared with the broker's time of day. The broker says how
-long a request waited before its messages were leased; a lease that was granted then cannot be over before that time and
-the lease's length have passed since the request was sent, by the worker's monotonic clock. Until then a message may be
-handed out. Later, another worker may have handled it: an extension of its delivery shows whether it is still held.
+The clocks of broker and worker differ, so a lease is never compared with the broker's wall clock. The broker reports
+how long a request waited before its messages were leased; such a lease cannot end before that time plus the lease's
+duration have passed since the request was sent, by the worker's monotonic clock. Until then a message may be handed
+out. After that, another worker may have handled it: an extension shows whether it is still held.
 
-An answer that its caller gives up on (cancelled, or too slow) may be on its way with leased messages. The request is
-withdrawn by closing the sending half of its connection: the broker stops waiting, and what it has leased by then is
-returned as soon as the answer arrives, without counting as a delivery.
+The response to a request that its caller gives up on (cancelled or timed out) may carry leased messages. The request is
+withdrawn by closing the sending half of its connection: the broker stops waiting, and leases that it has granted by
+then are returned as soon as the response arrives, without counting as a delivery.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from millstream.protocol.wire.pool import Pool
 _logger = logging.getLogger(__name__)
 
 FRESH_SHARE: Final = 0.95
-"""The part of a lease that is relied on; the rest covers clocks that run at different speeds."""
+"""The fraction of a lease that is relied on; the rest covers clocks that run at different speeds."""
 
 LATE_S: Final = 30.0
-"""How long the answer to a withdrawn request is waited for."""
+"""How long to wait for the response to a withdrawn request."""
 
 RETURN_S: Final = 5.0
 
@@ -52,23 +52,23 @@ _decoder = msgspec.msgpack.Decoder(ReceiveAnswer)
 
 
 def fresh_until(sent_at: float, lease_ms: int | None, *, waited_ms: int = 0) -> float:
-    """Until when a lease holds for certain, by the monotonic clock that `sent_at` was read from."""
+    """Return until when a lease is certain to hold, on the monotonic clock of `sent_at`."""
     return math.inf if lease_ms is None else sent_at + (waited_ms + FRESH_SHARE * lease_ms) / 1000
 
 
 class Leased(NamedTuple):
-    """An answer to a request for messages, and when that request was sent."""
+    """The response to a request for messages, and when the request was sent."""
 
     answer: ReceiveAnswer
     sent_at: float
 
     def fresh_until(self, part: PartitionMessages) -> float:
-        """Until when the leases of one partition hold for certain."""
+        """Return until when the leases of one partition are certain to hold."""
         return fresh_until(self.sent_at, part.lease_ms, waited_ms=self.answer.waited_ms)
 
 
 class _Asking:
-    """One request, in a task of its own so that its answer outlives whoever asked."""
+    """One request, in a task of its own so that its response outlives the caller."""
 
     def __init__(self, pool: Pool, request: Receive, timeout_s: float) -> None:
         self.pool = pool
@@ -87,7 +87,7 @@ class _Asking:
             raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
 
     def withdraw(self) -> None:
-        """Have the broker wait no longer; an answer that it has sent still arrives."""
+        """Make the broker stop waiting; a response that it has sent still arrives."""
         if self._channel is None:
             self.task.cancel()
         elif not self.task.done():
@@ -95,14 +95,14 @@ class _Asking:
 
 
 class LeaseRequests:
-    """Asks nodes for messages; leases that arrive after their caller has left are returned."""
+    """Requests messages from nodes; leases that arrive after the caller has left are returned."""
 
     def __init__(self) -> None:
         self._open: set[_Asking] = set()
         self._returning: set[asyncio.Task[None]] = set()
 
     async def ask(self, pool: Pool, request: Receive, *, timeout_s: float) -> Leased:
-        """Ask one node, which answers within the request's wait unless something is wrong."""
+        """Request messages from one node, which answers within the request's wait unless something is wrong."""
         asking = _Asking(pool, request, timeout_s + LATE_S)
         self._open.add(asking)
         try:
@@ -118,17 +118,17 @@ class LeaseRequests:
             self._open.discard(asking)
 
     def withdraw(self) -> None:
-        """Have nodes answer at once, with what they have leased already or by hanging up."""
+        """Make nodes answer at once, with the leases granted so far or by hanging up."""
         for asking in self._open:
             asking.withdraw()
 
     def give_back(self, pool: Pool, request: Receive, partitions: list[PartitionMessages]) -> None:
-        """Return leases to the node that granted them; leases that cannot be returned run out."""
+        """Return leases to the node that granted them; leases that cannot be returned expire."""
         if partitions:
             self._begin(_return(pool, request, partitions))
 
     async def close(self, timeout_s: float = RETURN_S) -> None:
-        """Wait until late answers have arrived and their leases are returned, but not for longer than this."""
+        """Wait, for at most this long, until late responses have arrived and their leases are returned."""
         if self._returning:
             await asyncio.wait(self._returning, timeout=timeout_s)
         for task in self._returning:

@@ -20,14 +20,14 @@ LANDED_KEY: Final = 32055
 
 
 class LandedTopic(msgspec.Struct, frozen=True, kw_only=True):
-    """How far one topic was landed: by partition, the next offset that is not in the table."""
+    """How far one topic was landed: the next offset of each partition that is not in the table."""
 
     topic_id: UUID
     offsets: dict[int, int]
 
 
 class Landed(msgspec.Struct, frozen=True, kw_only=True):
-    """How far a pipeline has landed its topics, and where, as its settings say it."""
+    """How far a pipeline has landed its topics, and where, according to its settings."""
 
     pipeline_id: UUID
     lake: str
@@ -36,7 +36,7 @@ class Landed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A rule of a route, as it is written in JSON."""
+    """A rule of a route in JSON."""
 
     name: str
     topic: str
@@ -46,7 +46,7 @@ class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @classmethod
     def of(cls, rule: Rule) -> RuleMessage:
-        """A rule as it is told."""
+        """Convert from a rule."""
         return cls(
             name=rule.name,
             topic=rule.topic,
@@ -56,7 +56,7 @@ class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         )
 
     def rule(self) -> Rule:
-        """The rule that is told."""
+        """Convert to a rule."""
         return Rule(
             name=self.name,
             topic=self.topic,
@@ -67,7 +67,7 @@ class RuleMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class NewPipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """A pipeline that is to be declared."""
+    """A pipeline to declare."""
 
     name: str
     kind: str
@@ -78,7 +78,7 @@ class NewPipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """What is changed of a pipeline; what is None stays."""
+    """Changes of a pipeline; None keeps a value."""
 
     name: str
     settings: dict[str, str | None] = {}
@@ -88,7 +88,7 @@ class PipelineChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RuleChanges(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules that are put in, and the names of those that are taken out."""
+    """Rules to add or replace, and the names of rules to delete."""
 
     name: str
     put: list[RuleMessage] = []
@@ -97,7 +97,7 @@ class RuleChanges(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineNames(msgspec.Struct, frozen=True, kw_only=True):
-    """Which pipelines; None means all of them."""
+    """Names of pipelines; None means all."""
 
     names: list[str] | None = None
 

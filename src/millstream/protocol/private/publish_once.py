@@ -27,7 +27,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 PUBLISH_ONCE_KEY: Final = 32038
 TIMEOUT_MS: Final = 30_000
 PATIENCE_S: Final = 120.0
-"""How long a publish waits for its client's quota, if nobody says otherwise."""
+"""How long a publish waits for its client's quota by default."""
 
 
 class PublishOnceRequest(msgspec.Struct, frozen=True, array_like=True):
@@ -37,7 +37,8 @@ class PublishOnceRequest(msgspec.Struct, frozen=True, array_like=True):
     partition: int
     batch: bytes
     window_ms: int | None = None
-    """How long ago the same message may have been published; None is what the topic says, which is also the most."""
+    """How long ago the same message may have been published; None means the topic's setting, which is also the maximum.
+    """
     timeout_ms: int = TIMEOUT_MS
 
 
@@ -48,11 +49,11 @@ class PublishOnceAnswer(msgspec.Struct, frozen=True, array_like=True):
     message: str | None
     placed: list[tuple[int, int, bool]] = []
     throttle_ms: int = 0
-    """Where the client's quota does not let it publish: for how long."""
+    """How long the client's quota forbids publishing."""
 
 
 class Placed(NamedTuple):
-    """Where a message stands, and whether this publish put it there."""
+    """Where a message is stored, and whether this publish stored it."""
 
     offset: int
     timestamp_ms: int
@@ -60,7 +61,7 @@ class Placed(NamedTuple):
 
 
 def partition_of(key: bytes | None, message_id: bytes, partitions: int) -> int:
-    """The partition that a message goes to each time it is published: by its key if it has one, else by its id."""
+    """Return the partition of a message for every publish of it: by its key, otherwise by its id."""
     return partition_for_key(message_id if key is None else key, partitions)
 
 
@@ -75,10 +76,10 @@ async def publish_once(
     compression: int = COMPRESSION_NONE,
     patience_s: float = PATIENCE_S,
 ) -> list[Placed]:
-    """Publish messages with `message-id` headers to a partition, each once; answered when they are acknowledged.
+    """Publish messages with `message-id` headers to a partition, each once; return when they are acknowledged.
 
-    When an answer is lost, or the leader has gone, they are sent again; also when the client's quota is used up, after
-    the time that the broker asks for, unless that is longer than the patience.
+    They are sent again if a response is lost or the leader is gone; also if the client's quota is exhausted, after the
+    time that the broker asks for, unless that exceeds the patience.
     """
     batch = bytes(encode_batch(records, compression=compression))
     body = encode(PublishOnceRequest(topic, partition, batch, window_ms, timeout_ms))

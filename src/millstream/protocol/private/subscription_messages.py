@@ -24,7 +24,7 @@ REVIVE_KEY: Final = 32040
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True):
-    """A worker asks for messages of the partitions that this node leads."""
+    """Requests messages of the partitions that the node leads."""
 
     subscription: str
     worker: str
@@ -32,13 +32,13 @@ class Receive(msgspec.Struct, frozen=True, array_like=True):
     max_bytes: int
     wait_ms: int
     partitions: list[tuple[str, int]] | None = None
-    """Topics and partitions; None means all of them."""
+    """Topics and partitions; None means all."""
     at_least_one: bool = True
-    """Whether the first batch may exceed `max_bytes`; not if the worker has messages of another node already."""
+    """Whether the first batch may exceed `max_bytes`; not if the worker already has messages of another node."""
 
 
 class LeasedRange(msgspec.Struct, frozen=True, array_like=True):
-    """Consecutive messages that the worker holds now; the end is exclusive."""
+    """Consecutive messages that the worker now holds; the end is exclusive."""
 
     start: int
     end: int
@@ -47,7 +47,7 @@ class LeasedRange(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PartitionMessages(msgspec.Struct, frozen=True, array_like=True):
-    """What one partition gives: leases, and the batches in which their messages are, among others."""
+    """Leases of one partition, and the batches that contain their messages, among others."""
 
     topic: str
     topic_id: bytes
@@ -55,23 +55,23 @@ class PartitionMessages(msgspec.Struct, frozen=True, array_like=True):
     leases: list[LeasedRange]
     batches: bytes
     lease_ms: int | None = None
-    """How long the leases last from when they were granted; None if nothing is leased (at most once)."""
+    """The duration of the leases from when they were granted; None if nothing is leased (at most once)."""
 
 
 class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker gets; `error` is Kafka's code."""
+    """The response to `Receive`; `error` is Kafka's code."""
 
     error: int
     message: str | None
     partitions: list[PartitionMessages] = []
     throttle_ms: int = 0
-    """How long the client's quota keeps messages from it yet; then there are none."""
+    """How long the client's quota still forbids messages; there are none then."""
     waited_ms: int = 0
-    """How long the request waited here, at least, before the first of the messages was leased."""
+    """How long the request waited, at least, before the first message was leased."""
 
     @property
     def held_back(self) -> QuotaExceeded | None:
-        """Why there is nothing, if that is since the client has had too much."""
+        """Return the reason if the quota is why there are no messages."""
         if self.partitions or not self.throttle_ms:
             return None
         reason = f"this client is beyond its consumer_byte_rate for {self.throttle_ms} ms yet"
@@ -79,20 +79,20 @@ class ReceiveAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettledRange(msgspec.Struct, frozen=True, array_like=True):
-    """One verb about consecutive messages; the end is exclusive."""
+    """One verb on consecutive messages; the end is exclusive."""
 
     start: int
     end: int
     verb: int
-    """A number of `Verb`; one that is not known is refused by its name, so it is read as any number."""
+    """A number of `Verb`; any number is read, so that an unknown one can be rejected by name."""
     delay_ms: int | None = None
     reason: str = ""
     attempt: int | None = None
-    """The delivery with which they were leased; of another one nothing is settled. None means whichever it is."""
+    """The attempt with which they were leased; messages of another attempt are not settled. None means any."""
 
 
 class PartitionSettles(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says of one partition's messages."""
+    """Settlements of one partition's messages."""
 
     topic: str
     partition: int
@@ -100,7 +100,7 @@ class PartitionSettles(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettleRequest(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says of messages that it holds."""
+    """Settles messages that a worker holds."""
 
     subscription: str
     worker: str
@@ -108,7 +108,7 @@ class SettleRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettleAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """For every partition, a result for every verb: Kafka's code, and a message when it is not 0."""
+    """For every partition, a result for every verb: Kafka's code, and a message if it is not 0."""
 
     error: int
     message: str | None

@@ -1,4 +1,4 @@
-"""Subscriptions as a client uses them: declared, received from and settled, over Millstream's private requests."""
+"""A client of subscriptions: declare, receive and settle, over Millstream's private requests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 _TURN_MS: Final = 200
 _NODES_S: Final = 1.0
-"""For how long it is not asked again which nodes there are."""
+"""How long the list of nodes is cached."""
 
 R = TypeVar("R", bound=Response)
 
@@ -67,29 +67,29 @@ class LeasedMessage(NamedTuple):
     deadline_ms: int
     record: Record
     lease_ms: int | None = None
-    """How long the lease was granted for; None if nothing is leased."""
+    """The duration of the lease; None if nothing is leased."""
     fresh_until: float = math.inf
-    """Until when the lease holds for certain, by the monotonic clock."""
+    """Until when the lease is certain to hold, on the monotonic clock."""
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nobody else can have got it."""
+        """Return whether no other worker can have the message."""
         return monotonic() < self.fresh_until
 
     def extended(self, sent_at: float, lease_ms: int | None = None) -> LeasedMessage:
-        """The same after an extension for so long, else for as long as before, that was sent then."""
+        """Return the message after an extension sent at a time, by default for the same duration."""
         return self._replace(fresh_until=fresh_until(sent_at, self.lease_ms if lease_ms is None else lease_ms))
 
     @property
     def size(self) -> int:
-        """The bytes of its key, value and headers."""
+        """Return the size of its key, value and headers."""
         record = self.record
         headers = sum(len(name) + len(value or b"") for name, value in record.headers)
         return len(record.key or b"") + len(record.value or b"") + headers
 
 
 class SubscriptionClient:
-    """Speaks to the nodes about subscriptions."""
+    """Sends requests about subscriptions."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -112,7 +112,7 @@ class SubscriptionClient:
         await self._ask(None, ALTER_KEY, request, Response)
 
     async def delete(self, name: str, *, force: bool = False) -> None:
-        """Delete a subscription; one with open dead letters only by force."""
+        """Delete a subscription; one with open dead letters only with `force`."""
         await self._ask(None, DELETE_KEY, DeleteSubscriptionRequest(name, force), Response)
 
     async def revive(
@@ -123,9 +123,11 @@ class SubscriptionClient:
         letters: Sequence[tuple[int, int, int]],
         closed: Sequence[tuple[int, int, int]] = (),
     ) -> list[int]:
-        """Have dead letters of a partition delivered again by one subscription; the offsets that the log has no more.
+        """Redeliver dead letters of a partition through one subscription; return the offsets that the log no longer
+        has.
 
-        Letters are the offset of a message, and partition and offset of its letter; of `closed` none will come again.
+        A letter is the offset of a message, and the partition and offset of its letter; none of `closed` will come
+        again.
         """
         topic, topic_id, partition = place
         request = ReviveMessagesRequest(name, topic, topic_id, partition, letter_topic_id, list(letters), list(closed))
@@ -138,21 +140,21 @@ class SubscriptionClient:
     async def describe(
         self, names: Sequence[str] | None = None, places: Iterable[tuple[str, int]] = ()
     ) -> list[dict[str, Any]]:
-        """Subscriptions with all their queues, which the nodes that lead them tell.
+        """Return subscriptions with all their queues, as reported by the nodes that lead them.
 
-        Of a single one, queues that have begun are opened, and those on the partitions of `places`.
+        For a single one, queues that have started are opened, and those on the partitions of `places`.
         """
         found = await self._describe_all(ListSubscriptionsRequest(None if names is None else list(names)))
         closed = {*places, *(tuple(place) for described in found.values() for place in described["kept"])} - {
             (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
         }
         if names is not None and len(found) == 1 and closed:
-            # Nobody has asked for them since their leader began to lead.
+            # They were not used since their leader was elected.
             found = await self._describe_all(ListSubscriptionsRequest(list(names), sorted(closed)))
         return [found[name] for name in sorted(found)]
 
     async def _describe_all(self, request: ListSubscriptionsRequest) -> dict[str, dict[str, Any]]:
-        """What all nodes tell of subscriptions, put together."""
+        """Combine what all nodes report about subscriptions."""
         found: dict[str, dict[str, Any]] = {}
         for node in await self._nodes():
             for described in (await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)).subscriptions:
@@ -160,14 +162,14 @@ class SubscriptionClient:
                 if known is not described:
                     for part in ("queues", "push", "kept"):
                         known[part] += described[part]
-                    # Of a share group, each node knows some.
+                    # Each node knows some topics of a share group.
                     known["topics"] += [topic for topic in described["topics"] if topic not in known["topics"]]
         return found
 
     async def seek(
         self, name: str, to: str, *, topic: str | None = None, partition: int | None = None
     ) -> list[dict[str, Any]]:
-        """Have the queues of a subscription go on elsewhere."""
+        """Move the queues of a subscription to another position."""
         request = SeekSubscriptionRequest(name, to, topic, partition)
         moved: list[dict[str, Any]] = []
         for node in await self._nodes():
@@ -177,7 +179,7 @@ class SubscriptionClient:
     async def receive(
         self, name: str, worker: str, *, max_records: int, max_bytes: int = 1024 * 1024, wait_ms: int = 0
     ) -> list[LeasedMessage]:
-        """Lease messages, from whichever node has some."""
+        """Lease messages, from any node that has some."""
         nodes = await self._nodes()
         if len(nodes) == 1:
             asked = Receive(name, worker, max_records, max_bytes, wait_ms)
@@ -185,12 +187,12 @@ class SubscriptionClient:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_ms / 1000
         while True:
-            # A node that has nothing holds its answer back, so none is asked to wait for long while others may have.
+            # A node without messages delays its answer, so none is asked to wait long while others may have some.
             left_ms = max(0, int((deadline - loop.time()) * 1000))
             request = Receive(name, worker, max_records, max_bytes, min(left_ms, _TURN_MS) // len(nodes))
             messages, failed = await self._receive_from_all(nodes, request)
             messages = await self.confirmed(name, worker, messages)
-            # Messages that some have leased are not thrown away because others have gone.
+            # Messages that were leased must not be dropped because another node is gone.
             if not messages and failed is not None:
                 raise failed
             if messages or left_ms == 0:
@@ -199,7 +201,7 @@ class SubscriptionClient:
     async def _receive_from_all(
         self, nodes: Sequence[NodeId | None], request: Receive
     ) -> tuple[list[LeasedMessage], MillstreamError | None]:
-        """Ask one node after the other, since all of them together give no more than was asked for."""
+        """Ask one node after another, since all of them together must not give more than requested."""
         messages: list[LeasedMessage] = []
         failed: MillstreamError | None = None
         self._turn += 1
@@ -215,7 +217,7 @@ class SubscriptionClient:
         return messages, failed
 
     async def confirmed(self, name: str, worker: str, messages: Sequence[LeasedMessage]) -> list[LeasedMessage]:
-        """The messages that are held for certain: if leases may be over, all are extended, and the others left out."""
+        """Return the messages that are certainly held: if leases may have ended, extend all, and leave out the rest."""
         if all(message.is_fresh for message in messages):
             return list(messages)
         sent_at = monotonic()
@@ -225,7 +227,7 @@ class SubscriptionClient:
         held = [error is None and message.is_fresh for message, error in zip(extended, outcomes, strict=True)]
         lost = [message for message, is_held in zip(messages, held, strict=True) if not is_held]
         if lost:
-            # Some may be held all the same, if the node could not be asked in time.
+            # Some may be held nevertheless, if the node could not be asked in time.
             await self.settle(name, worker, lost, Verb.RETURN, delay_ms=0)
         return [message for message, is_held in zip(extended, held, strict=True) if is_held]
 
@@ -239,7 +241,7 @@ class SubscriptionClient:
         delay_ms: int | None = None,
         reason: str = "",
     ) -> list[MillstreamError | None]:
-        """Settle messages, all in the same way; what went wrong with each of them."""
+        """Settle messages, all with the same verb; return the error of each, or None."""
         listed = list(messages)
         results: list[MillstreamError | None] = [None] * len(listed)
         by_node: dict[NodeId | None, list[range]] = {}
@@ -249,7 +251,7 @@ class SubscriptionClient:
         for node, runs in by_node.items():
             refused = await self._settle_at(node, name, worker, listed, runs, how, results)
             if refused:
-                # A range is settled as a whole; of one that was refused, some messages may be held all the same.
+                # A range is settled as a whole; if it is rejected, some of its messages may be held nevertheless.
                 alone = [range(at, at + 1) for run in refused for at in run]
                 await self._settle_at(node, name, worker, listed, alone, how, results)
         return results
@@ -264,7 +266,7 @@ class SubscriptionClient:
         how: tuple[int, int | None, str],
         results: list[MillstreamError | None],
     ) -> list[range]:
-        """Settle ranges of one node's messages; those of several messages that were refused."""
+        """Settle ranges of one node's messages; return rejected ranges of several messages."""
         asked: dict[tuple[str, int], list[range]] = {}
         for run in runs:
             asked.setdefault((listed[run.start].topic, listed[run.start].partition), []).append(run)
@@ -290,7 +292,7 @@ class SubscriptionClient:
             if answer.error:
                 raise error_from_code(answer.error, answer.message)
         except MillstreamError as error:
-            # Other nodes can be told of their messages all the same.
+            # Messages of other nodes can still be settled.
             for run in runs:
                 results[run.start : run.stop] = [error] * len(run)
             return []
@@ -318,7 +320,7 @@ class SubscriptionClient:
             if (held_back := answer.held_back) is not None:
                 raise held_back
         except MillstreamError:
-            # There may be other nodes by now.
+            # The cluster may have other nodes by now.
             self._known_nodes = []
             raise
         return leased_messages(node, Leased(answer, sent_at))
@@ -339,7 +341,7 @@ class SubscriptionClient:
 
 
 def _runs(messages: Sequence[LeasedMessage]) -> list[range]:
-    """Where in a list messages follow each other that do so in their partition, too, all in the same attempt."""
+    """Return the runs of listed messages that are consecutive in their partition and of the same attempt."""
     runs: list[range] = []
     start = 0
     for at in range(1, len(messages) + 1):
@@ -360,7 +362,7 @@ def _follows(before: LeasedMessage, after: LeasedMessage) -> bool:
 
 
 def remaining(request: Receive, messages: Sequence[LeasedMessage]) -> Receive | None:
-    """Build the request to the next node from what the nodes before have given; None if the limits are reached."""
+    """Build the request to the next node from what earlier nodes have given; None if the limits are reached."""
     if not messages:
         return request
     left = request.max_records - len(messages)
@@ -371,7 +373,7 @@ def remaining(request: Receive, messages: Sequence[LeasedMessage]) -> Receive | 
 
 
 def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:
-    """The messages that an answer of a node leases."""
+    """Return the messages that a node's response leases."""
     messages: list[LeasedMessage] = []
     for part in leased.answer.partitions:
         place = (node, part.topic, UUID(bytes=part.topic_id), part.partition)
@@ -382,7 +384,7 @@ def leased_messages(node: NodeId | None, leased: Leased) -> list[LeasedMessage]:
 
 
 def _leased_records(part: PartitionMessages) -> Iterator[tuple[LeasedRange, Record]]:
-    """The records of the leases, which ascend; others of their batches are stepped over."""
+    """Yield the leased records with their leases, which ascend; other records of their batches are skipped."""
     leases, at = part.leases, 0
     for header in iterate_whole_headers(part.batches):
         while at < len(leases) and leases[at].end <= header.base_offset:

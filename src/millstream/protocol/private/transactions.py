@@ -48,7 +48,7 @@ R = TypeVar("R", bound=Response)
 
 
 class TransactionalProducer(NamedTuple):
-    """A transactional id, and the producer id and epoch that it has."""
+    """A transactional id with its producer id and epoch."""
 
     transactional_id: str
     producer_id: ProducerId
@@ -56,7 +56,7 @@ class TransactionalProducer(NamedTuple):
 
 
 class GroupMember(NamedTuple):
-    """Who commits offsets of a group: one of its members, or nobody, whom only a group without members lets do so."""
+    """The member of a group that commits offsets, or none, which only a group without members accepts."""
 
     member_id: str = ""
     generation: int = -1
@@ -64,13 +64,13 @@ class GroupMember(NamedTuple):
 
 
 class Transactions:
-    """Speaks to the coordinators of transactions."""
+    """Sends requests to transaction coordinators."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
 
     async def begin(self, transactional_id: str, *, timeout_ms: int = TIMEOUT_MS) -> TransactionalProducer:
-        """Become the producer of a transactional id; whoever had it before is fenced."""
+        """Become the producer of a transactional id; the previous one is fenced."""
         from kio.schema.init_producer_id.v5 import request
 
         messages: Any = request
@@ -86,7 +86,7 @@ class Transactions:
         return await self._client.call_coordinator(transactional_id, attempt, kind=TRANSACTION_COORDINATOR)
 
     async def end(self, producer: TransactionalProducer, *, commit: bool) -> TransactionalProducer:
-        """Commit or abort; the producer for the next transaction comes back."""
+        """Commit or abort; return the producer for the next transaction."""
         from kio.schema.end_txn.v5 import request
 
         messages: Any = request
@@ -109,7 +109,7 @@ class Transactions:
     async def commit_offsets(
         self, producer: TransactionalProducer, group: str, offsets: Mapping[str, Mapping[int, int]], member: GroupMember
     ) -> None:
-        """Have offsets of a group, by topic and partition, count when the transaction is committed."""
+        """Make offsets of a group, by topic and partition, take effect when the transaction is committed."""
         from kio.schema.txn_offset_commit.v5 import request
 
         messages: Any = request
@@ -144,25 +144,25 @@ class Transactions:
         await self._client.call_coordinator(group, attempt, kind=GROUP_COORDINATOR)
 
     async def prepare(self, producer: TransactionalProducer) -> None:
-        """Everything of one part of a batch is written and acknowledged; only the batch decides from here on."""
+        """Prepare one part of a batch, once it is written and acknowledged; from now on only the batch decides."""
         await self._ask(producer.transactional_id, PREPARE_KEY, _member(producer), Response)
 
     async def complete_batch(self, query: str, batch: int, members: Iterable[TransactionalProducer]) -> bool:
-        """Commit all parts of a batch together; False if the batch was committed before."""
+        """Commit all parts of a batch together; return False if the batch was committed before."""
         request = CompleteBatchRequest(query, batch, tuple(_member(member) for member in members))
         return (await self._ask(_place_of(query), COMPLETE_BATCH_KEY, request, CompleteBatchResponse)).done_now
 
     async def abort_batch(self, query: str, batch: int, *, run: str = "") -> int:
-        """Abort every attempt at a batch, and all that this run still begins; says how many there were."""
+        """Abort every attempt at a batch, and all that this run still starts; return how many there were."""
         request = AbortBatchRequest(query, batch, run)
         return (await self._ask(_place_of(query), ABORT_BATCH_KEY, request, AbortBatchResponse)).aborted
 
     async def last_batch(self, query: str) -> int:
-        """The last batch of a query that was committed; -1 if none was."""
+        """Return the last committed batch of a query; -1 if there is none."""
         return (await self._ask(_place_of(query), LAST_BATCH_KEY, LastBatchRequest(query), LastBatchResponse)).batch
 
     async def abort(self, transactional_id: str) -> str:
-        """End a transaction of somebody else; says in which state it was."""
+        """Abort a transaction of another producer; return its previous state."""
         request = AbortTransactionRequest(transactional_id)
         return (await self._ask(transactional_id, ABORT_KEY, request, AbortTransactionResponse)).state
 
@@ -176,7 +176,7 @@ class Transactions:
 
 
 def _place_of(query: str) -> str:
-    """A transactional id whose coordinator is that of the query."""
+    """Return a transactional id with the same coordinator as the query."""
     return f"spark/{query}/0/0/0"
 
 
@@ -189,6 +189,6 @@ def _check(code: int, about: str, message: str | None = None) -> None:
         return
     error: MillstreamError = error_from_code(code, message, about=about)
     if isinstance(error, ConcurrentTransactions):
-        # It passes by itself, as all that a coordinator asks to be tried again.
+        # It passes, like everything that a coordinator asks to retry.
         raise CoordinatorUnavailable(str(error))
     raise error

@@ -1,7 +1,7 @@
-"""Leaving out what aborted transactions wrote, by the list that comes with a fetch answer.
+"""Skips what aborted transactions wrote, by the list in a fetch response.
 
-A producer's batches are left out from the first offset of its aborted transaction up to its next marker, which is the
-one that ended it: a producer has one transaction after the other. The list is that of one answer, and so is this.
+A producer's batches are skipped from the first offset of its aborted transaction up to its next marker, which ended it:
+a producer has one transaction at a time. The list applies to one response only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Aborted = Iterable[tuple[int, int]]
 
 
 class AbortedBatches:
-    """Told of every batch of an answer, in order, it knows which to leave out."""
+    """Given every batch of a response in order, knows which to skip."""
 
     __slots__ = ("_ahead", "_now")
 
@@ -24,7 +24,7 @@ class AbortedBatches:
         self._now: set[int] = set()
 
     def holds(self, last_offset: int, attributes: int, producer_id: int) -> bool:
-        """Whether a batch belongs to an aborted transaction; its marker is no part of it."""
+        """Return whether a batch belongs to an aborted transaction; its marker does not."""
         while self._ahead and self._ahead[-1][0] <= last_offset:
             self._now.add(self._ahead.pop()[1])
         if attributes & CONTROL_FLAG:

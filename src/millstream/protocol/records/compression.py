@@ -33,7 +33,7 @@ from millstream.protocol.records.batch import (
 )
 
 RATIO_FREE_BYTES = 8 * 1024 * 1024
-"""So much every batch may decompress to, whatever its ratio."""
+"""Every batch may decompress to this size, whatever its ratio."""
 
 DECOMPRESSED_BYTES_VARIABLE = "MILLSTREAM_DECOMPRESSED_BYTES_MAX"
 RATIO_VARIABLE = "MILLSTREAM_COMPRESSION_RATIO_MAX"
@@ -63,7 +63,7 @@ _UINT32 = struct.Struct("<I")
 
 
 def set_limits(decompressed_bytes_max: int, ratio_max: int) -> tuple[int, int]:
-    """Set the limits for this process and those that it starts; return the limits before."""
+    """Set the limits for this process and its child processes; return the previous limits."""
     global _limits
     before, _limits = _limits, (decompressed_bytes_max, ratio_max)
     os.environ[DECOMPRESSED_BYTES_VARIABLE] = str(decompressed_bytes_max)
@@ -81,15 +81,15 @@ _limits = _limits_of_environment()
 
 
 def decompressed_bytes_allowed(compressed_bytes: int) -> int:
-    """What a batch may decompress to whose compressed records take so many bytes."""
+    """Return the limit for a batch whose compressed records have this size."""
     bytes_max, ratio_max = _limits
     return min(bytes_max, max(RATIO_FREE_BYTES, compressed_bytes * ratio_max))
 
 
 def check_declared_size(codec: int, data: Buffer) -> None:
-    """Raise `BatchTooLarge` for records that say themselves that they decompress to more than is allowed.
+    """Raise `BatchTooLarge` for records that declare a decompressed size beyond the limit.
 
-    What does not say so, or lies, is found when it is read.
+    Records without a declared size, or with a false one, are caught when they are read.
     """
     view = memoryview(data)
     try:
@@ -105,7 +105,7 @@ def check_declared_size(codec: int, data: Buffer) -> None:
 
 
 def size_bound(codec: int, data: Buffer) -> int:
-    """What records decompress to at most, without decompressing them; 0 for what is no such data."""
+    """Return an upper bound of the decompressed size; 0 for invalid data."""
     view = memoryview(data)
     allowed = decompressed_bytes_allowed(len(view))
     try:
@@ -122,7 +122,7 @@ def size_bound(codec: int, data: Buffer) -> int:
 
 def _declared_bytes(codec: int, view: memoryview) -> int:
     if codec == COMPRESSION_SNAPPY:
-        # Blocks of the Java library hold 32 KiB each, too little to be worth a look at every one of them.
+        # Blocks of the Java library hold 32 KiB each, too little to check each of them.
         return 0 if view[:8] == _XERIAL_MAGIC else int(cramjam.snappy.decompress_raw_len(view))
     if codec == COMPRESSION_GZIP:
         return int(_UINT32.unpack_from(view, len(view) - 4)[0])
@@ -162,7 +162,7 @@ def compress(codec: int, data: Buffer) -> bytes:
 def decompress(codec: int, data: Buffer, *, bytes_max: int | None = None) -> Buffer:
     """Decompress the records of a batch.
 
-    Raises `CorruptBatch` for what is no such data, or exceeds the limits or `bytes_max`.
+    Raises `CorruptBatch` for invalid data, or data that exceeds the limits or `bytes_max`.
     """
     view = memoryview(data)
     allowed = decompressed_bytes_allowed(len(view))
@@ -194,7 +194,7 @@ def _check_size(view: memoryview, bytes_max: int) -> memoryview:
 def _decompress_into(
     into: Callable[[memoryview, bytearray], int], view: memoryview, bound: int, bytes_max: int
 ) -> memoryview:
-    """Decompress into no more than the bound; with one byte more than is allowed, too much is told from corrupt."""
+    """Decompress into at most the bound; one byte more than allowed distinguishes too large from corrupt."""
     output = bytearray(bound + 1 if bound >= bytes_max else bound)
     try:
         size = into(view, output)
@@ -225,7 +225,7 @@ def _decompress_gzip(view: memoryview, bytes_max: int) -> bytes:
     while position < len(view) or not pieces:
         if member.eof:
             member = zlib.decompressobj(_GZIP_WINDOW)
-        # Small steps, since each member copies what it leaves over: many tiny members would cost a square.
+        # Small steps, since each member copies its remainder: many tiny members would take quadratic time.
         step = view[position : position + _GZIP_STEP_BYTES]
         pieces.append(member.decompress(step, room + 1))
         room -= len(pieces[-1])
@@ -267,7 +267,7 @@ def _xerial_blocks(view: memoryview) -> Iterator[memoryview]:
         raise CorruptBatch("compressed records are cut off")
     while position < len(view):
         if view[position : position + len(_XERIAL_MAGIC)] == _XERIAL_MAGIC:
-            # Streams that were put one behind the other: each begins with its own header.
+            # Concatenated streams: each starts with its own header.
             position += len(_XERIAL_HEADER)
             continue
         (length,) = _XERIAL_BLOCK_LENGTH.unpack_from(view, position)
@@ -279,7 +279,7 @@ def _xerial_blocks(view: memoryview) -> Iterator[memoryview]:
 
 
 def _snappy_size(block: memoryview) -> int:
-    """The declared size, believed only if a block of this length can hold as much."""
+    """Return the declared size, if a block of this length can hold it."""
     size = int(cramjam.snappy.decompress_raw_len(block))
     if size > len(block) * _SNAPPY_RATIO_MAX:
         raise CorruptBatch(f"a snappy block of {len(block)} bytes declares {size} bytes")

@@ -21,7 +21,7 @@ _ABORT, _COMMIT = 0, 1
 
 
 def encode_marker(marker: Marker, now_ms: int) -> bytearray:
-    """The batch that ends a transaction."""
+    """Encode the batch that ends a transaction."""
     key = _KEY.pack(_VERSION, _COMMIT if marker.commit else _ABORT)
     value = _VALUE.pack(_VERSION, marker.coordinator_epoch)
     return encode_batch(
@@ -34,7 +34,7 @@ def encode_marker(marker: Marker, now_ms: int) -> bytearray:
 
 
 def read_marker(batch: Buffer, header: BatchHeader) -> Marker | None:
-    """The marker in a control batch; None for one of another kind, and for one that compaction has emptied."""
+    """Return the marker in a control batch; None for other kinds, and for a batch emptied by compaction."""
     if not header.is_control:
         raise CorruptBatch(f"the batch at offset {header.base_offset} holds no transaction marker")
     try:

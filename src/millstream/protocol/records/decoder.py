@@ -37,7 +37,7 @@ FIELDS = frozenset({KEY, VALUE, HEADER})
 """The fields of a record that are built only when asked for."""
 
 ROWS_MAX = 8192
-"""Rows that are decoded at a time: few enough for the caches, and what Spark likes to get."""
+"""Rows decoded at a time: few enough for the caches, and a size that suits Spark."""
 
 OFFSET_MAX = 2**63 - 1
 _SOURCE_BYTES_MAX = 2**31 - 1
@@ -46,14 +46,14 @@ _JOINED_BYTES = 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The whole batches of a fetch answer."""
+    """The whole batches of a fetch response."""
 
     data: Bytes
     table: Table
 
     @property
     def next_offset(self) -> Offset | None:
-        """The offset after the last batch, whatever is in it: where to fetch next. None if there is no batch."""
+        """Return the offset after the last batch, where to fetch next; None if there is no batch."""
         if not self.table.size:
             return None
         last = self.table[-1]
@@ -74,7 +74,7 @@ Skip = Callable[[UnreadableBatch], None]
 
 
 def find_batches(buffer: Buffer) -> Batches:
-    """Find the batches of a fetch answer and check their framing; a last batch that is cut off is ignored."""
+    """Find the batches of a fetch response and check their framing; an incomplete last batch is ignored."""
     if len(buffer) > _SOURCE_BYTES_MAX:
         raise CorruptBatch(f"{len(buffer)} bytes are more than a fetch is answered with")
     data = read_only(np.frombuffer(buffer, np.uint8))
@@ -103,10 +103,10 @@ def decode_columns(
     rows_max: int = ROWS_MAX,
     skip: Skip | None = None,
 ) -> Iterator[Columns]:
-    """Yield the records from `start_offset` up to, not including, `end_offset`, at most `rows_max` at a time.
+    """Yield the records from `start_offset` up to `end_offset`, exclusive, at most `rows_max` at a time.
 
-    Control batches are skipped unless asked for, and so is what the aborted transactions wrote that came with the
-    answer, each given as producer id and first offset. A batch that cannot be read is reported to `skip` when it is
+    Control batches are skipped unless requested, and so are batches of the aborted transactions in the response, each
+    given as producer id and first offset. A batch that cannot be read is reported to `skip` when it is
     reached, and passed over; without `skip`, it raises `BatchRejected`.
     """
     batches = buffer if isinstance(buffer, Batches) else find_batches(buffer)
@@ -157,7 +157,7 @@ def _decode_apart(
 
 
 def _aborted(batches: Batches, aborted: Collection[tuple[int, int]]) -> npt.NDArray[np.bool_]:
-    """For every batch, whether it belongs to an aborted transaction."""
+    """Return for every batch whether it belongs to an aborted transaction."""
     table = batches.table
     at = table["start"][:, np.newaxis] + np.arange(PRODUCER_ID_AT, PRODUCER_ID_AT + 8)
     producers = batches.data[at].view(">i8")[:, 0]
@@ -180,7 +180,7 @@ def _check_crcs(data: Bytes, table: Table) -> None:
 
 
 def _sources(data: Bytes, table: Table, decompressed_bytes_max: int | None) -> Iterator[tuple[Bytes, Table]]:
-    """Yield arrays that hold plain records, and the batches that lie in each."""
+    """Yield arrays of uncompressed records, and the batches in each."""
     codecs = table["attributes"] & COMPRESSION_MASK
     if not codecs.any():
         yield data, table
@@ -263,7 +263,7 @@ def _gather_headers(data: Bytes, records: Table) -> HeaderColumn:
 
 
 def _as_text(column: BinaryColumn) -> BinaryColumn:
-    """Put replacement marks where header keys are not UTF-8, as the Java consumer does; hardly ever needed."""
+    """Replace header keys that are not UTF-8, as the Java consumer does; hardly ever needed."""
     if gather.all_utf8(column.data, column.offsets):
         return column
     data = column.data.tobytes()

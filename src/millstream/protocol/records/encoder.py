@@ -22,16 +22,16 @@ from millstream.protocol.records.layout import HEADERS, RECORDS, Bytes, Int32s, 
 from millstream.protocol.records.record import CREATE_TIME, HEADERS_MAX, LOG_APPEND_TIME
 
 BATCH_BYTES_MAX = 512 * 1024
-"""What the records of a batch take before compression: well below the `max.message.bytes` of a topic."""
+"""The size of a batch's records before compression: well below the default `max.message.bytes`."""
 
 _RECORD_BYTES_MAX = 2**31 - 1 - HEADER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Records as the kernels take them: tables of where the fields lie, and the bytes of the fields.
+    """Records as the kernels read them: tables of field positions, and the bytes of the fields.
 
-    What makes batches of many stretches of the same records prepares them once.
+    Prepared once for all batches made of slices of the same records.
     """
 
     records: Table
@@ -41,7 +41,7 @@ class Source:
     timestamps_ms: Int64s
 
     def rows(self, first: int, end: int) -> Source:
-        """The records from one number up to another; nothing is copied."""
+        """Return a slice of the records; nothing is copied."""
         return Source(
             self.records[first:end],
             self.headers,
@@ -64,11 +64,11 @@ def encode_columns(
     transactional: bool = False,
     batch_bytes_max: int = BATCH_BYTES_MAX,
 ) -> Iterator[bytearray]:
-    """Yield batches that hold the rows, all or those with the given numbers, in order.
+    """Yield batches with the rows, all or those with the given numbers, in order.
 
-    Offsets count from 0 in every batch, as a producer sends them; with `keep_offsets` they stay as they are, gaps
-    included, and have to increase. With a `base_sequence` the batches follow on one another as an idempotent
-    producer's do. A record larger than `batch_bytes_max` gets a batch of its own.
+    Offsets count from 0 in every batch, as a producer sends them; with `keep_offsets` they are kept, including gaps,
+    and must increase. With a `base_sequence` the sequences of the batches are consecutive, as an idempotent producer's
+    are. A record larger than `batch_bytes_max` gets a batch of its own.
     """
     yield from encode_source(
         source_of(columns, rows, keep_offsets=keep_offsets),
@@ -95,7 +95,7 @@ def encode_source(
     transactional: bool = False,
     batch_bytes_max: int = BATCH_BYTES_MAX,
 ) -> Iterator[bytearray]:
-    """Yield batches that hold all records of a source, as `encode_columns` does."""
+    """Yield batches with all records of a source, like `encode_columns`."""
     lengths = np.empty(source.records.size, np.int32)
     attributes = (
         compression
@@ -149,7 +149,7 @@ def _write_records(source: Source, lengths: Int32s, first: int, end: int, size: 
 
 
 def source_of(columns: Columns, rows: Int64s | None = None, *, keep_offsets: bool = False) -> Source:
-    """Prepare the rows, all or those with the given numbers, in the order in which these stand."""
+    """Prepare rows, all or those with the given numbers, in that order."""
     records, timestamps_ms, offsets = _records_table(columns), columns.timestamps_ms, columns.offsets
     if rows is not None:
         if rows.size and (rows.min() < 0 or rows.max() >= len(columns)):
@@ -206,7 +206,7 @@ def _headers_table(headers: HeaderColumn | None) -> Table:
 
 
 def _fill(table: Table, field: str, column: BinaryColumn | None) -> None:
-    """Note where each value of the column lies; a column that is not there is null in every row."""
+    """Note the position of each value of the column; a missing column is null in every row."""
     if column is None:
         table[f"{field}_at"], table[f"{field}_length"] = 0, -1
         return

@@ -1,8 +1,8 @@
-"""One connection to a broker, as its client sees it.
+"""One client connection to a broker.
 
-Requests are pipelined: each gets a number, and answers are matched by it. Nothing here runs as a task: answers
-arrive as callbacks of the transport and complete the futures that the callers wait on. A request that is not
-answered in time closes the connection, since everything behind it would wait as well.
+Requests are pipelined: each gets a correlation id, by which responses are matched. Nothing here runs as a task:
+responses arrive as callbacks of the transport and complete the callers' futures. A request that is not answered in time
+closes the connection, since everything behind it would wait as well.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ FRAME_BYTES_MAX: Final = 256 * 1024 * 1024
 _SCRATCH_BYTES: Final = 64 * 1024
 _SIZE: Final = struct.Struct(">i")
 _TLS_HEADS: Final = (b"\x15\x03", b"\x16\x03")
-"""How an alert and a handshake of TLS begin."""
+"""How a TLS alert and a TLS handshake start."""
 _API_VERSIONS_SENT: Final = 3
 _UNSUPPORTED_VERSION: Final = 35
 
 
 class Channel(asyncio.BufferedProtocol):
-    """An open connection, and the versions that the broker at its other end serves."""
+    """An open connection, and the versions that its broker serves."""
 
     def __init__(self, address: str, client_id: str) -> None:
         self.address = address
@@ -55,7 +55,7 @@ class Channel(asyncio.BufferedProtocol):
         self._cause = "closed"
         self._has_ended_writing = False
         self.room_for = _new_room
-        """Where an answer of so many bytes is received that is too large for the scratch buffer."""
+        """Returns the buffer for a response that is too large for the scratch buffer."""
 
     @classmethod
     async def open(cls, host: str, port: int, *, client_id: str, timeout_s: float) -> Self:
@@ -78,22 +78,22 @@ class Channel(asyncio.BufferedProtocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether requests can be sent."""
+        """Return whether requests can be sent."""
         return self._transport is not None and not self._transport.is_closing() and not self._has_ended_writing
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request waits for its answer."""
+        """Return whether no request awaits its response."""
         return not self._pending
 
     async def close(self) -> None:
-        """Close; requests that wait fail."""
+        """Close; pending requests fail."""
         if self._transport is not None:
             self._transport.abort()
         await asyncio.shield(self._lost)
 
     def version_for(self, api_key: int, *, newest: int, oldest: int = 0) -> int:
-        """Pick the newest version that both ends know."""
+        """Return the newest version that both ends know."""
         served = self.versions.get(api_key)
         if served is None:
             raise InvalidRequest(f"the broker at {self.address} does not serve API {api_key}")
@@ -106,13 +106,13 @@ class Channel(asyncio.BufferedProtocol):
         return version
 
     async def call(self, request: Any, *, timeout_s: float) -> Any:
-        """Send a message in exactly its version and read the answer of that version."""
+        """Send a message in its own version and return the response of that version."""
         key, version = request.__api_key__, request.__version__
         frame = await self.exchange(key, version, [codec.write_entity(request)], timeout_s=timeout_s)
         return codec.read_response(key, version, frame)
 
     async def exchange(self, api_key: int, version: int, body: list[Buffer], *, timeout_s: float) -> memoryview:
-        """Send a body that is encoded already; the answer is the frame, its header included."""
+        """Send an encoded body; return the response frame, including its header."""
         try:
             async with asyncio.timeout(timeout_s), self._in_flight:
                 return await self._exchange(api_key, version, body)
@@ -123,13 +123,13 @@ class Channel(asyncio.BufferedProtocol):
             ) from None
 
     def ask(self, api_key: int, version: int, body: list[Buffer]) -> asyncio.Future[memoryview]:
-        """Send a body at once; the caller minds how many are under way and how long an answer takes."""
+        """Send a body at once; the caller limits how many are in flight and how long a response may take."""
         answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
         self._pending[self._write(api_key, version, body)] = answer
         return answer
 
     async def send(self, api_key: int, version: int, body: list[Buffer]) -> None:
-        """Send a body to which no answer will come."""
+        """Send a body that gets no response."""
         await self._writable.wait()
         self._write(api_key, version, body)
 
@@ -139,7 +139,7 @@ class Channel(asyncio.BufferedProtocol):
             self.abort("too many requests were given up before their answers came")
         correlation_id = self._write(api_key, version, body)
         answer: asyncio.Future[memoryview] = asyncio.get_running_loop().create_future()
-        # The entry stays when the caller is cancelled, so that the late answer is known and dropped.
+        # The entry stays when the caller is cancelled, so that the late response is recognised and dropped.
         self._pending[correlation_id] = answer
         return await answer
 
@@ -170,13 +170,13 @@ class Channel(asyncio.BufferedProtocol):
         return codec.read_response(codec.API_VERSIONS_KEY, 0 if unknown else version, frame)
 
     def abort(self, cause: str) -> None:
-        """Close at once; requests that wait fail, and are told the cause."""
+        """Close at once; pending requests fail with the cause."""
         self._cause = cause
         if self._transport is not None:
             self._transport.abort()
 
     def end_writing(self) -> None:
-        """Send nothing more: the broker answers what it can answer at once, and hangs up."""
+        """Close the sending half: the broker answers what it can answer at once, and hangs up."""
         if self._transport is not None and self.is_open:
             self._has_ended_writing = True
             self._transport.write_eof()
@@ -187,11 +187,11 @@ class Channel(asyncio.BufferedProtocol):
     # -- what asyncio calls ---------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Remember the transport, which other event loops do not derive from asyncio's class."""
+        """Store the transport, which other event loops do not derive from asyncio's class."""
         self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail everyone who waits for an answer."""
+        """Fail every pending request."""
         self._transport = None
         if exc is not None:
             self._cause = str(exc) or type(exc).__name__
@@ -204,24 +204,24 @@ class Channel(asyncio.BufferedProtocol):
             self._lost.set_result(None)
 
     def pause_writing(self) -> None:
-        """The broker reads slower than requests are sent: hold them back."""
+        """Hold requests back: the broker reads more slowly than they are sent."""
         self._writable.clear()
 
     def resume_writing(self) -> None:
-        """The broker has caught up."""
+        """Resume sending: the broker has caught up."""
         self._writable.set()
 
     def eof_received(self) -> bool:
-        """The broker closed its end; nothing more will be answered."""
+        """Close: the broker closed its end and will answer nothing more."""
         self._cause = "closed by the broker"
         return False
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go: the large frame under way, or the scratch buffer."""
+        """Return the buffer for the next bytes: that of a large frame in progress, or the scratch buffer."""
         return (self._scratch if self._frame is None else self._frame)[self._filled :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """Take in what has arrived."""
+        """Process what has arrived."""
         self._filled += nbytes
         try:
             if self._frame is None:
@@ -233,7 +233,7 @@ class Channel(asyncio.BufferedProtocol):
             self.abort(str(error))
 
     def _split(self) -> None:
-        """Cut whole frames out of the scratch buffer; a frame that is larger gets a buffer of its own."""
+        """Cut whole frames out of the scratch buffer; a larger frame gets a buffer of its own."""
         position = 0
         while self._filled - position >= _SIZE.size:
             (size,) = _SIZE.unpack_from(self._scratch, position)
@@ -273,7 +273,7 @@ def _new_room(size: int) -> memoryview:
 
 
 def _not_kafka(head: bytes) -> str:
-    """Say what answers, by the first bytes of an answer that cannot be one of a broker."""
+    """Say what kind of server answers, by the first bytes of a response that no broker sends."""
     if head == b"HTTP":
         return "an HTTP server answers there; give the Kafka address, which is another port than that of HTTP"
     if head[:2] in _TLS_HEADS:
@@ -282,7 +282,7 @@ def _not_kafka(head: bytes) -> str:
 
 
 def _reason(error: OSError) -> str:
-    """Say why a connection could not be opened; asyncio's own words name its inside."""
+    """Say why a connection could not be opened; asyncio's own text names internals."""
     if error.errno is None:
         return "nothing accepts connections there"
     return (os.strerror(error.errno) if error.errno > 0 else error.strerror or str(error)).lower()

@@ -48,13 +48,13 @@ CONNECT_S_MAX: Final = 10.0
 BACKOFF_S_MAX: Final = 1.0
 ACKS_NONE: Final = 0
 PRODUCE_S_MIN: Final = 0.1
-"""A last attempt gets so long, even if the time is nearly up."""
+"""How long a last attempt may take, even if the time is nearly up."""
 
 _OF_MEMBERS: Final = frozenset({11, 14})
 """JoinGroup and SyncGroup, which wait for other members."""
 
 _BLOCKING: Final = frozenset({1, 78}) | _OF_MEMBERS
-"""Every request that a broker may hold back: Fetch and ShareFetch wait for records."""
+"""Every request that a broker may delay: Fetch and ShareFetch wait for records."""
 
 _GROUP_COORDINATOR: Final = 0
 
@@ -79,10 +79,10 @@ class Client:
         self._client_id = client_id
         self._timeout_s = timeout_s
         self._connect_s = connect_s
-        """For how long somebody is looked for at the addresses before nobody is there."""
+        """How long to retry connecting before giving up."""
         self._waiting_max = waiting_max
         self._given_as = given_as
-        """How addresses are given, for whoever is told that nobody answers there."""
+        """How addresses are given, for the error that no broker answers."""
         self._pools: dict[tuple[str, int], Pool] = {}
         self._nodes: dict[NodeId, NodeMetadata] = {}
         self._leaders: dict[TopicPartition, NodeId] = {}
@@ -101,8 +101,8 @@ class Client:
     ) -> Self:
         """Prepare a client from `host:port,host:port`; entering it connects to the first that answers.
 
-        If nobody does it tries again for `connect_s` seconds, since a broker may be starting. So many requests may wait
-        at one node for records or messages, each on a connection of its own.
+        If none does, connecting is retried for `connect_s` seconds, since a broker may be starting. At most
+        `waiting_max` requests may wait at one node for records or messages, each on a connection of its own.
         """
         parts = [part.strip() for part in addresses.split(",") if part.strip()]
         bootstrap = [parse_address(part, name="the broker address") for part in parts or [addresses]]
@@ -127,7 +127,7 @@ class Client:
         await self.close()
 
     async def close(self) -> None:
-        """Close every connection; requests that wait fail, and so do later ones."""
+        """Close every connection; pending and later requests fail."""
         self._closed = True
         pools, self._pools = list(self._pools.values()), {}
         for pool in pools:
@@ -136,10 +136,10 @@ class Client:
     # -- any request ----------------------------------------------------------------------------------------
 
     async def send(self, node: NodeId | None, request: Any, *, timeout_s: float | None = None) -> Any:
-        """Send a message to a node (any, if None) in the version both know; the answer is of the message's version.
+        """Send a message to a node (any, if None) in a version that both know; the response has the message's version.
 
-        A request that the broker may hold back, such as JoinGroup, has a connection of its own while it waits. When a
-        node asks for a pause, the next request to it is sent after that.
+        A request that the broker may delay, such as JoinGroup, has a connection of its own while it waits. When a node
+        throttles the client, the next request to it is sent after the pause.
         """
         pool = await self._reach(node)
         await pool.unmuted()
@@ -152,9 +152,9 @@ class Client:
     async def private(
         self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0, waits: bool = False
     ) -> memoryview:
-        """Send one of Millstream's own requests, whose bodies are bytes; the answer's body comes back.
+        """Send a private request, whose body is bytes; return the body of the response.
 
-        One that the broker may hold back has a connection of its own while it waits.
+        One that the broker may delay has a connection of its own while it waits.
         """
         pool = await self._reach(node)
         if waits:
@@ -165,11 +165,11 @@ class Client:
         return frame[response_body_at(api_key, version, frame) :]
 
     async def pool_for(self, node: NodeId | None) -> Pool:
-        """The connections to a node (any, if None), for whoever minds requests and answers by itself."""
+        """Return the connections to a node (any, if None), for callers that manage requests themselves."""
         return await self._reach(node)
 
     def throttle_of(self, topic: str) -> float:
-        """For how many seconds more a leader of a topic's partitions asks to be left alone; of several, the longest."""
+        """Return for how many seconds the leaders of a topic's partitions throttle the client; the longest."""
         # Asked before every publish over HTTP, and hardly ever is there one.
         for pool in self._pools.values():
             if pool.muted_until:
@@ -182,7 +182,7 @@ class Client:
         return max((pauses.get((node.host, node.port), 0.0) for node in nodes), default=0.0)
 
     async def serves(self, api_key: int) -> bool:
-        """Whether the broker serves an API at all; Apache Kafka has none of Millstream's own."""
+        """Return whether the broker serves an API; Apache Kafka has none of Millstream's own."""
 
         async def attempt() -> bool:
             pool = await self._reach(None)
@@ -193,20 +193,22 @@ class Client:
     # -- the cluster ----------------------------------------------------------------------------------------
 
     async def metadata(self, topics: Iterable[str] | None = None, *, create: bool = False) -> ClusterMetadata:
-        """Ask for the cluster and some topics (all, if None); `create` lets the broker create what is missing."""
+        """Request the cluster's and some topics' metadata (all, if None); `create` lets the broker create missing
+        topics.
+        """
         wanted = topics if topics is None else tuple(topics)
         return await self._retrying(lambda: self._ask_metadata(wanted, create=create))
 
     async def leader_of(self, topic: str, partition: int, *, create: bool = False) -> NodeId:
-        """The node that leads a partition, from memory or by asking."""
+        """Return the leader of a partition, from the cache or by asking."""
         return await self._retrying(lambda: self._leader(topic, partition, create=create))
 
     async def coordinator(self, group: str) -> NodeId:
-        """The node that coordinates a consumer group."""
+        """Return the coordinator of a consumer group."""
         return await self._retrying(lambda: self._find_coordinator(group))
 
     async def call_coordinator(self, name: str, attempt: Callable[[NodeId], Awaitable[T]], *, kind: int) -> T:
-        """Do something at the coordinator of a name, again and at the new one when it moves or an answer is lost."""
+        """Call a function with the coordinator of a name, again with the new one if it moves or a response is lost."""
 
         async def once() -> T:
             return await attempt(await self._find_coordinator(name, kind))
@@ -216,7 +218,7 @@ class Client:
     async def call_leader(
         self, topic: str, partition: int, attempt: Callable[[NodeId], Awaitable[T]], *, create: bool = False
     ) -> T:
-        """Do something at the leader of a partition, again and at the new one when it moves or an answer is lost."""
+        """Call a function with the leader of a partition, again with the new one if it moves or a response is lost."""
 
         async def once() -> T:
             return await attempt(await self._leader(topic, partition, create=create))
@@ -235,13 +237,13 @@ class Client:
         timeout_ms: int | None = None,
         transactional_id: str | None = None,
     ) -> Produced:
-        """Append whole batches to a partition; with `acks=0` the offset is not known and -1 is returned.
+        """Append whole batches to a partition; with `acks=0` the offset is unknown: -1.
 
-        The broker may take `timeout_ms` to have them acknowledged; without it, everything together takes no longer
-        than the client's own timeout.
+        The broker may take `timeout_ms` to acknowledge them; without it, everything together takes no longer than the
+        client's own timeout.
 
-        What the broker refuses for the moment is sent again. When an answer is lost, batches of an idempotent
-        producer are sent again too, since the broker knows them; others are not, since they could be doubled.
+        Transient rejections are retried. If a response is lost, batches of an idempotent producer are sent again too,
+        since the broker recognises them; others are not, since they could be duplicated.
         """
         # Loading the checksum library takes longer than most commands of the CLI.
         from millstream.protocol.records.batch import read_header
@@ -284,7 +286,7 @@ class Client:
         min_bytes: int = 1,
         isolation: int = READ_UNCOMMITTED,
     ) -> FetchAnswer:
-        """Read from one partition; waits up to `max_wait_ms` for `min_bytes` to be there."""
+        """Read from one partition; wait up to `max_wait_ms` for `min_bytes`."""
         wanted = TopicPartition(topic, PartitionIndex(partition))
         limits = FetchLimits(max_bytes, max_wait_ms, min_bytes, isolation)
 
@@ -297,9 +299,9 @@ class Client:
     async def fetch_many(
         self, positions: Mapping[TopicPartition, Offset], limits: FetchLimits
     ) -> dict[TopicPartition, FetchAnswer]:
-        """Read from many partitions with one request per leader, side by side.
+        """Read from many partitions, with one concurrent request per leader.
 
-        Partitions whose leader has moved are missing from the answer; the next call finds the new one.
+        Partitions whose leader has moved are missing from the result; the next call finds the new one.
         """
         by_leader: dict[NodeId, dict[TopicPartition, Offset]] = {}
         for partition, offset in positions.items():
@@ -320,7 +322,9 @@ class Client:
     async def list_offsets(
         self, topic: str, times_ms: Mapping[int, int], *, isolation: int = READ_UNCOMMITTED
     ) -> dict[int, ListedOffset]:
-        """Look up offsets by time, per partition: -2 earliest, -1 latest, -3 of the largest timestamp, else a time."""
+        """Look up offsets by time, per partition: -2 earliest, -1 latest, -3 of the largest timestamp, otherwise a
+        time.
+        """
 
         async def attempt() -> dict[int, ListedOffset]:
             by_leader: dict[NodeId, dict[TopicPartition, int]] = {}
@@ -338,10 +342,10 @@ class Client:
     async def list_offsets_of(
         self, times_ms: Mapping[TopicPartition, int], *, isolation: int = READ_UNCOMMITTED
     ) -> Listed:
-        """Look up offsets in many topics at once, with one request per leader, or few if they are very many.
+        """Look up offsets in many topics, with few requests per leader.
 
-        Each is asked for once: an error stands in the place of one whose leader is away or has moved, and the next call
-        asks for the new one.
+        Each is requested once: an error stands in place of one whose leader is unreachable or has moved, and the next
+        call asks the new one.
         """
         unknown = sorted({where.topic for where in times_ms if where not in self._leaders})
         if unknown:
@@ -486,7 +490,7 @@ class Client:
         return pool
 
     async def _first_answer(self) -> None:
-        """Find a broker that answers, as long as one may be starting: one that is silent has the time of an answer."""
+        """Find a broker that answers, while one may be starting; a silent one gets the time of a response."""
         loop = asyncio.get_running_loop()
         begun = loop.time()
         backoff = Backoff(max_s=BACKOFF_S_MAX)
@@ -503,12 +507,12 @@ class Client:
                     _logger.warning(
                         "nobody answers at %s yet; trying for %.3g s more", _places(self._bootstrap), left_s
                     )
-            # Whoever was silent has been waited for already.
+            # A silent broker has been waited for already.
             delay_s = backoff.take_s()
             await asyncio.sleep(0.0 if is_silent else min(delay_s, left_s))
 
     async def _anywhere(self, within: str = "") -> Pool:
-        """A pool whose shared connection stands: one that is open, else the first that can be opened."""
+        """Return a pool whose shared connection is open: an existing one, otherwise the first that can be opened."""
         nodes = [(node.host, node.port) for node in self._nodes.values()]
         # Who is named is the nearest, of a gateway its own node; another one may hang without anybody knowing it yet.
         for host, port in (*self._bootstrap, *nodes):
@@ -557,7 +561,7 @@ class Client:
     # -- retries --------------------------------------------------------------------------------------------
 
     async def _retrying(self, attempt: Callable[[], Awaitable[T]], *, lost_is_transient: bool = True) -> T:
-        """Try again, with growing pauses and fresh metadata, while the failure may pass and time is left."""
+        """Retry with backoff and fresh metadata while the failure may pass and time is left."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._timeout_s
         backoff = Backoff(max_s=BACKOFF_S_MAX)
@@ -585,7 +589,7 @@ async def _call(pool: Pool, channel: Channel, request: Any, timeout_s: float) ->
 
 
 class _AnswerLost(MillstreamError):
-    """The connection broke after a request was sent and before its answer came."""
+    """The connection broke after a request was sent and before its response arrived."""
 
 
 def _places(addresses: Iterable[tuple[str, int]]) -> str:

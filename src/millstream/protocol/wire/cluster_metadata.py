@@ -1,4 +1,4 @@
-"""What a client knows about the cluster: where its nodes are and who leads each partition."""
+"""A client's view of the cluster: its nodes, and the leader of each partition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from millstream.core.ids import Epoch, NodeId, PartitionIndex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionMetadata:
-    """Who leads one partition, and who holds copies of it."""
+    """The leader and the replicas of one partition."""
 
     partition: PartitionIndex
     leader_id: NodeId
@@ -33,7 +33,7 @@ class TopicMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeMetadata:
-    """One node, at the address it tells clients to use."""
+    """A node and the address that it advertises."""
 
     node_id: NodeId
     host: str
@@ -43,7 +43,7 @@ class NodeMetadata:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterMetadata:
-    """The cluster at one moment. `errors` holds the error code and text of each topic that could not be told."""
+    """The cluster at one moment. `errors` holds the error code and text of each topic that could not be described."""
 
     cluster_id: str
     controller_id: NodeId

@@ -1,4 +1,4 @@
-"""Error codes of a broker's answer as errors of the tree: the client's end of `broker/kafka/errors.py`."""
+"""Converts error codes to errors of `core/errors.py`: the client's side of `broker/kafka/errors.py`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ERRORS: Final[dict[int, type[errors.MillstreamError]]] = {
     16: errors.NotCoordinator,
     17: errors.InvalidTopicName,
     19: errors.NotEnoughReplicas,
-    # Appended, but not on enough replicas: whether it stays is not known.
+    # Appended, but not on enough replicas: whether it stays is unknown.
     20: errors.RequestTimedOut,
     22: errors.IllegalGeneration,
     23: errors.InconsistentProtocol,
@@ -77,11 +77,11 @@ TRANSIENT: Final = (
     errors.NotEnoughReplicas,
     errors.BrokerUnreachable,
 )
-"""What passes by itself when the request is sent again with fresh metadata."""
+"""Errors that pass when the request is sent again with fresh metadata."""
 
 
 def error_from_code(code: int, message: str | None, *, about: str = "") -> errors.MillstreamError:
-    """Build the error for a code that is not 0; `about` says what was asked for, where the message does not."""
+    """Build the error for a code other than 0; `about` says what was requested, where the message does not."""
     text = message or f"the broker answered with {code_name(code)}"
     if about:
         text = f"{about}: {text}"
@@ -92,7 +92,7 @@ def error_from_code(code: int, message: str | None, *, about: str = "") -> error
 
 
 def code_name(code: int) -> str:
-    """Name an error code as Kafka's documentation does."""
+    """Return the name of an error code in Kafka's documentation."""
     from kio.schema.errors import ErrorCode
 
     try:

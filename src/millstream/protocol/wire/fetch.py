@@ -1,4 +1,4 @@
-"""The Fetch request as a client lays it: some partitions of one leader, and their records as they came."""
+"""The Fetch request of a client: some partitions of one leader, and their records as stored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from millstream.protocol.wire.error_codes import OFFSET_OUT_OF_RANGE, error_from
 FETCH_KEY: Final = 1
 OLDEST: Final = 4
 NEWEST: Final = 12
-"""From 13 on topics go by id; a client that reads by name stays below."""
+"""From 13 on topics are named by id; a client that reads by name stays below."""
 
 READ_UNCOMMITTED: Final = 0
 READ_COMMITTED: Final = 1
@@ -25,14 +25,14 @@ _UNKNOWN: Final = -1
 
 
 class FetchAnswer(NamedTuple):
-    """What one partition gave: whole batches (the last may be cut off) and how far the log reaches."""
+    """The response for one partition: whole batches (the last may be incomplete) and the bounds of the log."""
 
     records: memoryview
     high_watermark: Offset
     log_start: Offset
     last_stable: Offset
     aborted: tuple[tuple[int, int], ...] = ()
-    """The aborted transactions among the records, each as producer id and first offset; `READ_COMMITTED` asks."""
+    """The aborted transactions among the records, each as producer id and first offset; only with `READ_COMMITTED`."""
 
 
 class FetchLimits(NamedTuple):
@@ -45,7 +45,7 @@ class FetchLimits(NamedTuple):
 
 
 def write_fetch(version: int, positions: Mapping[TopicPartition, Offset], limits: FetchLimits) -> bytearray:
-    """Lay the body of a request without a session."""
+    """Encode the body of a request without a session."""
     writer = Writer(flexible=is_flexible(FETCH_KEY, version))
     writer.int32(_CONSUMER)
     writer.int32(limits.max_wait_ms)
@@ -87,12 +87,12 @@ def _write_position(writer: Writer, version: int, index: int, offset: int, max_b
 
 
 def read_throttle_ms(version: int, frame: memoryview) -> int:
-    """How long the broker asks to be left alone."""
+    """Return for how long the broker throttles the client."""
     return Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version)).int32()
 
 
 def read_fetched(version: int, frame: memoryview) -> dict[TopicPartition, FetchAnswer | MillstreamError]:
-    """Read the answer; the records are views into the frame."""
+    """Decode the response; the records are views into the frame."""
     reader = Reader(frame, response_body_at(FETCH_KEY, version, frame), flexible=is_flexible(FETCH_KEY, version))
     reader.int32()
     if version >= 7:
@@ -135,7 +135,7 @@ def _read_partition(version: int, reader: Reader, topic: str) -> tuple[Partition
 
 
 def only(answers: Mapping[TopicPartition, FetchAnswer | MillstreamError], partition: TopicPartition) -> FetchAnswer:
-    """The answer for the one partition that was asked for, or the error in its place."""
+    """Return the result for the one requested partition, or raise its error."""
     answer = answers.get(partition)
     if answer is None:
         raise ProtocolViolation(f"the answer to a fetch does not name {partition}")

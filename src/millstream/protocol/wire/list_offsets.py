@@ -1,4 +1,4 @@
-"""The ListOffsets request as a client lays it: partitions of any number of topics that one node leads."""
+"""The ListOffsets request of a client: partitions of any number of topics that one node leads."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from millstream.protocol.wire.error_codes import error_from_code
 
 LIST_OFFSETS_KEY: Final = 2
 OLDEST: Final = 2
-"""The first that asks for what is committed."""
+"""The first version with an isolation level."""
 NEWEST: Final = 10
 
 PARTITIONS_MAX: Final = 500
-"""So many are asked for with one request: a node answers it at one go, and does nothing else meanwhile."""
+"""The maximum number of partitions in one request: a node answers it in one go, and does nothing else meanwhile."""
 
 _CONSUMER: Final = -1
 
 
 class ListedOffset(NamedTuple):
-    """An offset looked up by time; -1 in both when no record is that young."""
+    """An offset looked up by time; both are -1 if there is no such record."""
 
     offset: Offset
     timestamp_ms: int
@@ -33,18 +33,18 @@ class ListedOffset(NamedTuple):
 
 
 Listed = dict[TopicPartition, ListedOffset | MillstreamError]
-"""What was found, with an error in the place of what could not be."""
+"""The results, with an error in place of those that failed."""
 
 
 def portions(times_ms: Mapping[TopicPartition, int]) -> Iterator[dict[TopicPartition, int]]:
-    """What is asked for, cut into what one request takes."""
+    """Split what is requested into single requests."""
     left = iter(times_ms.items())
     while portion := dict(islice(left, PARTITIONS_MAX)):
         yield portion
 
 
 def write_listing(version: int, times_ms: Mapping[TopicPartition, int], isolation: int, timeout_s: float) -> bytearray:
-    """Lay the body of a request."""
+    """Encode the body of a request."""
     by_topic: dict[str, list[tuple[PartitionIndex, int]]] = {}
     for where, time_ms in times_ms.items():
         by_topic.setdefault(where.topic, []).append((where.partition, time_ms))
@@ -69,7 +69,7 @@ def write_listing(version: int, times_ms: Mapping[TopicPartition, int], isolatio
 
 
 def read_listed(version: int, frame: memoryview) -> tuple[Listed, float]:
-    """Read the answer, and for how many seconds the node asks to be left alone."""
+    """Decode the response, and for how many seconds the node throttles the client."""
     flexible = is_flexible(LIST_OFFSETS_KEY, version)
     reader = Reader(frame, response_body_at(LIST_OFFSETS_KEY, version, frame), flexible=flexible)
     pause_s = reader.int32() / 1000
@@ -88,7 +88,7 @@ def read_listed(version: int, frame: memoryview) -> tuple[Listed, float]:
 
 
 def listed_in(found: Listed, where: TopicPartition) -> ListedOffset:
-    """What was found for a partition, or the error in its place is raised."""
+    """Return the result for a partition, or raise its error."""
     one = found.get(where)
     if one is None:
         raise ProtocolViolation(f"the answer with offsets does not name {where}")

@@ -1,7 +1,7 @@
 """How the gateway learns the state of its broker: health over a private socket, metrics over the Kafka port.
 
-Health must be known while the Kafka port is flooded, out of connections or behind a busy loop. So it takes the socket
-that ties the gateway to its broker, which nobody else can load, and the last answer stands in while the next is late.
+Health must be known while the Kafka port is flooded, out of connections or behind a busy loop. So it uses the socket
+between the gateway and its broker, which nothing else can load, and the last answer is used while the next is late.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from millstream.protocol.wire.client import Client
 
 NODE_STATUS_KEY = 32000
 ANSWER_S = 3.0
-"""A broker that takes longer than this to say how it is, is not well."""
+"""A broker that takes longer to report its status is not healthy."""
 
 FRESH_S = 1.0
-"""An answer younger than this is used again."""
+"""A more recent answer is used again."""
 HEALTH_S = 0.5
 """How long a health check waits for a busy broker before it answers with what is known; probes wait for one second."""
 UNREADY_S = 10.0
-"""A broker whose event loop has not answered for so long should get no new traffic."""
+"""A broker whose event loop has not answered for this long should get no new traffic."""
 STUCK_S = 30.0
-"""A broker whose event loop has not answered for so long is stuck and should be restarted."""
+"""A broker whose event loop has not answered for this long is stuck and should be restarted."""
 
 QUESTION = b"?\n"
-"""What the gateway writes to the private socket to be sent the broker's state."""
+"""What the gateway writes to the private socket to request the broker's state."""
 
 
 class BrokerStarting(MillstreamError):
@@ -38,14 +38,14 @@ class BrokerStarting(MillstreamError):
 
 
 class Health(NamedTuple):
-    """What the broker last said about itself, and for how long it has left a question unanswered."""
+    """The broker's last report, and for how long a request has been unanswered."""
 
     status: dict[str, Any]
     silent_s: float
 
 
 class BrokerStatusPipe:
-    """The gateway's end of the private socket: asks on demand, one question at a time, and keeps the last answer."""
+    """The gateway's end of the private socket: sends one request at a time, on demand, and keeps the last answer."""
 
     def __init__(self, line: socket.socket) -> None:
         self.starting: str | None = None
@@ -58,7 +58,7 @@ class BrokerStatusPipe:
         self._answered = asyncio.Event()
 
     def feed(self, piece: bytes) -> None:
-        """Take in what the broker has written."""
+        """Process what the broker has written."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             document = json.loads(line)
@@ -70,7 +70,7 @@ class BrokerStatusPipe:
                 self._answered.set()
 
     async def health(self) -> Health:
-        """Ask, unless the last answer is fresh or a question is open, and wait a moment for the answer."""
+        """Send a request, unless the last answer is recent or one is pending, and wait a moment for the answer."""
         if self.starting is not None:
             raise BrokerStarting(self.starting)
         now = asyncio.get_running_loop().time
@@ -79,7 +79,7 @@ class BrokerStatusPipe:
         if self._asked_at is None:
             self._asked_at = now()
             self._answered.clear()
-            # The socket takes a question at any time; a broker that is gone ends this process.
+            # The socket accepts a request at any time; if the broker is gone, this process ends.
             with suppress(OSError):
                 self._line.send(QUESTION)
         with suppress(TimeoutError):
@@ -88,7 +88,7 @@ class BrokerStatusPipe:
 
 
 class BrokerStatus:
-    """The gateway's one wire client. Those who ask while a question is under way share its answer."""
+    """The gateway's wire client for status. Concurrent callers share one request."""
 
     def __init__(self, kafka_address: str, *, answer_s: float = ANSWER_S) -> None:
         self._kafka_address = kafka_address
@@ -98,11 +98,11 @@ class BrokerStatus:
         self._asking: asyncio.Task[dict[str, Any]] | None = None
 
     async def ask(self) -> dict[str, Any]:
-        """The broker's answer, as `broker/kafka/apis/node_status.py` describes it."""
+        """Return the broker's status, as `broker/kafka/apis/node_status.py` describes it."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask())
             self._asking.add_done_callback(self._answered)
-        # Shielded, since others may wait for the same answer when one of them goes away.
+        # Shielded, since other callers may wait for the same answer.
         return await asyncio.shield(self._asking)
 
     async def close(self) -> None:
@@ -115,7 +115,7 @@ class BrokerStatus:
     def _answered(self, done: asyncio.Task[dict[str, Any]]) -> None:
         self._asking = None
         if not done.cancelled():
-            # Taken note of, so that nobody is told about an error whose askers have all gone.
+            # Retrieved, so that asyncio does not log an error whose callers have all gone.
             done.exception()
 
     async def _ask(self) -> dict[str, Any]:

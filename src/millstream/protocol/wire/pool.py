@@ -1,8 +1,8 @@
 """The connections of a client to one broker address.
 
-A broker answers the requests of one connection in order, so a fetch that waits for records holds up whatever is
-behind it. Ordinary requests therefore share one pipelined connection, and each request that may wait, such as a fetch
-or a JoinGroup, borrows one of its own.
+A broker answers the requests of one connection in order, so a fetch that waits for records delays everything behind it.
+Ordinary requests therefore share one pipelined connection, and each request that may wait, such as a fetch or a
+JoinGroup, borrows one of its own.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from millstream.protocol.wire.channel import Channel
 
 BORROWED_MAX: Final = 16
 MEMBERS_MAX: Final = 256
-"""Members of one group wait for each other in JoinGroup, so more of these go side by side."""
+"""Members of one group wait for each other in JoinGroup, so more of these run concurrently."""
 
 MUTED_S_MAX: Final = 300.0
-"""No broker means a longer pause than this."""
+"""The longest throttle time that is believed."""
 
 
 class Pool:
-    """One shared connection and a few to borrow, opened when first needed and again when lost."""
+    """One shared connection and a few to borrow, opened on first use and again when lost."""
 
     def __init__(
         self, host: str, port: int, *, client_id: str, connect_s: float, borrowed_max: int = BORROWED_MAX
@@ -42,15 +42,15 @@ class Pool:
         self._member_slots = asyncio.Semaphore(MEMBERS_MAX)
         self._closed = False
         self.muted_until = 0.0
-        """Until when the broker asks to be left alone; 0 if it never did, or that is over."""
+        """Until when the broker throttles the client; 0 if it does not."""
 
     @property
     def is_open(self) -> bool:
-        """Whether the shared connection stands."""
+        """Return whether the shared connection is open."""
         return self._shared is not None and self._shared.is_open
 
     async def shared(self) -> Channel:
-        """The connection for requests that are answered at once."""
+        """Return the connection for requests that are answered at once."""
         async with self._opening:
             if self._shared is None or not self._shared.is_open:
                 self._shared = await self._open()
@@ -58,7 +58,7 @@ class Pool:
 
     @asynccontextmanager
     async def borrowed(self, *, by_member: bool = False) -> AsyncIterator[Channel]:
-        """A connection for one request whose answer may take its time, perhaps one of a group's member."""
+        """Borrow a connection for one request that may wait, possibly of a group's member."""
         async with self._member_slots if by_member else self._slots:
             channel = self._take_free() or await self._open()
             self._lent.add(channel)
@@ -72,14 +72,14 @@ class Pool:
                     await channel.close()
 
     def mute(self, seconds: float) -> None:
-        """The broker asks to be left alone for so long: requests to it wait, on whichever connection."""
+        """Delay all requests to the broker, on any connection: it throttles the client."""
         if seconds > 0:
             until = asyncio.get_running_loop().time() + min(seconds, MUTED_S_MAX)
             self.muted_until = max(self.muted_until, until)
 
     @property
     def pause_s(self) -> float:
-        """For how much longer the broker asks to be left alone."""
+        """Return for how much longer the broker throttles the client."""
         if not self.muted_until:
             return 0.0
         pause_s = self.muted_until - asyncio.get_running_loop().time()
@@ -88,7 +88,7 @@ class Pool:
         return pause_s
 
     async def unmuted(self) -> float:
-        """Wait until the broker may be sent something; returns how long that took, in seconds."""
+        """Wait until the broker may be sent something; return how long that took, in seconds."""
         waited = 0.0
         while (pause := self.pause_s) > 0:
             await asyncio.sleep(pause)
@@ -96,7 +96,7 @@ class Pool:
         return waited
 
     async def close(self) -> None:
-        """Close every connection, also those that are lent or being opened."""
+        """Close every connection, including those that are borrowed or being opened."""
         self._closed = True
         channels, self._free = [*self._free, *self._lent], []
         if self._shared is not None:

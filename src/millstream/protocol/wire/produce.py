@@ -1,4 +1,4 @@
-"""The Produce request as a client lays it: batches are sent as they are, uncopied."""
+"""The Produce request of a client: batches are sent as they are, uncopied."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ PRODUCE_KEY: Final = 0
 OLDEST: Final = 3
 NEWEST: Final = 12
 NEWEST_BY_ID: Final = 13
-"""From 13 on topics go by id, so that nothing lands in a topic that was made anew under the name of another."""
+"""From 13 on topics are named by id, so that nothing is stored in a topic that was recreated under the same name."""
 
 
 class Produced(NamedTuple):
-    """Where the batches went. `append_time_ms` is -1 unless the topic stamps records itself."""
+    """Where the batches are stored. `append_time_ms` is -1 unless the topic uses append time."""
 
     base_offset: Offset
     append_time_ms: int
 
 
 class ProducedAt(NamedTuple):
-    """What came of one partition's batches."""
+    """The result for one partition's batches."""
 
     topic: str
     partition: int
@@ -44,7 +44,7 @@ def write_produce(
     timeout_ms: int,
     transactional_id: str | None = None,
 ) -> list[Buffer]:
-    """Lay the body of a request for one partition."""
+    """Encode the body of a request for one partition."""
     return write_produce_many(
         version, {topic: [(partition, batches)]}, acks=acks, timeout_ms=timeout_ms, transactional_id=transactional_id
     )
@@ -59,7 +59,9 @@ def write_produce_many(
     transactional_id: str | None = None,
     ids: Mapping[str, UUID] | None = None,
 ) -> list[Buffer]:
-    """Lay the body of a request for partitions of one node, each with its batches; by id if the version has it so."""
+    """Encode the body of a request for partitions of one node, each with its batches; by topic id if the version has
+    it.
+    """
     flexible = is_flexible(PRODUCE_KEY, version)
     no_tags = b"\0" if flexible else b""
     writer = Writer(flexible=flexible)
@@ -85,7 +87,7 @@ def write_produce_many(
 
 
 def read_produced(version: int, frame: memoryview, *, about: str) -> tuple[Produced | MillstreamError, int]:
-    """Read the answer for the one partition, and for how many milliseconds the broker asks to be left alone."""
+    """Decode the response for the one partition, and for how many milliseconds the broker throttles the client."""
     found, throttle_ms = read_produced_many(version, frame, about=about)
     if len(found) != 1:
         raise ProtocolViolation("the answer to a produce request does not name its one partition")
@@ -95,7 +97,7 @@ def read_produced(version: int, frame: memoryview, *, about: str) -> tuple[Produ
 def read_produced_many(
     version: int, frame: memoryview, *, about: str = "", ids: Mapping[str, UUID] | None = None
 ) -> tuple[list[ProducedAt], int]:
-    """Read the answer for every partition, and for how many milliseconds the broker asks to be left alone."""
+    """Decode the response for every partition, and for how many milliseconds the broker throttles the client."""
     names = {topic_id: name for name, topic_id in (ids or {}).items()} if version >= NEWEST_BY_ID else {}
     reader = Reader(frame, response_body_at(PRODUCE_KEY, version, frame), flexible=is_flexible(PRODUCE_KEY, version))
     found: list[ProducedAt] = []

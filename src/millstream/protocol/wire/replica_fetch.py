@@ -1,14 +1,15 @@
-"""Fetch as followers use it (version 17): requests and answers, laid and read at both ends.
+"""The Fetch request of followers (version 17), encoded and decoded at both ends.
 
-It is Kafka's own layout. A follower tells its node id and, as its epoch, the revision of its registration; for each
-partition the leader epoch it knows, where its log ends and the epoch of its last record. The answer has records, or
-the place where the two histories part (KIP-595). Within a session (KIP-227) both name only what has changed. One thing
-Kafka leaves out is said here: an answer that an offset is out of range also tells where the log begins. And a fetch
-without a session that names no leader epoch asks any replica, leader or not, for what the disk of the one that asks has
-lost; where it asks its leader, the epoch of that takes the place of the epoch of its last record.
+The layout is Kafka's. A follower sends its node id and, as its epoch, the revision of its registration; for each
+partition the leader epoch it knows, where its log ends and the epoch of its last record. The response has records, or
+the offset where the two histories diverge (KIP-595). Within a session (KIP-227) both name only what has changed.
 
-Every megabyte that is replicated passes here four times, so what nodes say to each other all the time is read with a
-few look-ups of fixed layouts. Whatever does not fit these goes through the reader that checks every step.
+Two things are added: a response that an offset is out of range also says where the log starts. And a fetch without a
+session and without a leader epoch asks any replica, leader or not, for what the follower's disk has lost; if it asks
+its leader, the leader's epoch takes the place of the epoch of its last record.
+
+Every replicated megabyte passes here four times, so the usual messages are read with a few look-ups of fixed layouts.
+Anything else goes through the reader that checks every step.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _ANSWER_AND_NO_ABORTED: Final = struct.Struct(">ihqqqBi")
 _FETCH_HEAD: Final = struct.Struct(">iiibii")
 _FETCH_TAIL: Final = struct.Struct(">BBBBiqB")
 _REPLICA_STATE: Final = (1, 1, _REPLICA_STATE_TAG, 13)
-"""An empty rack, one tagged field, its number and its size: what a follower of this kind ends a request with."""
+"""An empty rack, one tagged field, its number and its size: how the request of a follower ends."""
 _ANSWERS_HEAD: Final = struct.Struct(">ihi")
 _TOPIC_ID: Final = struct.Struct(">16s")
 _TOPIC: Final = struct.Struct(">16sB")
@@ -61,21 +62,21 @@ class ReplicaPosition(NamedTuple):
 
     offset: Offset
     last_epoch: Epoch
-    """Of its last record; -1 when it has none."""
+    """The epoch of its last record; -1 if there is none."""
     leader_epoch: Epoch
     log_start: Offset
     max_bytes: int
 
 
 class ReplicaFetch(NamedTuple):
-    """What a follower asks its leader."""
+    """A follower's request."""
 
     node: NodeId
     registration: int
     max_wait_ms: int
     max_bytes: int
     wanted: Mapping[PartitionKey, ReplicaPosition]
-    """Within a session only those that have changed."""
+    """Within a session, only those that have changed."""
     forgotten: Sequence[PartitionKey] = ()
     session_id: int = NO_SESSION
     session_epoch: int = FIRST_SESSION_EPOCH
@@ -83,14 +84,14 @@ class ReplicaFetch(NamedTuple):
 
     @property
     def is_repair(self) -> bool:
-        """Whether it asks for what a disk lost, of any replica, and says nothing about where the follower is."""
+        """Return whether it asks any replica for what a disk lost, and says nothing about the follower's position."""
         return self.session_epoch == CLOSED_SESSION_EPOCH and all(
             position.leader_epoch == NO_EPOCH for position in self.wanted.values()
         )
 
 
 class ReplicaAnswer(NamedTuple):
-    """What a leader says of one partition."""
+    """The response for one partition."""
 
     code: int
     high_watermark: Offset
@@ -100,7 +101,7 @@ class ReplicaAnswer(NamedTuple):
 
 
 class ReplicaAnswers(NamedTuple):
-    """What a leader answers; a code other than 0 means that the session is over and nothing else is said."""
+    """The response; a code other than 0 means that the session has ended and nothing else is reported."""
 
     code: int
     session_id: int
@@ -108,13 +109,13 @@ class ReplicaAnswers(NamedTuple):
 
 
 def next_session_epoch(epoch: int) -> int:
-    """The epoch of the request after one."""
+    """Return the session epoch of the next request."""
     return 1 if epoch == _SESSION_EPOCH_MAX else epoch + 1
 
 
 @lru_cache(_TOPIC_IDS_KEPT)
 def _topic_id(content: bytes) -> UUID:
-    """The same id for the same bytes, so that it is made once."""
+    """Return the id for these bytes; cached, so that it is created once."""
     return UUID(bytes=content)
 
 
@@ -134,7 +135,7 @@ def _by_topic(partitions: Iterable[PartitionKey]) -> dict[UUID, list[PartitionKe
 
 
 def is_replica_fetch(frame: Buffer) -> bool:
-    """Whether a request ends as those of followers do; one that does may still be another."""
+    """Return whether a request ends like a follower's; others may do so as well."""
     at = len(frame) - _FETCH_TAIL.size
     if at < 0:
         return False
@@ -143,7 +144,7 @@ def is_replica_fetch(frame: Buffer) -> bool:
 
 
 def write_replica_fetch(fetch: ReplicaFetch) -> bytearray:
-    """Lay the body of a request."""
+    """Encode the body of a request."""
     writer = Writer(flexible=True)
     buffer = writer.buffer
     buffer += _FETCH_HEAD.pack(
@@ -169,7 +170,7 @@ def write_replica_fetch(fetch: ReplicaFetch) -> bytearray:
 
 
 def read_replica_fetch(frame: Buffer, body_at: int) -> ReplicaFetch:
-    """Read the body of a request; the frame's memory is not needed any more after this."""
+    """Decode the body of a request; the frame's memory may be reused afterwards."""
     try:
         return _read_usual_fetch(frame, body_at)
     except (struct.error, IndexError, _Unusual):
@@ -177,7 +178,7 @@ def read_replica_fetch(frame: Buffer, body_at: int) -> ReplicaFetch:
 
 
 class _Unusual(Exception):
-    """A message is laid in another way than nodes lay it."""
+    """A message does not have the usual layout."""
 
 
 def _read_usual_fetch(frame: Buffer, at: int) -> ReplicaFetch:
@@ -249,7 +250,7 @@ def _read_position(reader: Reader) -> tuple[PartitionIndex, ReplicaPosition]:
 
 
 def write_replica_answers(version: int, correlation_id: int, answers: ReplicaAnswers) -> list[Buffer]:
-    """Lay the whole frame of an answer as a list of buffers, so that records are sent from where they were read to."""
+    """Encode the frame of a response as a list of buffers, so that records are sent from where they were read."""
     writer = Writer(flexible=True)
     writer.buffer += _ANSWERS_HEAD.pack(0, answers.code, answers.session_id)
     by_topic = _by_topic(answers.partitions)
@@ -287,7 +288,7 @@ def _write_diverging(writer: Writer, diverging: EpochEnd) -> None:
 
 
 def read_replica_answers(frame: memoryview) -> ReplicaAnswers:
-    """Read an answer; the frame comes without its size, and the records are views into it."""
+    """Decode a response without the frame's size; the records are views into it."""
     reader = Reader(frame, response_body_at(FETCH_KEY, VERSION, frame), flexible=True)
     _, code, session_id = reader.fields(_ANSWERS_HEAD)
     partitions: dict[PartitionKey, ReplicaAnswer] = {}

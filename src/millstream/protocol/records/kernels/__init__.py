@@ -1,0 +1,4 @@
+"""Kernels compiled by numba: the bulk path of the record codec.
+
+Only `decoder.py`, `encoder.py` and `partitioner.py` call them.
+"""
