@@ -232,7 +232,7 @@ async def test_dropping_is_asked_for_by_name_counted_listed_and_logged(server: S
         listed = (await asyncio.to_thread(command, "subscription", "list", "--json")).document["subscriptions"]
         assert next(one["dropped"] for one in listed if one["subscription"] == work.name) == 3
         assert " DROPPED " in (await asyncio.to_thread(command, "subscription", "list")).out
-        assert "messages were dropped: they failed for good" in server.log.read_text()
+        assert "messages were dropped: they exhausted their attempts" in server.log.read_text()
         async with httpx.AsyncClient(timeout=WAIT_MS / 1000) as http:
             metrics = (await http.get(f"http://{server.http}/metrics")).text
         assert f'millstream_subscription_dropped_total{{subscription="{work.name}"}} 3.0' in metrics

@@ -527,7 +527,7 @@ async def test_a_rewrite_that_fails_leaves_the_log_as_it_is(caplog: pytest.LogCa
 
     assert partition.log_start == 0
     assert await shard.run(get(b"busy")) == b"99"
-    assert "could not be written anew" in caplog.text
+    assert "could not be rewritten" in caplog.text
     await shard.close()
 
 

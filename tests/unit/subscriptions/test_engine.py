@@ -218,7 +218,7 @@ async def test_a_queue_whose_partition_has_lost_messages_goes_back(
     again = await node.engine.delivery(billing, node.bench.partition)
     node.bench.publish("other")
     assert offsets(again.try_receive(wanted(5))) == [0, 1]
-    assert "goes back" in caplog.text
+    assert "moves back" in caplog.text
     await node.engine.close()
 
 

@@ -247,7 +247,7 @@ def test_a_message_is_not_revived_while_its_letter_is_being_written(crashes: boo
     first, second = (Revival(Offset(0), KEYS[0], letter.to_bytes(LETTER_BYTES)) for letter in (1, 2))
     (other,) = dead_letters(queue, 1)
     queue = again(queue) if crashes else queue
-    with pytest.raises(CoordinatorUnavailable, match="still writing message 0"):
+    with pytest.raises(CoordinatorUnavailable, match="message 0 is still being written"):
         queue.revive([other, first], now_ms=NOW_MS)
     assert queue.counts.available == 0, "all of them are asked for again"
     dead_letters(queue, 0)

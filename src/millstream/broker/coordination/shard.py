@@ -230,7 +230,7 @@ RETRY_MAX_S = 30.0
 
 LOAD_WAIT_S = 0.5
 
-"""How long an operation waits for the state to be loaded. Clients that are told to ask again wait about as long, and
+"""How long an operation waits for the state to be loaded. Clients that have to retry wait about as long, and
 most states are read in a few milliseconds."""
 
 CLOSE_S = 5.0
@@ -384,7 +384,7 @@ class Shard(Generic[S]):
         self._discard_state(NotCoordinator(f"{self.name} was closed"))
 
     async def run(self, operation: Operation[S, T], *, pure: bool = False) -> T:
-        """Carry out an operation now; return its answer when it may be told.
+        """Carry out an operation now; return its answer when it may be sent.
 
         `pure` says that the operation only worked out records and left the state alone, so that a refused append
         needs no reload. While the state is being read back, the operation waits a moment for it.

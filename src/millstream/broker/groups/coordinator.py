@@ -335,7 +335,7 @@ def _sweep_soon(shard: GroupShard) -> tuple[tuple[()], None]:
 
 
 def _ignore_result(answer: asyncio.Future[None]) -> None:
-    """Nobody waits for this answer: that it was refused is no defect to be logged."""
+    """Retrieve the exception of an answer that no caller awaits, so that asyncio does not log it."""
     if not answer.cancelled():
         answer.exception()
 

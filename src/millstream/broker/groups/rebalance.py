@@ -1,11 +1,11 @@
 """How a group gets from one generation to the next, and the timers that see to it that it does.
 
     Empty ──join──▶ PreparingRebalance ──all joined, or time is up──▶ CompletingRebalance ──leader syncs──▶ Stable
-      ▲                    ▲  │ nobody left                                  │ join, leave, no sync in time    │
+      ▲                    ▲  │ empty                                        │ join, leave, no sync in time    │
       └────────────────────┼──┘                                              │                                │
                            └─────────────────────────────────────────────────┴──── join, leave, no heartbeat ─┘
 
-Every method returns the records that the log has to take before anyone is told.
+Every method returns the records that have to be durable before any member is answered.
 """
 
 from __future__ import annotations

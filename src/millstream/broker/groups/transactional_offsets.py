@@ -1,7 +1,7 @@
 """What transactions do to the offsets of groups: commit them provisionally, and end.
 
 Between the moment when the coordinator of a transaction says that it is open and the moment when an offset is appended,
-the transaction may have ended. So whoever asks takes a `Guard` first, which every marker of the producer breaks.
+the transaction may have ended. The caller therefore takes a `Guard` first, which every marker of the producer breaks.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 Fetch hands a request over that names a replica. It reads up to the end of the log, not only to the high watermark, and
 what it asks for tells the leader how far the follower has got. So only the process may that was the last to register as
 the node it names, and only for partitions of which that node carries a replica; the leader epoch has to be the current
-one; a follower whose history is another one is told where they part (KIP-595). It is no consumer, so quotas do not
-count it.
+one; a follower whose log has diverged gets the diverging epoch (KIP-595). It is no consumer, so quotas do not count it.
 
 A fetch that finds nothing waits for an append. It is also answered when only a high watermark has moved, a little
 later, so that a busy follower hears of it with the records that follow (KIP-1166). Followers get through when the

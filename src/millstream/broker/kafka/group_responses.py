@@ -1,6 +1,6 @@
 """What heartbeats and descriptions of consumer groups and of share groups have in common.
 
-Kafka has messages of their own for both, with the same fields; so whoever answers says which class to make.
+Kafka has messages of their own for both, with the same fields; so the caller passes the class to build.
 """
 
 from __future__ import annotations

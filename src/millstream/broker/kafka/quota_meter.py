@@ -1,5 +1,5 @@
-"""Enforce client quotas as Kafka does: a client over its quota is told how long to wait, and its connection is muted
-for that time.
+"""Enforce client quotas as Kafka does: a client over its quota gets a throttle time, and its connection is muted for
+that time.
 
 A quota is a bucket that fills with `rate` bytes a second and holds those of ten seconds, which is the time over which
 Kafka measures a rate too. A request takes its bytes out whether they are there or not. If the bucket is then in debt,

@@ -3,9 +3,8 @@
 Each partition gives a guard before the question and takes the batch only under it, so that nothing begins on a
 partition whose marker came in between. Under transaction version 2 the guard is taken after the answer: what comes in
 between then is at most the marker of the transaction before, which the answer may even have waited for, while the
-marker of this one would have a later epoch and fence the batch. An answer is told to the producer in words that its
-version understands, as Kafka does: what it should simply try again is NOT_ENOUGH_REPLICAS, since older clients know to
-do so then.
+marker of this one would have a later epoch and fence the batch. Refusals are translated for the version of the
+producer, as in Kafka: what it should simply try again is NOT_ENOUGH_REPLICAS, since older clients know to do so then.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ async def _wait(
 ) -> list[Grant]:
     try:
         for delivery in deliveries:
-            # Some may be closed; if all were, the caller has been told.
+            # Some may be closed; if all were, an error was raised above.
             with suppress(MillstreamError):
                 delivery.park(waiting)
         # Without memory nothing was read yet; ask to be notified when there is some.

@@ -3,8 +3,8 @@
 A decision is durable before the first marker is written, and every shard that is loaded has its undecided rest written
 again; so a crash at any point only means that a marker is written twice, which partitions recognise.
 
-Each transaction is a task of its own, so that a partition without a leader holds up nobody else. Their number is
-bounded: what is beyond it waits in the state.
+Each transaction has a task of its own, so that a partition without a leader holds up no other transaction. Their number
+is bounded: what is beyond it waits in the state.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class MarkerSender:
         """Write every marker, however long it takes; False when this node does not coordinate any more.
 
         Coordinators have the epochs of their own partitions, and a request that was made up may have left the epoch of
-        another one. A coordinator that is told that it was replaced, but can still write down its decision, was not:
+        another one. A coordinator that is fenced but can still write its decision was not replaced:
         it goes on with the latest epoch that any coordinator has.
         """
         left = set(ending.partitions)

@@ -2,7 +2,7 @@
 
 Every public operation is a plain function of the state that returns the records to append and the response, now or
 later. Nothing here reads a clock that was not given to it, waits, or does I/O. What is decided, and has markers to be
-written, is told to whoever listens through `on_ending`; who writes them says so with `complete`.
+written, is announced through `on_ending`; the writer of the markers confirms them with `complete`.
 """
 
 from __future__ import annotations

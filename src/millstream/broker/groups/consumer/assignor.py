@@ -1,7 +1,7 @@
-"""How partitions are shared out among the members of a group: what an assignor is given and gives back.
+"""Assign partitions to the members of a group, by the assignor that most members prefer.
 
-An assignor is a plain function. It is told who wants which topics and what each was given last time, and says what
-each shall have; every partition of a topic that somebody wants goes to exactly one of those who want it.
+An assignor is a plain function. It gets the subscribed topics and the previous assignment of each member, and returns
+the new assignments; every partition of a subscribed topic is assigned to exactly one of its subscribers.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _keep_previous(members: Sequence[MemberSubscription], partitions: Partitions
     return allocations, free
 
 
-# Everybody wants the same topics
+# All members subscribe to the same topics
 
 
 def _balance_all(allocations: _Allocations, free: Free, total: int) -> None:
@@ -198,7 +198,7 @@ def _deal(allocations: _Allocations, free: Free, missing: dict[str, int]) -> Non
                 waiting.append(member_id)
 
 
-# Members want different topics
+# Members subscribe to different topics
 
 
 def _balance_by_topic(

@@ -1,6 +1,6 @@
 """Regular expressions that members subscribe with, and the topics that they match.
 
-An expression has to match the whole name. Topics of the broker's own are never matched; whoever wants those names them.
+An expression has to match the whole name. Internal topics are never matched; they have to be subscribed to by name.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Moving a group between the two protocols while its members live.
 
-A classic group becomes a consumer group when a member of the newer protocol joins it: its members stay, and are
-served in their own words until they leave. A consumer group becomes a classic one when its last member of the newer
-protocol goes and classic members are left. Without members there is nothing to convert: the group is begun anew.
+A classic group becomes a consumer group when a member of the newer protocol joins it: its members stay, and are served
+in their own words until they leave. A consumer group becomes a classic one when its last member of the newer protocol
+goes and classic members are left. A group without members is not converted but recreated.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The group itself is left alone; it changes when the records are replayed. In ord
 
     what the member says of itself     → its subscription; the topics of its expression
     a subscription or topics changed   → the group's epoch goes up
-    the epoch is beyond the target's   → a new target for everybody
+    the epoch is beyond the target's   → a new target for all members
     the member is not where it shall be → its next step there
 """
 

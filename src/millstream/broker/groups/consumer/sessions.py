@@ -1,7 +1,7 @@
 """The deadlines of members: to be heard of, to give up partitions, and for classic ones to join and to sync.
 
-A deadline that has passed puts the member out. If the log does not take that, as with a full disk, the same deadline
-is set once more, so that nobody stays for ever because of one refused append.
+A deadline that has passed puts the member out. If the log does not take that, as with a full disk, the same deadline is
+set once more, so that no member stays forever because of one refused append.
 """
 
 from __future__ import annotations

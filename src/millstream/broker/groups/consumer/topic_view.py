@@ -59,10 +59,9 @@ def partitions_of(topics: Iterable[Topic]) -> Partitions:
 
 
 def metadata_hash(view: TopicView, names: Iterable[str]) -> int:
-    """A 64-bit number that changes with everything about these topics that an assignment rests on.
+    """Hash everything about these topics that an assignment depends on, to 64 bits; 0 if none of them exists.
 
-    Kafka keeps such a number in the same place, and nobody but the coordinator looks at it. 0 means that none of the
-    topics is there.
+    Kafka stores such a hash in the same field, and only the coordinator reads it.
     """
     topics = sorted(existing(view, set(names)), key=lambda topic: topic.name)
     if not topics:

@@ -1,7 +1,7 @@
 """Share groups of one partition of `__consumer_offsets`: who is in them, and which partitions they fetch (KIP-932).
 
 Operations only work out records; the groups change when these are replayed. What an operation changes itself is soft:
-timers, and what members were told.
+timers, and the last responses of members.
 """
 
 from __future__ import annotations

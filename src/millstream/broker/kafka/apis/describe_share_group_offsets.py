@@ -1,7 +1,7 @@
 """DescribeShareGroupOffsets (key 90), versions 0 to 1: where share groups are on their partitions (KIP-932).
 
-The start offset is that of the oldest message that is not done; -1 where the group has not begun. Without topics all
-partitions are told on which it has; of a group that does not exist, there are none.
+The start offset is that of the oldest message that is not done; -1 where the group has not begun. Without topics, all
+partitions on which it has started are returned; a group that does not exist has none.
 
 Version notes: 1 adds the lag, which is how many messages are not done, about.
 """

@@ -1,7 +1,7 @@
 """DescribeTransactions (key 65), version 0: transactional ids, their producers, and what their transactions hold.
 
-An id that nobody uses gets TRANSACTIONAL_ID_NOT_FOUND. Beside Kafka's states there is `Prepared`, for a member of a
-batch commit that is not decided. Version notes: version 0 is the only one.
+An unused id gets TRANSACTIONAL_ID_NOT_FOUND. Beside Kafka's states there is `Prepared`, for a member of a batch commit
+that is not decided. Version notes: version 0 is the only one.
 """
 
 from __future__ import annotations

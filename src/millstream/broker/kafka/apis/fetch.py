@@ -215,7 +215,7 @@ class _Found(NamedTuple):
     code: ErrorCode
     high_watermark: int
     log_start: int
-    stretch: SegmentSlice | None
+    records_slice: SegmentSlice | None
     last_stable: int = -1
     aborted: Sequence[tuple[int, int]] | None = None
     """The aborted transactions among the records, as producer id and first offset; None if not requested."""
@@ -223,14 +223,14 @@ class _Found(NamedTuple):
     @property
     def size(self) -> int:
         """How many bytes of records there are."""
-        return 0 if self.stretch is None else self.stretch.size
+        return 0 if self.records_slice is None else self.records_slice.size
 
 
 _FoundByKey = dict[PartitionKey, _Found]
 
 
 def _size_of(found: _FoundByKey) -> int:
-    return sum([result.stretch.size for result in found.values() if result.stretch is not None])
+    return sum([result.records_slice.size for result in found.values() if result.records_slice is not None])
 
 
 class _Context(NamedTuple):
@@ -389,9 +389,9 @@ class Fetch:
                 at_least_one=share_bytes > 0 and not size,
             )
             found[key] = result
-            if result.stretch is not None:
-                left -= result.stretch.size
-                size += result.stretch.size
+            if result.records_slice is not None:
+                left -= result.records_slice.size
+                size += result.records_slice.size
 
     def _read_partition(
         self, key: PartitionKey, position: Position, left: int, *, committed: bool, eager_bytes: int, at_least_one: bool
@@ -399,21 +399,21 @@ class Fetch:
         try:
             partition = self._partition(key)
             partition.check_leader_epoch(position.leader_epoch)
-            stretch: SegmentSlice | None = None
+            records_slice: SegmentSlice | None = None
             aborted: Sequence[tuple[int, int]] | None = () if committed else None
             max_bytes = max(0, min(position.max_bytes, left))
             watermark = partition.high_watermark
             if max_bytes or at_least_one or position.offset > watermark:
                 if committed:
-                    stretch, aborted = partition.read_committed_slice(
+                    records_slice, aborted = partition.read_committed_slice(
                         position.offset, max_bytes=max_bytes, eager_bytes=eager_bytes, at_least_one=at_least_one
                     )
                 else:
-                    stretch = partition.read_slice(
+                    records_slice = partition.read_slice(
                         position.offset, max_bytes=max_bytes, eager_bytes=eager_bytes, at_least_one=at_least_one
                     )
             stable = partition.last_stable_offset
-            return _Found(key, ErrorCode.none, watermark, partition.log_start, stretch, stable, aborted)
+            return _Found(key, ErrorCode.none, watermark, partition.log_start, records_slice, stable, aborted)
         except MillstreamError as error:
             return _Found(key, error_code(error), -1, -1, None, -1, () if committed else None)
 
@@ -628,8 +628,8 @@ def _write(
         writer.array_length(len(of_topic))
         for result in of_topic:
             _write_found(writer, version, result)
-            if result.stretch is not None and result.stretch.size:
-                pieces += (writer.buffer, result.stretch.data or result.stretch)
+            if result.records_slice is not None and result.records_slice.size:
+                pieces += (writer.buffer, result.records_slice.data or result.records_slice)
                 writer.buffer = bytearray()
             writer.no_tags()
         writer.no_tags()
@@ -640,8 +640,8 @@ def _write(
     unread = [part for part in parts if isinstance(part, SegmentSlice)]
     if not unread:
         return cast("Buffers", parts)
-    for stretch in unread:
-        stretch.hold()
+    for records_slice in unread:
+        records_slice.hold()
     return Stream(parts)
 
 

@@ -10,7 +10,7 @@ fence the coordinators that there are; a coordinator that this node does not kno
 epochs below 0 get INVALID_REQUEST, and `__transaction_state`, where no transaction writes, INVALID_TOPIC_EXCEPTION.
 
 Version notes: 2 tells the version of the protocol, from which a partition knows whether the marker's epoch is above
-that of the transaction's records (KIP-890), so that late copies are told from new ones.
+that of the transaction's records (KIP-890), which distinguishes late copies from new ones.
 """
 
 from __future__ import annotations
