@@ -88,6 +88,32 @@ class LeasedMessage(NamedTuple):
         return len(record.key or b"") + len(record.value or b"") + headers
 
 
+class HeldLease(NamedTuple):
+    """Consecutive messages that one worker holds, as others are told."""
+
+    topic: str
+    partition: int
+    first: int
+    last: int
+    attempt: int
+    deadline_ms: int
+    """When the lease ends, by the clock of the broker."""
+    left_ms: int
+    """How long until then."""
+    worker: str
+    client_id: str
+    """Of the client through which the worker asked; empty if the queue has moved to another node since."""
+    address: str
+
+
+class HeldLeases(NamedTuple):
+    """The leases of a subscription, the oldest messages of each partition first."""
+
+    leases: list[HeldLease]
+    left_out: int
+    """How many more messages are held than those that are listed."""
+
+
 class SubscriptionClient:
     """Speaks to the nodes about subscriptions."""
 
@@ -136,20 +162,29 @@ class SubscriptionClient:
         return await self._client.call_leader(topic, partition, attempt)
 
     async def describe(
-        self, names: Sequence[str] | None = None, places: Iterable[tuple[str, int]] = ()
+        self, names: Sequence[str] | None = None, places: Iterable[tuple[str, int]] = (), *, leases: int = 0
     ) -> list[dict[str, Any]]:
-        """Subscriptions with all their queues, which the nodes that lead them tell.
+        """Subscriptions with all their queues and some leases, which the nodes that lead them tell.
 
         Of a single one, queues that have begun are opened, and those on the partitions of `places`.
         """
-        found = await self._describe_all(ListSubscriptionsRequest(None if names is None else list(names)))
+        request = ListSubscriptionsRequest(None if names is None else list(names), leases=leases)
+        found = await self._describe_all(request)
         closed = {*places, *(tuple(place) for described in found.values() for place in described["kept"])} - {
             (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
         }
         if names is not None and len(found) == 1 and closed:
             # Nobody has asked for them since their leader began to lead.
-            found = await self._describe_all(ListSubscriptionsRequest(list(names), sorted(closed)))
+            request = ListSubscriptionsRequest(list(names), sorted(closed), leases)
+            found = await self._describe_all(request)
         return [found[name] for name in sorted(found)]
+
+    async def leases(self, name: str, *, limit: int = 1000) -> HeldLeases:
+        """Find who holds which messages of a subscription."""
+        (described,) = await self.describe([name], leases=limit)
+        held = sorted(HeldLease(**one) for one in described["leases"])[:limit]
+        leased: int = sum(queue["leased"] for queue in described["queues"])
+        return HeldLeases(held, max(0, leased - sum(one.last - one.first + 1 for one in held)))
 
     async def _describe_all(self, request: ListSubscriptionsRequest) -> dict[str, dict[str, Any]]:
         """What all nodes tell of subscriptions, put together."""
@@ -158,7 +193,7 @@ class SubscriptionClient:
             for described in (await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)).subscriptions:
                 known = found.setdefault(described["name"], described)
                 if known is not described:
-                    for part in ("queues", "push", "kept"):
+                    for part in known.keys() & {"queues", "push", "kept", "leases"}:
                         known[part] += described[part]
                     # Of a share group, each node knows some.
                     known["topics"] += [topic for topic in described["topics"] if topic not in known["topics"]]
