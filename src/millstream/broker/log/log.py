@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from errno import ENOENT
 from typing import Protocol
@@ -43,6 +43,7 @@ from millstream.broker.log.truncation import (
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     DamagedRange,
+    InspectionPending,
     OffsetOutOfRange,
     PartitionClosed,
     RepairPending,
@@ -77,6 +78,9 @@ class Maintenance(Protocol):
 
     def checkpoint_job(self, log: Log) -> Checkpointing:
         """Capture a checkpoint for the caller to carry out."""
+
+    def inspect(self, log: Log, segment: Segment, position: int) -> bool:
+        """Find out which offsets are lost where a segment could not be read; False while that is not known."""
 
     def truncate_now(self, cut: Truncation) -> None:
         """Carry out a truncation before this returns."""
@@ -522,14 +526,9 @@ class Log:
     # -- damage ---------------------------------------------------------------------------------------------
 
     def _locate_damage(self, broken: BrokenSegment) -> None:
-        """Find which offsets are lost where a segment turned out to be broken."""
-        segment = broken.segment
-        for bad in self._find_bad_ranges(segment, broken.position):
-            known = self.damage.at(bad.first)
-            if known is None or known.next_offset < bad.next_offset:
-                self.record_damage(segment, bad)
-                return
-        raise StorageFailure(f"{self.partition}: {broken}, and a second look found no damage")
+        """Record which offsets are lost where a segment turned out to be broken, or raise until that is known."""
+        if not self.maintenance.inspect(self, broken.segment, broken.position):
+            raise InspectionPending(f"{self.partition}: {broken}; which offsets are lost is being found out")
 
     def _record_missing(self, error: OSError) -> None:
         """Record that a segment is lost if its file was removed; raise any other error to the reader."""
@@ -560,25 +559,8 @@ class Log:
                 self.roll()
 
     def locate_damage(self, segment: Segment, position: int) -> None:
-        """Record what is lost at a position where a segment turned out to be broken."""
-        self._locate_damage(BrokenSegment(segment, position))
-
-    def _find_bad_ranges(self, segment: Segment, position: int) -> Iterator[Bad]:
-        """Yield what is bad in a segment from the last known batch before a position."""
-        relative, start = self.reader.index_of(segment).start_before(position)
-        try:
-            scan = self.reader.scan(segment, start, segment.base_offset + relative)
-            for found in scan:
-                if not isinstance(found, Bad):
-                    continue
-                if found.next_offset < 0:
-                    yield Bad(found.start, segment.size, found.first, segment.next_offset)
-                    return
-                yield found
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if scan.expected < segment.next_offset:
-            yield Bad(scan.position, segment.size, scan.expected, segment.next_offset)
+        """Find what is lost at a position where a segment turned out to be broken, now or in a thread."""
+        self.maintenance.inspect(self, segment, position)
 
     def record_damage(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
         """Record that a range of offsets is lost; the records behind it stay readable."""

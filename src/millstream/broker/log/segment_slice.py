@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from millstream.broker.log.files import Files
 from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.scan import UNREADABLE_ERRORS
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import CorruptBatch, StorageFailure
 
@@ -20,10 +22,21 @@ Verify = Callable[[Segment, int, int], None]
 class BrokenSegment(CorruptBatch):
     """A segment is not a chain of valid batches where it should be; the log turns this into recorded damage."""
 
-    def __init__(self, segment: Segment, position: int) -> None:
-        super().__init__(f"{segment.path} holds no valid record batch at byte {position}")
+    def __init__(self, segment: Segment, position: int, error: OSError | None = None) -> None:
+        reason = "" if error is None else f": {error.strerror or error}"
+        super().__init__(f"{segment.path} holds no valid record batch at byte {position}{reason}")
         self.segment = segment
         self.position = position
+
+
+def read_segment(files: Files, segment: Segment, descriptor: int, size: int, position: int) -> bytes:
+    """Read a segment; bytes that the disk cannot read any more are damage as other bytes would be."""
+    try:
+        return files.read_at(descriptor, size, position)
+    except OSError as error:
+        if error.errno not in UNREADABLE_ERRORS:
+            raise
+        raise BrokenSegment(segment, position, error) from error
 
 
 class SegmentSlice:
@@ -101,7 +114,7 @@ class SegmentSlice:
         segment.used = True
         if self._verify is not None and 0 <= self._stamp != self._open_files.files.stamp(descriptor):
             self._verify(segment, self._position + at, self._position + at + size)
-        data = self._open_files.files.read_at(descriptor, size, self._position + at)
+        data = read_segment(self._open_files.files, segment, descriptor, size, self._position + at)
         if len(data) != size:
             raise BrokenSegment(segment, self._position + at + len(data))
         segment.suspect = False

@@ -31,7 +31,8 @@ from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.range_repair import RangeRepair
 from millstream.broker.log.recovery import OpenOptions, RecoveryProgress, Replay, open_contents
 from millstream.broker.log.retention import RetentionFloors
-from millstream.broker.log.scrub import Scrubber
+from millstream.broker.log.scrub import Inspection, Scrubber
+from millstream.broker.log.segment import Segment
 from millstream.broker.log.state import LogState, decode_state
 from millstream.broker.log.truncation import Truncation, finish_when_executed
 from millstream.core.clock import Clock
@@ -115,6 +116,8 @@ class LogStore:
         self._scrubber = Scrubber(
             files, folder.path, clock, bytes_per_s=scrub_bytes_per_s, interval_ms=scrub_interval_ms
         )
+        self._inspections: dict[Segment, Inspection] = {}
+        """Those under way, and those that have just found nothing."""
         self._closing = False
         self._commit_seconds = Histogram()
         self._checkpoints = 0
@@ -332,6 +335,43 @@ class LogStore:
         self._run_job(job)
         if job.error is not None:
             raise job.error
+
+    def inspect(self, log: Log, segment: Segment, position: int) -> bool:
+        """Have it found out which offsets are lost where a segment could not be read; whether the log knows them now.
+
+        A thread does it, and whoever waits for records of the log looks again when it is done. Without a loop it is
+        done here, and `StorageFailure` says that nothing was found to be lost.
+        """
+        if segment in self._inspections:
+            return False
+        try:
+            inspection = Inspection.around(log, segment, position)
+        except OSError as error:
+            raise StorageFailure(f"{segment.path} cannot be read: {error.strerror or error}") from error
+        if self._loop is not None:
+            self._inspections[segment] = inspection
+            executed = self._loop.run_in_executor(self._scrub_thread, inspection.execute)
+            executed.add_done_callback(lambda _: self._end_inspection(inspection))
+            return False
+        self._run_job(inspection)
+        if not inspection.is_lost:
+            reason = "looking again found nothing wrong" if inspection.error is None else str(inspection.error)
+            raise StorageFailure(f"{segment.path} could not be read at byte {position}: {reason}")
+        return True
+
+    def _end_inspection(self, inspection: Inspection) -> None:
+        inspection.finish()
+        if inspection.is_lost or self._closing:
+            # The log has told those who wait.
+            del self._inspections[inspection.segment]
+        else:
+            # A disk that fails is not read again at once.
+            self._call_later(RETRY_S if inspection.error is not None else 0, self._look_again, inspection)
+
+    def _look_again(self, inspection: Inspection) -> None:
+        del self._inspections[inspection.segment]
+        if not inspection.log.closed:
+            inspection.log.damage.on_change()
 
     def truncate_now(self, cut: Truncation) -> None:
         """Carry out a truncation before this returns, or raise `StorageFailure`."""
@@ -593,7 +633,9 @@ class LogStore:
             await self._running
         for job in self._last_jobs():
             await self._in_thread(self._upkeep_thread, job)
-        for thread in (self._commit_thread, self._upkeep_thread):
+        for inspection in self._inspections.values():
+            inspection.is_cancelled = True
+        for thread in (self._commit_thread, self._upkeep_thread, self._scrub_thread):
             await asyncio.get_running_loop().run_in_executor(thread, int)
         self._release()
 

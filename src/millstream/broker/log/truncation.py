@@ -117,8 +117,10 @@ def begin_truncation(log: Log, offset: int, files: Files) -> Truncation | None:
             start=log.start_offset,
             end=log.end_offset,
         )
+    # Where the log is damaged there, that may have to be found out first, and then nothing has changed.
+    boundary = log.boundary(offset)
     log.health.begin_truncation()
-    _truncate_segments(log, offset)
+    _truncate_segments(log, *boundary)
     return Truncation(log, files, _DOING)
 
 
@@ -162,8 +164,7 @@ def _repeat_truncation(log: Log, files: Files) -> Truncation:
     return Truncation(log, files, _DOING)
 
 
-def _truncate_segments(log: Log, offset: int) -> None:
-    last, position, end = log.boundary(offset)
+def _truncate_segments(log: Log, last: Segment, position: int, end: int) -> None:
     if end < log.producers.transactions.unsettled_from:
         log.rebuild_producers(end)
     lost = log.damage.at(end)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from millstream.broker.push_board import PushState
-from millstream.client.admin.message_document import utc
+from millstream.client.admin.messages import utc
 from millstream.client.admin.subscriptions import place_of, start_of, summary_of
 from millstream.core.setting import Setting, settings_of
 from millstream.core.subscription import (
