@@ -20,6 +20,7 @@ from millstream.broker.log.files import Files
 from millstream.broker.log.frame import FRAME_BYTES, read_frame, valid_run
 from millstream.broker.log.ledger import LogKey
 from millstream.broker.log.log import Log
+from millstream.broker.log.producer_replay import ProducerReplay
 from millstream.broker.log.scan import Bad, Scan, SectorWindow
 from millstream.broker.log.segment import Segment
 from millstream.broker.log.state import read_whole, replace_file
@@ -152,6 +153,7 @@ class ScrubStep(Inspection):
     ) -> None:
         super().__init__(log, segment, position, offset)
         self.is_broken = False
+        self._replay: ProducerReplay | None = None
         self._stop = stop
         self.hole = hole
         self.size = 0
@@ -186,11 +188,24 @@ class ScrubStep(Inspection):
         self.is_broken = run.broken or run.end == 0
         self.end, self.next_offset = position + run.end, run.next_offset
 
+    @property
+    def _found_again(self) -> LostRange | None:
+        hole = self.hole
+        return hole if hole is not None and (self.end, self.next_offset) == (hole.end, hole.next_offset) else None
+
+    def replay(self) -> ProducerReplay | None:
+        """What has to be read before `finish`, if a range that is whole again tells of producers."""
+        found, log = self._found_again, self.log
+        if found is None or not self._is_current or not log.needs_replay(found, log.lost_beside(found)):
+            return None
+        self._replay = ProducerReplay(log)
+        return self._replay
+
     def _note(self) -> None:
         if self.hole is None:
             super()._note()
-        elif (self.end, self.next_offset) == (self.hole.end, self.hole.next_offset):
-            self.log.mark_intact(self.hole)
+        elif self._found_again is not None and (self._replay is None or self._replay.error is None):
+            self.log.mark_intact(self.hole, self._replay)
 
 
 class Scrubber:
