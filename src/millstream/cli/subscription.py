@@ -422,6 +422,9 @@ def describe(
         print_table(header, [[queue[key] for key in (*keys, *more)] for queue in queues])
     else:
         print_line("No queue is open; its topics may not exist yet.")
+    for reason in sorted({queue["letter_refusal"] for queue in queues if queue["refused_letters"]}):
+        count = sum(queue["refused_letters"] for queue in queues if queue["letter_refusal"] == reason)
+        print_note(f"{counted(count, 'message')} cannot be dead-lettered: {one_line(reason)}")
     print_push(described)
 
 

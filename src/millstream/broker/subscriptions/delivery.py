@@ -194,6 +194,10 @@ class Delivery:
         """The time from a batch's timestamp to the first delivery of its messages."""
         self.damaged = 0
         """Offsets skipped since the queue was opened because they are damaged or unreadable."""
+        self.refused_letters: set[Offset] = set()
+        """Messages that the dead letter topic refuses for their content."""
+        self.letter_refusal = ""
+        """Why it refused the last of them, and what to do."""
         self.on_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
         self.on_closed: Callable[[Delivery], None] = lambda _delivery: None

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.core.errors import MillstreamError
+from millstream.core.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
 from millstream.protocol.private.leasing import Leased, fresh_until
@@ -162,14 +162,20 @@ class SubscriptionClient:
         return await self._client.call_leader(topic, partition, attempt)
 
     async def describe(
-        self, names: Sequence[str] | None = None, places: Iterable[tuple[str, int]] = (), *, leases: int = 0
+        self,
+        names: Sequence[str] | None = None,
+        places: Iterable[tuple[str, int]] = (),
+        *,
+        leases: int = 0,
+        without_silent: bool = False,
     ) -> list[dict[str, Any]]:
         """Subscriptions with all their queues and some leases, which the nodes that lead them tell.
 
-        Of a single one, queues that have begun are opened, and those on the partitions of `places`.
+        Of a single one, queues that have begun are opened, and those on the partitions of `places`. The queues of nodes
+        that do not answer are left out if that is asked for, unless none does.
         """
         request = ListSubscriptionsRequest(None if names is None else list(names), leases=leases)
-        found = await self._describe_all(request)
+        found = await self._describe_all(request, without_silent=without_silent)
         closed = {*places, *(tuple(place) for described in found.values() for place in described["kept"])} - {
             (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
         }
@@ -186,11 +192,24 @@ class SubscriptionClient:
         leased: int = sum(queue["leased"] for queue in described["queues"])
         return HeldLeases(held, max(0, leased - sum(one.last - one.first + 1 for one in held)))
 
-    async def _describe_all(self, request: ListSubscriptionsRequest) -> dict[str, dict[str, Any]]:
+    async def _describe_all(
+        self, request: ListSubscriptionsRequest, *, without_silent: bool = False
+    ) -> dict[str, dict[str, Any]]:
         """What all nodes tell of subscriptions, put together."""
         found: dict[str, dict[str, Any]] = {}
-        for node in await self._nodes():
-            for described in (await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)).subscriptions:
+        silent: list[MillstreamError] = []
+        nodes = await self._nodes()
+        for node in nodes:
+            try:
+                answer = await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)
+            except (BrokerUnreachable, RequestTimedOut) as error:
+                # There may be other nodes by now.
+                self._known_nodes = []
+                silent.append(error)
+                if not without_silent or len(silent) == len(nodes):
+                    raise
+                continue
+            for described in answer.subscriptions:
                 known = found.setdefault(described["name"], described)
                 if known is not described:
                     for part in known.keys() & {"queues", "push", "kept", "leases"}:

@@ -151,4 +151,6 @@ def _queue(delivery: Delivery) -> dict[str, Any]:
         **queue.counts._asdict(),
         **{name: queue.counter(kind) for name, kind in _COUNTERS.items()},
         "redelivered": queue.redelivered,
+        "refused_letters": len(delivery.refused_letters),
+        "letter_refusal": delivery.letter_refusal if delivery.refused_letters else "",
     }

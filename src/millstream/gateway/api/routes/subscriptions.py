@@ -131,6 +131,10 @@ class QueueState(msgspec.Struct, frozen=True):
     dropped: int
     filtered: int
     redelivered: int
+    refused_letters: int
+    """Messages on their way to the dead letter topic that it refuses, since they are too large for it."""
+    letter_refusal: str
+    """Why, and what to do about it."""
 
 
 class NodePushState(PushState, frozen=True, kw_only=True):
