@@ -37,13 +37,15 @@ class Cluster(Client):
         nodes: Any = {ONE: "one", TWO: "two"}
         return ClusterMetadata(cluster_id="", controller_id=ONE, nodes=nodes, topics={DEAD: topic}, errors={})
 
-    async def private(self, node: NodeId | None, key: int, body: bytes, *, waits: bool = False) -> Any:
+    async def private(
+        self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0, waits: bool = False
+    ) -> memoryview[int]:
         if node == TWO and self.away_for:
             self.away_for -= 1
             raise BrokerUnreachable("node 2 is away")
         queue = {"topic": DEAD, "partition": 0 if node == ONE else 1, "backlog": 3, "refused_letters": 0}
         letters = _declared(LETTERS_PREFIX + DEAD, NO_DEAD_LETTERS, [queue])
-        return json.dumps({"error": 0, "subscriptions": [_declared("billing", DEAD, []), letters]}).encode()
+        return memoryview(encode(ListSubscriptionsResponse(subscriptions=[_declared("billing", DEAD, []), letters])))
 
 
 def _declared(name: str, dead_letter_topic: str, queues: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from millstream.broker.log.indexes import LoadedIndexes, build_index, load_index
 from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.scan import Scan, SectorWindow
 from millstream.broker.log.segment import Segment
-from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice, Verify, read_segment
+from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice, Verify, unreadable
 from millstream.core.clock import Clock
 from millstream.core.errors import CorruptBatch
 
@@ -83,7 +83,7 @@ class Reader:
                 self.verify(segment, position, min(position + WALK_BYTES, cold_to))
                 stop = segment.verification.end if segment.verification.end < cold_to else end
             size = min(WALK_BYTES, segment.readable_from(position))
-            chunk = read_segment(self._files, segment, descriptor, size, position)
+            chunk = self._read(segment, descriptor, size, position)
             at = 0
             while len(chunk) - at >= FRAME_BYTES and position + at < stop:
                 frame = self._frame(segment, chunk, at, position + at)
@@ -223,8 +223,14 @@ class Reader:
             end, next_offset = frame.end_position, frame.next_offset
         return end, next_offset
 
+    def _read(self, segment: Segment, descriptor: int, size: int, position: int) -> bytes:
+        try:
+            return self._files.read_at(descriptor, size, position)
+        except OSError as error:
+            raise unreadable(segment, position, error) from error
+
     def _read_at(self, segment: Segment, descriptor: int, size: int, position: int) -> bytes:
-        data = read_segment(self._files, segment, descriptor, size, position)
+        data = self._read(segment, descriptor, size, position)
         if len(data) != size:
             raise BrokenSegment(segment, position + len(data))
         return data
@@ -258,7 +264,7 @@ class Reader:
         position = segment.verification.end
         stop = min(stop, position + segment.readable_from(position))
         size = min(max(VERIFY_BYTES, stop - position), segment.readable_from(position))
-        data = read_segment(self._files, segment, descriptor, size, position)
+        data = self._read(segment, descriptor, size, position)
         run = self._valid_run(segment, data, stop)
         if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES:
             # The first batch is larger than what was read.

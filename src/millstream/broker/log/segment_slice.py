@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from millstream.broker.log.files import Files
 from millstream.broker.log.open_files import OpenFiles
 from millstream.broker.log.scan import UNREADABLE_ERRORS
 from millstream.broker.log.segment import Segment
@@ -29,14 +28,9 @@ class BrokenSegment(CorruptBatch):
         self.position = position
 
 
-def read_segment(files: Files, segment: Segment, descriptor: int, size: int, position: int) -> bytes:
-    """Read a segment; bytes that the disk cannot read any more are damage as other bytes would be."""
-    try:
-        return files.read_at(descriptor, size, position)
-    except OSError as error:
-        if error.errno not in UNREADABLE_ERRORS:
-            raise
-        raise BrokenSegment(segment, position, error) from error
+def unreadable(segment: Segment, position: int, error: OSError) -> OSError | BrokenSegment:
+    """What to raise for a failed read: bytes that the disk cannot read any more are damage as other bytes would be."""
+    return BrokenSegment(segment, position, error) if error.errno in UNREADABLE_ERRORS else error
 
 
 class SegmentSlice:
@@ -114,7 +108,10 @@ class SegmentSlice:
         segment.used = True
         if self._verify is not None and 0 <= self._stamp != self._open_files.files.stamp(descriptor):
             self._verify(segment, self._position + at, self._position + at + size)
-        data = read_segment(self._open_files.files, segment, descriptor, size, self._position + at)
+        try:
+            data = self._open_files.files.read_at(descriptor, size, self._position + at)
+        except OSError as error:
+            raise unreadable(segment, self._position + at, error) from error
         if len(data) != size:
             raise BrokenSegment(segment, self._position + at + len(data))
         segment.suspect = False
