@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,14 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 from confluent_kafka.cimpl import NewTopic
+from kio.schema.incremental_alter_configs.v1.request import (
+    AlterableConfig,
+    AlterConfigsResource,
+    IncrementalAlterConfigsRequest,
+)
+from kio.static.primitive import i8
 
+from millstream.protocol.wire.client import Client
 from millstream_testing.server import Server
 
 WAIT_S = 60.0
@@ -144,3 +152,59 @@ def test_records_are_deleted_and_offsets_listed(server: Server, admin: AdminClie
     for spec, offset in ((specs.earliest(), 3), (specs.latest(), 5)):
         (listed,) = admin.list_offsets({where: spec}, request_timeout=WAIT_S).values()
         assert listed.result(WAIT_S).offset == offset
+
+
+async def set_for_all_nodes(server: Server, **settings: str) -> None:
+    """As kafka-configs.sh --entity-default does it; confluent-kafka does not take the empty name."""
+    configs = tuple(
+        AlterableConfig(name=name.replace("_", "."), config_operation=i8(0), value=value)
+        for name, value in settings.items()
+    )
+    resource = AlterConfigsResource(resource_type=i8(4), resource_name="", configs=configs)
+    async with Client.connect(server.kafka) as client:
+        request = IncrementalAlterConfigsRequest(resources=(resource,), validate_only=False)
+        (answer,) = (await client.send(None, request)).responses
+    assert (answer.error_code, answer.error_message) == (0, None)
+
+
+def refused_to(server: Server, topic: str, value: bytes) -> KafkaError | None:
+    told: list[KafkaError | None] = []
+    producer = Producer({"bootstrap.servers": server.kafka, "log_level": 0})
+    producer.produce(topic, value, on_delivery=lambda error, _: told.append(error))
+    assert producer.flush(WAIT_S) == 0
+    return told[0]
+
+
+def test_settings_of_nodes_are_changed_while_they_run(start_server: Callable[..., Server]) -> None:
+    """As kafka-configs.sh --alter --entity-type brokers does it, for one node and for all of them."""
+    server = start_server()
+    admin = AdminClient({"bootstrap.servers": server.kafka, "log_level": 0})
+    (future,) = admin.create_topics([NewTopic("followed", num_partitions=1)]).values()
+    future.result(WAIT_S)
+
+    def set_for_node(name: str, value: str) -> None:
+        entry = ConfigEntry(name, value, incremental_operation=AlterConfigOpType.SET)
+        resource = ConfigResource(ResourceType.BROKER, "1", incremental_configs=[entry])
+        (future,) = admin.incremental_alter_configs([resource]).values()
+        future.result(WAIT_S)
+
+    def shown(kind: ResourceType, name: str, setting: str) -> tuple[str, int, bool]:
+        (future,) = admin.describe_configs([ConfigResource(kind, name)]).values()
+        found = future.result(WAIT_S)[setting]
+        return found.value, found.source, found.is_read_only
+
+    asyncio.run(set_for_all_nodes(server, log_retention_ms="3600000", message_max_bytes="2000"))
+    set_for_node("log.retention.ms", "7200000")
+    for _ in range(2):
+        assert shown(ResourceType.BROKER, "1", "message.max.bytes") == ("2000", 3, False)
+        assert shown(ResourceType.BROKER, "1", "log.retention.ms") == ("7200000", 2, False)
+        assert shown(ResourceType.TOPIC, "followed", "retention.ms")[0] == "7200000"
+        refused = refused_to(server, "followed", b"x" * 5000)
+        assert refused is not None
+        assert refused.code() == KafkaError.MSG_SIZE_TOO_LARGE
+        # What was set outlives a kill.
+        server.kill()
+        server.start()
+    error = refusal(lambda: set_for_node("num.partitions", "7"))
+    assert error.code() == KafkaError.INVALID_REQUEST
+    assert "num.partitions: set default-partitions in the node's flags" in error.str()

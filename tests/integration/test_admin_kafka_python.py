@@ -111,6 +111,21 @@ def test_settings_are_changed_in_both_ways(admin: KafkaAdminClient, created: str
     assert settings_of(admin, created).keys() == {"millstream.owner"}
 
 
+@pytest.mark.parametrize("incremental", [True, False])
+def test_settings_of_a_node_are_changed_in_both_ways(admin: KafkaAdminClient, created: str, incremental: bool) -> None:
+    admin.alter_configs(
+        [ConfigResource(ConfigResourceType.BROKER, "1", {"log.retention.bytes": "5000"})], incremental=incremental
+    )
+    described = admin.describe_configs([ConfigResource(ConfigResourceType.BROKER, "1", ["log.retention.bytes"])])
+    assert described["broker"]["1"]["log.retention.bytes"]["value"] == "5000"
+    reset = ConfigResource(ConfigResourceType.BROKER, "1", ["log.retention.bytes"])
+    admin.reset_configs([reset], incremental=incremental)
+    described = admin.describe_configs(
+        [ConfigResource(ConfigResourceType.BROKER, "1", ["log.retention.bytes"])], config_filter="all"
+    )
+    assert described["broker"]["1"]["log.retention.bytes"]["value"] == "-1"
+
+
 def test_what_has_settings_is_listed(admin: KafkaAdminClient, created: str) -> None:
     listed = admin.list_config_resources()
     assert created in listed["topic"]

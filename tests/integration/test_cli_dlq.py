@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from datetime import timedelta
 from typing import Any
@@ -112,6 +113,31 @@ def test_what_dies_again_is_redriven_again(millstream: CommandLine, name: str) -
         wait_until(lambda: open_letters(millstream, name) == LETTERS)
 
 
+def test_a_letter_that_is_too_large_for_its_topic_is_told_until_it_fits(millstream: CommandLine) -> None:
+    name, dead = "narrow", "narrow-dead"
+    assert millstream("topic", "create", name).code == 0
+    assert millstream("topic", "create", dead, "--set", "max.message.bytes=2000").code == 0
+    options = ("--topic", name, "--start", "start", "--dead-letter", dead)
+    assert millstream("subscription", "create", name, *options).code == 0
+    assert millstream.process("publish", name, stdin=b"x" * 5000 + b"\n").code == 0
+    assert millstream("subscription", "pull", name, "--wait", 60, "--reject", "no").code == 0
+
+    def listed() -> dict[str, Any]:
+        told = millstream("dlq", "list", "--json").document["dead_letters"]
+        return next(one for one in told if one["topic"] == dead)
+
+    wait_until(lambda: listed()["refused"] == 1)
+    (reason,) = listed()["refusals"]
+    wanted = re.search(rf"millstream topic alter {dead} --set (max.message.bytes=\d+)", reason)
+    assert wanted is not None, reason
+    assert f"1 message cannot be dead-lettered: {reason}\n" in millstream("dlq", "list").err
+    (found,) = [one for one in millstream("doctor", "--json").document["findings"] if one["check"] == "dead letters"]
+    assert found["detail"] == "the dead letter topic of subscription narrow refuses 1 message"
+    assert millstream("topic", "alter", dead, "--set", wanted[1]).code == 0
+    wait_until(lambda: listed()["letters"] == 1)
+    assert (listed()["refused"], listed()["unreached"]) == (0, [])
+
+
 def test_letters_whose_originals_are_gone_are_left_open_and_can_be_published(
     server: Server, millstream: CommandLine, name: str
 ) -> None:
@@ -180,7 +206,7 @@ def test_open_letters_are_not_lost_without_force(server: Server, millstream: Com
     assert (refused.code, f"{LETTERS - 5} open dead letters" in refused.err) == (5, True)
     assert millstream("subscription", "delete", name, "--yes", "--force").code == 0
     orphans = next(one for one in millstream("dlq", "list", "--json").document["dead_letters"] if one["topic"] == dead)
-    assert orphans == {"topic": dead, "subscriptions": [], "letters": LETTERS - 5}
+    assert (orphans["subscriptions"], orphans["letters"], orphans["unreached"]) == ([], LETTERS - 5, [])
     refused = millstream("dlq", "redrive", dead)
     assert (refused.code, "there is no subscription" in refused.err) == (5, True)
     assert millstream("topic", "delete", dead, "--yes", "--force").code == 0

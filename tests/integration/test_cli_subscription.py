@@ -1,11 +1,18 @@
-"""Subscriptions by command: what is told of messages that are taken, and of what is not there."""
+"""Subscriptions by command: what is told of messages that are taken, by whom, and of what is not there."""
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
+import httpx
 import pytest
 
+import millstream as sdk
 from millstream_testing.command import CommandLine
 from millstream_testing.server import Server
+
+LEASE_S = 600
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +69,45 @@ def test_a_pull_tells_what_became_of_the_messages(millstream: CommandLine, name:
     assert millstream(*pull, "--accept").err == "Accepted 1 message.\n"
     assert millstream("subscription", "pull", name, "--accept").err == "No messages now.\n"
     assert millstream("subscription", "pull", name, "--accept", "--json").err == ""
+
+
+def test_who_holds_a_message_is_told_by_every_door(server: Server, millstream: CommandLine, name: str) -> None:
+    assert millstream("subscription", "update", name, "--lease", LEASE_S).code == 0
+    assert "No worker holds a message." in millstream("subscription", "leases", name).out
+    assert millstream.process("publish", name, stdin=b"a\nb\nc\nd\n").code == 0
+    assert "1 message held until" in millstream("subscription", "pull", name, "--wait", 60, "-n", 1).err
+    with httpx.Client(base_url=f"http://{server.http}/v1/subscriptions/{name}", timeout=60) as http:
+        pull = http.post("/messages:pull", json={"max": 1, "wait_ms": 60_000, "worker": "till-7"})
+        assert len(pull.json()["messages"]) == 1
+        reached_from = pull.extensions["network_stream"].get_extra_info("client_addr")
+        connected = sdk.connect_sync(server.kafka, client_id="packer-3")
+        with connected as ms, ms.subscription(name, name=name) as messages:
+            held = [next(messages), next(messages)]
+            assert [message.offset for message in held] == [2, 3]
+            by_sdk = ms.leases(name)
+            by_http = http.get("/leases").json()
+            by_command = json.loads(millstream("subscription", "leases", name, "--json").out)
+            table = millstream("subscription", "leases", name).out
+            cut = ms.leases(name, limit=1)
+    assert (by_sdk.left_out, by_http["left_out"], by_command["left_out"]) == (0, 0, 0)
+    # The last two may have come one by one, and end at different times then.
+    assert [offset for one in by_sdk.leases for offset in range(one.first, one.last + 1)] == [0, 1, 2, 3]
+    assert all(one.attempt == 1 and 0 < one.left_ms <= LEASE_S * 1000 < one.deadline_ms for one in by_sdk.leases)
+    cli, till, packer = by_sdk.leases[:3]
+    assert cli.worker.startswith("cli/")
+    assert (till.worker, till.address) == ("http/till-7", ":".join(map(str, reached_from)))
+    assert (packer.worker.split("/")[0], packer.client_id) == ("packer-3", "packer-3")
+    assert packer.address.startswith("127.0.0.1:")
+    for told in (by_http["leases"], by_command["leases"]):
+        assert [_identity(one) for one in told] == [_identity(one._asdict()) for one in by_sdk.leases]
+    assert [line.split()[2] for line in table.splitlines()[1:4]] == ["0", "1", "2"]
+    assert "packer-3" in table
+    assert (len(cut.leases), cut.left_out) == (1, 3)
+
+
+def _identity(lease: dict[str, Any]) -> tuple[object, ...]:
+    keys = ("topic", "partition", "first", "last", "attempt", "worker", "client_id", "address")
+    return tuple(lease[key] for key in keys)
 
 
 def test_an_endpoint_to_which_no_node_pushes_is_told(millstream: CommandLine, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import time
@@ -11,10 +12,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import confluent_kafka
+import pytest
 
+from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.frame import FRAME_BYTES, Frame, read_frame
 from millstream.core.subscription import FILTER, ORDERED, START
 from millstream.core.verb import Verb
+from millstream.embedded import EmbeddedBroker
 from millstream.protocol.private.subscriptions import SubscriptionClient
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream.protocol.wire.client import Client
@@ -82,9 +86,9 @@ def harm(path: Path, how: Harm) -> range:
     return range(frame.base_offset, frame.next_offset)
 
 
-def consume(server: Server, start: int, end: int) -> tuple[dict[int, bytes], int]:
+def consume(address: str, start: int, end: int) -> tuple[dict[int, bytes], int]:
     """What a default consumer gets from an offset on, up to the end or to an error, and the offset of that."""
-    consumer = confluent_kafka.Consumer({"bootstrap.servers": server.kafka, "group.id": "reader"})
+    consumer = confluent_kafka.Consumer({"bootstrap.servers": address, "group.id": "reader"})
     consumer.assign([confluent_kafka.TopicPartition(TOPIC, 0, start)])
     found: dict[int, bytes] = {}
     try:
@@ -101,8 +105,8 @@ def consume(server: Server, start: int, end: int) -> tuple[dict[int, bytes], int
         consumer.close()
 
 
-async def fill(server: Server) -> None:
-    async with Client.connect(server.kafka) as client:
+async def fill(address: str) -> None:
+    async with Client.connect(address) as client:
         for first in range(0, BATCH_OFFSETS, RECORDS):
             await client.produce(TOPIC, 0, encode_batch([keyed(first + number) for number in range(RECORDS)]))
 
@@ -111,8 +115,8 @@ def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: P
     with Server(tmp_path / "data", settings={"log-format": "json"}) as server:
         millstream = CommandLine(server.kafka)
         millstream("topic", "create", TOPIC, "--set", "segment.bytes=1048576")
-        asyncio.run(fill(server))
-        found, end = consume(server, 0, BATCH_OFFSETS)
+        asyncio.run(fill(server.kafka))
+        found, end = consume(server.kafka, 0, BATCH_OFFSETS)
         assert end == BATCH_OFFSETS
         paths = sorted(server.data.glob("partitions/*/0/*.log"), key=lambda path: path.stem)
         closed = [path for path in paths if path.stat().st_size > 500_000][:-1]
@@ -130,7 +134,7 @@ def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: P
         start = 0
         stops = []
         while start < BATCH_OFFSETS:
-            found, start = consume(server, start, BATCH_OFFSETS)
+            found, start = consume(server.kafka, start, BATCH_OFFSETS)
             got |= found
             if start < BATCH_OFFSETS:
                 stops.append(start)
@@ -144,7 +148,7 @@ def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: P
             ("sorted", {ORDERED: "true"}),
             ("sifted", {FILTER: "headers.kind = 'good'"}),
         ):
-            asyncio.run(drain(server, name, settings, gone))
+            asyncio.run(drain(server.kafka, name, settings, gone))
 
         # Everything that tells of damage names the same ranges.
         told = [f"{TOPIC}-0: the disk lost the offsets {one.start} to {one.stop - 1}" for one in lost]
@@ -165,12 +169,46 @@ def test_damage_under_a_running_broker_is_found_told_and_passed_over(tmp_path: P
         assert server.stop() == 0
 
 
+def test_what_the_disk_cannot_read_is_found_and_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read_at = DiskFiles.read_at
+    bad: dict[str, range] = {}
+
+    def fail_to_read(descriptor: int, size: int, at: int) -> bytes:
+        unreadable = bad.get(os.readlink(f"/proc/self/fd/{descriptor}"), range(0))
+        if at < unreadable.stop and unreadable.start < at + size:
+            raise OSError(errno.EIO, "Input/output error")
+        return read_at(descriptor, size, at)
+
+    broker = EmbeddedBroker(tmp_path / "data", settings={"scrub-bytes-per-s": 0})
+    broker.start_and_wait()
+    try:
+        millstream = CommandLine(broker.kafka_address)
+        millstream("topic", "create", TOPIC, "--set", "segment.bytes=1048576")
+        asyncio.run(fill(broker.kafka_address))
+        paths = sorted(tmp_path.glob("data/partitions/*/0/*.log"), key=lambda path: path.stem)
+        path = next(path for path in paths if path.stat().st_size > 500_000)
+        frame = list(frames(path))[3]
+        lost = range(frame.base_offset, frame.next_offset)
+        bad[str(path)] = range(frame.position + 9000, frame.position + 9001)
+        monkeypatch.setattr(DiskFiles, "read_at", staticmethod(fail_to_read))
+        got, stop = consume(broker.kafka_address, 0, BATCH_OFFSETS)
+        assert stop == lost.start
+        rest, end = consume(broker.kafka_address, lost.stop, BATCH_OFFSETS)
+        assert end == BATCH_OFFSETS
+        assert {**got, **rest} == {offset: value_of(offset) for offset in range(BATCH_OFFSETS) if offset not in lost}
+        asyncio.run(drain(broker.kafka_address, "plain", {}, set(lost)))
+        (partition,) = millstream("topic", "describe", TOPIC, "--json").document["partitions"]
+        assert partition["damage"] == [{"first": lost.start, "next": lost.stop}]
+    finally:
+        broker.stop_and_wait()
+
+
 def test_the_scrub_finds_what_nobody_reads(tmp_path: Path) -> None:
     settings = {"scrub-interval-ms": 100, "scrub-bytes-per-s": 100_000_000}
     with Server(tmp_path / "data", settings=settings) as server:
         millstream = CommandLine(server.kafka)
         millstream("topic", "create", TOPIC, "--set", "segment.bytes=1048576")
-        asyncio.run(fill(server))
+        asyncio.run(fill(server.kafka))
         paths = sorted(server.data.glob("partitions/*/0/*.log"), key=lambda path: path.stem)
         first, second, *_ = [path for path in paths if path.stat().st_size > 500_000]
         lost = [harm(first, flip_payload), harm(second, flip_base_offset)]
@@ -196,8 +234,8 @@ def metrics_of(server: Server) -> str:
     return answer.decode()
 
 
-async def drain(server: Server, name: str, settings: dict[str, str], gone: set[int]) -> None:
-    async with Client.connect(server.kafka) as client:
+async def drain(address: str, name: str, settings: dict[str, str], gone: set[int]) -> None:
+    async with Client.connect(address) as client:
         subscriptions = SubscriptionClient(client)
         await subscriptions.create(name, [TOPIC], {**settings, START: "earliest"})
         seen: dict[int, int] = {}

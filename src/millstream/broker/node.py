@@ -238,9 +238,14 @@ class Broker:
             dispatch,
             limits=ConnectionLimits(frame_bytes_max=config.request_bytes_max),
             budget=budget,
-            connections_max=config.connections_max,
+            connections_max=core.topics.broker_settings.connections_max,
             idle_s=config.connection_idle_ms / 1000,
         )
+
+        def follow_settings() -> None:
+            listener.connections_max = core.topics.broker_settings.connections_max
+
+        core.topics.broker_settings.when_changed(follow_settings)
         await listener.start(self._kafka_socket)
         undo.push_async_callback(listener.drain, config.shutdown_ms / 1000)
         self._serving = self._supervise("APIs", self._serve(dispatch, core, listener, budget, store))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from millstream import __version__
@@ -202,7 +202,8 @@ async def _status_findings(client: Client, brokers: str) -> list[Finding]:
     if status is None:
         advice = "checks of its inside are left out; if it is a Millstream node, look at its log"
         return [warning("status", f"{brokers} does not tell its status; it may be another kind of broker", advice)]
-    damage = _damage(await _lost_of_all(client, status))
+    statuses = await _statuses(client, status)
+    damage = [*_damage(_lost_of_all(statuses)), *_refused_letters(statuses.values())]
     findings = [_version(status), _readiness(status), *_warned(status), *damage, _clock(status)]
     return [*findings, *await check_pipelines(client, status), *_held(status), await _http(status)]
 
@@ -226,15 +227,41 @@ def _warned(status: dict[str, Any]) -> Iterator[Finding]:
         yield warning("cluster", text, "millstream cluster status shows the nodes and partitions that are concerned")
 
 
-async def _lost_of_all(client: Client, status: dict[str, Any]) -> list[tuple[str, DamagedOffsets]]:
-    """Return the damage of all nodes, each with the node's name if there are several."""
-    nodes = (await client.metadata([])).nodes
-    found: list[tuple[str, DamagedOffsets]] = []
-    for node in sorted(nodes):
+async def _statuses(client: Client, status: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The status of each node; empty for one that gives none."""
+    found: dict[int, dict[str, Any]] = {}
+    for node in sorted((await client.metadata([])).nodes):
         answer = status if node == status["node_id"] else await node_status(client, node)
-        if answer is not None and "damage" in answer:
-            found += [(f"node {node}: " if len(nodes) > 1 else "", one) for one in damage_in(answer)]
+        found[node] = {} if answer is None else answer
     return found
+
+
+def _lost_of_all(statuses: Mapping[int, dict[str, Any]]) -> list[tuple[str, DamagedOffsets]]:
+    """What the disks of all nodes lost, each with what to say before it: the node, where there are several."""
+    return [
+        (f"node {node}: " if len(statuses) > 1 else "", one)
+        for node, status in statuses.items()
+        if "damage" in status
+        for one in damage_in(status)
+    ]
+
+
+def _samples(status: Mapping[str, Any], metric: str) -> Iterator[tuple[float, dict[str, str]]]:
+    for one in status.get("metrics", []):
+        if one["name"] == metric:
+            yield from one["samples"]
+
+
+def _refused_letters(statuses: Iterable[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Messages that failed for good and are not dead letters yet, since the topic does not take them."""
+    refused: Counter[str] = Counter()
+    for status in statuses:
+        for value, labels in _samples(status, "millstream_subscription_refused_letters"):
+            refused[labels["subscription"]] += int(value)
+    for name, count in refused.most_common(_BROKER_CHECK_SHOWN_MAX):
+        if count:
+            detail = f"the dead letter topic of subscription {name} refuses {counted(count, 'message')}"
+            yield warning("dead letters", detail, "millstream dlq list says why, and what to do about it")
 
 
 def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
@@ -249,10 +276,9 @@ def _damage(lost: list[tuple[str, DamagedOffsets]]) -> Iterator[Finding]:
 
 
 def _held(status: dict[str, Any]) -> Iterator[Finding]:
-    """Report records that are past their retention and wait for a consumer that may never come."""
-    samples = [one["samples"] for one in status.get("metrics", []) if one["name"] == "millstream_log_held_bytes"]
+    """What is past its retention and waits for somebody who may never come."""
     held: Counter[str] = Counter()
-    for value, labels in (sample for listed in samples for sample in listed):
+    for value, labels in _samples(status, "millstream_log_held_bytes"):
         held[labels["topic"]] += int(value)
     for topic, size in held.most_common(_BROKER_CHECK_SHOWN_MAX):
         detail = f"topic {topic} keeps {size:,} bytes past its retention that are not delivered or not landed yet"

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 Work = Callable[["DeadLetterDesk", Outcome, Wanted | None], Awaitable[None]]
 
+PATIENCE_S = 5.0
+"""So long a failover is waited out before letters are counted without some partitions."""
+
 app = typer.Typer(help="List, show, redrive and purge dead letters.", no_args_is_help=True)
 
 Name = Annotated[
@@ -57,7 +60,7 @@ def list_(
     async def question(client: Client) -> list[DeadLetterTopic]:
         from millstream.client.admin.dead_letter import dead_letter_topics
 
-        return await dead_letter_topics(client)
+        return await dead_letter_topics(client, patience_s=min(timeout, PATIENCE_S))
 
     found = ask(brokers, timeout, question)
     if as_json:
@@ -69,6 +72,15 @@ def list_(
         )
     else:
         print_line("No subscription keeps dead letters.")
+    for one in found:
+        if one.unreached:
+            partitions = ", ".join(map(str, one.unreached))
+            print_note(
+                f"Topic {one_line(one.topic)} may have more letters: nobody answered for partition {partitions}; "
+                "see millstream cluster status."
+            )
+        for reason in one.refusals:
+            print_note(f"{counted(one.refused, 'message')} cannot be dead-lettered: {one_line(reason)}")
 
 
 @app.command("show")

@@ -1,4 +1,4 @@
-"""`millstream subscription`: create, list, describe, update, delete, pull, seek, pause and resume subscriptions."""
+"""`millstream subscription`: create, list, describe and change subscriptions; see who holds what; pull, seek, pause."""
 
 from __future__ import annotations
 
@@ -422,7 +422,36 @@ def describe(
         print_table(header, [[queue[key] for key in (*keys, *more)] for queue in queues])
     else:
         print_line("No queue is open; its topics may not exist yet.")
+    for reason in sorted({queue["letter_refusal"] for queue in queues if queue["refused_letters"]}):
+        count = sum(queue["refused_letters"] for queue in queues if queue["letter_refusal"] == reason)
+        print_note(f"{counted(count, 'message')} cannot be dead-lettered: {one_line(reason)}")
     print_push(described)
+
+
+@app.command("leases")
+def leases(
+    name: Name,
+    limit: Annotated[int, typer.Option("-n", metavar="NUMBER", min=1, max=10_000, help="At most so many.")] = 1000,
+    as_json: AsJson = False,
+    brokers: Brokers = DEFAULT_BROKERS,
+    timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
+) -> None:
+    """Show which worker holds which messages, until when and in which attempt, the oldest first."""
+    held = _ask(brokers, timeout, lambda subscriptions: subscriptions.leases(name, limit=limit))
+    if as_json:
+        print_json({"subscription": name, "leases": [one._asdict() for one in held.leases], "left_out": held.left_out})
+        return
+    if not held.leases:
+        print_line("No worker holds a message.")
+        return
+    header = ("topic", "partition", "first", "last", "attempt", "ends-in", "worker", "client-id", "address")
+    rows = [
+        (*one[:5], f"{one.left_ms / 1000:.1f} s", one_line(one.worker), one_line(one.client_id) or "-", one.address)
+        for one in held.leases
+    ]
+    print_table(header, rows)
+    if held.left_out:
+        print_note(f"Workers hold {counted(held.left_out, 'message')} more; -n shows more.")
 
 
 @app.command("update")

@@ -39,7 +39,7 @@ from millstream.core.errors import InvalidRequest, InvalidSubscription, InvalidT
 from millstream.core.topic import check_topic_name
 from millstream.protocol.private.delivery_state import WAIT_MS_MAX, MessageDelivery, delivery_state
 from millstream.protocol.private.publish_once import partition_of, publish_once
-from millstream.protocol.private.subscriptions import SubscriptionClient
+from millstream.protocol.private.subscriptions import HeldLeases, SubscriptionClient
 from millstream.protocol.records.record import Headers, NewRecord
 from millstream.protocol.wire.client import Client
 
@@ -255,6 +255,12 @@ class Connection:
         check_text("subscription", subscription)
         check_number("wait", wait)
         return await _delivery(self.client, receipt, subscription, wait)
+
+    async def leases(self, subscription: str, *, limit: int = 1000) -> HeldLeases:
+        """Who holds which messages of a subscription, until when and in which attempt; at most `limit` ranges."""
+        check_text("subscription", subscription)
+        check_integer("limit", limit, 1)
+        return await self._subscriptions.leases(subscription, limit=limit)
 
     async def _send(
         self,

@@ -214,6 +214,7 @@ class SyncConnection(Facade[Connection]):
     publish_many = blocking(Connection.publish_many)
     flush = blocking(Connection.flush)
     delivery = blocking(Connection.delivery)
+    leases = blocking(Connection.leases)
     subscribe = wrapping(Connection.subscribe, SyncSubscriber)
     subscription = iterating(Connection.subscription, SyncMessage)
     listen = iterating(Connection.listen, SyncMessage)

@@ -69,6 +69,7 @@ MillstreamError
 ├── LogUnavailable                 the log cannot do this now
 │   ├── StorageFailure             the disk is full or failed; reads go on
 │   │   └── RepairPending          the disk lost these offsets; another replica may have them
+│   │       └── InspectionPending  it is being found out which offsets the disk lost
 │   ├── OffsetOutOfRange
 │   ├── DamagedRange               the disk lost these offsets; others are unharmed
 │   └── PartitionClosed            the partition was deleted or the broker is stopping
@@ -409,6 +410,10 @@ class StorageFailure(LogUnavailable):
 
 class RepairPending(StorageFailure):
     """The disk lost these offsets; they are being fetched from another replica that may have them."""
+
+
+class InspectionPending(RepairPending):
+    """The disk could not read what was asked for; which offsets it lost is being found out."""
 
 
 class OffsetOutOfRange(LogUnavailable):

@@ -99,6 +99,16 @@ class SimulatedDeclarations:
     async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
         """No group has settings of its own."""
 
+    async def broker_settings(self) -> dict[str, dict[str, str]]:
+        """No node has settings of its own."""
+        return {}
+
+    async def change_broker_settings(
+        self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
+    ) -> dict[str, str]:
+        """No node has settings of its own."""
+        return {}
+
     async def subscriptions(self) -> list[Subscription]:
         """Every subscription, by name."""
         return await self._ask(lambda: sorted(self._subscriptions.values(), key=lambda one: one.name))

@@ -209,6 +209,16 @@ def test_settings_of_groups_are_replaced_and_forgotten(catalog: Catalog) -> None
     assert catalog.group_settings() == {"a": {"x": "3"}}
 
 
+def test_settings_of_nodes_are_changed_by_what_is_stored(catalog: Catalog) -> None:
+    assert catalog.change_broker_settings("", {"a": "1", "b": "2"}) == {"a": "1", "b": "2"}
+    assert catalog.change_broker_settings("", {"a": None, "c": "3"}) == {"b": "2", "c": "3"}
+    assert catalog.change_broker_settings("7", {"a": "4"}) == {"a": "4"}
+    assert catalog.change_broker_settings("7", {"b": "5"}, replace=True) == {"b": "5"}
+    # What is unset is told so: a catalog that was lost would otherwise unset it too.
+    assert catalog.change_broker_settings("7", {}, replace=True) == {}
+    assert catalog.broker_settings() == {"": {"b": "2", "c": "3"}, "7": {}}
+
+
 def test_a_new_catalog_has_every_table(catalog: Catalog) -> None:
     assert set(inspect(catalog._engine).get_table_names()) == set(metadata.tables)
 

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from pathlib import Path
+from uuid import UUID
 
 import pytest
+from sqlalchemy import delete
 
+from millstream.broker.catalog.tables import broker_settings
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.embedded_store import EmbeddedStore
 from millstream.broker.cluster.store import Delete, Expect, Put
+from millstream.broker.log.log import Log
+from millstream.broker.log.store import LogStore
 from millstream.core.errors import (
     ClusterForgotten,
     ElectionNotNeeded,
     EligibleUnavailable,
     InvalidReplication,
+    InvalidRequest,
     NodeIdTaken,
     NotLeader,
     PreferredUnavailable,
@@ -25,7 +31,7 @@ from millstream.core.errors import (
 from millstream.core.ids import NodeId, PartitionIndex
 from millstream.core.partition_state import PartitionState
 from millstream.core.quota import CLIENT_ID, PRODUCER_BYTE_RATE, QuotaEntity
-from millstream.core.topic import Topic
+from millstream.core.topic import Topic, TopicPartition, TopicSettings
 from millstream_testing.node_group import GroupNode, NodeGroup
 
 ALL = (NodeId(1), NodeId(2), NodeId(3))
@@ -82,6 +88,48 @@ async def test_topics_grow_change_and_go_through_any_node(tmp_path: Path) -> Non
             group[1].topics.partition("orders", 0)
         again = await group[2].topics.create("orders")
         assert again.topic_id != topic.topic_id
+
+
+def retention(node: GroupNode) -> int:
+    return node.topics.partition("orders", 0).log.settings.retention_ms
+
+
+async def test_what_is_set_for_nodes_holds_everywhere_and_before_a_log_is_opened(tmp_path: Path) -> None:
+    async with NodeGroup(tmp_path) as group:
+        await group[1].topics.create("orders", partitions=1, replication=3)
+        await group[2].topics.alter_broker("", {"log.retention.ms": "70000", "min.insync.replicas": "3"})
+        await group.until(lambda: all(retention(node) == 70_000 for node in group.nodes.values()))
+        assert all(
+            node.topics.partition("orders", 0).log.settings.min_insync_replicas == 3 for node in group.nodes.values()
+        )
+        await group[1].topics.alter_broker("3", {"log.retention.ms": "80000"})
+        await group.until(lambda: retention(group[3]) == 80_000)
+        assert (retention(group[1]), retention(group[2])) == (70_000, 70_000)
+        with pytest.raises(InvalidRequest, match="the nodes are 1, 2, 3"):
+            await group[1].topics.alter_broker("4", {"log.retention.ms": "1"})
+
+        # A node opens its logs by what was agreed on, although the catalog is not asked.
+        await group[3].stop()
+        opened: list[int] = []
+        open_log = LogStore.open_log
+
+        def watched(store: LogStore, topic_id: UUID, partition: TopicPartition, settings: TopicSettings) -> Log:
+            opened.append(settings.retention_ms)
+            return open_log(store, topic_id, partition, settings)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LogStore, "open_log", watched)
+            await group[3].start()
+        assert opened == [80_000]
+
+        # A catalog that has lost it does not unset it; whoever asks does.
+        with group._catalog._change() as connection:
+            connection.execute(delete(broker_settings))
+        await group[1].topics.create("another")
+        assert retention(group[3]) == 80_000
+        for scope in ("3", ""):
+            await group[1].topics.alter_broker(scope, {}, replace=True)
+        await group.until(lambda: all(retention(node) == 7 * 24 * 3600 * 1000 for node in group.nodes.values()))
 
 
 async def test_replicas_by_hand_are_where_they_were_asked_for(tmp_path: Path) -> None:

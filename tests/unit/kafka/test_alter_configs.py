@@ -70,7 +70,7 @@ class TestAlterConfigs:
             (alter(("flush", "os"), ("flush", "os")), ErrorCode.invalid_request, "more than once"),
             (alter(name="nope"), ErrorCode.unknown_topic_or_partition, "nope"),
             (alter(name="no/slash"), ErrorCode.invalid_topic_exception, "no/slash"),
-            (alter(kind=NODE_RESOURCE, name="5"), ErrorCode.invalid_request, "restart"),
+            (alter(("node.id", "7"), kind=NODE_RESOURCE, name="5"), ErrorCode.invalid_request, "restart"),
             (alter(kind=16, name="x"), ErrorCode.invalid_request, "no settings here"),
         ],
     )
@@ -82,6 +82,12 @@ class TestAlterConfigs:
         assert answer.error_code is code
         assert says in answer.error_message
         assert self.overrides(topics) == before
+
+    async def test_what_was_set_for_nodes_is_replaced(self, api: AlterConfigs, topics: Topics) -> None:
+        for given in ({"log.retention.ms": "5", "max.connections": "7"}, {"log.retention.bytes": "6"}):
+            (answer,) = (await ask(api, alter(*given.items(), kind=NODE_RESOURCE, name=""))).responses
+            assert (answer.error_code, topics.broker_settings.of("")) == (ErrorCode.none, given)
+            assert topics.broker_settings.connections_max == int(given.get("max.connections", "10000"))
 
     async def test_a_topic_named_twice_is_refused(self, api: AlterConfigs) -> None:
         twice = MESSAGES.AlterConfigsRequest(resources=alter().resources * 2, validate_only=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from kio.schema.errors import ErrorCode
 
+from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.membership import Membership
 from millstream.broker.cluster.topics import Topics
@@ -20,7 +21,7 @@ from millstream.broker.kafka.apis.incremental_alter_configs import (
     IncrementalAlterConfigs,
 )
 from millstream.core.config import Config
-from millstream.core.topic import TopicSettings
+from millstream.core.topic import CONSUMER_OFFSETS, TopicSettings
 from millstream_testing.asking import ask, ask_in
 
 DESCRIBE: Any = importlib.import_module("kio.schema.describe_configs.v4.request")
@@ -72,12 +73,12 @@ class TestDescribeConfigs:
         (result,) = (await ask(api, self.describe(TOPIC_RESOURCE, "orders", ()))).results
         assert len(result.configs) == len(TopicSettings.declared())
 
-    async def test_the_node_shows_its_settings_read_only(self, api: DescribeConfigs) -> None:
+    async def test_the_node_shows_its_settings(self, api: DescribeConfigs) -> None:
         (result,) = (await ask(api, self.describe(NODE_RESOURCE, "5", everything=True))).results
         configs = {one.name: one for one in result.configs}
         assert set(configs) > set(Config.declared())
         assert len(configs) == len(result.configs)
-        assert all(one.read_only for one in result.configs)
+        assert {one.name for one in result.configs if not one.read_only} == set(DYNAMIC)
         # Under the names by which Kafka's tools look for them, too.
         kafka = {"node.id": "5", "num.partitions": "2", "log.retention.ms": "3600000", "min.insync.replicas": "1"}
         assert {name: configs[name].value for name in kafka} == kafka
@@ -87,9 +88,39 @@ class TestDescribeConfigs:
         assert configs["auto-create-topics"].config_source == 5
         assert configs["connections-max"].documentation
 
-    async def test_nothing_was_set_for_the_whole_cluster(self, api: DescribeConfigs) -> None:
+    async def test_what_was_set_while_nodes_run_is_shown_with_its_source(
+        self, api: DescribeConfigs, topics: Topics
+    ) -> None:
         (result,) = (await ask(api, self.describe(NODE_RESOURCE, ""))).results
         assert (result.error_code, result.configs) == (ErrorCode.none, ())
+        await topics.alter_broker("", {"log.retention.ms": "1111", "log.segment.bytes": "2097152"})
+        await topics.alter_broker("5", {"log.retention.ms": "2222"})
+        retention = [("log.retention.ms", "2222", 2), ("log.retention.ms", "1111", 3)]
+        for kind, name, key, synonyms in (
+            (NODE_RESOURCE, "", "log.retention.ms", retention[1:]),
+            (
+                NODE_RESOURCE,
+                "5",
+                "log.retention.ms",
+                [*retention, ("default-retention-ms", "3600000", 4), ("default-retention-ms", "604800000", 5)],
+            ),
+            (
+                TOPIC_RESOURCE,
+                "orders",
+                "retention.ms",
+                [*retention, ("default-retention-ms", "3600000", 4), ("retention.ms", "604800000", 5)],
+            ),
+            (
+                TOPIC_RESOURCE,
+                "orders",
+                "segment.bytes",
+                [("log.segment.bytes", "2097152", 3), ("segment.bytes", "1073741824", 5)],
+            ),
+        ):
+            (result,) = (await ask(api, self.describe(kind, name, (key,), everything=True))).results
+            (shown,) = result.configs
+            assert [(one.name, one.value, one.source) for one in shown.synonyms] == synonyms
+            assert (shown.value, shown.config_source, shown.read_only) == (synonyms[0][1], synonyms[0][2], False)
 
     @pytest.mark.parametrize(
         ("kind", "name", "code"),
@@ -195,17 +226,78 @@ class TestIncrementalAlterConfigs:
         assert self.overrides(topics) == {"segment.ms": "1000"}
 
     @pytest.mark.parametrize("name", ["5", ""])
-    async def test_a_node_says_where_its_settings_are_changed(self, api: IncrementalAlterConfigs, name: str) -> None:
-        names = ("log.retention.ms", "log.segment.bytes", "no.such")
+    async def test_a_node_says_where_its_settings_are_changed(
+        self, api: IncrementalAlterConfigs, topics: Topics, name: str
+    ) -> None:
+        names = ("log.retention.ms", "num.partitions", "default-retention-ms", "log.cleaner.threads", "no.such")
         asked = self.alter(*((one, SET, "1") for one in names), kind=NODE_RESOURCE, name=name)
         (node,) = (await ask(api, asked)).responses
         assert node.error_code is ErrorCode.invalid_request
         for way in (
-            "log.retention.ms: set default-retention-ms",
-            "log.segment.bytes: set segment.bytes on the topics",
+            "num.partitions: set default-partitions in the node's flags",
+            "default-retention-ms: set log.retention.ms instead",
+            "log.cleaner.threads: compaction runs in one process",
             "no.such: a node has no such setting",
         ):
             assert way in node.error_message
+        assert topics.broker_settings.of(name) == {}
+
+    async def test_topics_follow_what_is_set_for_nodes_unless_they_set_it(
+        self, api: IncrementalAlterConfigs, topics: Topics
+    ) -> None:
+        await topics.create("own", overrides={"retention.ms": "5"})
+        await topics.create(CONSUMER_OFFSETS, internal=True)
+
+        def retention(name: str) -> int:
+            return topics.partition(name, 0).log.settings.retention_ms
+
+        for scope, operation, value, followed in (
+            ("", SET, "70", 70),
+            ("5", SET, "80", 80),
+            ("", SET, "75", 80),
+            ("5", DELETE, None, 75),
+            ("", DELETE, None, 3_600_000),
+        ):
+            asked = self.alter(("log.retention.ms", operation, value), kind=NODE_RESOURCE, name=scope)
+            (answer,) = (await ask(api, asked)).responses
+            assert answer.error_code is ErrorCode.none
+            await topics.create(f"later-{followed}-{scope}")
+            assert (retention("orders"), retention(f"later-{followed}-{scope}")) == (followed, followed)
+            assert (retention("own"), retention(CONSUMER_OFFSETS)) == (5, 3_600_000)
+
+    @pytest.mark.parametrize(
+        ("scope", "change", "code", "says"),
+        [
+            ("", ("log.retention.ms", SET, "soon"), ErrorCode.invalid_config, "log.retention.ms"),
+            ("", ("log.retention.ms", SET, None), ErrorCode.invalid_request, "no value"),
+            ("", ("log.segment.bytes", SET, "1"), ErrorCode.invalid_config, "log.segment.bytes must be at least"),
+            ("", ("max.connections", APPEND, "1"), ErrorCode.invalid_config, "cannot be appended to"),
+            ("6", ("log.retention.ms", SET, "1"), ErrorCode.invalid_request, "the nodes are 5"),
+            ("5", ("min.insync.replicas", SET, "1"), ErrorCode.invalid_request, "holds for the whole cluster"),
+        ],
+    )
+    async def test_what_a_node_cannot_have_is_told(
+        self,
+        api: IncrementalAlterConfigs,
+        topics: Topics,
+        scope: str,
+        change: tuple[str, int, str | None],
+        code: ErrorCode,
+        says: str,
+    ) -> None:
+        (answer,) = (await ask(api, self.alter(change, kind=NODE_RESOURCE, name=scope))).responses
+        assert answer.error_code is code
+        assert says in answer.error_message
+        assert topics.broker_settings.of(scope) == {}
+
+    async def test_a_list_of_all_nodes_is_appended_to_and_nothing_is_changed_to_validate(
+        self, api: IncrementalAlterConfigs, topics: Topics
+    ) -> None:
+        change = self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name="", validate_only=True)
+        (answer,) = (await ask(api, change)).responses
+        assert (answer.error_code, topics.broker_settings.of("")) == (ErrorCode.none, {})
+        await ask(api, self.alter(("log.cleanup.policy", APPEND, "compact"), kind=NODE_RESOURCE, name=""))
+        assert topics.partition("orders", 0).log.settings.cleanup_policy == "delete,compact"
 
     async def test_nodes_and_other_things_are_not_changed_here(self, api: IncrementalAlterConfigs) -> None:
         change = ("connections-max", SET, "5")
@@ -213,8 +305,7 @@ class TestIncrementalAlterConfigs:
         (logger,) = (await ask(api, self.alter(change, kind=8, name="5"))).responses
         (nobody,) = (await ask(api, self.alter(("flush", SET, "os"), name="nope"))).responses
         assert node.error_code is logger.error_code is ErrorCode.invalid_request
-        assert "read-only" in node.error_message
-        assert "connections-max: set connections-max in the node's flags" in node.error_message
+        assert "connections-max: set max.connections instead" in node.error_message
         assert nobody.error_code is ErrorCode.unknown_topic_or_partition
         (misnamed,) = (await ask(api, self.alter(("flush", SET, "os"), name="no/slash"))).responses
         assert misnamed.error_code is ErrorCode.invalid_topic_exception

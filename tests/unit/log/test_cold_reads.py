@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from errno import EIO
+from pathlib import Path
 from uuid import UUID
 
 import pytest
 
+from millstream.broker.log import scan as scan_module
+from millstream.broker.log.files import DiskFiles
 from millstream.broker.log.log import Log
 from millstream.broker.log.reader import VERIFIED_S
 from millstream.broker.log.segment import FRESH_S
 from millstream.broker.log.segment_slice import BrokenSegment
 from millstream.broker.log.store import LogStore
-from millstream.core.errors import DamagedRange
+from millstream.core.clock import SystemClock
+from millstream.core.errors import DamagedRange, InspectionPending, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.batch import BatchHeader
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream_testing.clock import ManualClock
 from millstream_testing.files import MemoryFiles
@@ -125,3 +134,111 @@ def test_a_file_that_is_removed_is_lost_and_what_is_behind_it_is_served(log: Log
     served, lost = read_all(log)
     assert lost == [(gone.base_offset, gone.next_offset)]
     assert served == [number for number in range(COUNT) if not gone.base_offset <= number < gone.next_offset]
+
+
+# -- what the disk cannot read ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def harm(files: MemoryFiles, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, range], None]:
+    """Have the disk fail to read some bytes of a file."""
+    monkeypatch.setattr(scan_module, "_SECTOR_BYTES", 50)
+    read_at = files.read_at
+
+    def harm(path: str, bad: range) -> None:
+        harmed = files._file(path)
+
+        def fail_to_read(descriptor: int, size: int, at: int, /) -> bytes:
+            if files._opened(descriptor) is harmed and at < bad.stop and bad.start < at + size:
+                raise OSError(EIO, "Input/output error")
+            return read_at(descriptor, size, at)
+
+        monkeypatch.setattr(files, "read_at", fail_to_read)
+
+    return harm
+
+
+def test_a_sector_that_cannot_be_read_is_damage(
+    log: Log, clock: ManualClock, harm: Callable[[str, range], None]
+) -> None:
+    clock.advance_ms(int(VERIFIED_S * 1000) + 1)
+    path, position = place_of(log, 17)
+    harm(path, range(position + PAYLOAD_AT, position + PAYLOAD_AT + 1))
+    assert read_all(log) == without(17)
+    assert log.damaged_ranges == ((17, 18),)
+
+
+def test_a_file_that_cannot_be_read_at_all_is_not_passed_over(
+    log: Log, clock: ManualClock, harm: Callable[[str, range], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock.advance_ms(int(VERIFIED_S * 1000) + 1)
+    path, _ = place_of(log, 17)
+    with monkeypatch.context():
+        harm(path, range(1 << 30))
+        with pytest.raises(StorageFailure, match="Input/output error"):
+            read_all(log)
+    assert log.damaged_ranges == ()
+
+
+def overwrite(path: str, position: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(position)
+        file.write(b"?")
+
+
+async def test_what_is_lost_is_found_out_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = DiskFiles()
+    store = LogStore.open(tmp_path, files=files, clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9)
+    running = asyncio.create_task(store.run())
+    await asyncio.sleep(0)
+    log = store.open_log(UUID(int=5), TopicPartition("orders", PartitionIndex(0)), SETTINGS)
+    for number in range(COUNT):
+        log.append(encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)]), leader_epoch=Epoch(0))
+    path, position = place_of(log, 17)
+    overwrite(path, position + PAYLOAD_AT)
+    log.segments.containing(17).forget_verified()
+    looked_again = asyncio.Event()
+    log.damage.on_change = looked_again.set
+    scanned_in: list[bool] = []
+    scan = scan_module.Scan.__iter__
+    loop_thread = threading.get_ident()
+
+    def counted(one: scan_module.Scan) -> Iterator[BatchHeader | scan_module.Bad]:
+        scanned_in.append(threading.get_ident() == loop_thread)
+        return scan(one)
+
+    monkeypatch.setattr(scan_module.Scan, "__iter__", counted)
+    for _ in range(3):
+        # Until it is known, nothing is passed over, and nobody looks twice.
+        with pytest.raises(InspectionPending, match="is being found out"):
+            log.read(17, max_bytes=500, up_to=log.end_offset)
+    await looked_again.wait()
+    assert scanned_in == [False]
+    assert read_all(log) == without(17)
+    await store.close()
+    await running
+
+
+async def test_what_was_cut_off_while_it_was_looked_at_is_not_lost(tmp_path: Path) -> None:
+    store = LogStore.open(
+        tmp_path, files=DiskFiles(), clock=SystemClock(), journal_bytes=1 << 20, producer_expiry_ms=10**9
+    )
+    running = asyncio.create_task(store.run())
+    await asyncio.sleep(0)
+    log = store.open_log(UUID(int=5), TopicPartition("orders", PartitionIndex(0)), SETTINGS)
+    for number in range(COUNT):
+        log.append(encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)]), leader_epoch=Epoch(0))
+    path, position = place_of(log, 17)
+    overwrite(path, position + PAYLOAD_AT)
+    log.segments.containing(17).forget_verified()
+    looked_again = asyncio.Event()
+    log.damage.on_change = looked_again.set
+    with pytest.raises(InspectionPending):
+        log.read(17, max_bytes=500, up_to=log.end_offset)
+    log.truncate_to(5)
+    for number in range(5, COUNT):
+        log.append(encode_batch([NewRecord(None, b"%0100d" % number, (), 1000)]), leader_epoch=Epoch(0))
+    await looked_again.wait()
+    assert read_all(log) == without()
+    await store.close()
+    await running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from uuid import UUID
 
@@ -12,10 +12,12 @@ import pytest
 
 from millstream.broker.log.log import Log
 from millstream.broker.log.range_repair import RangeRepair, fit_batches
+from millstream.broker.log.scan import Bad, Scan
 from millstream.broker.log.store import LogStore
 from millstream.core.errors import CorruptBatch, LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
 from millstream.core.ids import Epoch, PartitionIndex
 from millstream.core.topic import TopicPartition, TopicSettings
+from millstream.protocol.records.batch import BatchHeader
 from millstream.protocol.records.record import NewRecord, decode_records, encode_batch
 from millstream.protocol.records.rewrite import empty_batch
 from millstream_testing.batches import encode_values
@@ -259,14 +261,17 @@ class ThreadFiles(MemoryFiles):
         super().sync(descriptor)
 
 
-def test_what_recovery_could_not_read_of_producers_is_learned_when_it_is_back(files: MemoryFiles) -> None:
-    """Lost before it was ever read: the marker of a transaction would be missed, and so would a sequence."""
+def numbered(number: int) -> bytearray:
+    record = NewRecord(None, b"%0100d" % number, (), 1000)
+    return encode_batch([record], producer_id=7, producer_epoch=0, base_sequence=number)
+
+
+def lose_unread(files: MemoryFiles) -> tuple[LogStore, Log, bytes]:
+    """A log of which recovery could not read a batch of a producer, and what that was."""
     store, log = open_log(files)
     given = []
-    for number in range(5):
-        batch = encode_batch(
-            [NewRecord(None, b"%0100d" % number, (), 1000)], producer_id=7, producer_epoch=0, base_sequence=number
-        )
+    for number in range(4):
+        batch = numbered(number)
         log.append(batch, leader_epoch=Epoch(0))
         given.append(bytes(batch))
     store.sync_soon(log)
@@ -276,7 +281,47 @@ def test_what_recovery_could_not_read_of_producers_is_learned_when_it_is_back(fi
     files.flip_bit(path, position + PAYLOAD_AT, 1)
     store, log = open_log(files)
     assert [(lost.first, lost.unread) for lost in log.damage] == [(2, True)]
-    mend(store, log, given[2])
+    return store, log, given[2]
+
+
+def written(log: Log) -> list[int]:
     producer = log.producers.get(7)
     assert producer is not None
-    assert [batch.base_offset for batch in producer.batches] == [0, 1, 2, 3, 4]
+    return [batch.base_offset for batch in producer.batches]
+
+
+def test_what_recovery_could_not_read_of_producers_is_learned_when_it_is_back(files: MemoryFiles) -> None:
+    """Lost before it was ever read: the marker of a transaction would be missed, and so would a sequence."""
+    store, log, given = lose_unread(files)
+    mend(store, log, given)
+    assert written(log) == [0, 1, 2, 3]
+
+
+async def test_producers_are_learned_in_a_thread_while_more_is_written(
+    files: MemoryFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, log, given = lose_unread(files)
+    (lost,) = log.damage
+    loop, loop_thread = asyncio.get_running_loop(), threading.get_ident()
+    is_appended, read_on_loop = threading.Event(), []
+    scan = Scan.__iter__
+
+    def append() -> None:
+        log.append(numbered(4), leader_epoch=Epoch(0))
+        is_appended.set()
+
+    def scan_and_append(one: Scan) -> Iterator[BatchHeader | Bad]:
+        if threading.get_ident() == loop_thread:
+            read_on_loop.append(one.window.end - one.position)
+        else:
+            loop.call_soon_threadsafe(append)
+            assert is_appended.wait(60)
+        return scan(one)
+
+    monkeypatch.setattr(Scan, "__iter__", scan_and_append)
+    await store.repair_range(RangeRepair(log, lost, given, 3))
+    assert not log.damage
+    assert written(log) == [0, 1, 2, 3, 4]
+    # Only what was appended meanwhile.
+    assert read_on_loop == [len(numbered(4))]
+    await store.close()

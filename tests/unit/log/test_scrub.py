@@ -8,6 +8,7 @@ from uuid import UUID
 
 import pytest
 
+from millstream.broker.log import scan as scan_module
 from millstream.broker.log import scrub as scrub_module
 from millstream.broker.log.log import Log
 from millstream.broker.log.store import LogStore
@@ -109,6 +110,7 @@ def test_a_restored_file_is_served_again_however_large_it_is(
 
 
 @pytest.mark.parametrize("has_replicas", [True, False])
+@pytest.mark.parametrize("is_disk_dead", [True, False])
 def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
     store: LogStore,
     logs: list[Log],
@@ -116,9 +118,10 @@ def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     has_replicas: bool,
+    is_disk_dead: bool,
 ) -> None:
-    """It is lost where another replica may have it; elsewhere it may be readable later, so that it is not given up."""
-    monkeypatch.setattr(scrub_module, "SECTOR_BYTES", 50)
+    """It is lost, unless all of the file is: then another replica may have it, or it may be readable later."""
+    monkeypatch.setattr(scan_module, "_SECTOR_BYTES", 50)
     log = logs[0]
     log.damage.has_replicas = has_replicas
     path, position = place_of(log, 17)
@@ -128,14 +131,19 @@ def test_a_sector_that_cannot_be_read_is_reported_and_the_rest_is_verified(
     read_at = files.read_at
 
     def fail_to_read(descriptor: int, size: int, at: int, /) -> bytes:
-        if files._opened(descriptor) is unreadable and at <= position + PAYLOAD_AT < at + size:
+        is_bad = is_disk_dead or at <= position + PAYLOAD_AT < at + size
+        if files._opened(descriptor) is unreadable and is_bad:
             raise OSError(EIO, "Input/output error")
         return read_at(descriptor, size, at)
 
     monkeypatch.setattr(files, "read_at", fail_to_read)
     files.flip_bit(path, behind[1] + PAYLOAD_AT, 1)
     scrub(store)
-    assert log.damaged_ranges == (((17, 18), (19, 20)) if has_replicas else ((19, 20),))
+    if is_disk_dead:
+        (segment,) = [one for one in log.segments if one.path == path]
+        assert log.damaged_ranges == (((segment.base_offset, segment.next_offset),) if has_replicas else ())
+    else:
+        assert log.damaged_ranges == ((17, 18), (19, 20))
     (told,) = [record for record in caplog.records if record.message == "a segment cannot be read"]
     assert (vars(told)["topic"], vars(told)["partition"]) == ("topic-0", 0)
     (counted,) = [one for one in store.metrics() if one.name == "millstream_log_scrub_read_errors_total"]

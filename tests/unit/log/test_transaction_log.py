@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from uuid import UUID
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millstream.broker.log.log import Log
+from millstream.broker.log.scan import Bad, Scan
 from millstream.broker.log.store import LogStore
+from millstream.core.errors import InspectionPending
 from millstream.core.ids import Epoch, PartitionIndex, ProducerEpoch, ProducerId
 from millstream.core.marker import Marker
 from millstream.core.topic import FLUSH_OS, TopicPartition, TopicSettings
+from millstream.protocol.records.batch import BatchHeader
 from millstream.protocol.records.control import encode_marker
 from millstream.protocol.records.record import NewRecord, encode_batch
 from millstream_testing.clock import ManualClock
@@ -201,3 +207,39 @@ def test_a_log_knows_its_transactions_whatever_happens_to_it(steps: list[tuple[o
         getattr(machine, str(name))(*arguments)
         machine.check()
     machine.check_copy()
+
+
+async def test_transactions_before_a_cut_are_read_in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut below a marker that was settled: how its transaction stood before is only in the log."""
+    trial = Machine()
+    trial.data(1)
+    trial.plain(10)
+    trial.end(1, 0, False)
+    trial.sync()
+    trial.acknowledge(3)
+    assert trial.log.producers.transactions.unsettled_from == 3
+    loop_thread = threading.get_ident()
+    read_on_loop: list[bool] = []
+    scan = Scan.__iter__
+
+    def watched(one: Scan) -> Iterator[BatchHeader | Bad]:
+        read_on_loop.append(threading.get_ident() == loop_thread)
+        return scan(one)
+
+    monkeypatch.setattr(Scan, "__iter__", watched)
+    cut = trial.log.begin_truncation(2)
+    assert cut is not None
+    assert trial.log.end_offset == 2
+    cutting = trial.store.truncate_soon(cut)
+    # Nobody reads while it is not known what was aborted, and no checkpoint says that nothing was.
+    with pytest.raises(InspectionPending):
+        trial.log.read(0, max_bytes=1000, up_to=2)
+    trial.store.checkpoint_soon(trial.log)
+    assert not trial.store.checkpoint_once()
+    await cutting
+    assert read_on_loop == [False]
+    assert [one.first_offset for one in trial.log.producers.open_transactions()] == [0]
+    assert trial.log.read(0, max_bytes=1000, up_to=2)
+    trial.files.crash()
+    trial.reopen()
+    assert (trial.log.end_offset, [one.first_offset for one in trial.log.producers.open_transactions()]) == (2, [0])

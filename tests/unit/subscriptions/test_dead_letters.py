@@ -12,6 +12,7 @@ from millstream.broker.subscriptions.dead_letters import DeadLetterAppender, Dea
 from millstream.broker.subscriptions.delivery import Delivery
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.lease import LETTER_BYTES, Settlement
+from millstream.core.backoff import FIRST_S
 from millstream.core.errors import (
     BatchTooLarge,
     MillstreamError,
@@ -40,7 +41,7 @@ class Box(DeadLetterAppender):
         self.trouble: list[MillstreamError] = []
         self.too_large = b"nothing is"
         self.partition_count = 1
-        self.lost_answers = 0
+        self.lost_answers = self.refusals = 0
         self._numbers: dict[int, list[int]] = {}
 
     async def close(self) -> None:
@@ -55,6 +56,7 @@ class Box(DeadLetterAppender):
         if self.trouble:
             raise self.trouble.pop(0)
         if self.too_large in bytes(batch):
+            self.refusals += 1
             raise BatchTooLarge("it does not fit")
         header = read_header(batch)
         numbers = self._numbers.setdefault(header.producer_id, [])
@@ -146,12 +148,22 @@ async def test_a_letter_that_is_refused_for_what_it_is_does_not_hold_up_others(
     desk.reject(*range(14))
     await desk.until(2)
     assert sorted(desk.box.values()) == sorted(["a", "b", *map(str, range(10))])
-    assert "was refused" in caplog.text
+    async with asyncio.timeout(WAIT_S):
+        while desk.box.refusals < 6:
+            await asyncio.sleep(0.005)
+    # The pauses between them grow, and each letter is told once.
+    assert desk.letters._refused_backoff._next_s > 2 * FIRST_S
+    told = [record.getMessage() for record in caplog.records if "cannot be dead-lettered" in record.getMessage()]
+    assert len(told) == 2
+    assert "millstream topic alter dead --set max.message.bytes=" in told[0]
+    assert desk.delivery.refused_letters == {1, 3}
+    assert "it does not fit" in desk.delivery.letter_refusal
     give(desk, "later")
     desk.reject(14)
     await desk.until(2)
     desk.box.too_large = b"nothing is"
     await desk.until(0)
+    assert desk.delivery.refused_letters == set()
     assert len(set(desk.box.values())) == len(desk.box.values()) == 15
     assert desk.delivery.queue.counter(DeltaKind.DEAD_LETTERED) == 15
 

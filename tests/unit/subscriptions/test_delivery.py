@@ -16,9 +16,9 @@ from millstream.broker.net.budget import Budget
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions import delivery as driver
 from millstream.broker.subscriptions.batch_scan import LIGHT_BYTES_MAX, LIGHT_RECORDS_MAX
-from millstream.broker.subscriptions.delivery import LEASE_WRITE_DELAY_S, Delivery
+from millstream.broker.subscriptions.delivery import LEASE_WRITE_DELAY_S, ORIGINS_KEPT, Delivery
 from millstream.broker.subscriptions.filter_cache import QueueFilter
-from millstream.broker.subscriptions.lease import LETTER_BYTES, Settlement
+from millstream.broker.subscriptions.lease import LETTER_BYTES, Origin, Settlement
 from millstream.broker.subscriptions.log_scan import ScannedRange, scan_heavy_batch
 from millstream.broker.subscriptions.receiving import Grant, receive
 from millstream.client.admin.dead_letter import DeadLetterDesk
@@ -686,3 +686,22 @@ async def test_a_queue_that_closes_ends_its_filter(bench: Workbench) -> None:
     delivery.close(NotLeader("moved"))
     assert await waiting == []
     await turns()
+
+
+async def test_the_clients_of_workers_are_known_while_these_hold_messages(bench: Workbench) -> None:
+    delivery = await bench.open()
+    bench.publish("a", "b", "c")
+    asked = wanted(2, "one")._replace(origin=Origin("packer", "10.0.0.1:5"))
+    delivery.try_receive(asked)
+    delivery.try_receive(wanted(1, "two"))
+    # The node has not leased to this worker itself; what it hears of it later counts.
+    delivery.note_origin("two", Origin("painter", "10.0.0.2:6"), replaces=True)
+    delivery.note_origin("one", Origin("gateway", "127.0.0.1:1"), replaces=False)
+    held = [(one.first, one.last, one.attempt, one.worker, one.origin) for one in delivery.held_ranges()]
+    assert held == [(0, 1, 1, "one", ("packer", "10.0.0.1:5")), (2, 2, 1, "two", ("painter", "10.0.0.2:6"))]
+    for number in range(1000):
+        delivery.note_origin(f"gone-{number}", Origin("passer-by", ""))
+    assert len(delivery._origins) <= 2 * 2 + ORIGINS_KEPT
+    assert [one.origin.client_id for one in delivery.held_ranges()] == ["packer", "painter"]
+    delivery.settle_now("one", settle(0, Verb.ACCEPT))
+    assert [(one.first, one.last) for one in delivery.held_ranges()] == [(1, 1), (2, 2)]

@@ -35,6 +35,7 @@ from millstream.broker.catalog.database import open_database
 from millstream.broker.catalog.tables import (
     SCHEMA_VERSION,
     about,
+    broker_settings,
     client_quotas,
     counters,
     deleted_subscriptions,
@@ -200,8 +201,18 @@ def _add_group_settings(connection: Connection) -> None:
     group_settings.create(connection, checkfirst=True)
 
 
+def _add_broker_settings(connection: Connection) -> None:
+    broker_settings.create(connection, checkfirst=True)
+
+
 STEPS: Mapping[int, Callable[[Connection], None]] = MappingProxyType(
-    {2: _add_client_quotas, 3: _add_subscriptions, 4: _add_pipelines, 5: _add_group_settings}
+    {
+        2: _add_client_quotas,
+        3: _add_subscriptions,
+        4: _add_pipelines,
+        5: _add_group_settings,
+        6: _add_broker_settings,
+    }
 )
 
 """What leads to each version from the one before."""
@@ -486,6 +497,30 @@ class Catalog:
             stored = self._insert(group_settings).values(group_id=group_id, overrides=dict(overrides))
             replaced = {"overrides": stored.excluded.overrides}
             connection.execute(stored.on_conflict_do_update(index_elements=[group_settings.c.group_id], set_=replaced))
+
+    def broker_settings(self) -> dict[str, dict[str, str]]:
+        """What was set for all nodes, and for each of them."""
+        with self._read() as connection:
+            return {row.scope: dict(row.overrides) for row in connection.execute(select(broker_settings))}
+
+    def change_broker_settings(
+        self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
+    ) -> dict[str, str]:
+        """Set some settings of a scope, worked out from what is stored now; None, and `replace` all others, unset."""
+        changed: list[dict[str, str]] = []
+        self._even_on_a_full_disk(lambda: changed.append(self._change_broker_settings(scope, changes, replace)))
+        return changed[-1]
+
+    def _change_broker_settings(self, scope: str, changes: Mapping[str, str | None], replace: bool) -> dict[str, str]:
+        with self._change() as connection:
+            empty = self._insert(broker_settings).values(scope=scope, overrides={})
+            connection.execute(empty.on_conflict_do_nothing(index_elements=[broker_settings.c.scope]))
+            here = broker_settings.c.scope == scope
+            row = connection.execute(select(broker_settings).where(here).with_for_update()).one()
+            merged: dict[str, str | None] = {**({} if replace else row.overrides), **changes}
+            overrides = {name: text for name, text in merged.items() if text is not None}
+            connection.execute(update(broker_settings).where(here).values(overrides=overrides))
+            return overrides
 
     def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Integer, MetaData, String, Table, Text
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 """Incremented with every change of the tables, together with a step in `broker/catalog/catalog.py`."""
 
 metadata = MetaData()
@@ -60,6 +60,14 @@ group_settings = Table(
     Column("overrides", JSON, nullable=False),
 )
 """Settings of single consumer groups; share groups are subscriptions."""
+
+broker_settings = Table(
+    "broker_settings",
+    metadata,
+    Column("scope", String(16), primary_key=True),
+    Column("overrides", JSON, nullable=False),
+)
+"""Settings of nodes that were changed while they ran: of all of them, or of one. A row never goes, it is emptied."""
 
 subscriptions = Table(
     "subscriptions",

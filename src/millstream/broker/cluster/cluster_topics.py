@@ -85,6 +85,8 @@ class ClusterTopics(Topics):
 
     async def load(self) -> None:
         """Open what this node hosts according to the first view of the cluster, and follow it from there."""
+        # First: no topic is opened with another retention than was set for it.
+        self.broker_settings.show(self._view.settings)
         for topic in tuple(self._view.topics.values()):
             self._take_topic(topic)
             while self._unopened:
@@ -114,6 +116,8 @@ class ClusterTopics(Topics):
 
     def apply(self, change: ViewChange) -> None:
         """Apply a change of the cluster view."""
+        if change.settings:
+            self.broker_settings.show(self._view.settings)
         shown: set[UUID] = set()
         changed: list[Partition | None] = []
         for topic_id in change.topics:
@@ -296,6 +300,22 @@ class ClusterTopics(Topics):
     async def _place(self, topic_id: UUID, placement: Placement | None) -> None:
         if placement:
             await self._coordination.change([Put(keys.placement_key(topic_id), placement_to_json(placement))])
+
+    def _node_ids(self) -> Iterable[NodeId]:
+        return self._view.registrations.keys()
+
+    async def _broker_declared(self) -> None:
+        """The controller is told; what it makes of it shows in the picture."""
+
+    async def _broker_agreed(self, scope: str, overrides: Mapping[str, str], timeout_s: float) -> None:
+        before = self._view.settings.get(scope)
+
+        def agreed() -> bool:
+            now = self._view.settings.get(scope)
+            # Somebody else may have changed it again meanwhile.
+            return now == overrides or now != before
+
+        await self._view.until(agreed, timeout_s, what="settings of nodes")
 
     def _declared(self, topic: Topic) -> None:
         """Do nothing: the controller acts on the announcement, and the view shows the result."""

@@ -254,6 +254,8 @@ class Controller:
         if change.nodes:
             self._dirty.update(self._view.states)
         self._dirty |= change.partitions
+        if change.settings:
+            self._dirty.update(self._view.states)
         if change.topics:
             # Their settings may say something else about elections now.
             self._dirty.update(key for key in self._view.states if key[0] in change.topics)

@@ -65,6 +65,14 @@ class Declarations(Protocol):
     async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
         """Store the settings of a group."""
 
+    async def broker_settings(self) -> dict[str, dict[str, str]]:
+        """What was set for all nodes, and for each of them."""
+
+    async def change_broker_settings(
+        self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
+    ) -> dict[str, str]:
+        """Set some settings of all nodes or of one, in one step; all that are set then."""
+
     async def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
 
@@ -163,6 +171,16 @@ class CatalogDeclarations:
     async def change_group_settings(self, group_id: str, overrides: Mapping[str, str]) -> None:
         """Store the settings of a group."""
         await self._call(lambda catalog: catalog.change_group_settings(group_id, overrides))
+
+    async def broker_settings(self) -> dict[str, dict[str, str]]:
+        """What was set for all nodes, and for each of them."""
+        return await self._call(Catalog.broker_settings)
+
+    async def change_broker_settings(
+        self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
+    ) -> dict[str, str]:
+        """Set some settings of all nodes or of one, in one step."""
+        return await self._call(lambda catalog: catalog.change_broker_settings(scope, changes, replace=replace))
 
     async def subscriptions(self) -> list[Subscription]:
         """Return every subscription, by name."""
@@ -285,6 +303,7 @@ class AnnouncedDeclarations:
         self.take_block = inner.take_block
         self.client_quotas = inner.client_quotas
         self.group_settings = inner.group_settings
+        self.broker_settings = inner.broker_settings
         self.subscriptions = inner.subscriptions
         self.subscriptions_named = inner.subscriptions_named
         self.deleted_subscriptions = inner.deleted_subscriptions
@@ -325,6 +344,15 @@ class AnnouncedDeclarations:
         """Store the settings of a group."""
         try:
             await self._inner.change_group_settings(group_id, overrides)
+        finally:
+            self._announcer.announce()
+
+    async def change_broker_settings(
+        self, scope: str, changes: Mapping[str, str | None], *, replace: bool = False
+    ) -> dict[str, str]:
+        """Set some settings of all nodes or of one, in one step."""
+        try:
+            return await self._inner.change_broker_settings(scope, changes, replace=replace)
         finally:
             self._announcer.announce()
 

@@ -11,6 +11,7 @@ removed/<topic id>/<index>/<id>      a node that no longer hosts the partition, 
 placements/<topic id>           replicas that a user chose for partitions that do not exist yet, as JSON
 deleted/<topic id>              a topic whose files may be removed, as JSON
 deleted/<topic id>/done/<id>    a node that has no files of it left
+settings/<id>, settings/default      what was set for a node while it ran, or for all nodes, as JSON
 pipelines-owner                 the id of the node that runs the pipelines; leased
 catalog-version                 changed after each change of the catalog
 cluster-id                      the id that clients see
@@ -33,9 +34,12 @@ REMOVED = "removed/"
 PLACEMENTS = "placements/"
 DELETED = "deleted/"
 DONE = "/done/"
+SETTINGS = "settings/"
 PIPELINES_OWNER = "pipelines-owner"
 CATALOG_VERSION = "catalog-version"
 CLUSTER_ID = "cluster-id"
+
+_ALL_NODES = "default"
 
 PartitionKey = tuple[UUID, PartitionIndex]
 """One partition, by the topic's id."""
@@ -89,6 +93,16 @@ def deleted_key(topic_id: UUID) -> str:
 def done_key(topic_id: UUID, node: NodeId) -> str:
     """Return where a node reports that it has removed a deleted topic's files."""
     return f"{DELETED}{topic_id}{DONE}{node}"
+
+
+def settings_key(scope: str) -> str:
+    """Where is told what was set for a node, or, with an empty scope, for all of them."""
+    return f"{SETTINGS}{scope or _ALL_NODES}"
+
+
+def parse_scope(rest: str) -> str:
+    """Read what follows `settings/`."""
+    return "" if rest == _ALL_NODES else rest
 
 
 def parse_partition(rest: str) -> PartitionKey:

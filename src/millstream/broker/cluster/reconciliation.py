@@ -16,9 +16,22 @@ from uuid import UUID
 
 from millstream.broker.cluster import keys
 from millstream.broker.cluster.declarations import Declarations
-from millstream.broker.cluster.keys import deleted_key, done_key, partition_key, placement_key, topic_key
+from millstream.broker.cluster.keys import (
+    deleted_key,
+    done_key,
+    partition_key,
+    placement_key,
+    settings_key,
+    topic_key,
+)
 from millstream.broker.cluster.store import CHANGES_MAX, Change, Delete, Put
-from millstream.broker.cluster.store_values import Deletion, Placement, placement_from_json, topic_to_json
+from millstream.broker.cluster.store_values import (
+    Deletion,
+    Placement,
+    placement_from_json,
+    settings_to_json,
+    topic_to_json,
+)
 from millstream.broker.cluster.term import Proposal, Term
 from millstream.broker.cluster.view import ClusterView
 from millstream.core.backoff import Backoff
@@ -143,6 +156,7 @@ class Reconciliation:
 
     async def reconcile(self) -> None:
         """Bring the coordination store in line with the catalog, once."""
+        await self._carry_out_settings()
         declared = await self._declarations.topics()
         # Read after the topics, so that one which is deleted meanwhile is not made again.
         deleted = await self._declarations.deleted_topic_ids()
@@ -162,6 +176,13 @@ class Reconciliation:
         """Wait until the view shows what was written here before."""
         last = self._term.last_revision
         await self._view.until(lambda: self._view.revision >= last, 60.0, what="the changes of the controller")
+
+    async def _carry_out_settings(self) -> None:
+        """Tell what was set for nodes, before the topics that it holds for; what is missing in the catalog stays."""
+        for scope, overrides in (await self._declarations.broker_settings()).items():
+            if overrides != self._view.settings.get(scope):
+                await self._term.change([Put(settings_key(scope), settings_to_json(overrides))])
+                _logger.info("settings of nodes agreed on", extra={"node": scope or "all", "settings": str(overrides)})
 
     # -- topics that come and grow --------------------------------------------------------------------------
 

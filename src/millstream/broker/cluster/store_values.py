@@ -109,6 +109,19 @@ def topic_from_json(topic_id: UUID, text: str) -> Topic:
         raise CorruptState(f"a topic cannot be read ({error!r}): {text[:200]!r}") from error
 
 
+def settings_to_json(overrides: Mapping[str, str]) -> str:
+    """What was set for nodes as it is kept in the coordination store."""
+    return _compact(dict(overrides))
+
+
+def settings_from_json(text: str) -> dict[str, str]:
+    """Read what was set for nodes back."""
+    try:
+        return {str(name): str(value) for name, value in json.loads(text).items()}
+    except (ValueError, AttributeError) as error:
+        raise CorruptState(f"settings of nodes cannot be read ({error!r}): {text[:200]!r}") from error
+
+
 Placement = Mapping[int, tuple[NodeId, ...]]
 """Replicas chosen by the user, by partition."""
 

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from uuid import UUID
 
+from millstream.broker.cluster.broker_settings import ALL_NODES, BrokerSettings, check_changes
 from millstream.broker.cluster.declarations import Declarations
 from millstream.broker.cluster.keys import PartitionKey
 from millstream.broker.cluster.reassignment import Reassignment
@@ -26,6 +27,7 @@ from millstream.core.errors import (
     ElectionNotNeeded,
     InvalidPartitions,
     InvalidReplication,
+    InvalidRequest,
     InvalidTopicName,
     MillstreamError,
     NoReassignment,
@@ -48,6 +50,7 @@ AGREEMENT_S = 30.0
 
 _NAMES_SHOWN_MAX = 5
 _CLEANUP = "cleanup.policy"
+_MIN_IN_SYNC = "min.insync.replicas"
 _SAFE_REPLICATION = 3
 _SAFE_IN_SYNC = 2
 """With three replicas, two must have a record unless the topic says otherwise: one may be lost, and one down."""
@@ -74,11 +77,15 @@ class Topics:
         self._clock = clock
         self._new_id = new_id
         self._me = NodeId(config.node_id)
-        self._defaults = TopicSettings(
+        self._static_defaults = self._defaults = TopicSettings(
             flush=config.topic_flush,
             retention_ms=config.default_retention_ms,
             unclean_leader_election_enable=config.unclean_leader_election,
         )
+        self._is_minimum_set = False
+        self.broker_settings = BrokerSettings(config)
+        """What was set for nodes while they ran; it changes the defaults of topics."""
+        self.broker_settings.when_changed(self._defaults_changed)
         self._by_name: dict[str, Topic] = {}
         self._by_id: dict[UUID, Topic] = {}
         self._by_metric_name: dict[str, str] = {}
@@ -92,6 +99,7 @@ class Topics:
 
     async def load(self) -> None:
         """Finish interrupted deletions, then open every partition that the catalog declares."""
+        self.broker_settings.show(await self._declarations.broker_settings())
         declared = await self._declarations.topics()
         for topic_id in await self._declarations.deleted_topic_ids():
             self._remove_leftovers(topic_id)
@@ -194,14 +202,66 @@ class Topics:
                 listener(partition.index, partition)
 
     def settings_of(self, topic: Topic) -> TopicSettings:
-        """Return the effective settings of a topic: the node's defaults and, on top, its overrides."""
-        return TopicSettings.from_strings(topic.overrides, base=self.defaults_for(topic.replication))
+        """What holds for a topic: the node's defaults and, on top, what its owner set.
+
+        What was set for nodes while they ran holds for topics of people, not for the broker's own state.
+        """
+        is_static = topic.is_internal
+        base = self.static_defaults_for(topic.replication) if is_static else self.defaults_for(topic.replication)
+        return TopicSettings.from_strings(topic.overrides, base=base)
 
     def defaults_for(self, replication: int) -> TopicSettings:
-        """Return the settings of a topic with so many replicas and no overrides."""
-        if replication < _SAFE_REPLICATION:
-            return self._defaults
-        return dataclasses.replace(self._defaults, min_insync_replicas=_SAFE_IN_SYNC)
+        """What holds for a topic with so many replicas that sets nothing itself."""
+        return self._defaults if self._is_minimum_set else _safe(self._defaults, replication)
+
+    def static_defaults_for(self, replication: int) -> TopicSettings:
+        """The same, by the node's configuration alone."""
+        return _safe(self._static_defaults, replication)
+
+    def _defaults_changed(self) -> None:
+        """Have every topic follow what was set for nodes."""
+        changed = self.broker_settings.topic_defaults
+        self._defaults = TopicSettings.from_strings(changed, base=self._static_defaults)
+        self._is_minimum_set = _MIN_IN_SYNC in changed
+        known: dict[tuple[object, ...], TopicSettings] = {}
+        for topic in self._by_name.values():
+            alike = (topic.is_internal, topic.replication, *sorted(topic.overrides.items()))
+            if alike not in known:
+                known[alike] = self.settings_of(topic)
+            for partition in self.partitions_of(topic):
+                partition.change_settings(topic, known[alike])
+
+    async def alter_broker(
+        self,
+        scope: str,
+        changes: Mapping[str, str | None],
+        *,
+        replace: bool = False,
+        validate_only: bool = False,
+        timeout_s: float = AGREEMENT_S,
+    ) -> None:
+        """Set some settings of a node, or of all (`ALL_NODES`), durably; None, and `replace` all others, unset them."""
+        nodes = sorted(map(str, self._node_ids()))
+        if scope != ALL_NODES and scope not in nodes:
+            raise InvalidRequest(f"no node has the id {scope!r}; the nodes are {', '.join(nodes)}")
+        check_changes(scope, changes)
+        if validate_only:
+            return
+        async with self._changing:
+            overrides = await self._declarations.change_broker_settings(scope, changes, replace=replace)
+            await self._broker_declared()
+        await self._broker_agreed(scope, overrides, timeout_s)
+        _logger.info("settings of nodes changed", extra={"node": scope or "all", "settings": str(overrides)})
+
+    def _node_ids(self) -> Iterable[NodeId]:
+        return (self._me,)
+
+    async def _broker_declared(self) -> None:
+        """Follow what is declared now."""
+        self.broker_settings.show(await self._declarations.broker_settings())
+
+    async def _broker_agreed(self, scope: str, overrides: Mapping[str, str], timeout_s: float) -> None:
+        """Wait until every node has heard of it: a node on its own has."""
 
     async def create(
         self,
@@ -514,6 +574,12 @@ class Topics:
     def _notify_leadership(self, partition: Partition) -> None:
         for listener in self._leadership_listeners.get(partition.topic.name, ()):
             listener(partition.index, partition if partition.is_leader else None)
+
+
+def _safe(defaults: TopicSettings, replication: int) -> TopicSettings:
+    if replication < _SAFE_REPLICATION:
+        return defaults
+    return dataclasses.replace(defaults, min_insync_replicas=_SAFE_IN_SYNC)
 
 
 def _metric_name(name: str) -> str:

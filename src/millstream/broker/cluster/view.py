@@ -22,6 +22,7 @@ from millstream.broker.cluster.store_values import (
     NodeRegistration,
     Placement,
     placement_from_json,
+    settings_from_json,
     topic_from_json,
 )
 from millstream.core.backoff import Backoff
@@ -45,6 +46,8 @@ class ViewChange:
     moved: set[PartitionKey] = field(default_factory=set)
     """Partitions whose move begins or ends, or of which a node may remove its files."""
     placements: bool = False
+    settings: bool = False
+    """What was set for nodes while they ran."""
     controller: bool = False
     catalog: bool = False
 
@@ -77,6 +80,8 @@ class ClusterView:
         self.reassignments: dict[PartitionKey, Reassignment] = {}
         self.removed: dict[PartitionKey, set[NodeId]] = {}
         self.placements: dict[UUID, Placement] = {}
+        self.settings: dict[str, dict[str, str]] = {}
+        """What was set for all nodes, under an empty name, and for each of them."""
         self.deleted: dict[UUID, Deletion] = {}
         self.done: dict[UUID, set[NodeId]] = {}
         self.catalog_revision = 0
@@ -91,6 +96,7 @@ class ClusterView:
             (keys.REASSIGNMENTS, self._read_reassignment),
             (keys.REMOVED, self._read_removed),
             (keys.PLACEMENTS, self._read_placement),
+            (keys.SETTINGS, self._read_settings),
             (keys.CONTROLLER, self._read_controller),
             (keys.PIPELINES_OWNER, self._read_pipelines_owner),
             (keys.CATALOG_VERSION, self._read_catalog),
@@ -279,6 +285,13 @@ class ClusterView:
         else:
             self.placements[UUID(rest)] = placement_from_json(value)
         change.placements = True
+
+    def _read_settings(self, rest: str, value: str | None, _revision: int, change: ViewChange) -> None:
+        if value is None:
+            self.settings.pop(keys.parse_scope(rest), None)
+        else:
+            self.settings[keys.parse_scope(rest)] = settings_from_json(value)
+        change.settings = True
 
     def _read_controller(self, _rest: str, value: str | None, revision: int, change: ViewChange) -> None:
         self.controller = None if value is None else NodeId(int(value))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from millstream.broker.cluster.broker_settings import ALL_NODES, TOPIC_DEFAULTS, BrokerSettings
+from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.topics import Topics
 from millstream.core.config import Config
@@ -17,6 +19,8 @@ from millstream.core.subscription import Subscription, SubscriptionSettings
 from millstream.core.topic import Topic, TopicSettings
 
 SOURCE_TOPIC: Final = 1
+SOURCE_BROKER: Final = 2
+SOURCE_ALL_BROKERS: Final = 3
 SOURCE_NODE: Final = 4
 SOURCE_DEFAULT: Final = 5
 SOURCE_GROUP: Final = 8
@@ -58,21 +62,32 @@ _KAFKA_NAMES: Final[Mapping[str, str]] = MappingProxyType(
 )
 """Settings of a node that Kafka's brokers have too, in the same unit, under another name."""
 
-_KAFKA_TOPIC_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
+_BROKER_NAMES: Final[Mapping[str, str]] = MappingProxyType({topic: name for name, topic in TOPIC_DEFAULTS.items()})
+"""Settings of topics whose default is a setting of Kafka's brokers, and its name."""
+
+_THROTTLE: Final = "replication is not throttled"
+_CLEANER: Final = "compaction runs in one process beside the node, and has no settings but those of topics"
+_MISSING: Final[Mapping[str, str]] = MappingProxyType(
     {
-        "cleanup.policy": "log.cleanup.policy",
-        "compression.type": "compression.type",
-        "max.message.bytes": "message.max.bytes",
-        "message.timestamp.after.max.ms": "log.message.timestamp.after.max.ms",
-        "message.timestamp.before.max.ms": "log.message.timestamp.before.max.ms",
-        "message.timestamp.type": "log.message.timestamp.type",
-        "min.insync.replicas": "min.insync.replicas",
-        "retention.bytes": "log.retention.bytes",
-        "segment.bytes": "log.segment.bytes",
-        "segment.ms": "log.roll.ms",
+        "log.retention.hours": "set log.retention.ms",
+        "log.retention.minutes": "set log.retention.ms",
+        "log.roll.hours": "set log.roll.ms",
+        "log.flush.interval.messages": "set flush on topics, or default-flush in the node's configuration",
+        "log.flush.interval.ms": "set flush on topics, or default-flush in the node's configuration",
+        "leader.replication.throttled.rate": _THROTTLE,
+        "follower.replication.throttled.rate": _THROTTLE,
+        "replica.alter.log.dirs.io.max.bytes.per.second": "a node has one data folder",
+        "log.cleaner.backoff.ms": _CLEANER,
+        "log.cleaner.dedupe.buffer.size": _CLEANER,
+        "log.cleaner.io.buffer.size": _CLEANER,
+        "log.cleaner.io.max.bytes.per.second": _CLEANER,
+        "log.cleaner.threads": _CLEANER,
+        "max.connections.per.ip": "connections of one address share its turn, and are not limited in number",
+        "num.io.threads": "a node works in one event loop",
+        "num.network.threads": "a node works in one event loop",
     }
 )
-"""Settings of topics whose default is a setting of Kafka's brokers."""
+"""Settings of Kafka's brokers that are changed while they run there, and what there is here instead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,14 +130,16 @@ def is_list(declared: Setting) -> bool:
 
 
 def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
-    """Yield every setting of a topic: its own value, the node's default, or the built-in default."""
-    node_settings, in_force = topics.settings_of(dataclasses.replace(topic, overrides={})), topics.settings_of(topic)
+    """Yield every setting of a topic: its own value, that of running nodes, the node's default, or the built-in one."""
+    static, in_force = topics.static_defaults_for(topic.replication), topics.settings_of(topic)
     node_names = {attribute: declared.name for attribute, declared in settings_of(Config)}
     for attribute, declared in settings_of(TopicSettings):
         synonyms = []
         if declared.name in topic.overrides:
             synonyms.append(Synonym(declared.name, topic.overrides[declared.name], SOURCE_TOPIC))
-        node_value = getattr(node_settings, attribute)
+        if declared.name in _BROKER_NAMES and not topic.is_internal:
+            synonyms += _changed_while_running(topics.broker_settings, _BROKER_NAMES[declared.name])
+        node_value = getattr(static, attribute)
         if node_value != declared.default:
             node_name = node_names.get(_NODE_DEFAULT_PREFIX + attribute, declared.name)
             synonyms.append(Synonym(node_name, _text(node_value), SOURCE_NODE))
@@ -134,8 +151,24 @@ def topic_settings(topics: Topics, topic: Topic) -> Iterator[SettingView]:
         yield SettingView(declared, tuple(synonyms), read_only=False)
 
 
-def node_settings(config: Config, topic_defaults: TopicSettings) -> Iterator[SettingView]:
-    """Yield every setting of this node, with the names that Kafka's tools expect."""
+def _changed_while_running(settings: BrokerSettings, name: str) -> list[Synonym]:
+    """What was set for this node, and for all nodes."""
+    found = ((settings.own.get(name), SOURCE_BROKER), (settings.of(ALL_NODES).get(name), SOURCE_ALL_BROKERS))
+    return [Synonym(name, value, source) for value, source in found if value is not None]
+
+
+def cluster_settings(settings: BrokerSettings) -> Iterator[SettingView]:
+    """What was set for all nodes while they ran."""
+    for name, value in sorted(settings.of(ALL_NODES).items()):
+        if name in DYNAMIC:
+            yield SettingView(DYNAMIC[name], (Synonym(name, value, SOURCE_ALL_BROKERS),), read_only=False)
+
+
+def node_settings(config: Config, topic_defaults: TopicSettings, settings: BrokerSettings) -> Iterator[SettingView]:
+    """Yield every setting of this node, with the names that Kafka's tools expect.
+
+    `topic_defaults` are those of the node's configuration.
+    """
     for attribute, declared in settings_of(Config):
         value = getattr(config, attribute)
         synonyms = [Synonym(declared.name, _text(declared.default), SOURCE_DEFAULT)]
@@ -143,24 +176,27 @@ def node_settings(config: Config, topic_defaults: TopicSettings) -> Iterator[Set
             synonyms.insert(0, Synonym(declared.name, _text(value), SOURCE_NODE))
         yield SettingView(declared, tuple(synonyms), read_only=declared.needs_restart)
         if (kafka_name := _KAFKA_NAMES.get(declared.name)) is not None:
-            yield SettingView(dataclasses.replace(declared, name=kafka_name), tuple(synonyms), read_only=True)
+            synonyms = [*_changed_while_running(settings, kafka_name), *synonyms]
+            named = dataclasses.replace(declared, name=kafka_name)
+            yield SettingView(named, tuple(synonyms), read_only=kafka_name not in DYNAMIC)
     for attribute, declared in settings_of(TopicSettings):
-        if (kafka_name := _KAFKA_TOPIC_DEFAULTS.get(declared.name)) is not None:
-            value = getattr(topic_defaults, attribute)
-            source = SOURCE_DEFAULT if value == declared.default else SOURCE_NODE
-            synonym = Synonym(kafka_name, _text(value), source)
-            yield SettingView(dataclasses.replace(declared, name=kafka_name), (synonym,), read_only=True)
+        kafka_name = _BROKER_NAMES.get(declared.name)
+        if kafka_name is not None and kafka_name not in _KAFKA_NAMES.values():
+            synonyms = [Synonym(kafka_name, _text(declared.default), SOURCE_DEFAULT)]
+            if (value := getattr(topic_defaults, attribute)) != declared.default:
+                synonyms.insert(0, Synonym(kafka_name, _text(value), SOURCE_NODE))
+            synonyms = [*_changed_while_running(settings, kafka_name), *synonyms]
+            yield SettingView(dataclasses.replace(declared, name=kafka_name), tuple(synonyms), read_only=False)
 
 
 def how_to_change(name: str) -> str:
-    """Explain where a node setting, by our name or Kafka's, is changed; a running node does not change it."""
+    """Explain where a node setting, by our name or Kafka's, is changed that a running node does not change."""
+    if (dynamic := _KAFKA_NAMES.get(name)) in DYNAMIC:
+        return f"{name}: set {dynamic} instead, or {name} in the node's configuration, and restart it"
     own = next((own for own, kafka_name in _KAFKA_NAMES.items() if name == kafka_name), name)
     if own in Config.declared():
         return f"{name}: set {own} in the node's flags, environment or millstream.toml, and restart it"
-    for topic_name, kafka_name in _KAFKA_TOPIC_DEFAULTS.items():
-        if name == kafka_name:
-            return f"{name}: set {topic_name} on the topics; its default is built in"
-    return f"{name}: a node has no such setting"
+    return f"{name}: {_MISSING.get(name, 'a node has no such setting')}"
 
 
 def consumer_group_settings(groups: DeclaredGroups, group_id: str) -> Iterator[SettingView]:

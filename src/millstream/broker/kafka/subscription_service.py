@@ -150,7 +150,7 @@ class SubscriptionService:
         self.states = StateCoordinator(topics, config, clock, _image)
         self._membership = membership
         self._producer_ids = producer_ids
-        self._clock = clock
+        self.clock = clock
         self._random = SystemRandom()
         self._peers = WirePeers(membership.node, me=me)
         self.share_topics = ShareTopics(topics, self.states, membership, clock, self.ask_node)
@@ -172,8 +172,8 @@ class SubscriptionService:
         if self._engine is not None:
             from millstream.broker.subscriptions.delivery_metrics import delivery_metrics, letter_metrics
 
-            yield from delivery_metrics(self._engine.deliveries, self._name_of, self._clock)
-            yield from letter_metrics(self._open_letters(), self._clock)
+            yield from delivery_metrics(self._engine.deliveries, self._name_of, self.clock)
+            yield from letter_metrics(self._open_letters(), self.clock)
 
     async def start(self) -> None:
         """Start loading states from the log, and the queues of declared subscriptions."""
@@ -216,7 +216,7 @@ class SubscriptionService:
         asked = [topic for name in topics if (topic := self.topics.get(name)) is not None]
         if settings.start == EARLIEST:
             return {start_key(topic.name, topic.topic_id): (0,) * topic.partitions for topic in asked}
-        time_ms = settings.start_time_ms(self._clock.now_ms())
+        time_ms = settings.start_time_ms(self.clock.now_ms())
         wanted_ms = _END_MS if time_ms is None else time_ms
         client = self._wire_client()
         isolation = int(settings.isolation == READ_COMMITTED)
@@ -331,7 +331,7 @@ class SubscriptionService:
                 topics=self.topics,
                 subscriptions=self.declared,
                 store=self._store,
-                clock=self._clock,
+                clock=self.clock,
                 random=self._random,
                 appender=DeadLetterAppender(self.topics, self._addresses),
                 next_producer_id=self._producer_ids.next,
@@ -366,7 +366,7 @@ class SubscriptionService:
         deliveries = () if self._engine is None else self._engine.deliveries
         ours = [one for one in deliveries if one.key.subscription_id == subscription_id]
         if any(one.waiting for one in ours):
-            return self._clock.now_ms()
+            return self.clock.now_ms()
         return max((one.last_used_ms for one in ours), default=0)
 
     def _name_of(self, subscription_id: UUID) -> str | None:

@@ -1,14 +1,14 @@
 """One partition's log: an append-only sequence of batches with offsets, in segments.
 
 Every method is synchronous and runs on the event loop, which owns the state. Only slow work happens in threads, by jobs
-(commits, checkpoints, truncations, repairs) that read and change the log on the loop before and after.
+(commits, checkpoints, scans, truncations, repairs) that read and change the log on the loop before and after.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from errno import ENOENT
 from typing import Protocol
@@ -22,7 +22,7 @@ from millstream.broker.log.index import RELATIVE_OFFSET_MAX, Index
 from millstream.broker.log.indexes import LoadedIndexes
 from millstream.broker.log.log_contents import LogContents
 from millstream.broker.log.open_files import OpenFiles
-from millstream.broker.log.producer_replay import producers_up_to
+from millstream.broker.log.producer_replay import ProducerReplay, read_producers
 from millstream.broker.log.producers import Producers
 from millstream.broker.log.reader import Found, Lookup, Reader
 from millstream.broker.log.retention import RetentionFloors, delete_before, delete_expired
@@ -40,6 +40,7 @@ from millstream.broker.log.truncation import (
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     DamagedRange,
+    InspectionPending,
     OffsetOutOfRange,
     PartitionClosed,
     RepairPending,
@@ -74,6 +75,9 @@ class Maintenance(Protocol):
 
     def checkpoint_job(self, log: Log) -> Checkpointing:
         """Capture a checkpoint for the caller to carry out."""
+
+    def inspect(self, log: Log, segment: Segment, position: int) -> bool:
+        """Find out which offsets are lost where a segment could not be read; False while that is not known."""
 
     def truncate_now(self, cut: Truncation) -> None:
         """Carry out a truncation before this returns."""
@@ -191,6 +195,9 @@ class Log:
         self.damage = contents.damage
         self.journal_mark = contents.journal_mark
         """Journal entries from before this mark are void for this log."""
+        self.is_replaying = False
+        """Whether producers and aborted transactions are unknown after a truncation; then nothing is read, and the
+        checkpoint stays as it is."""
         self.reader = Reader(
             files, open_files, indexes, self.epochs, clock, index_interval_bytes=settings.index_interval_bytes
         )
@@ -408,6 +415,8 @@ class Log:
             raise self._out_of_range(offset)
         if offset >= up_to or offset >= self.end_offset:
             return None
+        if self.is_replaying:
+            raise InspectionPending(f"{self.partition}: after a cut, its transactions are being read from the log")
         if self.damage:
             up_to = self._undamaged(offset, up_to)
         try:
@@ -519,14 +528,9 @@ class Log:
     # -- damage ---------------------------------------------------------------------------------------------
 
     def _locate_damage(self, broken: BrokenSegment) -> None:
-        """Find which offsets are lost where a segment turned out to be broken."""
-        segment = broken.segment
-        for bad in self._find_bad_ranges(segment, broken.position):
-            known = self.damage.at(bad.first)
-            if known is None or known.next_offset < bad.next_offset:
-                self.record_damage(segment, bad)
-                return
-        raise StorageFailure(f"{self.partition}: {broken}, and a second look found no damage")
+        """Record which offsets are lost where a segment turned out to be broken, or raise until that is known."""
+        if not self.maintenance.inspect(self, broken.segment, broken.position):
+            raise InspectionPending(f"{self.partition}: {broken}; which offsets are lost is being found out")
 
     def _record_missing(self, error: OSError) -> None:
         """Record that a segment is lost if its file was removed; raise any other error to the reader."""
@@ -557,25 +561,8 @@ class Log:
                 self.roll()
 
     def locate_damage(self, segment: Segment, position: int) -> None:
-        """Record what is lost at a position where a segment turned out to be broken."""
-        self._locate_damage(BrokenSegment(segment, position))
-
-    def _find_bad_ranges(self, segment: Segment, position: int) -> Iterator[Bad]:
-        """Yield what is bad in a segment from the last known batch before a position."""
-        relative, start = self.reader.index_of(segment).start_before(position)
-        try:
-            scan = self.reader.scan(segment, start, segment.base_offset + relative)
-            for found in scan:
-                if not isinstance(found, Bad):
-                    continue
-                if found.next_offset < 0:
-                    yield Bad(found.start, segment.size, found.first, segment.next_offset)
-                    return
-                yield found
-        except OSError as error:
-            raise self._unreadable(error) from error
-        if scan.expected < segment.next_offset:
-            yield Bad(scan.position, segment.size, scan.expected, segment.next_offset)
+        """Find what is lost at a position where a segment turned out to be broken, now or in a thread."""
+        self.maintenance.inspect(self, segment, position)
 
     def record_damage(self, segment: Segment, bad: Bad, *, unread: bool = False) -> None:
         """Record that a range of offsets is lost; the records behind it stay readable."""
@@ -597,13 +584,31 @@ class Log:
         )
         self.damage.on_change()
 
-    def mark_intact(self, lost: LostRange) -> None:
-        """Serve a lost range again whose file was restored from outside."""
-        others = [one for one in self.damage if one.segment == lost.segment and one != lost]
-        self.mark_repaired(lost, lost.next_offset, others)
+    def mark_intact(self, lost: LostRange, replay: ProducerReplay | None = None) -> None:
+        """Serve a range that was lost and is whole again, as somebody restored its file."""
+        self.mark_repaired(lost, lost.next_offset, self.lost_beside(lost), replay)
 
-    def mark_repaired(self, lost: LostRange, next_offset: int, left: list[LostRange]) -> None:
-        """Serve a lost range again up to an offset; `left` is what is still lost of its segment."""
+    def lost_beside(self, lost: LostRange) -> list[LostRange]:
+        """What else is lost of the same segment."""
+        return [one for one in self.damage if one.segment == lost.segment and one != lost]
+
+    def needs_replay(self, lost: LostRange, left: Iterable[LostRange] = ()) -> bool:
+        """Whether the producers are read again once a range is whole again but for what is left of its segment.
+
+        Among what is back may be the end of a transaction, or the last batch of a producer.
+        """
+        others = (one for one in self.damage if one.segment != lost.segment)
+        return lost.unread and not any(one.unread for one in (*others, *left))
+
+    def mark_repaired(
+        self, lost: LostRange, next_offset: int, left: list[LostRange], replay: ProducerReplay | None = None
+    ) -> None:
+        """Serve a lost range up to an offset again; `left` is what is still lost of its segment.
+
+        `replay` has read the producers of the log as it is then, if they are read again; otherwise that is done here.
+        """
+        if self.needs_replay(lost, left):
+            self.producers = read_producers(self) if replay is None else replay.take()
         self.damage.replace(lost, left)
         for segment in self.segments:
             segment.holes = self.damage.holes_of(segment.base_offset) if self.damage else {}
@@ -621,9 +626,6 @@ class Log:
                 "next_offset": next_offset,
             },
         )
-        if lost.unread and not any(one.unread for one in self.damage):
-            # The repaired range may hold the end of a transaction, or the last batch of a producer.
-            self.rebuild_producers(self.end_offset)
         self.damage.on_change()
 
     # -- deletion -------------------------------------------------------------------------------------------
@@ -747,9 +749,9 @@ class Log:
         self.mark_changed()
         self.maintenance.checkpoint_soon(self)
 
-    def rebuild_producers(self, end_offset: int) -> None:
-        """Read the producers' state again from the batches below an offset."""
-        self.producers = producers_up_to(self, end_offset)
+    def adopt_producers(self, replay: ProducerReplay) -> None:
+        """Use the producers' state that was read from the batches after a truncation."""
+        self.producers, self.is_replaying = replay.take(), False
 
     def lower_end(self, end_offset: int) -> None:
         """End at an earlier offset; segments and damage are not touched."""
@@ -759,7 +761,10 @@ class Log:
         self.stored_offset = min(self.stored_offset, self.end_offset)
         self.cleaned_offset = min(self.cleaned_offset, end_offset)
         self.epochs.cut_after(end_offset)
-        self.producers.truncate(end_offset)
+        if not self.producers.truncate(end_offset):
+            # Only the log tells how the transactions stood before.
+            self.producers.clear()
+            self.is_replaying = True
 
     def reset_to(self, offset: int) -> None:
         """Drop everything, and begin and end at an offset."""
@@ -768,6 +773,7 @@ class Log:
         self.cleaned_offset = offset
         self.epochs.cut_after(0)
         self.producers.clear()
+        self.is_replaying = False
         self.damage.clear()
 
     def close(self) -> None:

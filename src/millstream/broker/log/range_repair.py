@@ -16,6 +16,7 @@ from millstream.broker.log.epochs import EpochHistory
 from millstream.broker.log.files import Files, write_fully
 from millstream.broker.log.index import Index
 from millstream.broker.log.log import Log
+from millstream.broker.log.producer_replay import ProducerReplay
 from millstream.broker.log.scan import Bad, Scan, Window
 from millstream.broker.log.segment import Segment, cleaned_path
 from millstream.core.errors import LogUnavailable, MillstreamError, MismatchedBatch, StorageFailure
@@ -90,6 +91,7 @@ class RangeRepair:
         self._interval_bytes = log.settings.index_interval_bytes
         self._new: Segment | None = None
         self._bad: list[Bad] = []
+        self._replay: ProducerReplay | None = None
         if not self.is_in_place and self._old is log.segments.active:
             log.roll()
         if self._old is not None:
@@ -171,11 +173,20 @@ class RangeRepair:
             self._bad.append(Bad(window.end, window.end, scan.expected, limit))
         new.index, new.size, new.next_offset = index, window.end, limit
 
+    def replay(self) -> ProducerReplay | None:
+        """What has to be read before `finish`, if the range tells of producers; called on the loop after `execute`."""
+        if self.error is not None or not self.log.needs_replay(self._lost, self._remaining()):
+            return None
+        self._replay = ProducerReplay(self.log, self._new)
+        return self._replay
+
     def finish(self) -> None:
         """Serve the range again; called on the loop."""
         log, lost = self.log, self._lost
         if self._old is not None:
             log.open_files.unpin(self._old)
+        if self.error is None and self._replay is not None:
+            self.error = self._replay.error
         if self.error is None and not self._is_current:
             self.error = _log_changed(log, lost)
         if self.error is None and self._new is not None:
@@ -187,7 +198,7 @@ class RangeRepair:
             return
         for epoch, start in self._epochs.entries():
             log.epochs.extend_back(epoch, start)
-        log.mark_repaired(lost, self._next_offset, self._remaining())
+        log.mark_repaired(lost, self._next_offset, self._remaining(), self._replay)
 
     def _swap(self, new: Segment) -> None:
         old, log = self._old, self.log
@@ -213,7 +224,7 @@ class RangeRepair:
             if self._old is None and self._next_offset < lost.next_offset:
                 left.append(LostRange(self._next_offset, lost.next_offset, -1, 0, 0, lost.unread))
             return left
-        left = [one for one in self.log.damage if one.segment == lost.segment and one != lost]
+        left = self.log.lost_beside(lost)
         if self._next_offset < lost.next_offset:
             start = lost.start + len(self._batches)
             left.append(LostRange(self._next_offset, lost.next_offset, lost.segment, start, lost.end, lost.unread))

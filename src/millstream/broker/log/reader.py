@@ -16,9 +16,9 @@ from millstream.broker.log.frame import FRAME_BYTES, Frame, Run, read_frame, val
 from millstream.broker.log.index import Index
 from millstream.broker.log.indexes import LoadedIndexes, build_index, load_index
 from millstream.broker.log.open_files import OpenFiles
-from millstream.broker.log.scan import Scan, Window
+from millstream.broker.log.scan import Scan, SectorWindow
 from millstream.broker.log.segment import Segment
-from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice, Verify
+from millstream.broker.log.segment_slice import BrokenSegment, SegmentSlice, Verify, unreadable
 from millstream.core.clock import Clock
 from millstream.core.errors import BatchRejected, CorruptBatch
 from millstream.core.ids import Epoch, Offset
@@ -72,7 +72,7 @@ class Reader:
     def scan(self, segment: Segment, position: int, expected: int) -> Scan:
         """Scan everything from a batch whose offset is known, trusting nothing."""
         descriptor = self._open_files.descriptor(segment)
-        window = Window(self._files, descriptor, min(segment.size, self._files.size(descriptor)))
+        window = SectorWindow(self._files, descriptor, min(segment.size, self._files.size(descriptor)))
         return Scan(window, position, expected, limit=segment.next_offset, epochs=self._epochs)
 
     # -- walking --------------------------------------------------------------------------------------------
@@ -86,7 +86,8 @@ class Reader:
             if position < cold_to:
                 self.verify(segment, position, min(position + WALK_BYTES, cold_to))
                 stop = segment.verification.end if segment.verification.end < cold_to else end
-            chunk = self._files.read_at(descriptor, min(WALK_BYTES, end - position), position)
+            size = min(WALK_BYTES, segment.readable_from(position))
+            chunk = self._read(segment, descriptor, size, position)
             at = 0
             while len(chunk) - at >= FRAME_BYTES and position + at < stop:
                 frame = self._frame(segment, chunk, at, position + at)
@@ -218,15 +219,22 @@ class Reader:
         data_at = position
         while stop - end >= FRAME_BYTES or end == position:
             if end + FRAME_BYTES > data_at + len(data):
-                data, data_at = self._read_at(segment, descriptor, min(STEP_BYTES, segment.size - end), end), end
+                size = min(STEP_BYTES, segment.readable_from(end))
+                data, data_at = self._read_at(segment, descriptor, size, end), end
             frame = self._frame(segment, data, end - data_at, end)
             if frame.end_position > stop and end > position:
                 break
             end, next_offset = frame.end_position, frame.next_offset
         return end, next_offset
 
+    def _read(self, segment: Segment, descriptor: int, size: int, position: int) -> bytes:
+        try:
+            return self._files.read_at(descriptor, size, position)
+        except OSError as error:
+            raise unreadable(segment, position, error) from error
+
     def _read_at(self, segment: Segment, descriptor: int, size: int, position: int) -> bytes:
-        data = self._files.read_at(descriptor, size, position)
+        data = self._read(segment, descriptor, size, position)
         if len(data) != size:
             raise BrokenSegment(segment, position + len(data))
         return data
@@ -258,10 +266,9 @@ class Reader:
     def _verify_chunk(self, segment: Segment, descriptor: int, stop: int) -> None:
         """Verify the batches of one chunk of the file, which ends at the next damaged range at the latest."""
         position = segment.verification.end
-        stop = min([stop, *(start for start in segment.holes if start > position)])
-        data = self._files.read_at(
-            descriptor, min(max(VERIFY_BYTES, stop - position), segment.size - position), position
-        )
+        stop = min(stop, position + segment.readable_from(position))
+        size = min(max(VERIFY_BYTES, stop - position), segment.readable_from(position))
+        data = self._read(segment, descriptor, size, position)
         run = self._valid_run(segment, data, stop)
         if run.end == 0 and not run.broken and len(data) >= FRAME_BYTES:
             # The first batch is larger than what was read.

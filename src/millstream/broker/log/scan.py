@@ -7,6 +7,7 @@ around it.
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -32,6 +33,12 @@ class Bad(NamedTuple):
     end: int
     first: int
     next_offset: int
+
+
+UNREADABLE_ERRORS = frozenset({errno.EIO, errno.ENODATA, errno.EBADMSG, errno.EUCLEAN, errno.EREMOTEIO, errno.EILSEQ})
+"""What reading fails with where a disk or a file system has lost some bytes, while others can be read."""
+_SECTOR_BYTES = 4096
+_SECTORS_BYTES = 1024 * 1024
 
 
 class Window:
@@ -71,6 +78,38 @@ class Window:
                 return position + found - _MAGIC_AT - at
             position += max(1, len(data) - _MAGIC_AT - at)
         return -1
+
+
+class SectorWindow(Window):
+    """A file in which the sectors that the disk cannot read are zeros."""
+
+    error: OSError | None = None
+    """Why some could not be read."""
+    was_readable = False
+    """Whether any could: a disk of which nothing can be read has failed as a whole, and may come back."""
+
+    def _move(self, position: int, size: int) -> None:
+        try:
+            super()._move(position, size)
+            self.was_readable |= bool(self._data)
+        except OSError as error:
+            if error.errno not in UNREADABLE_ERRORS:
+                raise
+            end = min(position + max(size, _SECTORS_BYTES), self.end)
+            self._data = b"".join(self._read_sector(at, end) for at in range(position, end, _SECTOR_BYTES))
+            self._start = position
+
+    def _read_sector(self, position: int, end: int) -> bytes:
+        size = min(_SECTOR_BYTES, end - position)
+        try:
+            data = self._files.read_at(self._descriptor, size, position)
+        except OSError as error:
+            if error.errno not in UNREADABLE_ERRORS:
+                raise
+            self.error = error
+            return bytes(size)
+        self.was_readable |= bool(data)
+        return data.ljust(size, b"\0")
 
 
 def _read_all(files: Files, descriptor: int, size: int, position: int) -> bytes:

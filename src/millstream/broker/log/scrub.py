@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from errno import EIO
 from uuid import UUID
 
 import msgspec
@@ -21,7 +20,8 @@ from millstream.broker.log.files import Files
 from millstream.broker.log.frame import FRAME_BYTES, read_frame, valid_run
 from millstream.broker.log.ledger import LogKey
 from millstream.broker.log.log import Log
-from millstream.broker.log.scan import Bad, Scan, Window
+from millstream.broker.log.producer_replay import ProducerReplay
+from millstream.broker.log.scan import Bad, Scan, SectorWindow
 from millstream.broker.log.segment import Segment
 from millstream.broker.log.state import read_whole, replace_file
 from millstream.core.clock import Clock
@@ -35,7 +35,6 @@ SCRUB_NAME = "scrub"
 STEP_BYTES = 1024 * 1024
 STEP_COST_BYTES = 64 * 1024
 """Every step counts as at least this many bytes, so that many small segments are not read all at once."""
-SECTOR_BYTES = 4096
 SAVE_S = 30.0
 """How often the position is stored."""
 
@@ -49,51 +48,114 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     finished_ms: int = 0
 
 
-class _SectorWindow(Window):
-    """A file in which the sectors that the disk cannot read are zeros."""
+class Inspection:
+    """Finds out in a thread which offsets a segment lost, from a batch on whose offset is known."""
 
-    def _move(self, position: int, size: int) -> None:
+    def __init__(self, log: Log, segment: Segment, position: int, offset: int) -> None:
+        self.log = log
+        self.segment = segment
+        self.end = position
+        self.next_offset = offset
+        self.bad: Bad | None = None
+        """What is lost that was not known to be."""
+        self.error: OSError | None = None
+        """Why the disk could not read some of it."""
+        self.is_lost = False
+        """Whether the log has noted what is lost."""
+        self.is_cancelled = False
+        self._is_disk_dead = False
+        self._epochs = EpochHistory(log.epochs.entries())
+        self._generation = log.generation
+        self._known = tuple(log.damage)
+        self._segment_size, self._limit = segment.size, segment.next_offset
+        self._descriptor = log.open_files.pin(segment)
+        self._files = log.open_files.files
+
+    @classmethod
+    def around(cls, log: Log, segment: Segment, position: int) -> Inspection:
+        """Inspect a segment from the last known batch before a position on."""
+        relative, start = log.reader.index_of(segment).start_before(position)
+        return cls(log, segment, start, segment.base_offset + relative)
+
+    def execute(self) -> None:
+        """Read and verify; called in a thread."""
         try:
-            super()._move(position, size)
+            self._find_bad()
         except OSError as error:
-            if error.errno != EIO:
-                raise
-            end = min(position + max(size, STEP_BYTES), self.end)
-            self._data = b"".join(self._read_sector(at, end) for at in range(position, end, SECTOR_BYTES))
-            self._start = position
+            self.error = error
 
-    def _read_sector(self, position: int, end: int) -> bytes:
-        size = min(SECTOR_BYTES, end - position)
-        try:
-            return self._files.read_at(self._descriptor, size, position).ljust(size, b"\0")
-        except OSError as error:
-            if error.errno != EIO:
-                raise
-            return bytes(size)
+    def _find_bad(self) -> None:
+        """Look for the first range that is broken and was not known to be, and for its end."""
+        end = min(self._segment_size, self._files.size(self._descriptor))
+        window = SectorWindow(self._files, self._descriptor, end)
+        scan = Scan(window, self.end, self.next_offset, limit=self._limit, epochs=self._epochs)
+        for found in scan:
+            if self.is_cancelled:
+                return
+            if isinstance(found, Bad) and not self._is_known(found):
+                self.bad = found
+                break
+        else:
+            if scan.expected < self._limit:
+                self.bad = Bad(scan.position, self._segment_size, scan.expected, self._limit)
+        if self.bad is not None and self.bad.next_offset < 0:
+            self.bad = self.bad._replace(end=self._segment_size, next_offset=self._limit)
+        self.error = self.error or window.error
+        self._is_disk_dead = window.error is not None and not window.was_readable
+
+    def _is_known(self, bad: Bad) -> bool:
+        after = self._limit if bad.next_offset < 0 else bad.next_offset
+        return any(lost.first <= bad.first and after <= lost.next_offset for lost in self._known)
+
+    def finish(self) -> None:
+        """Tell the log what was found; called on the loop."""
+        log, segment = self.log, self.segment
+        log.open_files.unpin(segment)
+        if not self._is_current:
+            return
+        if self.error is not None:
+            _logger.error(
+                "a segment cannot be read",
+                extra={
+                    "topic": log.partition.topic,
+                    "partition": log.partition.partition,
+                    "file": segment.path,
+                    "first_offset": self.next_offset if self.bad is None else self.bad.first,
+                    "error": str(self.error),
+                },
+            )
+        self._note()
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the segment is what was read: one that was cut off or compacted in the meantime is not damaged."""
+        log = self.log
+        return (
+            not log.closed
+            and log.generation == self._generation
+            and any(one is self.segment for one in log.segments)
+            and tuple(log.damage) == self._known
+        )
+
+    def _note(self) -> None:
+        # What cannot be read of a disk that fails as a whole may be readable later, and is not passed over, unless
+        # another replica gives it.
+        if self.bad is not None and not (self._is_disk_dead and not self.log.damage.has_replicas):
+            self.log.record_damage(self.segment, self.bad)
+            self.is_lost = True
 
 
-class ScrubStep:
+class ScrubStep(Inspection):
     """Verifies one piece of a segment, from a batch whose offset is known."""
 
     def __init__(
         self, log: Log, segment: Segment, position: int, offset: int, stop: int, hole: LostRange | None
     ) -> None:
-        self.log = log
-        self.segment = segment
-        self.end = position
-        self.next_offset = offset
+        super().__init__(log, segment, position, offset)
         self.is_broken = False
-        self.bad: Bad | None = None
-        """What is lost where it is broken."""
-        self.error: OSError | None = None
-        """Why the disk could not read some of it."""
+        self._replay: ProducerReplay | None = None
         self._stop = stop
         self.hole = hole
-        self._epochs = EpochHistory(log.epochs.entries())
-        self._generation = log.generation
-        self._segment_size, self._limit = segment.size, segment.next_offset
-        self._descriptor = log.open_files.pin(segment)
-        self._files = log.open_files.files
         self.size = 0
 
     def execute(self) -> None:
@@ -126,44 +188,24 @@ class ScrubStep:
         self.is_broken = run.broken or run.end == 0
         self.end, self.next_offset = position + run.end, run.next_offset
 
-    def _find_bad(self) -> None:
-        """Find the end of what is broken."""
-        end = min(self._segment_size, self._files.size(self._descriptor))
-        window = _SectorWindow(self._files, self._descriptor, end)
-        scan = Scan(window, self.end, self.next_offset, limit=self._limit, epochs=self._epochs)
-        bad = next((found for found in scan if isinstance(found, Bad)), None)
-        if bad is None and scan.expected < self._limit:
-            bad = Bad(scan.position, self._segment_size, scan.expected, self._limit)
-        elif bad is not None and bad.next_offset < 0:
-            bad = bad._replace(end=self._segment_size, next_offset=self._limit)
-        self.bad = bad
+    @property
+    def _found_again(self) -> LostRange | None:
+        hole = self.hole
+        return hole if hole is not None and (self.end, self.next_offset) == (hole.end, hole.next_offset) else None
 
-    def finish(self) -> None:
-        """Record what was found; called on the loop."""
-        log, segment, bad = self.log, self.segment, self.bad
-        log.open_files.unpin(segment)
-        # A segment that was truncated or compacted in the meantime is not damaged.
-        if log.closed or log.generation != self._generation or not any(one is segment for one in log.segments):
-            return
-        if self.error is not None:
-            _logger.error(
-                "a segment cannot be read",
-                extra={
-                    "topic": log.partition.topic,
-                    "partition": log.partition.partition,
-                    "file": segment.path,
-                    "first_offset": self.next_offset,
-                    "error": str(self.error),
-                },
-            )
-        if self.hole is not None:
-            if (self.end, self.next_offset) == (self.hole.end, self.hole.next_offset):
-                log.mark_intact(self.hole)
-        elif bad is not None and (self.error is None or log.damage.has_replicas):
-            # Without another replica, what cannot be read now may be readable later, and is not passed over.
-            known = log.damage.at(bad.first)
-            if known is None or known.next_offset < bad.next_offset:
-                log.record_damage(segment, bad)
+    def replay(self) -> ProducerReplay | None:
+        """What has to be read before `finish`, if a range that is whole again tells of producers."""
+        found, log = self._found_again, self.log
+        if found is None or not self._is_current or not log.needs_replay(found, log.lost_beside(found)):
+            return None
+        self._replay = ProducerReplay(log)
+        return self._replay
+
+    def _note(self) -> None:
+        if self.hole is None:
+            super()._note()
+        elif self._found_again is not None and (self._replay is None or self._replay.error is None):
+            self.log.mark_intact(self.hole, self._replay)
 
 
 class Scrubber:

@@ -229,6 +229,10 @@ class Segment:
                 return end
         return position
 
+    def readable_from(self, position: int) -> int:
+        """How many bytes can be read from a position on before the next damaged stretch, or the end."""
+        return min([self.size, *(start for start in self.holes if start > position)]) - position
+
     def note(self, header: BatchHeader, base_offset: int, position: int, index: Index, interval_bytes: int) -> None:
         """Account for one more batch behind the last, which may lie behind a damaged range."""
         self.size = position

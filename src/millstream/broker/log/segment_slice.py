@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.scan import UNREADABLE_ERRORS
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import CorruptBatch, StorageFailure
 
@@ -20,10 +21,16 @@ Verify = Callable[[Segment, int, int], None]
 class BrokenSegment(CorruptBatch):
     """A segment is not a chain of valid batches where it should be; the log turns this into recorded damage."""
 
-    def __init__(self, segment: Segment, position: int) -> None:
-        super().__init__(f"{segment.path} holds no valid record batch at byte {position}")
+    def __init__(self, segment: Segment, position: int, error: OSError | None = None) -> None:
+        reason = "" if error is None else f": {error.strerror or error}"
+        super().__init__(f"{segment.path} holds no valid record batch at byte {position}{reason}")
         self.segment = segment
         self.position = position
+
+
+def unreadable(segment: Segment, position: int, error: OSError) -> OSError | BrokenSegment:
+    """What to raise for a failed read: bytes that the disk cannot read any more are damage as other bytes would be."""
+    return BrokenSegment(segment, position, error) if error.errno in UNREADABLE_ERRORS else error
 
 
 class SegmentSlice:
@@ -101,7 +108,10 @@ class SegmentSlice:
         segment.used = True
         if self._verify is not None and 0 <= self._stamp != self._open_files.files.stamp(descriptor):
             self._verify(segment, self._position + at, self._position + at + size)
-        data = self._open_files.files.read_at(descriptor, size, self._position + at)
+        try:
+            data = self._open_files.files.read_at(descriptor, size, self._position + at)
+        except OSError as error:
+            raise unreadable(segment, self._position + at, error) from error
         if len(data) != size:
             raise BrokenSegment(segment, self._position + at + len(data))
         segment.suspect = False

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from errno import EBUSY
 from itertools import islice
 from pathlib import Path
 from uuid import UUID
@@ -27,10 +28,12 @@ from millstream.broker.log.ledger import Ledger, LogKey
 from millstream.broker.log.log import Log
 from millstream.broker.log.log_contents import RecoveryReport
 from millstream.broker.log.open_files import OpenFiles
+from millstream.broker.log.producer_replay import ProducerReplay
 from millstream.broker.log.range_repair import RangeRepair
 from millstream.broker.log.recovery import OpenOptions, RecoveryProgress, Replay, open_contents
 from millstream.broker.log.retention import RetentionFloors
-from millstream.broker.log.scrub import Scrubber
+from millstream.broker.log.scrub import Inspection, Scrubber, ScrubStep
+from millstream.broker.log.segment import Segment
 from millstream.broker.log.state import LogState, decode_state
 from millstream.broker.log.truncation import Truncation, finish_when_executed
 from millstream.core.clock import Clock
@@ -114,6 +117,9 @@ class LogStore:
         self._scrubber = Scrubber(
             files, folder.path, clock, bytes_per_s=scrub_bytes_per_s, interval_ms=scrub_interval_ms
         )
+        self._cutting: set[asyncio.Future[None]] = set()
+        self._inspections: dict[Segment, Inspection] = {}
+        """Those under way, and those that have just found nothing."""
         self._closing = False
         self._commit_seconds = Histogram()
         self._checkpoints = 0
@@ -259,6 +265,8 @@ class LogStore:
         if log.closed:
             return
         try:
+            if log.is_replaying:
+                raise OSError(EBUSY, "the log is being cut")
             self.checkpoint_now(log)
         except OSError:
             self._unrecovered.add(log.key)
@@ -332,16 +340,69 @@ class LogStore:
         if job.error is not None:
             raise job.error
 
+    def inspect(self, log: Log, segment: Segment, position: int) -> bool:
+        """Have it found out which offsets are lost where a segment could not be read; whether the log knows them now.
+
+        A thread does it, and whoever waits for records of the log looks again when it is done. Without a loop it is
+        done here, and `StorageFailure` says that nothing was found to be lost.
+        """
+        if segment in self._inspections:
+            return False
+        try:
+            inspection = Inspection.around(log, segment, position)
+        except OSError as error:
+            raise StorageFailure(f"{segment.path} cannot be read: {error.strerror or error}") from error
+        if self._loop is not None:
+            self._inspections[segment] = inspection
+            executed = self._loop.run_in_executor(self._scrub_thread, inspection.execute)
+            executed.add_done_callback(lambda _: self._end_inspection(inspection))
+            return False
+        self._run_job(inspection)
+        if not inspection.is_lost:
+            reason = "looking again found nothing wrong" if inspection.error is None else str(inspection.error)
+            raise StorageFailure(f"{segment.path} could not be read at byte {position}: {reason}")
+        return True
+
+    def _end_inspection(self, inspection: Inspection) -> None:
+        inspection.finish()
+        if inspection.is_lost or self._closing:
+            # The log has told those who wait.
+            del self._inspections[inspection.segment]
+        else:
+            # A disk that fails is not read again at once.
+            self._call_later(RETRY_S if inspection.error is not None else 0, self._look_again, inspection)
+
+    def _look_again(self, inspection: Inspection) -> None:
+        del self._inspections[inspection.segment]
+        if not inspection.log.closed:
+            inspection.log.damage.on_change()
+
     def truncate_now(self, cut: Truncation) -> None:
         """Carry out a truncation before this returns, or raise `StorageFailure`."""
+        if cut.replay is not None:
+            cut.replay.execute()
+            cut.take_producers()
         cut.execute()
         self._finish_truncation(cut)
 
     def truncate_soon(self, cut: Truncation) -> asyncio.Future[None]:
         """Carry out a truncation in a thread; the future is done when it is durable, or has the error."""
         # In the thread of all checkpoints, since those of a log are written in the order in which they were taken.
-        executed = asyncio.get_running_loop().run_in_executor(self._upkeep_thread, cut.execute)
+        loop = asyncio.get_running_loop()
+        executed: asyncio.Future[None]
+        if cut.replay is None:
+            executed = loop.run_in_executor(self._upkeep_thread, cut.execute)
+        else:
+            executed = loop.create_task(self._replay_and_cut(cut, cut.replay), name="log cut")
+            self._cutting.add(executed)
+            executed.add_done_callback(self._cutting.discard)
         return finish_when_executed(executed, lambda: self._finish_truncation(cut))
+
+    async def _replay_and_cut(self, cut: Truncation, replay: ProducerReplay) -> None:
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._upkeep_thread, replay.execute)
+        cut.take_producers()
+        await loop.run_in_executor(self._upkeep_thread, cut.execute)
 
     def _finish_truncation(self, cut: Truncation) -> None:
         if isinstance(cut.checkpoint, Checkpoints):
@@ -414,7 +475,7 @@ class LogStore:
             some = list(islice(self._to_checkpoint, self._upkeep_max))
             for log in some:
                 del self._to_checkpoint[log]
-            due = [log for log in some if not log.closed and not log.health.broken]
+            due = [log for log in some if not log.closed and not log.health.broken and not log.is_replaying]
             if due:
                 return Checkpoints(due, self._files, self._ledger)
         return None
@@ -557,7 +618,14 @@ class LogStore:
         return True
 
     async def _in_thread(self, thread: ThreadPoolExecutor, job: Job) -> None:
-        await asyncio.get_running_loop().run_in_executor(thread, job.execute)
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(thread, job.execute)
+        replay = job.replay() if isinstance(job, RangeRepair | ScrubStep) else None
+        if replay is not None:
+            # From when it has caught up until the job is finished, nothing may be appended.
+            await loop.run_in_executor(self._scrub_thread, replay.execute)
+            while not replay.has_caught_up():
+                await loop.run_in_executor(self._scrub_thread, replay.execute)
         self._finish_job(job)
 
     def _retention_timer(self) -> None:
@@ -592,7 +660,10 @@ class LogStore:
             await self._running
         for job in self._last_jobs():
             await self._in_thread(self._upkeep_thread, job)
-        for thread in (self._commit_thread, self._upkeep_thread):
+        for inspection in self._inspections.values():
+            inspection.is_cancelled = True
+        await asyncio.gather(*self._cutting, return_exceptions=True)
+        for thread in (self._commit_thread, self._upkeep_thread, self._scrub_thread):
             await asyncio.get_running_loop().run_in_executor(thread, int)
         self._release()
 
@@ -607,7 +678,11 @@ class LogStore:
             if commit is None:
                 break
             yield commit
-        behind = [log for log in self._logs.values() if log.needs_checkpoint and not log.health.broken]
+        behind = [
+            log
+            for log in self._logs.values()
+            if log.needs_checkpoint and not log.health.broken and not log.is_replaying
+        ]
         for at in range(0, len(behind), self._batch_max):
             yield Checkpoints(behind[at : at + self._batch_max], self._files, self._ledger)
 

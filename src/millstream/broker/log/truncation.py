@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from millstream.broker.log.files import Files
+from millstream.broker.log.producer_replay import ProducerReplay
 from millstream.broker.log.segment import Segment
 from millstream.core.errors import OffsetOutOfRange, StorageFailure
 
@@ -47,6 +48,28 @@ class Truncation:
         self._files = files
         self._doing = doing
         self._error: OSError | None = None
+        self._failure: StorageFailure | None = None
+        self.checkpoint: Checkpointing | None = None
+        self._last: Segment | None = None
+        self.replay = ProducerReplay(log) if log.is_replaying else None
+        """What has to be read first, before `take_producers`."""
+        if self.replay is None:
+            self._capture()
+
+    def take_producers(self) -> None:
+        """Go on with what was read; called on the loop."""
+        log, replay = self.log, self.replay
+        if replay is None or log.closed:
+            return
+        try:
+            # Nothing was appended meanwhile.
+            log.adopt_producers(replay)
+            self._capture()
+        except StorageFailure as error:
+            self._failure = error
+
+    def _capture(self) -> None:
+        log, doing = self.log, self._doing
         self._last = log.segments.active
         self._size = 0 if self._last is None else self._last.size
         log.void_journal()
@@ -63,6 +86,8 @@ class Truncation:
         The state goes first: a file that is longer than its state says is scanned, and what is found there is not part
         of the log; one that is shorter would be damage.
         """
+        if self.checkpoint is None:
+            return
         self.checkpoint.execute()
         self._error = self.checkpoint.error
         try:
@@ -79,8 +104,10 @@ class Truncation:
         log = self.log
         if self._last is not None:
             log.open_files.unpin(self._last)
-        is_done = self._error is None or log.closed
+        is_done = log.closed or (self._error is None and self._failure is None)
         log.health.end_truncation(is_done=is_done)
+        if self._failure is not None and not is_done:
+            raise self._failure
         if self._error is not None and not is_done:
             raise log.fail_write(self._doing, self._error) from self._error
         _logger.info("a log was truncated", extra={"partition": str(log.partition), "end": log.end_offset})
@@ -117,8 +144,10 @@ def begin_truncation(log: Log, offset: int, files: Files) -> Truncation | None:
             start=log.start_offset,
             end=log.end_offset,
         )
+    # Where the log is damaged there, that may have to be found out first, and then nothing has changed.
+    boundary = log.boundary(offset)
     log.health.begin_truncation()
-    _truncate_segments(log, offset)
+    _truncate_segments(log, *boundary)
     return Truncation(log, files, _DOING)
 
 
@@ -162,10 +191,7 @@ def _repeat_truncation(log: Log, files: Files) -> Truncation:
     return Truncation(log, files, _DOING)
 
 
-def _truncate_segments(log: Log, offset: int) -> None:
-    last, position, end = log.boundary(offset)
-    if end < log.producers.transactions.unsettled_from:
-        log.rebuild_producers(end)
+def _truncate_segments(log: Log, last: Segment, position: int, end: int) -> None:
     lost = log.damage.at(end)
     if lost is not None and lost.first == end and lost.segment == last.base_offset:
         # The damage is forgotten with its offsets. Its bytes go too, or they would be read as the next records.

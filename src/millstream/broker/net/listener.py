@@ -47,7 +47,8 @@ class Listener:
         self._service = service
         self._limits = limits
         self._budget = budget
-        self._connections_max = connections_max
+        self.connections_max = connections_max
+        """May change while it listens; connections beyond it that are open stay."""
         self._idle_s = idle_s
         self._servers: list[asyncio.Server] = []
         self._sweep: asyncio.TimerHandle | None = None
@@ -103,7 +104,7 @@ class Listener:
         yield counter("millstream_sent_bytes_total", "Bytes sent to clients.", traffic.bytes_out)
 
     def _connection(self) -> asyncio.BaseProtocol:
-        if len(self.connections) >= self._connections_max:
+        if len(self.connections) >= self.connections_max:
             self.traffic.connections_refused += 1
             return _Refused()
         connection = Connection(

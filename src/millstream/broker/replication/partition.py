@@ -27,6 +27,7 @@ from millstream.core.clock import Clock, SystemClock
 from millstream.core.errors import (
     DamagedRange,
     FencedLeaderEpoch,
+    InspectionPending,
     MillstreamError,
     NotEnoughReplicas,
     NotLeader,
@@ -137,6 +138,7 @@ class Partition(Replica):
         self._append_listeners: dict[AppendListener, None] = {}
         self.bytes_out = 0
         self.records_in = 0
+        log.damage.on_change = self.damage_changed
         log.listen(
             on_synced=self._advance,
             on_sync_failed=self._fail_waiting,
@@ -493,6 +495,9 @@ class Partition(Replica):
         if offset < up_to:
             try:
                 records = log.read(offset, max_bytes=max_bytes, up_to=up_to)
+            except InspectionPending:
+                # Whether it was lost here, too, is not known yet.
+                raise
             except RepairPending as error:
                 # It was lost here, too; the replica that asks must not wait for this one.
                 raise DamagedRange(str(error), first=offset, next_offset=offset + 1) from error

@@ -5,8 +5,8 @@ crash, the next leader of the queue writes the same letter under the same number
 letters are in flight than a log remembers of a producer, and none is planned before these are written. A letter whose
 number the log rejects is therefore certainly not stored, and gets a new number.
 
-A letter that the topic refuses for its content (too large, or unreadable) is retried with growing pauses, and does not
-hold up the others.
+A letter that the topic refuses for its content (too large, or unreadable) is retried with growing pauses, up to
+`REFUSED_S_MAX`, and does not hold up the others; the queue keeps how many there are, and why.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from millstream.core.backoff import Backoff
 from millstream.core.clock import Clock
 from millstream.core.errors import (
     BatchRejected,
+    BatchTooLarge,
     DamagedRange,
     MillstreamError,
     NotLeader,
@@ -100,6 +101,10 @@ IN_FLIGHT_MAX: Final = 5
 
 """The number of batches per producer that a log remembers."""
 
+REFUSED_S_MAX: Final = 300.0
+
+"""So long at most a letter waits that its topic refuses."""
+
 MESSAGE_ID: Final = "message-id"
 
 PREFIX: Final = "dlq-"
@@ -154,6 +159,7 @@ class DeadLetters:
         self._subscription = subscription
         self._next_producer_id = next_producer_id
         self._backoff = Backoff(random, max_s=30.0)
+        self._refused_backoff = Backoff(random, max_s=REFUSED_S_MAX)
         self._producer_id: ProducerId | None = None
         self._sequences: dict[int, int] = {}
         # Letters that were refused for their content, until the next pause ends.
@@ -200,12 +206,13 @@ class DeadLetters:
             except Exception as error:
                 _logger.exception("dead letters failed", extra={"subscription": self._subscription}, exc_info=error)
                 await self._backoff.pause()
+        self._delivery.refused_letters.clear()
 
     async def _pause_or_wakeup(self) -> None:
         """Wait until refused letters are due again, or new ones arrive."""
         loop = asyncio.get_running_loop()
         if self._pause_task is None:
-            self._pause_task = loop.create_task(self._backoff.pause())
+            self._pause_task = loop.create_task(self._refused_backoff.pause())
         self._wakeup.clear()
         wakeup = loop.create_task(self._wakeup.wait())
         try:
@@ -249,7 +256,7 @@ class DeadLetters:
         self._delivery.queue_changed()
 
     async def _write_letter(self, topic: str, rejected: Rejected, plan: Plan) -> None:
-        queue = self._delivery.queue
+        queue, size = self._delivery.queue, 0
         try:
             record = await self._read_message(rejected.offset)
             if record is None:
@@ -265,16 +272,36 @@ class DeadLetters:
                 # The number stays unused, so the log would reject every later one of this producer.
                 self._producer_id = None
                 return
-            offset = await self._appender.append(topic, plan.partition, self._letter(rejected, plan, record))
+            letter = self._letter(rejected, plan, record)
+            size = len(letter)
+            offset = await self._appender.append(topic, plan.partition, letter)
         except BatchRejected as error:
-            self._log_retry("a dead letter was refused; retrying later", error, offset=rejected.offset)
-            self._refused.add(rejected.offset)
+            self._refuse(topic, rejected, error, size)
             self._discard_plan(rejected)
         except ProducerRejected as error:
             self._log_retry("a dead letter gets a new sequence number", error, offset=rejected.offset)
             self._discard_plan(rejected)
         else:
+            if rejected.offset in self._delivery.refused_letters:
+                self._delivery.refused_letters.discard(rejected.offset)
+                self._refused_backoff.succeeded()
             queue.dead_lettered(rejected.offset, _POSITION.pack(plan.partition, offset), now_ms=self._clock.now_ms())
+
+    def _refuse(self, topic: str, rejected: Rejected, error: BatchRejected, size: int) -> None:
+        """Retry a refused letter later, and log once what to do about it."""
+        self._refused.add(rejected.offset)
+        delivery = self._delivery
+        reason = f"dead letter topic {topic!r} refuses the letter: {error}"
+        if isinstance(error, BatchTooLarge) and size:
+            reason += f"; raise it with: millstream topic alter {topic} --set max.message.bytes={size}"
+        if rejected.offset not in delivery.refused_letters:
+            _logger.error(
+                "a message cannot be dead-lettered, and is retried every few minutes: %s",
+                reason,
+                extra={"subscription": self._subscription, "topic": delivery.topic, "offset": rejected.offset},
+            )
+        delivery.refused_letters.add(rejected.offset)
+        delivery.letter_refusal = reason
 
     def _discard_plan(self, rejected: Rejected) -> None:
         """Discard the plan of a letter that is certainly not stored, so that it gets a new number."""

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from millstream.broker.replication.partition import Partition
 from millstream.broker.subscriptions.delta import DeltaKind
 from millstream.broker.subscriptions.filter_cache import QueueFilter
-from millstream.broker.subscriptions.lease import Lease, Revival, Settlement
+from millstream.broker.subscriptions.lease import HeldRange, Lease, Origin, Revival, Settlement
 from millstream.broker.subscriptions.log_scan import (
     SCANNED_BYTES_MAX,
     ScannedRange,
@@ -94,6 +94,10 @@ SCANS_PER_TURN: Final = 8
 
 WAITING_MAX: Final = 10_000
 
+ORIGINS_KEPT: Final = 64
+
+"""Workers without leases whose client is remembered."""
+
 FILTER_RETRY_S: Final = 1.0
 
 STORE_FULL_RETRY_S: Final = 0.5
@@ -146,6 +150,7 @@ class Demand(NamedTuple):
     """Whether a batch that is delivered in part is delivered as a whole, beyond `max_records`."""
     at_least_one: bool = True
     """Whether the first batch is delivered even if it exceeds `max_bytes`, so that a worker always makes progress."""
+    origin: Origin = Origin()
 
 
 def age_ms(partition: Partition, offset: Offset, now_ms: int) -> int:
@@ -189,6 +194,10 @@ class Delivery:
         """The time from a batch's timestamp to the first delivery of its messages."""
         self.damaged = 0
         """Offsets skipped since the queue was opened because they are damaged or unreadable."""
+        self.refused_letters: set[Offset] = set()
+        """Messages that the dead letter topic refuses for their content."""
+        self.letter_refusal = ""
+        """Why it refused the last of them, and what to do."""
         self.on_rejecting: Callable[[], None] = lambda: None
         """Called when messages are on their way to the dead letter topic."""
         self.on_closed: Callable[[Delivery], None] = lambda _delivery: None
@@ -198,6 +207,8 @@ class Delivery:
         self._filter = queue_filter
         self._opener = opener
         self._scanning: asyncio.Task[None] | None = None
+        # By worker: those with leases, and some that had some.
+        self._origins: dict[str, Origin] = {}
         # In the order of arrival.
         self._waiting: dict[Waiter, None] = {}
         self._alarm: asyncio.TimerHandle | None = None
@@ -320,6 +331,30 @@ class Delivery:
         refused = next((error for error in results[: len(settlements)] if error is not None), None)
         if refused is not None:
             raise refused
+
+    def held_ranges(self) -> list[HeldRange]:
+        """Return which worker holds which messages until when, the oldest first."""
+        workers = self.queue.fold.workers.texts
+        return [
+            HeldRange(
+                Offset(run.first),
+                Offset(run.last),
+                run.attempt,
+                run.due_ms,
+                worker := workers[run.holder],
+                self._origins.get(worker, Origin()),
+            )
+            for run in self.queue.fold.leased_runs()
+        ]
+
+    def note_origin(self, worker: str, origin: Origin, *, replaces: bool = True) -> None:
+        """Remember the client of a worker that holds messages, and of a few others."""
+        if not replaces and worker in self._origins:
+            return
+        self._origins[worker] = origin
+        held = self.queue.fold.workers
+        if len(self._origins) > 2 * len(held) + ORIGINS_KEPT:
+            self._origins = {one: known for one, known in self._origins.items() if held.references(one)}
 
     def release_worker(self, worker: str) -> None:
         """Release the leases of a worker that is gone."""
@@ -456,6 +491,8 @@ class Delivery:
             until=until,
             batch_ends=ends if demand.whole_batches else None,
         )
+        if leases:
+            self.note_origin(demand.worker, demand.origin)
         batches = list(batches_covering(records, [(lease.first, lease.last) for lease in leases]))
         if leases and leases[-1].attempt == 1:
             self._observe_latency(batches, now_ms)

@@ -26,6 +26,12 @@ _COUNTED: Final[tuple[tuple[str, Kind, str, Count], ...]] = (
         lambda one: one.queue.counts.parked + one.queue.counts.blocked,
     ),
     ("rejecting", "gauge", "Messages on their way to the dead letter topic.", lambda one: one.queue.counts.rejecting),
+    (
+        "refused_letters",
+        "gauge",
+        "Messages that the dead letter topic refuses, as they are too large for it or cannot be read.",
+        lambda one: len(one.refused_letters),
+    ),
     ("workers_waiting", "gauge", "Workers waiting for a message.", lambda one: one.waiting),
     ("accepted_total", "counter", "Messages accepted.", lambda one: one.queue.counter(DeltaKind.ACCEPTED)),
     ("retried_total", "counter", "Deliveries after the first.", lambda one: one.queue.redelivered),

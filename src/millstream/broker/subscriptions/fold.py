@@ -217,14 +217,20 @@ class Fold:
     def leased_to(self, worker: str) -> list[WaitingRun]:
         """Return every message that a worker holds."""
         number = self.workers.number(worker)
+        return [] if number is None else self._leased_runs(number)
+
+    def leased_runs(self) -> list[WaitingRun]:
+        """Every message that some worker holds, the oldest first."""
+        return self._leased_runs(None) if self.counts[LEASED] else []
+
+    def _leased_runs(self, holder: int | None) -> list[WaitingRun]:
         found: list[WaitingRun] = []
-        if number is None:
-            return found
         for columns in (self.stragglers, self.window):
-            texts_in_use = np.frombuffer(columns.states, np.uint8) == LEASED
-            texts_in_use &= np.frombuffer(columns.holders, np.uint32) == number
-            places = np.flatnonzero(texts_in_use)
-            del texts_in_use
+            held = np.frombuffer(columns.states, np.uint8) == LEASED
+            if holder is not None:
+                held &= np.frombuffer(columns.holders, np.uint32) == holder
+            places = np.flatnonzero(held)
+            del held
             if len(places):
                 for start, end in _consecutive_ranges(places):
                     found += [_waiting(columns, LEASED, *run) for run in columns.uniform_runs(start, end)]

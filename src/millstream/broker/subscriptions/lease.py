@@ -19,6 +19,24 @@ class Lease(NamedTuple):
     deadline_ms: int
 
 
+class Origin(NamedTuple):
+    """The client through which a worker asks for messages; empty where it is not known."""
+
+    client_id: str = ""
+    address: str = ""
+
+
+class HeldRange(NamedTuple):
+    """Consecutive messages that one worker holds, and the client through which it asked."""
+
+    first: Offset
+    last: Offset
+    attempt: int
+    deadline_ms: int
+    worker: str
+    origin: Origin
+
+
 class Settlement(NamedTuple):
     """A verb for consecutive messages, which applies to all of them or to none."""
 

@@ -18,6 +18,7 @@ from uuid import UUID
 
 from millstream.core.errors import (
     Conflict,
+    CoordinatorUnavailable,
     InvalidRecordState,
     InvalidRequest,
     MillstreamError,
@@ -142,6 +143,12 @@ class DeadLetterTopic(NamedTuple):
     topic: str
     subscriptions: list[str]
     letters: int
+    unreached: list[int]
+    """The partitions that nobody led or whose leader did not answer; their letters are not counted."""
+    refused: int
+    """Messages that the topic refuses as letters, which are tried again."""
+    refusals: list[str]
+    """Why, and what to do about it."""
 
 
 class Queue(NamedTuple):
@@ -415,25 +422,57 @@ async def _patiently(
         await asyncio.sleep(_PAUSE_S)
 
 
-async def dead_letter_topics(client: Client) -> list[DeadLetterTopic]:
-    """Return every topic that is declared as a dead letter topic."""
-    described = await SubscriptionClient(client).describe()
-    writers: dict[str, list[str]] = {}
-    opened: dict[str, int] = {}
+async def dead_letter_topics(client: Client, *, patience_s: float = 0.0) -> list[DeadLetterTopic]:
+    """Every topic that is declared as a dead letter topic; partitions without an answer are asked again for a while."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + patience_s
+    while True:
+        found = await _count_letters(client)
+        if not any(one.unreached for one in found) or loop.time() + _PAUSE_S > deadline:
+            return found
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _count_letters(client: Client) -> list[DeadLetterTopic]:
+    described = await SubscriptionClient(client).describe(without_silent=True)
+    writers: dict[str, list[dict[str, Any]]] = {}
+    opened: dict[str, list[dict[str, Any]]] = {}
     for one in described:
         topic = one["settings"].get(DEAD_LETTER_TOPIC, NO_DEAD_LETTERS)
         if topic != NO_DEAD_LETTERS:
-            writers.setdefault(topic, []).append(one["name"])
+            writers.setdefault(topic, []).append(one)
         if one["name"].startswith(LETTERS_PREFIX):
             topic = one["name"].removeprefix(LETTERS_PREFIX)
-            opened[topic] = sum(queue["backlog"] for queue in one["queues"])
-            if opened[topic]:
-                # Letters outlive a subscription that was deleted with --force.
+            opened[topic] = one["queues"]
+            if sum(queue["backlog"] for queue in one["queues"]):
+                # Letters outlive a subscription that was deleted by force.
                 writers.setdefault(topic, [])
-    return [
-        DeadLetterTopic(topic, names, opened.get(topic, await stored_letters(client, topic)))
-        for topic, names in sorted(writers.items())
-    ]
+    return [await _counted(client, topic, wrote, opened.get(topic)) for topic, wrote in sorted(writers.items())]
+
+
+async def _counted(
+    client: Client, topic: str, writers: Sequence[dict[str, Any]], queues: Sequence[dict[str, Any]] | None
+) -> DeadLetterTopic:
+    """Count the letters of a topic, by the queues that have begun to count them, if some have."""
+    found = (await client.metadata([topic])).topics.get(topic)
+    unreached = set() if found is None else set(found.partitions)
+    letters = 0
+    if queues is not None:
+        letters = sum(queue["backlog"] for queue in queues)
+        unreached -= {queue["partition"] for queue in queues}
+    elif unreached:
+        with suppress(*TRANSIENT):
+            letters = await stored_letters(client, topic)
+            unreached.clear()
+    refusing = [queue for one in writers for queue in one["queues"] if queue["refused_letters"]]
+    return DeadLetterTopic(
+        topic,
+        [one["name"] for one in writers],
+        letters,
+        sorted(unreached),
+        sum(queue["refused_letters"] for queue in refusing),
+        sorted({queue["letter_refusal"] for queue in refusing}),
+    )
 
 
 async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
@@ -453,6 +492,11 @@ async def find_topic(client: Client, name: str, *, patience_s: float) -> str:
 async def check_no_open_letters(client: Client, topic: str) -> None:
     """Raise `Conflict` for a dead letter topic that holds open letters."""
     found = await _dead_letter_topic(client, topic)
+    if found is not None and found.unreached:
+        raise CoordinatorUnavailable(
+            f"the open dead letters of topic {topic!r} cannot be counted, since nobody answers for its partitions "
+            f"{', '.join(map(str, found.unreached))} now; try again when they have a leader"
+        )
     if found is not None and found.letters:
         raise Conflict(open_letters_error(topic, found.letters, found.subscriptions))
 

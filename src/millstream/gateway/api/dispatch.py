@@ -158,7 +158,8 @@ class Api:
         self._pressure.enter(lane)
         memory = RequestMemory(self._pressure, lane)
         try:
-            request = Request(reader.path(path), reader.query(scope["query_string"]), None, headers, memory)
+            address = _address(scope.get("client"))
+            request = Request(reader.path(path), reader.query(scope["query_string"]), None, headers, memory, address)
             if route.body is not NoFields:
                 if b"content-encoding" in headers:
                     raise Refused(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "compressed request bodies are not supported")
@@ -283,6 +284,11 @@ def read_json(decoder: msgspec.json.Decoder[Any], data: bytes) -> Any:
         raise invalid(f"the body is invalid: {error}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(HTTPStatus.BAD_REQUEST, f"the body is not JSON: {error}") from None
+
+
+def _address(client: tuple[str, int] | None) -> str:
+    """The other end of a connection as the broker shows it."""
+    return "" if client is None else f"{client[0]}:{client[1]}"
 
 
 async def _await_disconnect(receive: Receive) -> None:

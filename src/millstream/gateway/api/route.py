@@ -56,6 +56,8 @@ class Request(Generic[Q, B]):
     body: B
     headers: Mapping[bytes, bytes]
     memory: RequestMemory
+    address: str = ""
+    """Where the client is."""
     gone: Future[None] | None = None
     """Done when the client has disconnected; only for requests that wait."""
     undelivered: Callable[[], Awaitable[None]] | None = None

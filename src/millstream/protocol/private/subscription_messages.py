@@ -35,6 +35,8 @@ class Receive(msgspec.Struct, frozen=True, array_like=True):
     """Topics and partitions; None means all."""
     at_least_one: bool = True
     """Whether the first batch may exceed `max_bytes`; not if the worker already has messages of another node."""
+    address: str = ""
+    """Where the worker is, if another process asks on its behalf; empty for the address of the connection."""
 
 
 class LeasedRange(msgspec.Struct, frozen=True, array_like=True):
@@ -151,6 +153,8 @@ class ListSubscriptionsRequest(msgspec.Struct, frozen=True):
 
     names: list[str] | None = None
     open: list[tuple[str, int]] = []
+    leases: int = 0
+    """How many leases to list of each subscription."""
 
 
 class ListSubscriptionsResponse(Response, frozen=True, kw_only=True):

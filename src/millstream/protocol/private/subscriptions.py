@@ -11,7 +11,7 @@ from uuid import UUID
 
 import msgspec
 
-from millstream.core.errors import MillstreamError
+from millstream.core.errors import BrokerUnreachable, MillstreamError, RequestTimedOut
 from millstream.core.ids import NodeId, OffsetRange
 from millstream.core.verb import Verb
 from millstream.protocol.private.leasing import Leased, fresh_until
@@ -88,6 +88,32 @@ class LeasedMessage(NamedTuple):
         return len(record.key or b"") + len(record.value or b"") + headers
 
 
+class HeldLease(NamedTuple):
+    """Consecutive messages that one worker holds, as others are told."""
+
+    topic: str
+    partition: int
+    first: int
+    last: int
+    attempt: int
+    deadline_ms: int
+    """When the lease ends, by the clock of the broker."""
+    left_ms: int
+    """How long until then."""
+    worker: str
+    client_id: str
+    """Of the client through which the worker asked; empty if the queue has moved to another node since."""
+    address: str
+
+
+class HeldLeases(NamedTuple):
+    """The leases of a subscription, the oldest messages of each partition first."""
+
+    leases: list[HeldLease]
+    left_out: int
+    """How many more messages are held than those that are listed."""
+
+
 class SubscriptionClient:
     """Sends requests about subscriptions."""
 
@@ -138,29 +164,57 @@ class SubscriptionClient:
         return await self._client.call_leader(topic, partition, attempt)
 
     async def describe(
-        self, names: Sequence[str] | None = None, places: Iterable[tuple[str, int]] = ()
+        self,
+        names: Sequence[str] | None = None,
+        places: Iterable[tuple[str, int]] = (),
+        *,
+        leases: int = 0,
+        without_silent: bool = False,
     ) -> list[dict[str, Any]]:
-        """Return subscriptions with all their queues, as reported by the nodes that lead them.
+        """Return subscriptions with all their queues and some leases, as reported by the nodes that lead them.
 
-        For a single one, queues that have started are opened, and those on the partitions of `places`.
+        For a single one, queues that have started are opened, and those on the partitions of `places`. The queues of nodes
+        that do not answer are left out if that is asked for, unless none does.
         """
-        found = await self._describe_all(ListSubscriptionsRequest(None if names is None else list(names)))
+        request = ListSubscriptionsRequest(None if names is None else list(names), leases=leases)
+        found = await self._describe_all(request, without_silent=without_silent)
         closed = {*places, *(tuple(place) for described in found.values() for place in described["kept"])} - {
             (queue["topic"], queue["partition"]) for described in found.values() for queue in described["queues"]
         }
         if names is not None and len(found) == 1 and closed:
             # They were not used since their leader was elected.
-            found = await self._describe_all(ListSubscriptionsRequest(list(names), sorted(closed)))
+            request = ListSubscriptionsRequest(list(names), sorted(closed), leases)
+            found = await self._describe_all(request)
         return [found[name] for name in sorted(found)]
 
-    async def _describe_all(self, request: ListSubscriptionsRequest) -> dict[str, dict[str, Any]]:
+    async def leases(self, name: str, *, limit: int = 1000) -> HeldLeases:
+        """Find who holds which messages of a subscription."""
+        (described,) = await self.describe([name], leases=limit)
+        held = sorted(HeldLease(**one) for one in described["leases"])[:limit]
+        leased: int = sum(queue["leased"] for queue in described["queues"])
+        return HeldLeases(held, max(0, leased - sum(one.last - one.first + 1 for one in held)))
+
+    async def _describe_all(
+        self, request: ListSubscriptionsRequest, *, without_silent: bool = False
+    ) -> dict[str, dict[str, Any]]:
         """Combine what all nodes report about subscriptions."""
         found: dict[str, dict[str, Any]] = {}
-        for node in await self._nodes():
-            for described in (await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)).subscriptions:
+        silent: list[MillstreamError] = []
+        nodes = await self._nodes()
+        for node in nodes:
+            try:
+                answer = await self._ask(node, LIST_KEY, request, ListSubscriptionsResponse)
+            except (BrokerUnreachable, RequestTimedOut) as error:
+                # There may be other nodes by now.
+                self._known_nodes = []
+                silent.append(error)
+                if not without_silent or len(silent) == len(nodes):
+                    raise
+                continue
+            for described in answer.subscriptions:
                 known = found.setdefault(described["name"], described)
                 if known is not described:
-                    for part in ("queues", "push", "kept"):
+                    for part in known.keys() & {"queues", "push", "kept", "leases"}:
                         known[part] += described[part]
                     # Each node knows some topics of a share group.
                     known["topics"] += [topic for topic in described["topics"] if topic not in known["topics"]]

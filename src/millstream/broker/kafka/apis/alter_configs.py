@@ -1,7 +1,8 @@
-"""AlterConfigs (key 33), versions 0 to 2: replaces all settings of topics with those given.
+"""AlterConfigs (key 33), versions 0 to 2: replaces all settings of topics, or all that were set for nodes.
 
 What a request does not name goes back to the node's default, which is why Kafka advises IncrementalAlterConfigs
-instead; old tools know no other. A node's settings live in its configuration and need a restart.
+instead; old tools know no other. Of a node, or of all nodes (the empty name), those are replaced that are changed while
+they run; the others live in its configuration and need a restart.
 
 Version notes: 2 is flexible.
 """
@@ -16,6 +17,7 @@ from kio.schema.errors import ErrorCode
 
 from millstream.broker.cluster.topics import Topics
 from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
+from millstream.broker.kafka.apis.describe_configs import NODE_RESOURCE
 from millstream.broker.kafka.apis.incremental_alter_configs import check_alterable
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.topic_lookup import topic_named
@@ -24,7 +26,7 @@ from millstream.core.topic import check_topic_name
 
 
 class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
-    """Replaces the settings of topics."""
+    """Replaces the settings of topics, and what was set for nodes."""
 
     key = 33
     versions = (0, 2)
@@ -56,13 +58,17 @@ class AlterConfigs(Api[AlterConfigsRequest, AlterConfigsResponse]):
 
     async def _alter(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
         check_alterable(resource.resource_type, (config.name for config in resource.configs))
-        check_topic_name(resource.resource_name)
-        topic = topic_named(self._topics, resource.resource_name)
+        is_topic = resource.resource_type != NODE_RESOURCE
+        name = resource.resource_name
+        if is_topic:
+            check_topic_name(name)
+            topic_named(self._topics, name)
         settings: dict[str, str | None] = {}
         for config in resource.configs:
             if config.name in settings:
-                raise InvalidRequest(f"{config.name} is named more than once for topic {topic.name!r}")
+                raise InvalidRequest(f"{config.name} is named more than once for {name!r}")
             if config.value is None:
                 raise InvalidSetting(f"{config.name} has no value")
             settings[config.name] = config.value
-        await self._topics.alter(topic.name, settings, replace=True, validate_only=validate_only)
+        alter = self._topics.alter if is_topic else self._topics.alter_broker
+        await alter(name, settings, replace=True, validate_only=validate_only)

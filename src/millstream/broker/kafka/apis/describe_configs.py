@@ -1,9 +1,9 @@
 """DescribeConfigs (key 32), versions 1 to 4: the settings of topics, of this node, and of groups.
 
-Each setting tells its value, where that comes from (the topic, this node's configuration, or the built-in default),
-on request what it would be otherwise (synonyms) and its documentation. A node's settings need a restart to change
-and are marked read-only; those that Kafka's brokers have too are shown under Kafka's names as well. A node asked for
-by the empty name has no settings that were changed for the whole cluster.
+Each setting tells its value, where that comes from (the topic, what was set for this node or for all nodes while they
+ran, this node's configuration, or the built-in default), on request what it would be otherwise (synonyms) and its
+documentation. Settings of a node that need a restart to change are marked read-only; those that Kafka's brokers have
+too are shown under Kafka's names as well. The empty name asks for what was set for all nodes.
 
 Version notes: 1 adds synonyms and sources, 3 the type and the documentation, 4 is flexible.
 """
@@ -32,6 +32,7 @@ from millstream.broker.kafka.api import NO_THROTTLE, Api, ClientInfo
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.setting_view import (
     SettingView,
+    cluster_settings,
     consumer_group_settings,
     node_settings,
     share_group_settings,
@@ -95,12 +96,13 @@ class DescribeConfigs(Api[DescribeConfigsRequest, DescribeConfigsResponse]):
             check_topic_name(name)
             return topic_settings(self._topics, topic_named(self._topics, name))
         if resource.resource_type == NODE_RESOURCE:
+            settings = self._topics.broker_settings
             if not name:
-                return ()
+                return cluster_settings(settings)
             if name != str(self._membership.me.node_id):
                 raise InvalidRequest(f"this is node {self._membership.me.node_id}; ask node {name} for its settings")
             replication = min(self._config.default_replication, len(self._membership.nodes()))
-            return node_settings(self._config, self._topics.defaults_for(replication))
+            return node_settings(self._config, self._topics.static_defaults_for(replication), settings)
         if resource.resource_type == GROUP_RESOURCE and self._subscriptions is not None:
             check_group_name(name)
             # An undeclared group has the defaults, as in Kafka.

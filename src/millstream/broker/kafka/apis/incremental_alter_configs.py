@@ -1,10 +1,11 @@
-"""IncrementalAlterConfigs (key 44), versions 0 and 1: sets some settings of topics and leaves the others.
+"""IncrementalAlterConfigs (key 44), versions 0 and 1: sets some settings of topics, nodes or groups, leaves the others.
 
 The operations are set, delete (back to the node's default), and, for settings that take a list, append and subtract.
 All changes of one topic are made together or not at all. Those of a consumer group are kept
 for its name alone (`consumer.session.timeout.ms`, `consumer.heartbeat.interval.ms`); those of a share group are the
-settings of the subscription of that name. A node's settings live in its configuration and need a
-restart, so a request to change them is INVALID_REQUEST with a message that says where they are.
+settings of the subscription of that name. Of a node, or of all nodes (the empty name), the defaults of topics and the
+number of connections are changed while they run, under Kafka's names. Its other settings live in its configuration and
+need a restart, so a request to change them is INVALID_REQUEST with a message that says where they are.
 
 Version notes: 1 is flexible.
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from itertools import islice
 from typing import Final
 
 from kio.schema.errors import ErrorCode
@@ -27,6 +27,7 @@ from kio.schema.incremental_alter_configs.v1.response import (
     IncrementalAlterConfigsResponse,
 )
 
+from millstream.broker.cluster.broker_settings import DECLARED as DYNAMIC
 from millstream.broker.cluster.group_settings import DeclaredGroups
 from millstream.broker.cluster.subscriptions import Subscriptions
 from millstream.broker.cluster.topics import Topics
@@ -42,6 +43,7 @@ from millstream.broker.kafka.setting_view import how_to_change, is_list
 from millstream.broker.kafka.topic_lookup import topic_named
 from millstream.core.errors import InvalidRequest, InvalidSetting, MillstreamError
 from millstream.core.group import DECLARED
+from millstream.core.setting import Setting
 from millstream.core.topic import Topic, TopicSettings, check_topic_name, unknown_setting
 
 SET: Final = 0
@@ -52,7 +54,7 @@ _NAMES_SHOWN_MAX: Final = 5
 
 
 class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlterConfigsResponse]):
-    """Changes settings of topics."""
+    """Changes settings of topics, nodes and groups."""
 
     key = 44
     versions = (0, 1)
@@ -83,10 +85,25 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             await self._alter_group(self._subscriptions, resource, validate_only=validate_only)
             return
         check_alterable(resource.resource_type, (config.name for config in resource.configs))
+        if resource.resource_type == NODE_RESOURCE:
+            await self._alter_broker(resource, validate_only=validate_only)
+            return
         check_topic_name(resource.resource_name)
         topic = topic_named(self._topics, resource.resource_name)
         changes = self._changes(topic, resource.configs)
         await self._topics.alter(topic.name, changes, validate_only=validate_only)
+
+    async def _alter_broker(self, resource: AlterConfigsResource, *, validate_only: bool) -> None:
+        scope = resource.resource_name
+        now = self._topics.broker_settings.of(scope)
+        changes: dict[str, str | None] = {}
+        for config in resource.configs:
+            if config.name in changes:
+                raise InvalidRequest(f"{config.name} is named more than once for {scope or 'all nodes'}")
+            declared = DYNAMIC[config.name]
+            value = now.get(config.name, str(declared.default))
+            changes[config.name] = _changed(config, declared, value)
+        await self._topics.alter_broker(scope, changes, validate_only=validate_only)
 
     async def _alter_group(
         self, subscriptions: Subscriptions, resource: AlterConfigsResource, *, validate_only: bool
@@ -133,36 +150,42 @@ class IncrementalAlterConfigs(Api[IncrementalAlterConfigsRequest, IncrementalAlt
             # Deleting an unknown setting is no error, as in Kafka: tools clean up settings of other versions.
             if config.config_operation != DELETE and config.name not in TopicSettings.declared():
                 raise unknown_setting(config.name, TopicSettings.declared())
-            changes[config.name] = self._changed(topic, config)
+            if config.config_operation == DELETE:
+                changes[config.name] = None
+                continue
+            declared = TopicSettings.declared()[config.name]
+            changes[config.name] = _changed(config, declared, self._topics.settings_of(topic).as_strings()[config.name])
         return changes
 
-    def _changed(self, topic: Topic, config: AlterableConfig) -> str | None:
-        """The new value of one setting; None takes it back to the default."""
-        if config.config_operation == DELETE:
-            return None
-        if config.value is None:
-            raise InvalidRequest(f"{config.name} has no value")
-        if config.config_operation == SET:
-            return config.value
-        if config.config_operation not in (APPEND, SUBTRACT):
-            raise InvalidRequest(f"operation {config.config_operation} is unknown")
-        if not is_list(TopicSettings.declared()[config.name]):
-            verb = "appended to" if config.config_operation == APPEND else "subtracted from"
-            raise InvalidSetting(f"{config.name} takes one value and cannot be {verb}; set it")
-        values = self._topics.settings_of(topic).as_strings()[config.name].split(",")
-        given = [part.strip() for part in config.value.split(",")]
-        if config.config_operation == SUBTRACT:
-            return ",".join(value for value in values if value not in given)
-        return ",".join(dict.fromkeys([*values, *given]))
+
+def _changed(config: AlterableConfig, declared: Setting, now: str) -> str | None:
+    """The new value of one setting; None takes it back to the default."""
+    if config.config_operation == DELETE:
+        return None
+    if config.value is None:
+        raise InvalidRequest(f"{config.name} has no value")
+    if config.config_operation == SET:
+        return config.value
+    if config.config_operation not in (APPEND, SUBTRACT):
+        raise InvalidRequest(f"operation {config.config_operation} is unknown")
+    if not is_list(declared):
+        verb = "appended to" if config.config_operation == APPEND else "subtracted from"
+        raise InvalidSetting(f"{config.name} takes one value and cannot be {verb}; set it")
+    values, given = now.split(","), [part.strip() for part in config.value.split(",")]
+    if config.config_operation == SUBTRACT:
+        return ",".join(value for value in values if value not in given)
+    return ",".join(dict.fromkeys([*values, *given]))
 
 
 def check_alterable(resource_type: int, names: Iterable[str]) -> None:
-    """Raise `InvalidRequest` for everything but topics; for the settings of a node, say where they are changed."""
+    """Raise `InvalidRequest` for what has no settings, and for settings of a node that need a restart to change."""
     if resource_type == NODE_RESOURCE:
-        ways = [how_to_change(name) for name in islice(names, _NAMES_SHOWN_MAX)]
-        raise InvalidRequest("; ".join(["the settings of a node are read-only and need a restart to change", *ways]))
-    if resource_type != TOPIC_RESOURCE:
-        raise InvalidRequest(f"resource type {resource_type} has no settings here; topics have")
+        ways = [how_to_change(name) for name in names if name not in DYNAMIC]
+        if ways:
+            said = "these settings of a node cannot be changed while it runs"
+            raise InvalidRequest("; ".join([said, *ways[:_NAMES_SHOWN_MAX]]))
+    elif resource_type != TOPIC_RESOURCE:
+        raise InvalidRequest(f"resource type {resource_type} has no settings here; topics and nodes have")
 
 
 def _response(resource: AlterConfigsResource, code: ErrorCode, message: str | None) -> AlterConfigsResourceResponse:

@@ -50,7 +50,7 @@ from millstream.broker.kafka.share_consumers import (
     ShareSession,
     check_member_id,
 )
-from millstream.broker.subscriptions.lease import Lease
+from millstream.broker.subscriptions.lease import Lease, Origin
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.subscription import Subscription
 
@@ -169,6 +169,7 @@ class ShareFetch(Api[ShareFetchRequest, ShareFetchResponse]):
             request.max_records,
             self._quota.allowance(client, min(request.max_bytes, self._bytes_max, _BYTES_MAX)),
             whole_batches=request.share_acquire_mode != _RECORD_LIMIT,
+            origin=Origin(client.client_id, client.address),
         )
         patience_ms = 0 if results.failed else _WAIT_MS_MAX if confirming is None else _ACKNOWLEDGED_MS_MAX
         wait_ms = min(request.max_wait // _MILLISECOND, patience_ms)

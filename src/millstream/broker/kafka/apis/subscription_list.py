@@ -1,15 +1,19 @@
 """SubscriptionList (key 32035), version 0: Millstream's private request for subscriptions and their queues.
 
-    {"names": ["billing"], "open": [["orders", 0]]}, or null for all
+    {"names": ["billing"], "open": [["orders", 0]], "leases": 0}, or null for all
     answer: {"error": 0, "message": null, "subscriptions": [{"name": …, "subscription_id": …, "topics": […],
     "settings": {…}, "overrides": {…}, "created_ms": …, "queues": [{"topic": …, "partition": …, "backlog": …, …}],
-    "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}]}]}
+    "kept": [["orders", 0], …], "push": [{"node": 1, "state": "up", "concurrency": 8, …}],
+    "leases": [{"topic": …, "partition": …, "first": …, "last": …, "attempt": …, "deadline_ms": …, "left_ms": …,
+    "worker": …, "client_id": …, "address": …}]}]}
 
 Every node knows all subscriptions; of the queues it lists those that it leads and has open, so a client asks all nodes.
 `kept` are those whose states it keeps, for subscriptions that are named; of those in `open` it opens and lists the ones
 that it leads. The topics of a share group for which none are declared are those of `kept`, and those that members
 subscribe to, if the node coordinates the group. `push` is how the node's push process does with the subscription's
-endpoint, if its messages are pushed. Values of secret settings are never returned.
+endpoint, if its messages are pushed. `leases` holds the oldest ranges that workers hold, at most as many as requested;
+client id and address are those of the last connection that acted for the worker, empty if the node has not heard of it
+since it began to lead the queue. Values of secret settings are never returned.
 
 Version notes: version 0 is the only one. It is not advertised by ApiVersions, since it is no part of Kafka.
 """
@@ -24,6 +28,7 @@ from uuid import UUID
 from millstream.broker.kafka.api import PrivateApi
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.subscriptions.delta import DeltaKind
+from millstream.broker.subscriptions.lease import HeldRange
 from millstream.core.errors import NotLeader
 from millstream.core.subscription import Subscription, shown
 from millstream.protocol.private.subscription_messages import (
@@ -34,6 +39,8 @@ from millstream.protocol.private.subscription_messages import (
 
 if TYPE_CHECKING:
     from millstream.broker.subscriptions.delivery import Delivery
+
+LEASES_MAX = 10_000
 
 _COUNTERS = {
     "accepted": DeltaKind.ACCEPTED,
@@ -72,6 +79,9 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
         described = [self._describe(one, queues, begun.get(one.subscription_id, [])) for one in wanted]
         if request.names is None:
             described = [{**one, "kept": []} for one in described]
+        if leases_max := min(request.leases, LEASES_MAX):
+            for one, document in zip(wanted, described, strict=True):
+                document["leases"] = self._leases(queues.get(one.subscription_id, ()), leases_max)
         return ListSubscriptionsResponse(subscriptions=described)
 
     async def _open(self, subscriptions: Iterable[Subscription], places: Iterable[tuple[str, int]]) -> None:
@@ -88,6 +98,13 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
         """Return the push status on this node; a client combines those of all nodes."""
         status = self._service.push.describe(subscription.name)
         return [] if status is None else [{"node": self._service.node_id, **status}]
+
+    def _leases(self, queues: Iterable[Delivery], leases_max: int) -> list[dict[str, Any]]:
+        now_ms = self._service.clock.now_ms()
+        listed: list[dict[str, Any]] = []
+        for delivery in queues:
+            listed += [_lease(delivery, held, now_ms) for held in delivery.held_ranges()[:leases_max]]
+        return sorted(listed, key=lambda lease: (lease["topic"], lease["partition"], lease["first"]))[:leases_max]
 
     def _describe(
         self,
@@ -109,6 +126,20 @@ class SubscriptionList(PrivateApi[ListSubscriptionsRequest, ListSubscriptionsRes
         }
 
 
+def _lease(delivery: Delivery, held: HeldRange, now_ms: int) -> dict[str, Any]:
+    return {
+        "topic": delivery.partition.topic.name,
+        "partition": delivery.partition.index,
+        "first": held.first,
+        "last": held.last,
+        "attempt": held.attempt,
+        "deadline_ms": held.deadline_ms,
+        "left_ms": max(0, held.deadline_ms - now_ms),
+        "worker": held.worker,
+        **held.origin._asdict(),
+    }
+
+
 def _queue(delivery: Delivery) -> dict[str, Any]:
     queue = delivery.queue
     return {
@@ -120,4 +151,6 @@ def _queue(delivery: Delivery) -> dict[str, Any]:
         **queue.counts._asdict(),
         **{name: queue.counter(kind) for name, kind in _COUNTERS.items()},
         "redelivered": queue.redelivered,
+        "refused_letters": len(delivery.refused_letters),
+        "letter_refusal": delivery.letter_refusal if delivery.refused_letters else "",
     }

@@ -1,7 +1,7 @@
 """SubscriptionReceive (key 32030), version 0: Millstream's private request of a worker for messages of a subscription.
 
     [subscription, worker, max records, max bytes, wait ms, [[topic, partition], …] or nil for all that are led here,
-    whether the first batch may exceed max bytes]
+    whether the first batch may exceed max bytes, address of the worker or "" for that of the connection]
     answer: [error, message, [[topic, topic id, partition, [[first, last, attempt, deadline ms], …], batches], …],
     throttle ms, waited ms]
 
@@ -28,6 +28,7 @@ from millstream.broker.kafka.api import ClientInfo, PrivateApi
 from millstream.broker.kafka.quota_meter import QuotaMeter
 from millstream.broker.kafka.subscription_service import SubscriptionService
 from millstream.broker.replication.partition import Partition
+from millstream.broker.subscriptions.lease import Origin
 from millstream.core.errors import InvalidRequest
 from millstream.core.subscription import Subscription
 from millstream.protocol.private.subscription_messages import (
@@ -69,7 +70,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         arrived = monotonic()
         _check(request)
         if not self._quota.is_limiting:
-            grants = await self._lease(request)
+            grants = await self._lease(request, client)
         else:
             left_ms = min(request.wait_ms, WAIT_MS_MAX)
             while owed_ms := self._quota.owed_ms(client):
@@ -79,7 +80,8 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
                 await asyncio.sleep(owed_ms / 1000)
                 left_ms -= owed_ms
             bytes_max = self._quota.allowance(client, request.max_bytes)
-            grants = await self._lease(msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max)))
+            paid = msgspec.structs.replace(request, wait_ms=left_ms, max_bytes=max(1, bytes_max))
+            grants = await self._lease(paid, client)
         if grants:
             client.presence.when_undelivered(partial(self._give_back, grants, request.worker))
         answer = build_answer(grants, arrived)
@@ -94,23 +96,30 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
         """Lease messages, or wait for some, without a quota."""
         arrived = monotonic()
         _check(request)
-        return build_answer(await self._lease(request), arrived)
+        return build_answer(await self._lease(request, None), arrived)
 
-    async def _lease(self, request: Receive) -> list[Grant]:
+    async def _lease(self, request: Receive, client: ClientInfo | None) -> list[Grant]:
         subscription = await self._subscriptions.find(request.subscription)
         engine = await self._service.engine()
+        origin = Origin() if client is None else Origin(client.client_id, request.address or client.address)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + min(request.wait_ms, WAIT_MS_MAX) / 1000
         while True:
             # Partitions may come to this node while a worker waits here.
             opening = engine.next_opening(subscription)
-            grants = await self._receive(engine, subscription, request, deadline - loop.time(), opening)
+            grants = await self._receive(engine, subscription, request, origin, deadline - loop.time(), opening)
             if grants or not opening.done() or loop.time() >= deadline:
                 return grants
             subscription = await self._subscriptions.find(request.subscription)
 
     async def _receive(
-        self, engine: Engine, subscription: Subscription, request: Receive, wait_s: float, opening: asyncio.Future[None]
+        self,
+        engine: Engine,
+        subscription: Subscription,
+        request: Receive,
+        origin: Origin,
+        wait_s: float,
+        opening: asyncio.Future[None],
     ) -> list[Grant]:
         # Imported with the first worker, together with the queues.
         from millstream.broker.subscriptions.delivery import Demand
@@ -126,6 +135,7 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
                 min(request.max_records, RECORDS_MAX),
                 min(request.max_bytes, BYTES_MAX),
                 at_least_one=request.at_least_one,
+                origin=origin,
             ),
             self._service.budget,
             wait_s=max(0.0, wait_s),
@@ -149,6 +159,8 @@ class SubscriptionReceive(PrivateApi[Receive, ReceiveAnswer]):
 def _check(request: Receive) -> None:
     if not 0 < len(request.worker) <= WORKER_LENGTH_MAX:
         raise InvalidRequest(f"a worker has a name of at most {WORKER_LENGTH_MAX} characters")
+    if len(request.address) > WORKER_LENGTH_MAX:
+        raise InvalidRequest(f"the address of a worker has at most {WORKER_LENGTH_MAX} characters")
     if request.max_records < 1 or request.max_bytes < 1 or request.wait_ms < 0:
         raise InvalidRequest("max records and max bytes must be at least 1, and the wait not negative")
 

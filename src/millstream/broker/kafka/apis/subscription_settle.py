@@ -16,10 +16,10 @@ import asyncio
 
 from kio.schema.errors import ErrorCode
 
-from millstream.broker.kafka.api import PrivateApi
+from millstream.broker.kafka.api import ClientInfo, PrivateApi
 from millstream.broker.kafka.errors import error_code, error_message
 from millstream.broker.kafka.subscription_service import SubscriptionService
-from millstream.broker.subscriptions.lease import Settlement
+from millstream.broker.subscriptions.lease import Origin, Settlement
 from millstream.core.errors import InvalidRequest, MillstreamError
 from millstream.core.ids import Offset
 from millstream.core.subscription import Subscription
@@ -54,15 +54,25 @@ class SubscriptionSettle(PrivateApi[SettleRequest, SettleAnswer]):
 
     async def handle(self, request: SettleRequest) -> SettleAnswer:
         """Settle each partition on its own."""
-        subscription = await self._subscriptions.find(request.subscription)
-        results = await asyncio.gather(*(self._settle(subscription, request.worker, one) for one in request.partitions))
-        return SettleAnswer(0, None, results)
+        return await self._settle_all(request, Origin())
 
-    async def _settle(self, subscription: Subscription, worker: str, asked: PartitionSettles) -> Results:
+    async def handle_from(self, client: ClientInfo, request: SettleRequest) -> SettleAnswer:
+        """Settle, and remember which client speaks for the worker if this node did not lease to it."""
+        return await self._settle_all(request, Origin(client.client_id, client.address))
+
+    async def _settle_all(self, request: SettleRequest, origin: Origin) -> SettleAnswer:
+        subscription = await self._subscriptions.find(request.subscription)
+        settles = [self._settle(subscription, request.worker, origin, one) for one in request.partitions]
+        return SettleAnswer(0, None, await asyncio.gather(*settles))
+
+    async def _settle(
+        self, subscription: Subscription, worker: str, origin: Origin, asked: PartitionSettles
+    ) -> Results:
         try:
             verbs = [_verb(one) for one in asked.verbs]
             engine = await self._service.engine()
             delivery = await engine.delivery(subscription, self._topics.partition(asked.topic, asked.partition))
+            delivery.note_origin(worker, origin, replaces=False)
             results = await delivery.settle(worker, verbs)
         except MillstreamError as error:
             return [(int(error_code(error)), error_message(error))] * len(asked.verbs)

@@ -41,6 +41,12 @@ class DeadLetters(msgspec.Struct, frozen=True):
     topic: str
     subscriptions: list[str]
     letters: int
+    unreached: list[int]
+    """The partitions for which nobody answered; their letters are not counted."""
+    refused: int
+    """Messages that the topic refuses as letters, which are tried again."""
+    refusals: list[str]
+    """Why, and what to do about it."""
 
 
 class DeadLetterList(msgspec.Struct, frozen=True):
@@ -103,7 +109,7 @@ class WorkedOn(msgspec.Struct, frozen=True):
 async def list_topics(services: Services, request: Request[NoFields, NoFields]) -> DeadLetterList:
     """List the dead letter topics."""
     found = await dead_letter_topics(services.client)
-    return DeadLetterList([DeadLetters(one.topic, one.subscriptions, one.letters) for one in found])
+    return DeadLetterList([DeadLetters(**one._asdict()) for one in found])
 
 
 async def show(services: Services, request: Request[Letters, NoFields]) -> LetterList:

@@ -90,7 +90,7 @@ async def consume(services: Services, request: Request[Consume, NoFields]) -> St
     """Stream the messages of a subscription, leased to the client, which settles them like pulled ones."""
     name, worker = request.path["subscription"], services.new_worker(request.query.worker)
     request.memory.reserve(READ_BYTES)
-    receive = Receive(name, worker, request.query.max, READ_BYTES, WAIT_MS)
+    receive = Receive(name, worker, request.query.max, READ_BYTES, WAIT_MS, address=request.address)
     # Asked before the stream starts, so that an unknown subscription is answered with a problem document.
     await services.subscriptions.describe([name])
     pieces = _leased(services, receive, request.gone, request.memory)

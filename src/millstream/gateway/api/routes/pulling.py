@@ -108,7 +108,7 @@ async def pull(services: Services, request: Request[NoFields, Pull]) -> PulledMe
     wanted = request.body
     name, worker = request.path["subscription"], services.new_worker(wanted.worker)
     request.memory.reserve(wanted.max_bytes)
-    receive = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms)
+    receive = Receive(name, worker, wanted.max, wanted.max_bytes, wanted.wait_ms, address=request.address)
     messages = await receive_until(services, receive, request.gone)
     request.undelivered = partial(services.leasing.give_back, name, worker, messages)
     request.memory.resize(sum(held_bytes(message.record) for message in messages))

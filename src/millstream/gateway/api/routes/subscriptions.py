@@ -9,6 +9,7 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from millstream.broker.push_board import PushState
+from millstream.client.admin.messages import utc
 from millstream.client.admin.subscriptions import place_of, start_of, summary_of
 from millstream.core.setting import Setting, settings_of
 from millstream.core.subscription import (
@@ -25,7 +26,9 @@ from millstream.gateway.api.route import NoFields, Request, Route, TopicName
 from millstream.gateway.api.routes.topics import Deletion, Listing
 from millstream.gateway.api.services import Services
 from millstream.gateway.api.setting_values import ChangedSettings, GivenSettings, changes_of, texts_of
+from millstream.protocol.private.subscriptions import HeldLease
 
+LEASES_MAX: Final = 10_000
 SubscriptionName = Annotated[str, Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
 Topics = Annotated[list[TopicName], Meta(min_length=1, max_length=TOPICS_MAX)]
 
@@ -128,6 +131,10 @@ class QueueState(msgspec.Struct, frozen=True):
     dropped: int
     filtered: int
     redelivered: int
+    refused_letters: int
+    """Messages on their way to the dead letter topic that it refuses, since they are too large for it."""
+    letter_refusal: str
+    """Why, and what to do about it."""
 
 
 class NodePushState(PushState, frozen=True, kw_only=True):
@@ -147,6 +154,37 @@ class SubscriptionDescription(msgspec.Struct, frozen=True):
     created_ms: int
     queues: list[QueueState]
     push: list[NodePushState] = []
+
+
+class HeldLeaseDocument(msgspec.Struct, frozen=True):
+    """Consecutive messages that one worker holds."""
+
+    topic: str
+    partition: int
+    first: int
+    last: int
+    attempt: int
+    deadline: str
+    """When the lease ends, unless the worker extends it."""
+    left_ms: int
+    worker: str
+    client_id: str
+    """Of the client through which the worker asked; empty if the queue has moved to another node since."""
+    address: str
+
+
+class ListedLeases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How many to list."""
+
+    limit: Annotated[int, Meta(ge=1, le=LEASES_MAX)] = 1000
+
+
+class Leases(msgspec.Struct, frozen=True):
+    """Who holds which messages of a subscription, the oldest of each partition first."""
+
+    leases: list[HeldLeaseDocument]
+    left_out: int
+    """How many more messages are held."""
 
 
 class Seek(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -202,6 +240,17 @@ async def describe(services: Services, request: Request[NoFields, NoFields]) -> 
     (described,) = await services.subscriptions.describe([request.path["subscription"]])
     described["queues"].sort(key=lambda queue: (queue["topic"], queue["partition"]))
     return msgspec.convert(described, SubscriptionDescription)
+
+
+async def leases(services: Services, request: Request[ListedLeases, NoFields]) -> Leases:
+    """List who holds which messages."""
+    held = await services.subscriptions.leases(request.path["subscription"], limit=request.query.limit)
+    return Leases([_lease_document(one) for one in held.leases], held.left_out)
+
+
+def _lease_document(held: HeldLease) -> HeldLeaseDocument:
+    told = held._asdict()
+    return HeldLeaseDocument(deadline=utc(told.pop("deadline_ms")) or "", **told)
 
 
 async def change(services: Services, request: Request[NoFields, SubscriptionChanges]) -> SubscriptionDescription:
@@ -289,6 +338,16 @@ ROUTES: Final = (
         query=NoFields,
         body=NoFields,
         answer=SubscriptionDescription,
+        **_SHARED,
+    ),
+    Route(
+        method="GET",
+        path=f"{_ONE}/leases",
+        summary="List who holds which messages",
+        handle=leases,
+        query=ListedLeases,
+        body=NoFields,
+        answer=Leases,
         **_SHARED,
     ),
     Route(

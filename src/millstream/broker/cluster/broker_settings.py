@@ -1,0 +1,126 @@
+"""Settings of nodes that are changed while they run: declared in the catalog, agreed on like topics, held in memory.
+
+A scope is the id of a node, or `ALL_NODES`. What is set for a node holds before what is set for all of them, and both
+before the node's own configuration. Most of them are what topics have that set nothing themselves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final
+
+from millstream.core.config import Config
+from millstream.core.errors import InvalidRequest, InvalidSetting
+from millstream.core.setting import Setting
+from millstream.core.topic import TopicSettings
+
+_logger = logging.getLogger(__name__)
+
+ALL_NODES: Final = ""
+
+TOPIC_DEFAULTS: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "compression.type": "compression.type",
+        "log.cleanup.policy": "cleanup.policy",
+        "log.message.timestamp.after.max.ms": "message.timestamp.after.max.ms",
+        "log.message.timestamp.before.max.ms": "message.timestamp.before.max.ms",
+        "log.message.timestamp.type": "message.timestamp.type",
+        "log.retention.bytes": "retention.bytes",
+        "log.retention.ms": "retention.ms",
+        "log.roll.ms": "segment.ms",
+        "log.segment.bytes": "segment.bytes",
+        "message.max.bytes": "max.message.bytes",
+        "min.insync.replicas": "min.insync.replicas",
+        "unclean.leader.election.enable": "unclean.leader.election.enable",
+    }
+)
+"""Settings of Kafka's brokers that are the default of a topic's setting."""
+
+CONNECTIONS_MAX: Final = "max.connections"
+
+_OF_THE_CLUSTER: Final = frozenset({"min.insync.replicas", "unclean.leader.election.enable"})
+"""The controller goes by these, whichever node leads."""
+
+
+def _declared() -> dict[str, Setting]:
+    topics = TopicSettings.declared()
+    found = {name: dataclasses.replace(topics[of_topic], name=name) for name, of_topic in TOPIC_DEFAULTS.items()}
+    _, connections = Config.declared()["connections-max"]
+    return {**found, CONNECTIONS_MAX: dataclasses.replace(connections, name=CONNECTIONS_MAX)}
+
+
+DECLARED: Final[Mapping[str, Setting]] = MappingProxyType(_declared())
+"""Every setting that is taken over while a node runs, by Kafka's name."""
+
+
+def check_changes(scope: str, changes: Mapping[str, str | None]) -> None:
+    """Raise for a value that a setting cannot have, or not for one node alone; all names are in `DECLARED`."""
+    for name, text in changes.items():
+        if scope != ALL_NODES and name in _OF_THE_CLUSTER:
+            raise InvalidRequest(
+                f"{name} holds for the whole cluster, since the controller goes by it; set it as the default of all "
+                "nodes (kafka-configs.sh --entity-default), or on topics"
+            )
+        if text is not None:
+            DECLARED[name].parse(text)
+
+
+class BrokerSettings:
+    """What was set for all nodes and for each of them, as this node last heard of it."""
+
+    def __init__(self, config: Config) -> None:
+        self._me = str(config.node_id)
+        self._static_connections_max = config.connections_max
+        self._by_scope: Mapping[str, Mapping[str, str]] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    def of(self, scope: str) -> Mapping[str, str]:
+        """What was set for a node, or for all of them."""
+        return self._by_scope.get(scope, {})
+
+    @property
+    def own(self) -> Mapping[str, str]:
+        """What was set for this node alone."""
+        return self.of(self._me)
+
+    @property
+    def topic_defaults(self) -> dict[str, str]:
+        """What topics have here that set nothing themselves, by the names of their settings."""
+        found: dict[str, str] = {}
+        for name, text in self._in_force.items():
+            if name in TOPIC_DEFAULTS:
+                found[TOPIC_DEFAULTS[name]] = text
+        return found
+
+    @property
+    def connections_max(self) -> int:
+        """How many connections may be open at the same time."""
+        text = self._in_force.get(CONNECTIONS_MAX)
+        return self._static_connections_max if text is None else int(text)
+
+    @property
+    def _in_force(self) -> dict[str, str]:
+        in_force: dict[str, str] = {}
+        for name, text in {**self.of(ALL_NODES), **self.own}.items():
+            try:
+                DECLARED[name].parse(text)
+            except (KeyError, InvalidSetting):
+                # Written by a newer version.
+                _logger.error("a setting of nodes cannot be read and is left out", extra={"setting": name})
+            else:
+                in_force[name] = text
+        return in_force
+
+    def show(self, by_scope: Mapping[str, Mapping[str, str]]) -> None:
+        """Take over everything that is set now, and tell the listeners if that is something else."""
+        before, self._by_scope = self._by_scope, {scope: dict(found) for scope, found in by_scope.items()}
+        if before != self._by_scope:
+            for listener in self._listeners:
+                listener()
+
+    def when_changed(self, listener: Callable[[], None]) -> None:
+        """Have `listener` called after each change."""
+        self._listeners.append(listener)

@@ -1,0 +1,73 @@
+"""Counting dead letters while a node is away: what was not counted is named, and asked for again for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from uuid import UUID
+
+import pytest
+
+from millstream.client.admin import dead_letter
+from millstream.client.admin.dead_letter import check_no_open_letters, dead_letter_topics
+from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable
+from millstream.core.ids import Epoch, NodeId, PartitionIndex
+from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, NO_DEAD_LETTERS
+from millstream.protocol.wire.client import Client
+from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
+
+ONE, TWO = NodeId(1), NodeId(2)
+DEAD = "dead"
+
+
+class Cluster(Client):
+    """Two nodes that lead one partition of a dead letter topic each, with three open letters; one may be away."""
+
+    def __init__(self, away_for: int) -> None:
+        self.away_for = away_for
+
+    async def metadata(self, topics: Iterable[str] | None = (), *, create: bool = False) -> ClusterMetadata:
+        partitions = {
+            PartitionIndex(index): PartitionMetadata(
+                partition=PartitionIndex(index), leader_id=leader, leader_epoch=Epoch(0), replicas=(), in_sync=()
+            )
+            for index, leader in enumerate((ONE, TWO))
+        }
+        topic = TopicMetadata(name=DEAD, topic_id=UUID(int=1), is_internal=False, partitions=partitions)
+        nodes: Any = {ONE: "one", TWO: "two"}
+        return ClusterMetadata(cluster_id="", controller_id=ONE, nodes=nodes, topics={DEAD: topic}, errors={})
+
+    async def private(
+        self, node: NodeId | None, api_key: int, body: bytes, *, version: int = 0, waits: bool = False
+    ) -> memoryview[int]:
+        if node == TWO and self.away_for:
+            self.away_for -= 1
+            raise BrokerUnreachable("node 2 is away")
+        queue = {"topic": DEAD, "partition": 0 if node == ONE else 1, "backlog": 3, "refused_letters": 0}
+        letters = _declared(LETTERS_PREFIX + DEAD, NO_DEAD_LETTERS, [queue])
+        return memoryview(encode(ListSubscriptionsResponse(subscriptions=[_declared("billing", DEAD, []), letters])))
+
+
+def _declared(name: str, dead_letter_topic: str, queues: list[dict[str, Any]]) -> dict[str, Any]:
+    settings = {DEAD_LETTER_TOPIC: dead_letter_topic}
+    return {"name": name, "topics": [], "settings": settings, "queues": queues, "push": [], "kept": []}
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dead_letter, "_PAUSE_S", 0.0)
+
+
+async def test_partitions_that_nobody_answers_for_are_named() -> None:
+    (found,) = await dead_letter_topics(Cluster(away_for=1), patience_s=-1.0)
+    assert (found.subscriptions, found.letters, found.unreached) == (["billing"], 3, [1])
+
+
+async def test_a_failover_is_waited_out() -> None:
+    (found,) = await dead_letter_topics(Cluster(away_for=3), patience_s=60.0)
+    assert (found.letters, found.unreached) == (6, [])
+
+
+async def test_letters_that_cannot_be_counted_keep_their_topic() -> None:
+    with pytest.raises(CoordinatorUnavailable, match="partitions 1 now"):
+        await check_no_open_letters(Cluster(away_for=10**9), DEAD)
