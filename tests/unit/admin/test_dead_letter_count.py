@@ -13,6 +13,8 @@ from millstream.client.admin.dead_letter import check_no_open_letters, dead_lett
 from millstream.core.errors import BrokerUnreachable, CoordinatorUnavailable
 from millstream.core.ids import Epoch, NodeId, PartitionIndex
 from millstream.core.subscription import DEAD_LETTER_TOPIC, LETTERS_PREFIX, NO_DEAD_LETTERS
+from millstream.protocol.private.message import encode
+from millstream.protocol.private.subscription_messages import ListSubscriptionsResponse
 from millstream.protocol.wire.client import Client
 from millstream.protocol.wire.cluster_metadata import ClusterMetadata, PartitionMetadata, TopicMetadata
 

@@ -152,7 +152,7 @@ async def test_a_letter_that_is_refused_for_what_it_is_does_not_hold_up_others(
         while desk.box.refusals < 6:
             await asyncio.sleep(0.005)
     # The pauses between them grow, and each letter is told once.
-    assert desk.letters._refused_backoff._next_s > 2 * FIRST_S
+    assert desk.letters._refused_backoff.next_s > 2 * FIRST_S
     told = [record.getMessage() for record in caplog.records if "cannot be dead-lettered" in record.getMessage()]
     assert len(told) == 2
     assert "millstream topic alter dead --set max.message.bytes=" in told[0]

@@ -284,7 +284,7 @@ class DeadLetters:
         else:
             if rejected.offset in self._delivery.refused_letters:
                 self._delivery.refused_letters.discard(rejected.offset)
-                self._refused_backoff.succeeded()
+                self._refused_backoff.reset()
             queue.dead_lettered(rejected.offset, _POSITION.pack(plan.partition, offset), now_ms=self._clock.now_ms())
 
     def _refuse(self, topic: str, rejected: Rejected, error: BatchRejected, size: int) -> None:

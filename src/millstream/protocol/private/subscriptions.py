@@ -173,8 +173,8 @@ class SubscriptionClient:
     ) -> list[dict[str, Any]]:
         """Return subscriptions with all their queues and some leases, as reported by the nodes that lead them.
 
-        For a single one, queues that have started are opened, and those on the partitions of `places`. The queues of nodes
-        that do not answer are left out if that is asked for, unless none does.
+        For a single one, queues that have started are opened, and those on the partitions of `places`. With
+        `without_silent`, the queues of nodes that do not answer are left out, unless no node answers.
         """
         request = ListSubscriptionsRequest(None if names is None else list(names), leases=leases)
         found = await self._describe_all(request, without_silent=without_silent)
