@@ -203,7 +203,7 @@ class Broker:
             keep_freed_memory()
             enable_trimming()
         config, undo = self._config, self._undo
-        undo.callback(set_limits, *set_limits(config.decompressed_bytes_max, config.compression_ratio_max))
+        undo.callback(set_limits(config.decompressed_bytes_max, config.compression_ratio_max))
         self._check_advertised()
         self._kafka_socket = bind(*parse_address(config.kafka, name="kafka"), flag="kafka", listening=False)
         undo.callback(self._kafka_socket.close)

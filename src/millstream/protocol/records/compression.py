@@ -62,13 +62,24 @@ _ZSTD_RAW, _ZSTD_REPEATED, _ZSTD_COMPRESSED, _ZSTD_RESERVED = range(4)
 _UINT32 = struct.Struct("<I")
 
 
-def set_limits(decompressed_bytes_max: int, ratio_max: int) -> tuple[int, int]:
-    """Set the limits for this process and its child processes; return the previous limits."""
+def set_limits(decompressed_bytes_max: int, ratio_max: int) -> Callable[[], None]:
+    """Set the limits for this process and its child processes; return a function that restores the previous ones."""
     global _limits
-    before, _limits = _limits, (decompressed_bytes_max, ratio_max)
+    previous = _limits, {name: os.environ.get(name) for name in (DECOMPRESSED_BYTES_VARIABLE, RATIO_VARIABLE)}
+    _limits = (decompressed_bytes_max, ratio_max)
     os.environ[DECOMPRESSED_BYTES_VARIABLE] = str(decompressed_bytes_max)
     os.environ[RATIO_VARIABLE] = str(ratio_max)
-    return before
+
+    def restore() -> None:
+        global _limits
+        _limits, variables = previous
+        for name, value in variables.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    return restore
 
 
 def _limits_of_environment() -> tuple[int, int]:
