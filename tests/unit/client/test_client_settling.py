@@ -185,7 +185,7 @@ async def test_an_accept_that_came_too_late_is_an_error() -> None:
     settlement, answer = order_of([4, 5, 6])
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
-        with pytest.raises(InvalidRecordState, match="orders-0 at 5 is not held, nor known to be accepted: leased"):
+        with pytest.raises(InvalidRecordState, match="orders-0 at 5 is not leased, nor known to be accepted: leased"):
             await answer
 
 

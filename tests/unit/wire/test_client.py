@@ -101,7 +101,7 @@ async def test_a_broker_that_starts_meanwhile_is_found(
     await broker.stop()
     client = Client.connect(broker.address, connect_s=60)
     connecting = asyncio.get_running_loop().create_task(client.__aenter__())
-    while "nobody answers" not in caplog.text:
+    while "no broker answers" not in caplog.text:
         await asyncio.sleep(0)
     await broker.start()
     async with asyncio.timeout(60), await connecting:
