@@ -467,7 +467,7 @@ async def test_a_final_refusal_is_raised_at_once(broker: ScriptedBroker) -> None
 async def test_a_lost_answer_is_not_sent_again_without_idempotence(broker: ScriptedBroker) -> None:
     broker.handlers[PRODUCE] = hang_up
     async with connect(broker) as client:
-        with pytest.raises(RequestTimedOut, match="not known"):
+        with pytest.raises(RequestTimedOut, match="is unknown"):
             await client.produce("orders", 0, batch())
     assert broker.asked(PRODUCE) == 1
 
