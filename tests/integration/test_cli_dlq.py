@@ -263,7 +263,7 @@ async def test_an_interrupted_command_gives_back_what_it_held(
 
 def test_a_subscription_on_a_topic_that_is_not_there_yet_is_told_so(millstream: CommandLine) -> None:
     name = "before-its-topic"
-    told = "does not exist yet; its messages are delivered once it is there."
+    told = "does not exist yet; its messages are delivered once it is created."
     created = millstream("subscription", "create", name, "--topic", name)
     assert (created.code, created.err) == (0, f"Topic {name} {told}\n")
     assert millstream("topic", "create", name).code == 0

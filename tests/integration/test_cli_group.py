@@ -120,7 +120,7 @@ def test_a_group_is_deleted(millstream: CommandLine) -> None:
         (("delete", "nobody"), 3, "group 'nobody' does not exist"),
         (("reset", "nobody", "--to", "start"), 3, "group 'nobody' does not exist"),
         (("reset", "nobody", "--to", "start", "--topic", "no-such-topic"), 3, "does not exist"),
-        (("reset", "nobody", "--to", "someday"), 2, "is no position"),
+        (("reset", "nobody", "--to", "someday"), 2, "is not a position"),
         (("reset", "nobody"), 2, "--to"),
     ],
 )

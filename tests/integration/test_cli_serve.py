@@ -157,7 +157,7 @@ def test_a_variable_that_is_no_setting_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MILLSTREAM_NODE_IDD", "4")
     refused = call_command(["serve", "--data", str(tmp_path), *FREE])
     assert (refused.code, refused.out) == (2, "")
-    assert "MILLSTREAM_NODE_IDD, which is no setting of a node; did you mean 'node-id'?" in refused.err
+    assert "MILLSTREAM_NODE_IDD, which is not a setting of a node; did you mean 'node-id'?" in refused.err
 
 
 def test_a_stop_that_cannot_be_marked_is_no_success(tmp_path: Path) -> None:
@@ -244,7 +244,7 @@ def test_a_gateway_that_dies_is_started_again_and_stops_with_its_broker(start_se
     until_healthy(server)
     (second,) = gateways(server)
     assert second.pid != first.pid
-    assert "the HTTP gateway ended; starting it again" in server.log_tail()
+    assert "the HTTP gateway exited; restarting it" in server.log_tail()
     assert server.stop() == 0
     assert not second.is_running()
     assert (server.data / "clean-stop").exists()

@@ -50,5 +50,5 @@ def test_what_is_told_to_end_leaves_nothing_behind(server: Server, topic: str, t
     finally:
         running.kill()
         running.wait()
-    assert (running.returncode, "ended by SIGTERM" in errors) == (143, True)
+    assert (running.returncode, "stopped by SIGTERM" in errors) == (143, True)
     assert list(scratch.iterdir()) == []

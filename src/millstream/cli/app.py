@@ -190,7 +190,7 @@ def _unforeseen(error: Exception) -> int:
         return _fail(f"{message} (see {where} --help)", ExitCode.USAGE, error)
     if isinstance(error, OSError):
         return _fail(str(error), ExitCode.FAILED, error)
-    hint = f"this is a bug in millstream; run again with {TRACEBACK_VARIABLE}=1 to see where it happened"
+    hint = f"this is a bug in Millstream; run again with {TRACEBACK_VARIABLE}=1 to see where it happened"
     return _fail(f"{type(error).__name__}: {error} ({hint})", ExitCode.FAILED, error)
 
 

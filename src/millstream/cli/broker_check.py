@@ -56,7 +56,7 @@ def _parked(pipeline: Mapping[str, Any]) -> Finding:
     name = pipeline["name"]
     return warning(
         "pipelines",
-        f"pipeline {name} is parked and not run any more: {_first_line(pipeline['parked'])}",
+        f"pipeline {name} is parked and no longer runs: {_first_line(pipeline['parked'])}",
         f"millstream pipeline describe {name} tells all of it; put it right, and it is tried again when its settings "
         f"or rules are changed, or by: millstream pipeline start {name}",
     )

@@ -36,7 +36,7 @@ Data = Annotated[
 ]
 Etcd = Annotated[
     str,
-    typer.Option("--etcd", metavar="URL[,...]", help="An etcd that is there. Default: start one.", show_default=False),
+    typer.Option("--etcd", metavar="URL[,...]", help="An existing etcd. Default: start one.", show_default=False),
 ]
 EtcdBinary = Annotated[
     str,
@@ -49,9 +49,7 @@ EtcdBinary = Annotated[
 ]
 CatalogUrl = Annotated[
     str,
-    typer.Option(
-        "--catalog", metavar="URL", help="A PostgreSQL that is there. Default: start one.", show_default=False
-    ),
+    typer.Option("--catalog", metavar="URL", help="An existing PostgreSQL. Default: start one.", show_default=False),
 ]
 ClusterName = Annotated[str, typer.Option("--cluster", metavar="NAME", help="The name of the cluster.")]
 KafkaPort = Annotated[
@@ -230,7 +228,7 @@ def rebuild(
     inventories: Annotated[
         list[Path] | None,
         typer.Option(
-            "--from", metavar="FILE", help="What `cluster inventory --json` told on another machine; may be repeated."
+            "--from", metavar="FILE", help="Output of `cluster inventory --json` on another machine; may be repeated."
         ),
     ] = None,
     etcd: Annotated[str, typer.Option("--etcd", metavar="URL[,...]", help="The new etcd.", show_default=False)] = "",
@@ -289,7 +287,7 @@ def _print_rebuilt(outcome: Outcome) -> None:
     lists = (
         (rebuilt.missing, "without any log, which begin empty"),
         (rebuilt.short, "with logs missing"),
-        (rebuilt.fewer, "with fewer copies than declared; --replace ID gives them back to a node that begins anew"),
+        (rebuilt.fewer, "with fewer replicas than declared; --replace ID assigns them to a node that starts empty"),
     )
     for names, description in lists:
         if names:

@@ -105,7 +105,7 @@ def _node_ids(numbers: Sequence[int]) -> list[NodeId]:
 
 def _check_cluster(inventories: Sequence[Inventory], config: Config) -> None:
     if not inventories:
-        raise InvalidSetting("give the data folder of every node with --data, or what `cluster inventory` told of it")
+        raise InvalidSetting("give the data folder of every node with --data, or its `cluster inventory` with --from")
     other = next((one for one in inventories if one.cluster not in ("", config.cluster)), None)
     if other is not None:
         raise ClusterMismatch(

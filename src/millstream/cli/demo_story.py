@@ -1,4 +1,4 @@
-"""The story of `millstream demo`: orders fan out to three who work on them, through a crash and a poison message."""
+"""The script of `millstream demo`: three subscriptions process orders, through a crash and a poison message."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ SECRET = "whsec_" + base64.b64encode(b"a secret of the demo alone").decode()
 
 
 class Progress:
-    """Lets the story wait until something is so; whoever changes something says so, from any thread."""
+    """Lets the script wait for conditions; changes are signalled from any thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Something has changed; on the loop."""
+        """Signal a change, on the loop."""
         self._changed.set()
 
     def notify_from_thread(self) -> None:
-        """Something has changed; from elsewhere."""
+        """Signal a change, from another thread."""
         self._loop.call_soon_threadsafe(self._changed.set)
 
     async def until(self, condition: Callable[[], bool], *, within_s: float) -> None:
-        """Wait until it is so; raises `TimeoutError` when that takes too long."""
+        """Wait until a condition holds; raises `TimeoutError` if that takes too long."""
         async with asyncio.timeout(within_s):
             while not condition():
                 await self._changed.wait()
@@ -75,7 +75,7 @@ class Progress:
 
 
 class Billing:
-    """Writes a bill for each order into a database, in one transaction with the mark that it has done so."""
+    """Writes a bill for each order into a database, in one transaction with the mark that the message is handled."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
         self._engine: Engine = create_engine(f"sqlite:///{folder}/billing.db")
@@ -92,12 +92,12 @@ class Billing:
         self._progress.notify()
 
     def bills(self) -> Counter[int]:
-        """How many bills each order has."""
+        """Return the number of bills of each order."""
         with self._engine.connect() as connection:
             return Counter(connection.execute(text("SELECT order_id FROM bills")).scalars())
 
     async def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         await self._handler.close()
         self._engine.dispose()
 
@@ -107,7 +107,7 @@ def _write_bill(message: Message, connection: DatabaseConnection) -> None:
 
 
 class Shipping:
-    """Sends parcels, the orders of each customer in order; until it is corrected, it cannot do so without a city."""
+    """Ships orders, those of each customer in order; until it is corrected, it cannot ship without a city."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -148,7 +148,7 @@ class Webhook:
                 self.end_headers()
 
             def log_message(self, *_: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Request)
         self._server.daemon_threads = True
@@ -156,7 +156,7 @@ class Webhook:
         self.url = f"http://127.0.0.1:{self._server.server_port}/orders"
 
     def take(self, headers: Any, body: bytes) -> bool:
-        """Look at one request; whether it is genuine."""
+        """Process one request; return whether it is genuine."""
         signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
         key = base64.b64decode(SECRET.removeprefix("whsec_"))
         expected = "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
@@ -185,11 +185,11 @@ _FETCH = FetchLimits(1024 * 1024, 100)
 _OK = 0
 _MEMBER_ID_REQUIRED = 79
 _REJOIN = frozenset({22, 25, 27})
-"""Illegal generation, unknown member, rebalance in progress: the group goes on with a new generation."""
+"""Illegal generation, unknown member, rebalance in progress: the group continues with a new generation."""
 
 
 class DemoMember:
-    """Reads one topic for a group. `run` does the work until `stop` is called and tells `changed` of its progress."""
+    """Reads one topic for a group. `run` works until `stop` is called and notifies `changed` of its progress."""
 
     def __init__(self, client: Client, group: str, topic: str, *, partitions: int, changed: asyncio.Condition) -> None:
         self._client = client
@@ -205,11 +205,11 @@ class DemoMember:
 
     @property
     def held(self) -> list[int]:
-        """The partitions that are this member's now."""
+        """Return the partitions assigned to this member."""
         return sorted(where.partition for where in self._positions)
 
     async def run(self) -> None:
-        """Join, read until told to stop, commit and leave."""
+        """Join, read until stopped, commit and leave."""
         coordinator = await self._client.coordinator(self._group)
         while not self._stopping:
             await self._join(coordinator)
@@ -219,7 +219,7 @@ class DemoMember:
         await self._leave(coordinator)
 
     def stop(self) -> None:
-        """Have `run` end in order."""
+        """Make `run` end in order."""
         self._stopping = True
 
     async def _notify(self) -> None:
@@ -227,7 +227,7 @@ class DemoMember:
             self._changed.notify_all()
 
     async def _join(self, coordinator: NodeId) -> None:
-        """Take part in generations of the group until one of them stands."""
+        """Join generations of the group until one is stable."""
         while True:
             joined = await self._ask_to_join(coordinator)
             if joined.error_code == _MEMBER_ID_REQUIRED:
@@ -264,7 +264,7 @@ class DemoMember:
         return await self._client.send(coordinator, asked)
 
     async def _ask_for_assignment(self, coordinator: NodeId, joined: Any) -> Any:
-        """The leader of the group shares the partitions out; the others send nothing and get their share."""
+        """Sync the group: the leader assigns the partitions, the others send nothing."""
         from kio.schema.sync_group.v5 import request
 
         messages: Any = request
@@ -287,7 +287,7 @@ class DemoMember:
         return await self._client.send(coordinator, asked)
 
     async def _beat(self, coordinator: NodeId) -> bool:
-        """Tell the group that this member lives; False when the group is being shared out anew."""
+        """Send a heartbeat; return False if the group is rebalancing."""
         from kio.schema.heartbeat.v4 import request
 
         messages: Any = request
@@ -347,7 +347,7 @@ class DemoMember:
 
 
 def _subscription(topic: str) -> bytes:
-    """What a member of a group of consumers says when it joins: the topics it wants."""
+    """Encode the subscription of a consumer: the topics it wants."""
     writer = Writer(flexible=False)
     writer.int16(0)
     writer.array_length(1)
@@ -357,7 +357,7 @@ def _subscription(topic: str) -> bytes:
 
 
 def _assignment(topic: str, partitions: list[int]) -> bytes:
-    """What the leader of a group gives to a member: the partitions that are its own."""
+    """Encode the assignment of a member: its partitions."""
     writer = Writer(flexible=False)
     writer.int16(0)
     writer.array_length(1)
@@ -370,7 +370,7 @@ def _assignment(topic: str, partitions: list[int]) -> bytes:
 PIPELINE: Final = "orders-table"
 EVERY_MS: Final = 1000
 SETUP_VARIABLE: Final = "DEMO_SPARK_SETUP"
-"""The command that installs Spark, for who has only just begun; `make demo` says it."""
+"""The command that installs Spark, set by `make demo`."""
 
 _LOOK_S: Final = 0.5
 _LANDED_S_MAX: Final = 300.0
@@ -384,7 +384,7 @@ _PLACES_SQL: Final = (
 
 
 class OrdersTable:
-    """Declares that the orders become a table, waits until they are one, and asks it."""
+    """Declares the orders table, waits until it is complete, and queries it."""
 
     def __init__(self, topic: str, data: Path, account: Account) -> None:
         self._topic = topic
@@ -392,14 +392,14 @@ class OrdersTable:
         self._account = account
 
     async def declare(self, client: Client) -> None:
-        """From here on the orders are landed; on a machine without Spark, once it is there."""
+        """Declare the landing pipeline; on a machine without Spark it waits for it."""
         settings = {"topics": self._topic, "every.ms": str(EVERY_MS), "decode": "json"}
         await PipelineClient(client).create(PIPELINE, PipelineKind.LAND, settings)
         state = "it runs beside" if _has_spark() else "it waits for Spark, which comes later"
         self._account.say(f"and a pipeline lands all orders in a table; {state}")
 
     async def show(self, client: Client, messages: int) -> None:
-        """Every message of the log is a row, once; SQL says what they are about."""
+        """Check that every message of the log is one row, and query the table."""
         self._account.step("The orders are a table")
         if not await self._is_set_up():
             self._account.say("Spark is not installed, so this part is left out; `make spark` installs it")
@@ -460,7 +460,7 @@ class OrdersTable:
         return int(self._ask("SELECT count(*) AS rows FROM orders")[0]["rows"])
 
     def _ask(self, sql: str) -> list[dict[str, Any]]:
-        """What a statement finds, answered by the library that reads the tables, without Spark."""
+        """Run a query with the library that reads the tables, without Spark."""
         import pyarrow as pa
         from deltalake import DeltaTable, QueryBuilder
 
@@ -486,7 +486,7 @@ _STEP_S_MAX = 120.0
 
 
 class Story:
-    """Orders are numbered, so that each can be looked for; the orders of each customer must stay in order."""
+    """Orders are numbered, so that each can be found; the orders of each customer must stay in order."""
 
     def __init__(self, broker: DemoBroker, account: Account) -> None:
         self._broker = broker
@@ -500,7 +500,7 @@ class Story:
         self._ms: Connection
 
     async def run(self) -> None:
-        """All steps but the stop."""
+        """Run all steps but the stop."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._billing.close)
             stack.enter_context(self._webhook)
@@ -522,7 +522,7 @@ class Story:
         self._account.say(f"ready after {self._broker.start_s:.2f} s")
 
     async def _declare(self) -> None:
-        """A topic, and three subscriptions to it: two with a handler here, one that pushes to a URL."""
+        """Declare a topic and three subscriptions: two with a handler here, one that pushes to a URL."""
         client = self._ms.client
         self._account.step(f"A topic with {PARTITIONS} partitions, and three who work on its orders")
         await create_topic(client, TOPIC, partitions=PARTITIONS, replication=-1, settings={"flush": "always"})
@@ -547,7 +547,7 @@ class Story:
         await self._table.declare(client)
 
     async def _fan_out(self) -> None:
-        """Each message is stored once, and each subscription gets it."""
+        """Check that each message is stored once and delivered to each subscription."""
         self._account.step("Orders fan out")
         began = time.monotonic()
         await self._publish(range(FIRST))
@@ -558,12 +558,12 @@ class Story:
         self._check_handled(range(FIRST))
 
     async def _stream(self) -> None:
-        """The same log, as Kafka clients read it."""
-        self._account.step("The log is there for everyone: a consumer group of two members reads it, too")
+        """Read the same log with a Kafka consumer group."""
+        self._account.step("Everyone can read the log: a consumer group of two members reads it, too")
         await self._catch_up(range(FIRST), members=2)
 
     async def _crash(self) -> None:
-        """Kill the broker while orders come and are worked on; what it has acknowledged must be there."""
+        """Kill the broker while orders are published and processed; everything acknowledged must survive."""
         self._account.step("kill -9 in the middle of it all")
         new = range(FIRST, FIRST + THROUGH_CRASH)
         publishing = asyncio.create_task(self._publish(new))
@@ -590,7 +590,9 @@ class Story:
         await self._catch_up(new)
 
     async def _poison(self) -> None:
-        """An order that shipping cannot handle; it must hold up nobody else, and come back once it can be handled."""
+        """Publish an order that shipping cannot handle; it must not delay others, and is redelivered once it can be
+        handled.
+        """
         self._account.step("A poison message")
         poison = next(number for number in count(len(self._placed)) if _is_large(number))
         everything = range(poison + 1 + BEHIND_POISON)
@@ -618,7 +620,9 @@ class Story:
         )
         await self._until(lambda: self._shipped(range(poison, poison + 1)))
         self._account.check(
-            self._webhook.orders[poison] == 1, f"order {poison} is shipped; nobody else got it again", "others got it"
+            self._webhook.orders[poison] == 1,
+            f"order {poison} is shipped; no other subscription got it again",
+            "others got it",
         )
         await self._handled(everything)
         self._check_billed(everything)
@@ -637,7 +641,7 @@ class Story:
         await self._progress.until(condition, within_s=_STEP_S_MAX)
 
     async def _handled(self, expected: range) -> None:
-        """Wait until all three are done with the orders."""
+        """Wait until all three have processed the orders."""
         large, everything = {number for number in expected if _is_large(number)}, set(expected)
         await self._until(
             lambda: (
@@ -680,7 +684,7 @@ class Story:
         )
 
     async def _catch_up(self, missed: range, members: int = 1) -> None:
-        """Members of the group read what it has not read yet, and only that."""
+        """Let members of the group read what it has not read yet, and only that."""
         changed = asyncio.Condition()
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks, asyncio.timeout(_STEP_S_MAX):
             group = [await self._member(stack, changed) for _ in range(members)]
@@ -715,7 +719,7 @@ class Story:
         )
 
     def _check_places(self, messages: Sequence[tuple[int, Any]]) -> None:
-        """Every message lies where its acknowledgement said."""
+        """Check that every message is stored where its receipt says."""
         found = {_number(record.value): (partition, record.offset) for partition, record in messages}
         moved = [one for one, receipt in self._placed.items() if found[one] != (receipt.partition, receipt.offset)]
         self._account.check(
@@ -723,7 +727,7 @@ class Story:
         )
 
     async def _letters(self, *, redrive: bool = False) -> list[LeasedMessage]:
-        """The open dead letters; delivered again by their subscription, if asked for."""
+        """Return the open dead letters, after redriving them if requested."""
         seen: list[LeasedMessage] = []
 
         async def look(_desk: DeadLetterDesk, letter: LeasedMessage) -> None:

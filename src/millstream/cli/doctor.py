@@ -60,7 +60,7 @@ def doctor(
         typer.Option(
             "--data",
             metavar="DIR",
-            help="Check this data folder. Default: ./millstream-data, if it is there.",
+            help="Check this data folder. Default: ./millstream-data, if it exists.",
             show_default=False,
         ),
     ] = None,

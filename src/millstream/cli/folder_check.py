@@ -102,7 +102,7 @@ def check_folder(folder: Path, *, deep: bool, show_progress: bool) -> list[Findi
 
 def _access(folder: Path) -> Finding:
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
-        advice = f"give it to whoever runs the broker, for example with: chown -R USER {folder}"
+        advice = f"make the broker's account its owner, for example with: chown -R USER {folder}"
         return problem("folder", f"{folder} cannot be read and written by this user", advice)
     return ok("folder", f"{folder} can be read and written")
 

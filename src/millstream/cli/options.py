@@ -54,9 +54,7 @@ Unset = Annotated[
     typer.Option("--unset", metavar="NAME", help="Back to its default; may be repeated.", show_default=False),
 ]
 
-IfMissing = Annotated[
-    bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when it is there already.")
-]
+IfMissing = Annotated[bool, typer.Option("--if-not-exists", help="Succeed without changes if it exists.")]
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask whether to go on.")]
 

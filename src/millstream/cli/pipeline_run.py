@@ -71,7 +71,7 @@ def unwound_by_sigterm() -> Iterator[None]:
     try:
         yield
     except Terminated:
-        reason = "ended by SIGTERM; what is not committed is done by the next run"
+        reason = "stopped by SIGTERM; the next run continues after the last commit"
         raise CommandFailed(reason, ExitCode.TERMINATED) from None
     finally:
         if signal.getsignal(signal.SIGTERM) is end:
@@ -206,7 +206,7 @@ TopicNames = Annotated[
     list[str] | None, typer.Argument(metavar="[TOPIC]...", help="For land: the topics.", show_default=False)
 ]
 
-Once = Annotated[bool, typer.Option("--once", help="Take what is there, and end. Default: go on until Ctrl-C.")]
+Once = Annotated[bool, typer.Option("--once", help="Process what is stored, then exit. Default: run until Ctrl-C.")]
 
 Dry = Annotated[
     bool,
@@ -218,7 +218,7 @@ RunName = Annotated[
     typer.Option(
         "--name",
         metavar="NAME",
-        help="Under which a pipeline that is not declared goes on next time. Default: by its topics.",
+        help="The name of an undeclared pipeline, by which its next run continues. Default: from its topics.",
         show_default=False,
     ),
 ]

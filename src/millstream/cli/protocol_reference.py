@@ -124,7 +124,7 @@ NOT_SERVED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         ),
     }
 )
-"""Kafka's APIs that are not here, by the reason."""
+"""Kafka's APIs that are not served, by reason."""
 
 
 class ApiEntry(NamedTuple):
@@ -143,7 +143,7 @@ def protocol_reference() -> None:
 
 
 def protocol_page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     from millstream.broker.kafka.feature import features_of
     from millstream.core.quota import MISSING
 
@@ -160,7 +160,7 @@ def protocol_page() -> str:
 
 
 def api_entries() -> Iterator[ApiEntry]:
-    """Every API of `broker/kafka/apis/`, as its module declares it."""
+    """Return every API of `broker/kafka/apis/`, as its module declares it."""
     package = importlib.import_module("millstream.broker.kafka.apis")
     for module in pkgutil.iter_modules(package.__path__):
         api = api_of(importlib.import_module(f"{package.__name__}.{module.name}"))
@@ -171,7 +171,7 @@ def api_entries() -> Iterator[ApiEntry]:
 
 
 def api_of(module: Any) -> Any:
-    """The one class of a module that is an API."""
+    """Return the API class of a module."""
     found = [
         one
         for one in vars(module).values()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from millstream.protocol.wire.client import Client
 
 _PASSING = (CoordinatorUnavailable, NotLeader, RequestTimedOut)
-"""What the nodes of a cluster can say more of."""
+"""Errors that the cluster's nodes can explain."""
 
 Value = Annotated[
     str | None, typer.Argument(help="The message; without it, each line of the input is one.", show_default=False)
@@ -86,7 +86,7 @@ Ids = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Order:
-    """What is to be published, and how it is to be told."""
+    """What to publish, and how to report it."""
 
     topic: str
     value: str | None
@@ -121,9 +121,9 @@ def publish(
 ) -> None:
     """Publish messages and print their ids.
 
-    The id is the message-id header if one is given, else topic-id/partition/offset. A message is acknowledged once it
-    is as safe as the topic's flush setting says. Within one run no message is stored twice, whatever has to be sent
-    again, and messages with the same key keep their order. If a run fails, it says how much is stored for certain.
+    The id is the message-id header if one is given, otherwise topic-id/partition/offset. A message is acknowledged once
+    it is as safe as the topic's flush setting requires. Within one run no message is stored twice, even if it is sent
+    again, and messages with the same key keep their order. If a run fails, it reports how much is certainly stored.
     """
     if value is not None and (file is not None or key_separator is not None):
         raise typer.BadParameter("give VALUE, or --file and --key-separator, not both")
@@ -151,7 +151,7 @@ def publish(
 
 
 def _headers(given: list[str]) -> tuple[tuple[str, bytes], ...]:
-    # Pairs instead of a table: the same name may stand more than once.
+    # Pairs instead of a table: a name may occur more than once.
     pairs = [text.partition("=") for text in given]
     for text, (name, separator, _) in zip(given, pairs, strict=True):
         if not separator or not name:
@@ -180,7 +180,7 @@ async def _publish(client: Client, order: _Order) -> int:
 
 
 async def _explained(client: Client, order: _Order, error: MillstreamError) -> MillstreamError:
-    """What the cluster says of why it cannot be published to now, if it can be asked."""
+    """Return the error with the cluster's own explanation, if it can be asked."""
     from millstream.client.admin.node_status import timeout_with_reasons
 
     with suppress(MillstreamError):
@@ -217,7 +217,7 @@ def _groups(descriptor: int) -> AsyncIterator[LineGroup]:
 
 
 async def _publish_group(publisher: Publisher, order: _Order, lines: list[bytes], first: int) -> int:
-    """Publish lines that are read together, of which the first has this number in the input."""
+    """Publish lines that were read together; `first` is the number of the first in the input."""
     records = _records(order, lines, first)
     try:
         receipts = await publisher.publish_many(order.topic, records, partition=order.partition)

@@ -1,4 +1,4 @@
-"""A port of this machine that is kept for one server, before it listens and while it is down."""
+"""Reserves a port for a server, before it listens and while it is down."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import weakref
 
 
 class ReservedPort:
-    """A port that nobody else is given as long as this is there.
+    """A port that no other process is given while this object exists.
 
-    Linux lets sockets share an address if all of them allow it and only one listens, as servers do that start again
-    where they were. Until one listens, clients are refused.
+    Linux lets sockets share an address if all of them allow it and only one listens, as restarted servers do. Until one
+    listens, connections are refused.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:

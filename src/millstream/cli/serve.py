@@ -1,4 +1,4 @@
-"""`millstream serve`: run a node until it is told to stop.
+"""`millstream serve`: run a node until it is stopped.
 
 Every flag derives from the config object, so a setting that is declared there is a flag here.
 """
@@ -47,7 +47,7 @@ def with_config_flags(command: Callable[..., None]) -> Callable[..., None]:
         typer.Option(
             "--config",
             metavar="FILE",
-            help="Read settings from this file. Default: millstream.toml, if it is there.",
+            help="Read settings from this file. Default: millstream.toml, if it exists.",
             show_default=False,
         ),
     ]
@@ -67,7 +67,7 @@ def _flag(attribute: str, declared: Setting) -> inspect.Parameter:
         show_default=False,
         metavar=_metavar(declared),
     )
-    # Text, so that the config object does all parsing and a flag is refused in the same words as a file.
+    # Text, so that the config object does all parsing, with the same errors for flags and files.
     return inspect.Parameter(
         attribute, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[str | None, option]
     )
@@ -118,7 +118,7 @@ async def _serve(config: Config, *, as_json: bool) -> None:
 
 
 async def _started(broker: Broker, signals: _StopSignal) -> bool:
-    """Start, which in a cluster may wait for others; False when the node was told to stop meanwhile."""
+    """Start, which in a cluster may wait for others; return False if the node was stopped meanwhile."""
     starting = asyncio.ensure_future(broker.start())
     await asyncio.wait([starting, signals.stop], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -140,7 +140,7 @@ async def _first_of(stop: asyncio.Future[None], failed: asyncio.Future[None]) ->
 
 
 class _StopSignal:
-    """Listens for the signals that end a node: the first one stops it in order, the second one at once."""
+    """Listens for stop signals: the first one stops the node in order, the second one at once."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -153,7 +153,8 @@ class _StopSignal:
             _logger.info("stopping", extra={"signal": number.name})
             self.stop.set_result(None)
             return
-        # What was acknowledged is stored already. Only the mark of a clean stop is missing, so the next start checks.
+        # What was acknowledged is stored already. Only the mark of a clean stop is missing, so the next start verifies
+        # the log.
         _logger.warning("stopped without waiting for requests under way; the next start checks the log")
         os._exit(ExitCode.INTERRUPTED)
 

@@ -82,7 +82,7 @@ _LOOPBACK = "localhost"
 
 
 def private_host(url: str) -> str | None:
-    """The host of a URL that is written as a private address; None for others, and for names, which nodes look up."""
+    """Return the host of a URL if it is a private address; None for others, and for names, which nodes resolve."""
     from millstream.gateway.push.address import is_public
 
     try:
@@ -96,7 +96,7 @@ def private_host(url: str) -> str | None:
 
 
 async def push_note(client: Client, changes: Mapping[str, str | None]) -> str | None:
-    """What to tell whoever has declared an endpoint at which some nodes will not push."""
+    """Return a note if some nodes will not push to this endpoint."""
     host = private_host(changes.get(URL) or "")
     if host is None:
         return None
@@ -112,14 +112,14 @@ async def push_note(client: Client, changes: Mapping[str, str | None]) -> str | 
 def _address(host: str) -> str | None:
     with suppress(ValueError):
         return str(ip_address(host.partition("%")[0]))
-    # As the system reads them: 127.1, 0x7f.1 and 2130706433 are addresses too.
+    # As the system parses them: 127.1, 0x7f.1 and 2130706433 are addresses too.
     with suppress(OSError):
         return socket.inet_ntoa(socket.inet_aton(host))
     return None
 
 
 async def _may_push(client: Client, node: NodeId) -> bool:
-    """Whether a node pushes to private addresses; one that does not tell is not complained about."""
+    """Return whether a node pushes to private addresses; True if unknown."""
     from kio.schema.describe_configs.v4 import request
 
     messages: Any = request
@@ -159,7 +159,7 @@ PushHeaders = Annotated[
 
 
 def push_overrides(url: str | None, secret: str | None, headers: list[str] | None) -> dict[str, str]:
-    """The settings that the options stand for."""
+    """Convert the push options to settings."""
     found: dict[str, str] = {}
     if url is not None:
         found[URL] = url
@@ -171,7 +171,7 @@ def push_overrides(url: str | None, secret: str | None, headers: list[str] | Non
 
 
 def print_push(described: Mapping[str, Any]) -> None:
-    """Show how push goes, node by node."""
+    """Print the state of push, node by node."""
     rows = sorted(described.get("push", ()), key=lambda row: row["node"])
     if not rows:
         return
@@ -201,7 +201,7 @@ _FLAGS: Final = {
     PUSH_HEADERS: "--push-header",
 }
 
-"""By setting, the flag for it."""
+"""The flag of each setting."""
 
 
 _SETTLED = {Verb.ACCEPT: "Accepted", Verb.RELEASE: "Gave back", Verb.REJECT: "Rejected"}
@@ -327,7 +327,7 @@ def create(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Create a subscription: a queue over one or several topics."""
+    """Create a subscription: a queue over one or more topics."""
     if not topic:
         raise typer.BadParameter("name at least one topic with --topic")
     overrides = _overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires)
@@ -368,7 +368,7 @@ def create(
         if created and letters == NO_DEAD_LETTERS:
             print_note("Messages that fail for good are dropped, as --dead-letter none asks for.")
     for one in missing:
-        print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is there.")
+        print_note(f"Topic {one_line(one)} does not exist yet; its messages are delivered once it is created.")
     if note is not None:
         print_note(note)
 
@@ -476,7 +476,7 @@ def update(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Change a subscription; what is not named stays. Messages that were filtered already stay so."""
+    """Change a subscription; settings not named stay. Messages that were already filtered stay so."""
     by_flags = {
         **_overrides(filter_, lease, attempts, backoff, dead_letter, ordered, delivery, in_flight, expires),
         **push_overrides(push, push_secret, push_header),
@@ -513,7 +513,7 @@ def pause(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Give out no more messages; leases that are out can be settled."""
+    """Pause delivery; existing leases can be settled."""
     _set_paused(name, "true", as_json=as_json, brokers=brokers, timeout=timeout)
 
 
@@ -524,7 +524,7 @@ def resume(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Give out messages again."""
+    """Resume delivery."""
     _set_paused(name, None, as_json=as_json, brokers=brokers, timeout=timeout)
 
 
@@ -537,7 +537,7 @@ def delete(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Delete a subscription; the messages stay in their topics. A person at a terminal is asked first."""
+    """Delete a subscription; the messages stay in their topics. Asks for confirmation at a terminal."""
     ask_person(f"Delete subscription {name} and forget what it has delivered?", unless=yes or as_json)
 
     _ask(brokers, timeout, lambda subscriptions: subscriptions.delete(name, force=force))
@@ -561,7 +561,7 @@ def seek(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Go on at another place, back or forth. Leases that are out become void."""
+    """Move a subscription to another position, back or forth. Existing leases become void."""
     place = place_of(to)
     found = _ask(
         brokers, timeout, lambda subscriptions: subscriptions.seek(name, place, topic=topic, partition=partition)
@@ -594,7 +594,7 @@ def pull(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Take messages as a worker does. Unless told otherwise they come back when their lease has run out."""
+    """Lease messages like a worker. By default they are delivered again when their lease ends."""
     if sum((accept, release, reject is not None)) > 1:
         raise typer.BadParameter("--accept, --release and --reject exclude each other")
     worker = f"cli/{socket.gethostname()}-{os.getpid()}"
@@ -620,7 +620,7 @@ def _pulled(count: int, verb: Verb | None, *, is_leased: bool) -> str:
     if not count:
         return "No messages now."
     if not is_leased:
-        return f"{counted(count, 'message')} taken, at most once: nobody gets them again."
+        return f"{counted(count, 'message')} taken, at most once: they are not delivered again."
     if verb is None:
         return f"{counted(count, 'message')} held until the lease has run out (--accept ends it)."
     return f"{_SETTLED[verb]} {counted(count, 'message')}."
@@ -643,7 +643,7 @@ def _ask(brokers: str, timeout: float, question: Callable[[SubscriptionClient], 
 
 
 def _subscriptions(client: Client) -> SubscriptionClient:
-    # Imported when there is something to ask, so that help is told at once.
+    # Imported on use, so that help is quick.
     from millstream.protocol.private.subscriptions import SubscriptionClient
 
     return SubscriptionClient(client)
@@ -689,12 +689,12 @@ def _overrides(
 
 
 def _setting_text(name: str, value: Any) -> str:
-    """The value of a flag as its setting has it; an error names the flag, in the flag's unit."""
+    """Convert a flag's value to its setting; errors name the flag, in the flag's unit."""
     declared = replace(SubscriptionSettings.declared()[name], name=_FLAGS[name])
     if not isinstance(value, float):
         declared.check(value)
         return str(value).lower() if isinstance(value, bool) else str(value)
-    # The flag is in seconds, the setting in milliseconds; a setting below zero has a meaning of its own.
+    # The flag is in seconds, the setting in milliseconds; a negative setting has a meaning of its own.
     in_seconds = replace(
         declared,
         name=f"{declared.name} (in seconds)",
@@ -707,7 +707,7 @@ def _setting_text(name: str, value: Any) -> str:
 
 @contextmanager
 def _named_by_flags(given: Mapping[str, str]) -> Iterator[None]:
-    """Name the flags that were typed where the broker names their settings."""
+    """Replace the names of settings in the broker's errors by the flags that were typed."""
     try:
         yield
     except InvalidSetting as error:

@@ -31,14 +31,14 @@ Show = Callable[["Message"], bytes]
 
 
 class Isolation(StrEnum):
-    """What of transactions is shown."""
+    """Which messages of transactions are shown."""
 
     COMMITTED = "committed"
     UNCOMMITTED = "uncommitted"
 
     @property
     def level(self) -> int:
-        """The isolation level of the protocol."""
+        """Return the isolation level of the protocol."""
         return 1 if self is Isolation.COMMITTED else 0
 
 
@@ -78,9 +78,9 @@ def tail(
 ) -> None:
     """Show the last messages of a topic, or those from a position on.
 
-    Without --from: the last -n messages, then with --follow what comes. With --from: everything from there up to the
-    end of the topic, at most -n messages, then with --follow what comes. Messages are in order within a partition.
-    What comes behind a transaction that is open is shown once that has ended, or at once with --isolation uncommitted.
+    Without --from: the last -n messages, then with --follow new ones. With --from: everything from there up to the end
+    of the topic, at most -n messages, then with --follow new ones. Messages are in order within a partition. Messages
+    behind an open transaction are shown once it has ended, or at once with --isolation uncommitted.
     """
     if raw and as_json:
         raise typer.BadParameter("give --raw or --json, not both")
@@ -93,7 +93,7 @@ def tail(
         found = await find_topic(client, topic)
         partitions = _chosen(found, partition)
         level = isolation.level
-        # Asked for first, so that what is written meanwhile is not taken for something that is held back.
+        # Requested first, so that messages written meanwhile are not reported as held back.
         written = await offset_bounds(client, topic, partitions)
         bounds = await offset_bounds(client, topic, partitions, isolation=level)
         ends = {index: end for index, (_, end) in bounds.items()}
@@ -115,7 +115,7 @@ def tail(
 
 
 def _note_held_back(written: dict[int, tuple[int, int]], ends: dict[int, int]) -> None:
-    """Say it when there is more that nobody can tell yet whether it counts."""
+    """Note that there are more messages behind open transactions."""
     for index, (_, end) in written.items():
         if end > ends[index]:
             print_note(
@@ -133,7 +133,7 @@ def _note_moved(begin: Position, starts: dict[int, int]) -> None:
 async def _show_past(
     tailer: Tailer, begin: Position | None, ends: dict[int, int], number: int | None, show: Show
 ) -> int | None:
-    """Show what is there already; return how many may still be shown, None for any number."""
+    """Show stored messages; return how many may still be shown, None for any number."""
     if begin is None:
         last = LAST_DEFAULT if number is None else number
         if last:

@@ -84,7 +84,7 @@ def create(
     land: Land = False,
     settings: Settings = None,
     if_missing: Annotated[
-        bool, typer.Option("--if-not-exists", help="Succeed, and change nothing, when the topic is there already.")
+        bool, typer.Option("--if-not-exists", help="Succeed without changes if the topic exists.")
     ] = False,
     as_json: AsJson = False,
     brokers: Brokers = DEFAULT_BROKERS,
@@ -197,10 +197,10 @@ def alter(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Change a topic's settings and what is said about it, or give it more partitions.
+    """Change a topic's settings and description, or add partitions.
 
-    An empty text takes an owner, description or contract away. Growing moves keys: a key's new messages may go to
-    another partition than its old ones.
+    An empty text removes an owner, description or contract. Adding partitions moves keys: new messages of a key may go
+    to another partition than earlier ones.
     """
     changes: dict[str, str | None] = {**parse_assignments(settings or [], flag="--set"), **dict.fromkeys(unset or [])}
     changes.update({key: text or None for key, text in _card(owner, description, contract).items()})
@@ -212,7 +212,7 @@ def alter(
         from millstream.client.admin.topics import alter_topic, check_settings_exist, find_topic, grow_topic
 
         topic = await find_topic(client, name, advice=_LIST_ADVICE)
-        # The broker takes names back that it does not know, as Kafka does; whoever mistypes one should hear of it.
+        # The broker accepts removing settings that it does not know, like Kafka; report typing errors here.
         await check_settings_exist(client, name, unset or [])
         if changes:
             await alter_topic(client, name, changes)
@@ -234,7 +234,7 @@ def delete(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Delete a topic and every message in it. A person at a terminal is asked first, a script is not."""
+    """Delete a topic and every message in it. Asks for confirmation at a terminal, not in a script."""
 
     async def look(client: Client) -> list[str]:
         from millstream.client.admin.dead_letter import check_no_open_letters
@@ -260,7 +260,7 @@ def delete(
 
 
 async def _land(client: Client, name: str, *, wanted: bool, validate_only: bool = False) -> None:
-    """Declare that a topic is landed, or only see whether it can be, before there is one."""
+    """Declare that a topic is landed, or only check whether it can be, before it is created."""
     if wanted:
         from millstream.client.admin.pipelines import land_topic
 
@@ -268,7 +268,7 @@ async def _land(client: Client, name: str, *, wanted: bool, validate_only: bool 
 
 
 def _card(owner: str | None, description: str | None, contract: str | None) -> dict[str, str]:
-    """The settings for what was given of a topic's card."""
+    """Return the settings for a topic's descriptive fields."""
     given = {OWNER: owner, DESCRIPTION: description, CONTRACT: contract}
     return {key: text for key, text in given.items() if text is not None}
 

@@ -81,7 +81,7 @@ def describe(
     brokers: Brokers = DEFAULT_BROKERS,
     timeout: TimeoutSeconds = DEFAULT_TIMEOUT_S,
 ) -> None:
-    """Show one transactional id: its producer, its state, and the partitions that its transaction holds."""
+    """Show one transactional id: its producer, its state, and the partitions of its transaction."""
 
     async def question(client: Client) -> DescribedTransaction:
         from millstream.client.admin.transactions import describe_transaction
@@ -129,7 +129,8 @@ def abort(
 ) -> None:
     """Abort a transaction; its producer is fenced.
 
-    One that no coordinator knows (`transaction list --hanging`) is named by --topic, --partition and --producer-id.
+    A transaction that no coordinator knows (`transaction list --hanging`) is named by --topic, --partition and
+    --producer-id.
     """
     if transactional_id is not None:
         if topic is not None or partition is not None or producer_id is not None:

@@ -472,7 +472,7 @@ def _check_handler(handler: object) -> None:
     except TypeError:
         name = getattr(handler, "__qualname__", repr(handler))
         raise InvalidSubscription(
-            f"handler must take a message and nothing else that has no default, but {name} takes {signature}"
+            f"handler must take a message and no other argument without a default, but {name} takes {signature}"
         ) from None
 
 
@@ -500,7 +500,7 @@ async def _publish_deduplicated(client: Client, topic: str, record: NewRecord, p
     """Publish a message unless its id was published recently; the receipt is that of the first."""
     given = next((value for name, value in record.headers if name == MESSAGE_ID and value), None)
     if given is None:
-        raise InvalidRequest("a message is told from others by its id: deduplicate=True needs id=…")
+        raise InvalidRequest("deduplicate=True needs id=…: messages are identified by their id")
     if partition is not None:
         check_integer("partition", partition)
     found = (await client.metadata([topic], create=True)).topics.get(topic)
@@ -516,7 +516,7 @@ async def _publish_deduplicated(client: Client, topic: str, record: NewRecord, p
 async def _delivery(client: Client, receipt: Receipt, subscription: str, wait_s: float) -> MessageDelivery:
     """Return the delivery state of a message; wait at most this long for it to be final."""
     if receipt.offset < 0:
-        raise InvalidRequest("where this message lies is not known, since it was published without acknowledgement")
+        raise InvalidRequest("the position of this message is unknown: it was published without acknowledgement")
     loop = asyncio.get_running_loop()
     deadline = loop.time() + wait_s
     while True:

@@ -175,7 +175,7 @@ def _start(start: Start) -> str:
         return f"{BY_DURATION}PT{int(start.total_seconds())}S"
     if isinstance(start, datetime):
         if start.tzinfo is None:
-            raise InvalidSubscription("start: the time at which a subscription begins needs a time zone")
+            raise InvalidSubscription("start: the start time of a subscription needs a time zone")
         return f"{AT_TIME}{int(start.timestamp() * 1000)}"
     if not isinstance(start, str):
         raise InvalidSubscription(f"start must be a text, a time or a timedelta, not {start!r}")

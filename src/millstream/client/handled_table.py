@@ -8,7 +8,7 @@ handled, which counts until it is forgotten:
        └─────────────────┘
 
 `decide` says what becomes of a row and knows nothing of databases. Many operations are one transaction. Each row is
-written only if it is still as it was read; if another worker was faster, everything is read and decided anew.
+written only if it is still as it was read; if another worker was faster, everything is read and decided again.
 """
 
 from __future__ import annotations

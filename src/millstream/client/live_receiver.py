@@ -1,6 +1,6 @@
 """Receives messages of topics as they are published: nothing is stored, leased or settled.
 
-Each leader is polled separately, so that none waits for another. A slow listener delays nobody; one that falls behind
+Each leader is polled separately, so that none waits for another. A slow listener delays no other; one that falls behind
 the topic's retention continues with the newest messages.
 """
 
@@ -136,7 +136,7 @@ class LiveReceiver:
             if isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             cause = error if isinstance(error, MillstreamError) else ProtocolViolation(f"receiving failed: {error!r}")
-            _logger.error("%s: nothing is received any more: %s", self.subscription, cause)
+            _logger.error("%s: receiving has stopped: %s", self.subscription, cause)
             self.error = cause
             self._wake(len(self._idle))
 

@@ -15,7 +15,7 @@ def milliseconds(seconds: float) -> int:
     """Convert a delay to milliseconds; a negative one is 0."""
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not is_number or not math.isfinite(seconds) or seconds > SECONDS_MAX:
-        raise InvalidRequest(f"{seconds!r} is no number of seconds up to ten years")
+        raise InvalidRequest(f"{seconds!r} is not a number of seconds up to ten years")
     return max(0, int(seconds * 1000))
 
 

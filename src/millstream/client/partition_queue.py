@@ -300,5 +300,5 @@ def _unsure(error: MillstreamError) -> MillstreamError:
     """Return the error for messages whose outcome is unknown."""
     copy = error.__class__.__new__(error.__class__)
     copy.__dict__.update(error.__dict__)
-    copy.args = (f"{error}; whether this was stored before is not known",)
+    copy.args = (f"{error}; whether it was stored is unknown",)
     return copy

@@ -387,7 +387,7 @@ class Publisher:
     def _freed(self, size: int) -> None:
         self._buffered -= size
         if self._waiting_for_room and (self._buffered < self._buffer_bytes or self._closed):
-            # All may look again; those who find it full anew wait anew, in the same order.
+            # All may check again; those that find it full wait again, in the same order.
             waiting, self._waiting_for_room = self._waiting_for_room, deque()
             for waiter in waiting:
                 if not waiter.done():
@@ -473,7 +473,7 @@ class Publisher:
             _logger.warning("topics could not be looked up again", exc_info=error)
 
     async def _look_for_more(self, topics: Sequence[str]) -> None:
-        # If nobody can be asked, whoever publishes meets the same trouble and deals with it.
+        # If no broker answers, the next publish meets the same error and handles it.
         with suppress(MillstreamError):
             found = await self._client.metadata(topics)
             for name, topic in found.topics.items():

@@ -1,7 +1,7 @@
 """A file of receipts: what was acknowledged to this program, kept to be held against the log later.
 
 Every line is JSON: the id of a message, where it lies, and a digest of its value. A publisher that keeps such a book
-can show, without trusting the broker, that everything it was told is stored is there, once and unchanged:
+can show, without trusting the broker, that everything that was acknowledged is stored, once and unchanged:
 
     async with millstream.connect("localhost:9092", receipts="receipts.jsonl") as ms:
         await ms.publish("orders", {"order_id": 1})
@@ -11,7 +11,7 @@ can show, without trusting the broker, that everything it was told is stored is 
 A line is written when the acknowledgement has come and before the publisher hears of it. A crash of the program may
 leave a line torn: of that message the publisher has not heard, and it is left out when the book is read. What the
 machine had not written when its power failed may be missing. The book grows until it is moved away: it is the
-publisher's own, and opened anew each time.
+publisher's own, and opened again each time.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def read_book(path: str | Path) -> Iterator[Kept]:
             try:
                 yield decoder.decode(line)
             except msgspec.MsgspecError as error:
-                _logger.warning("line %d of %s is no receipt and is left out: %s", number, path, error)
+                _logger.warning("line %d of %s is not a receipt and is skipped: %s", number, path, error)
 
 
 async def check_receipts(brokers: str, path: str | Path) -> list[Finding]:
@@ -148,7 +148,7 @@ async def _check_partition(client: Client, topic: str, partition: int, expected:
         except OffsetOutOfRange:
             start, end = await _bounds(client, topic, partition)
             gone = [offset for offset in left if not start <= offset < end]
-            reason = "retention has deleted it, or the topic was made anew"
+            reason = "retention has deleted it, or the topic was recreated"
             findings += [Finding(left.pop(offset), reason) for offset in gone]
             continue
         found: dict[int, Record] = {record.offset: record for record in decode_records(bytes(answer.records))}

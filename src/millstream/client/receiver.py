@@ -157,7 +157,7 @@ class Polls:
                 leased = await self._ask(node, wanted)
                 backoff.reset()
             except RETRIED as error:
-                _logger.debug("node %s gives nothing of %r for now: %s", node, self._subscription, error)
+                _logger.debug("node %s cannot deliver messages of %r now: %s", node, self._subscription, error)
             finally:
                 self.asked -= wanted
                 del self._sent[node]
@@ -536,7 +536,7 @@ class Receiver:
     # -- receiving ------------------------------------------------------------------------------------------
 
     def _failed(self, error: MillstreamError) -> None:
-        _logger.error("subscription %r delivers nothing any more: %s", self.subscription, error)
+        _logger.error("subscription %r has stopped delivering: %s", self.subscription, error)
         self.error = error
         self._wake(len(self._idle))
 

@@ -318,7 +318,7 @@ class SettleLane:
         if answer.error:
             raise error_from_code(answer.error, answer.message)
         if [len(outcomes) for outcomes in answer.results] != [len(ranges) for ranges in places.values()]:
-            raise ProtocolViolation("the broker does not answer for each of the messages that were settled")
+            raise ProtocolViolation("the broker's response does not cover every settled message")
         return answer.results
 
     def _fail(self, places: dict[tuple[str, int], list[_Run]], error: BaseException) -> None:
@@ -398,19 +398,19 @@ def _runs(settlement: Settlement) -> Iterator[_Run]:
 
 
 def _closed_error() -> MillstreamError:
-    return RequestTimedOut("closed before the broker answered; whether the message is settled is not known")
+    return RequestTimedOut("closed before the broker answered; whether the message is settled is unknown")
 
 
 def _unknown_outcome(settlement: Settlement, doubt: str) -> InvalidRecordState:
     place = f"{settlement.lease.topic}-{settlement.lease.partition} at {settlement.offsets[0]}"
-    return InvalidRecordState(f"{place} is not held, nor known to be accepted: {doubt}")
+    return InvalidRecordState(f"{place} is not leased, nor known to be accepted: {doubt}")
 
 
 def _read(body: memoryview) -> SettleAnswer:
     try:
         return msgspec.msgpack.decode(body, type=SettleAnswer)
     except msgspec.MsgspecError as error:
-        raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+        raise ProtocolViolation(f"the broker's response cannot be decoded: {error}") from error
 
 
 class Settler:
@@ -520,7 +520,7 @@ class Settler:
     def _on_settled(self, settlement: Settlement, error: MillstreamError | None) -> None:
         is_refused = isinstance(error, InvalidRecordState)
         if is_refused and settlement.is_retry and settlement.has_waiter and settlement.verb == Verb.ACCEPT:
-            # The answer to the first request may have been lost: then nobody holds the message since it is accepted.
+            # The first response may have been lost: then the message is not leased because it is accepted.
             self._verify_later(settlement)
             return
         self._open.discard(settlement)
@@ -551,7 +551,7 @@ class Settler:
     def _log_unsettled(self) -> None:
         unsettled, self._unsettled = self._unsettled, {}
         for place, (count, first, error) in unsettled.items():
-            _logger.warning("messages of %s, %d from %d on, may not be settled: %s", place, count, first, error)
+            _logger.warning("%d messages of %s from offset %d may not be settled: %s", count, place, first, error)
 
     # -- when leaders move ----------------------------------------------------------------------------------
 
@@ -575,7 +575,7 @@ class Settler:
         self._mover = None
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            _logger.error("the leaders of %r cannot be found", self._subscription, exc_info=error)
+            _logger.error("the leaders of %r could not be found", self._subscription, exc_info=error)
         if self._moving and (task.cancelled() or error is not None):
             moving, self._moving = self._moving, []
             for settlement in moving:

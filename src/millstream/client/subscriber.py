@@ -112,7 +112,7 @@ class Breaker:
             self.is_open = True
             self._throttle(0)
             _logger.warning(
-                "the handler of %r fails for every message, %d in a row: messages that wait go back, and one is tried "
+                "the handler of %r fails for every message, %d in a row: waiting messages are returned; one is tried "
                 "after %g s, then after longer pauses",
                 self._name,
                 self.failures,

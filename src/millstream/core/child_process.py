@@ -62,7 +62,7 @@ class SupervisedChild(ABC):
             if asyncio.get_running_loop().time() - started > SETTLED_S:
                 backoff.reset()
             self.restarts += 1
-            _logger.warning("%s ended; starting it again", self.name, extra={"code": code, "in_s": backoff.next_s})
+            _logger.warning("%s exited; restarting it", self.name, extra={"code": code, "in_s": backoff.next_s})
             await backoff.pause_unless(self._stopping)
 
     async def spawned(self) -> None:
@@ -79,7 +79,7 @@ class SupervisedChild(ABC):
         try:
             await asyncio.wait_for(process.wait(), self.stop_s)
         except TimeoutError:
-            _logger.warning("%s did not stop in time and is killed", self.name, extra={"pid": process.pid})
+            _logger.warning("%s did not stop in time and was killed", self.name, extra={"pid": process.pid})
             self._kill(process)
             await process.wait()
 

@@ -433,7 +433,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
         elif _is_unknown(variable):
             name = variable.removeprefix(ENVIRONMENT_PREFIX).lower().replace("_", "-")
             meant = suggestion(name, Config.declared())
-            raise InvalidSetting(f"the environment has {variable}, which is no setting of a node{meant}")
+            raise InvalidSetting(f"the environment has {variable}, which is not a setting of a node{meant}")
     return values
 
 

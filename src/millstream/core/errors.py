@@ -88,7 +88,7 @@ MillstreamError
 ├── StoreUnavailable               the coordination store gave no answer; whether it did the change is not known
 │   ├── StoreRefused               it answered that it did not do it
 │   │   └── StoreDenied            the login that it was given is wrong, or may not do this
-│   └── WatchLost                  it cannot tell what changed since then; read everything anew
+│   └── WatchLost                  it no longer has the changes since then; read everything again
 ├── ClusterForgotten               the coordination store knows nothing of a node that the cluster had let in
 ├── CatalogUnavailable             the catalog gives no answer; data flows, declarations wait
 │   └── CatalogDenied              it refuses the login or has no such database, which waiting does not change
@@ -552,8 +552,8 @@ class LostData(MillstreamError):
         listed = ", ".join(f"{topic}-{number}: offsets {first} to {end - 1}" for topic, number, first, end in lost[:10])
         more = f" and {len(lost) - 10} more partitions" if len(lost) > 10 else ""
         super().__init__(
-            f"data is lost for this reader: {listed}{more}; retention has deleted them, or the topic was made anew. "
-            f"To go on without them, {self.REMEDY}"
+            f"data is lost for this reader: {listed}{more}; retention has deleted them, or the topic was recreated. "
+            f"To continue without them, {self.REMEDY}"
         )
         self.lost = list(lost)
 
@@ -563,7 +563,7 @@ class UnreadableData(MillstreamError):
 
     def __init__(self, topic: str, partition: int, start: int, end: int, reason: str) -> None:
         self.finding = f"{topic}-{partition}: offsets {start} to {end - 1} cannot be read: {reason}"
-        super().__init__(f"{self.finding}. To go on without them, set failOnUnreadable to false")
+        super().__init__(f"{self.finding}. To continue without them, set failOnUnreadable to false")
 
 
 class PublishFailed(MillstreamError):

@@ -47,6 +47,6 @@ class Marker:
         if self.coordinator_epoch < held <= latest:
             raise TransactionCoordinatorFenced(
                 f"a coordinator of epoch {held} has ended a transaction of producer {self.producer_id} here, the one "
-                f"of epoch {self.coordinator_epoch} is no longer in charge"
+                f"of epoch {self.coordinator_epoch} is fenced"
             )
         return self

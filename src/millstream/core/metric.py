@@ -1,4 +1,4 @@
-"""What a part of the broker tells about itself: plain numbers, read when somebody asks.
+"""Metrics of the parts of the broker: plain numbers, read on request.
 
 A part keeps plain ints (and a `Histogram` where a distribution matters) and hands them out with
 

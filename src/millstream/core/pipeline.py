@@ -446,7 +446,7 @@ def kind_of(text: str) -> PipelineKind:
     except ValueError:
         kinds = ", ".join(PipelineKind)
         meant = suggestion(text, [kind.value for kind in PipelineKind])
-        raise InvalidPipeline(f"{text!r} is no kind of pipeline; known are: {kinds}{meant}") from None
+        raise InvalidPipeline(f"{text!r} is not a kind of pipeline; the kinds are: {kinds}{meant}") from None
 
 
 def check_pipeline(name: str, kind: PipelineKind, overrides: Mapping[str, str]) -> PipelineSettings:

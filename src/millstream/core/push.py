@@ -58,11 +58,11 @@ def check_url(url: str) -> None:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise InvalidSetting(f"{URL} is no URL: {error}") from None
+        raise InvalidSetting(f"{URL} is not a URL: {error}") from None
     if parts.scheme not in ("http", "https") or not host:
         raise InvalidSetting(f"{URL} is an address as in https://example.com/hook, not {url!r}")
     if port == 0:
-        raise InvalidSetting(f"{URL} names port 0, where nobody listens")
+        raise InvalidSetting(f"{URL} names port 0, which nothing can listen on")
     if "@" in parts.netloc:
         raise InvalidSetting(f"{URL} holds a name or a password; give them as a header, which is not shown")
     if parts.fragment:

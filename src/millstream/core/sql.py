@@ -152,7 +152,9 @@ def _check_single(tokens: Sequence[Token], text: str) -> int:
         if token.marks(";"):
             ends_at = min(ends_at, token.start)
         elif ends_at < len(text):
-            raise setting_error_at(ABOUT, text, token.start, token.end, "a second statement begins here; give one only")
+            raise setting_error_at(
+                ABOUT, text, token.start, token.end, "a second statement starts here; only one is allowed"
+            )
     return ends_at
 
 

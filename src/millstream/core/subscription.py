@@ -401,7 +401,7 @@ def check_subscription(name: str, topics: Iterable[str], overrides: Mapping[str,
 def check_subscription_name(name: str) -> None:
     """Raise `InvalidSubscription` for a name that a group cannot have."""
     if not name or name != name.strip():
-        raise InvalidSubscription("a subscription needs a name that neither begins nor ends with a space")
+        raise InvalidSubscription("a subscription needs a name that neither starts nor ends with a space")
     if len(name) > NAME_LENGTH_MAX:
         raise InvalidSubscription(
             f"the name of a subscription has at most {NAME_LENGTH_MAX} characters, this one has {len(name)}"
@@ -452,7 +452,7 @@ def _duration_ms(text: str) -> int:
     found = _DURATION.match(text)
     parts = {} if found is None else {name: float(value) for name, value in found.groupdict().items() if value}
     if not parts:
-        raise InvalidSetting(f"{START}: {text!r} is no duration; write it as in P7D or PT1H30M")
+        raise InvalidSetting(f"{START}: {text!r} is not a duration; write it like P7D or PT1H30M")
     try:
         return int(timedelta(**parts) / timedelta(milliseconds=1))
     except OverflowError:

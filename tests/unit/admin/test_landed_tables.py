@@ -54,7 +54,7 @@ async def test_what_is_in_the_way_is_said(asked: list[int | None]) -> None:
     client: Any = None
     assert await tables_of(client, told(topics="a", node=3)) == (
         [],
-        ["Where its tables are cannot be told now: node 3 cannot be reached"],
+        ["The locations of its tables are not known now: node 3 cannot be reached"],
     )
     (note,) = (await tables_of(client, told(topics="a", every="soon"))).notes
-    assert note.startswith("Where its tables are cannot be told now: unknown setting 'every'")
+    assert note.startswith("The locations of its tables are not known now: unknown setting 'every'")

@@ -119,7 +119,7 @@ def test_an_unforeseen_error_is_no_traceback_unless_wanted(monkeypatch: pytest.M
     monkeypatch.setattr(topic, "ask", broken)
     told = call_command(["topic", "list"])
     assert told.code == 1
-    assert told.err.startswith("millstream: ZeroDivisionError: by accident (this is a bug in millstream;")
+    assert told.err.startswith("millstream: ZeroDivisionError: by accident (this is a bug in Millstream;")
     assert told.err.count("\n") == 1
     monkeypatch.setenv("MILLSTREAM_TRACEBACK", "1")
     assert "Traceback (most recent call last)" in call_command(["topic", "list"]).err

@@ -25,7 +25,7 @@ def since(seconds: float) -> int:
 @pytest.mark.parametrize(
     ("pipeline", "message"),
     [
-        (told("parked", parked="no column 'totl'\n  here"), "is parked and not run any more: no column 'totl'"),
+        (told("parked", parked="no column 'totl'\n  here"), "is parked and no longer runs: no column 'totl'"),
         (told("waiting", last_error="pip install it"), "1 pipeline (one-waiting) waits: pip install it"),
         ({**told("waiting"), "report": None}, "1 pipeline (one-waiting) waits: no node runs pipelines"),
         (told("retrying", last_error="refused", failing_ms=since(FAILING_S_MAX + 1)), "minutes: refused"),

@@ -97,7 +97,7 @@ async def test_the_log_is_told_once_of_all_that_an_answer_refuses(caplog: pytest
     await asyncio.sleep(0)
     assert len(on_lost) == 200
     (line,) = caplog.messages
-    assert line == "messages of orders-0, 200 from 0 on, may not be settled: not held"
+    assert line == "200 messages of orders-0 from offset 0 may not be settled: not held"
 
 
 async def test_all_parts_are_told_before_the_answer_comes() -> None:
@@ -156,7 +156,7 @@ async def test_who_waits_is_told_when_everything_is_closed() -> None:
     settling.enqueue(second)
     await settling.close()
     for answer in (sent, waiting):
-        with pytest.raises(RequestTimedOut, match="not known"):
+        with pytest.raises(RequestTimedOut, match="is unknown"):
             await answer
 
 
@@ -168,7 +168,7 @@ async def test_who_waits_for_a_leader_is_told_when_everything_is_closed() -> Non
         while not settling._moving:
             await asyncio.sleep(0)
     await settling.close()
-    with pytest.raises(RequestTimedOut, match="not known"):
+    with pytest.raises(RequestTimedOut, match="is unknown"):
         await answer
 
 
@@ -185,7 +185,7 @@ async def test_an_accept_that_came_too_late_is_an_error() -> None:
     settlement, answer = order_of([4, 5, 6])
     settling.enqueue(settlement)
     async with asyncio.timeout(HANG_S):
-        with pytest.raises(InvalidRecordState, match="orders-0 at 5 is not held, nor known to be accepted: leased"):
+        with pytest.raises(InvalidRecordState, match="orders-0 at 5 is not leased, nor known to be accepted: leased"):
             await answer
 
 

@@ -238,7 +238,7 @@ async def test_a_queue_that_is_given_up_says_what_is_in_doubt_and_takes_nothing_
     sent, waiting = add(queue), add(queue)
     batch = queue_take(queue)
     queue.fail_all(RequestRefused("not allowed", code=29))
-    with pytest.raises(RequestRefused, match=r"^not allowed; whether this was stored before is not known$") as told:
+    with pytest.raises(RequestRefused, match=r"^not allowed; whether it was stored is unknown$") as told:
         await sent
     assert told.value.code == 29
     with pytest.raises(RequestRefused, match=r"^not allowed$"):

@@ -41,7 +41,7 @@ async def test_a_child_that_keeps_dying_is_started_again_and_again(
     await running
     assert gateway.pid is None
     assert listening.fileno() == -1
-    assert "the HTTP gateway ended; starting it again" in caplog.text
+    assert "the HTTP gateway exited; restarting it" in caplog.text
 
 
 async def test_a_child_that_does_not_stop_is_killed(listening: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:

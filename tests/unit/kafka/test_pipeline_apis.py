@@ -324,7 +324,7 @@ async def test_what_cannot_be_is_refused_in_a_sentence(client: PipelineClient) -
     await client.create("land-orders", "land", ORDERS)
     with pytest.raises(PipelineExists, match="exists already"):
         await client.create("land-orders", "land", ORDERS)
-    with pytest.raises(InvalidRequest, match="known are: land, transform, route"):
+    with pytest.raises(InvalidRequest, match="the kinds are: land, transform, route"):
         await client.create("other", "wash", {})
     with pytest.raises(InvalidSetting, match="unknown setting"):
         await client.alter("land-orders", {"topic": "x"})

@@ -14,7 +14,7 @@ def test_the_environment_sets_and_what_it_misspells_is_refused() -> None:
     assert Config.load(environment={"MILLSTREAM_NODE_ID": "4", "PATH": "/bin"}).node_id == 4
     with pytest.raises(InvalidSetting, match=r"MILLSTREAM_DEFAULT_FLUHS, .*; did you mean 'default-flush'"):
         Config.load(environment={"MILLSTREAM_DEFAULT_FLUHS": "os"})
-    with pytest.raises(InvalidSetting, match=r"MILLSTREAM_XYZZY, which is no setting of a node$"):
+    with pytest.raises(InvalidSetting, match=r"MILLSTREAM_XYZZY, which is not a setting of a node$"):
         Config.load(environment={"MILLSTREAM_XYZZY": "1"})
 
 

@@ -24,7 +24,7 @@ RULE = Rule(name="large", topic="orders", targets=("large-orders",))
 
 def test_kinds_have_names() -> None:
     assert kind_of("land") is PipelineKind.LAND
-    with pytest.raises(InvalidPipeline, match="known are: land, transform, route"):
+    with pytest.raises(InvalidPipeline, match="the kinds are: land, transform, route"):
         kind_of("wash")
     with pytest.raises(InvalidPipeline, match="did you mean 'land'"):
         kind_of("lnad")

@@ -106,7 +106,7 @@ def test_a_start_names_a_place_or_a_time() -> None:
         ("x", ["a"], {LEASE: "0"}, InvalidSetting, "at least"),
         ("x", ["a"], {"millstream.filtre": "a"}, InvalidSetting, "millstream.filter"),
         ("x", ["a"], {START: "yesterday"}, InvalidSetting, "earliest"),
-        ("x", ["a"], {START: "by_duration:P"}, InvalidSetting, "no duration"),
+        ("x", ["a"], {START: "by_duration:P"}, InvalidSetting, "not a duration"),
         ("x", ["a"], {START: "by_duration:P999999999DT999999999H"}, InvalidSetting, "too long"),
         ("x", ["a"], {START: "at:-1"}, InvalidSetting, "milliseconds"),
         ("x", ["a"], {BACKOFF_MIN: "5", BACKOFF_MAX: "4"}, InvalidSetting, "larger"),

@@ -63,14 +63,14 @@ def test_a_setting_that_only_kafka_has_is_told_apart_from_an_unknown_one(name: s
 @pytest.mark.parametrize("name", ["preallocate", "remote.storage.enable"])
 def test_what_cannot_be_switched_on_takes_the_value_it_has(name: str) -> None:
     assert TopicSettings.from_strings({name: "false"}) == TopicSettings()
-    with pytest.raises(InvalidSetting, match=f"{name} is always false, not True; Kept for Kafka tools"):
+    with pytest.raises(InvalidSetting, match=f"{name} is always false, not True; Accepted for Kafka tools"):
         TopicSettings.from_strings({name: "true"})
 
 
 @pytest.mark.parametrize("name", ["segment.index.bytes", "segment.jitter.ms", "file.delete.delay.ms"])
 def test_what_has_no_effect_is_kept_and_says_so(name: str) -> None:
     assert TopicSettings.from_strings({name: "5000"}).as_strings()[name] == "5000"
-    assert TopicSettings.declared()[name].description.startswith("Has no effect")
+    assert TopicSettings.declared()[name].description.startswith("No effect")
 
 
 def test_a_topic_that_syncs_by_messages_is_synced_always() -> None:

@@ -136,7 +136,7 @@ async def find_message(
             return StoredMessage(record, header)
     if offset >= answer.high_watermark:
         raise NotFound(_nothing(where, offset, answer.log_start, answer.high_watermark))
-    raise NotFound(f"there is no message at {where}@{offset} any more: compaction has taken it away")
+    raise NotFound(f"there is no message at {where}@{offset} any more: compaction has removed it")
 
 
 def _nothing(where: str, offset: int, start: int, end: int) -> str:

@@ -86,5 +86,5 @@ async def timeout_with_reasons(client: Client, attempted: str) -> RequestTimedOu
     """Build an error that says what could not be done, with the reasons that the node reports."""
     status = await node_status(client)
     reasons = [] if status is None else [*status.get("reasons", ()), *status.get("warnings", ())]
-    reason = "; ".join(reasons) or "the cluster has not agreed on it in time"
-    return RequestTimedOut(f"{attempted}: {reason}; try again, and millstream cluster status shows how the cluster is")
+    reason = "; ".join(reasons) or "the cluster did not complete it in time"
+    return RequestTimedOut(f"{attempted}: {reason}; try again, and check the cluster with millstream cluster status")

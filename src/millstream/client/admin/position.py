@@ -64,4 +64,4 @@ def parse_position(text: str, *, now_ms: int | None = None) -> Position:
     try:
         return Position(Kind.TIME, max(0, int(datetime.fromisoformat(text).astimezone().timestamp() * 1000)))
     except (ValueError, OverflowError):
-        raise InvalidRequest(f"{text!r} is no position; give {HELP}") from None
+        raise InvalidRequest(f"{text!r} is not a position; give {HELP}") from None

@@ -42,7 +42,7 @@ def start_of(text: str) -> str:
         return text
     place = place_of(text)
     if place.startswith("offset:"):
-        raise InvalidRequest("a subscription begins at start, end or a time; seek to an offset afterwards")
+        raise InvalidRequest("a subscription starts at start, end or a time; seek to an offset afterwards")
     return place
 
 

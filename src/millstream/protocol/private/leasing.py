@@ -84,7 +84,7 @@ class _Asking:
         try:
             return Leased(_decoder.decode(frame[response_body_at(RECEIVE_KEY, 0, frame) :]), sent_at)
         except msgspec.MsgspecError as error:
-            raise ProtocolViolation(f"the broker's answer cannot be read: {error}") from error
+            raise ProtocolViolation(f"the broker's response cannot be decoded: {error}") from error
 
     def withdraw(self) -> None:
         """Make the broker stop waiting; a response that it has sent still arrives."""
@@ -171,4 +171,4 @@ async def _return(pool: Pool, request: Receive, partitions: list[PartitionMessag
     try:
         await (await pool.shared()).exchange(SETTLE_KEY, 0, [body], timeout_s=RETURN_S)
     except MillstreamError as error:
-        _logger.debug("leases of %r run out by themselves: %s", request.subscription, error)
+        _logger.debug("leases of %r expire: %s", request.subscription, error)

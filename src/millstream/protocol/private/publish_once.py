@@ -2,9 +2,9 @@
 
     placed = await publish_once(client, "orders", partition, [NewRecord(key, value, (("message-id", b"o-17"),))])
 
-A message whose id the partition was given within the window is not stored again: what comes back is where it stands.
-So whoever does not know whether a message was published publishes it again, through any node. An id is looked for in
-one partition, so a message has to go to the same one each time: `partition_of` chooses it by the key, else by the id.
+A message whose id the partition has seen within the window is not stored again: the response says where it is stored.
+So a caller that does not know whether a message was published publishes it again, through any node. An id is looked up
+in one partition, so a message must go to the same one each time: `partition_of` selects it by key, otherwise by id.
 """
 
 from __future__ import annotations

@@ -311,7 +311,7 @@ def _walk_lz4(view: memoryview) -> Iterator[int]:
         flags, descriptor = view[position + 4], view[position + 5]
         block_bytes_max = _LZ4_BLOCK_BYTES.get(descriptor >> 4 & 7)
         if magic != _LZ4_MAGIC or block_bytes_max is None:
-            raise CorruptBatch("records are no lz4 frame")
+            raise CorruptBatch("the records are not an lz4 frame")
         checksum_bytes = 4 if flags & 0x10 else 0
         position += 7 + (8 if flags & 0x08 else 0) + (4 if flags & 0x01 else 0)
         while True:
@@ -331,7 +331,7 @@ def _walk_zstd(view: memoryview) -> Iterator[int]:
     while position < len(view):
         (magic,) = _UINT32.unpack_from(view, position)
         if magic != _ZSTD_MAGIC:
-            raise CorruptBatch("records are no zstd frame")
+            raise CorruptBatch("the records are not a zstd frame")
         flags = view[position + 4]
         descriptor_bytes, block_bytes_max = _zstd_descriptor(view, position + 5, flags)
         position += 5 + descriptor_bytes

@@ -1,7 +1,7 @@
 """The tables that kernels fill and read.
 
 They are structured types, so their layout is part of a kernel's signature: change it, and the kernels are compiled
-anew. (The cache of numba looks at nothing but the signature and the one file that holds the kernel; hence a kernel
+again. (The cache of numba looks at nothing but the signature and the one file that holds the kernel; hence a kernel
 also imports no function and no constant from another file.)
 """
 

@@ -1,7 +1,7 @@
-"""Records of a batch as the bytes they are: found, looked at by key, and kept or left out without being decoded.
+"""Rewrites batches without decoding their records, for compaction.
 
-What compaction needs. A record that stays is copied, so that nothing of it changes: headers that are not UTF-8 and
-numbers that somebody wrote longer than need be included. In plain Python, importing neither numpy nor numba.
+A record that is kept is copied unchanged, including headers that are not UTF-8 and numbers written longer than
+necessary. In plain Python, importing neither numpy nor numba.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RawRecord(NamedTuple):
 
 
 def raw_records(section: bytes, header: BatchHeader) -> Iterator[RawRecord]:
-    """Yield every record; raise `CorruptBatch` where the section is no sequence of records."""
+    """Yield every record; raise `CorruptBatch` if the section is not a sequence of records."""
     start, base = 0, header.base_offset
     for offset, delta_ms, key_at, key_end, value_at, _, end in walk_records(section, header):
         yield RawRecord(
@@ -49,10 +49,10 @@ def raw_records(section: bytes, header: BatchHeader) -> Iterator[RawRecord]:
 def rebuild_batch(
     header: BatchHeader, section: bytes, kept: Sequence[RawRecord], *, delete_horizon_ms: int | None = None
 ) -> bytearray:
-    """A batch like the one given, with some of its records: same offsets, producer, epoch, codec and timestamps.
+    """Return the batch with some of its records: same offsets, producer, epoch, codec and timestamps.
 
-    With a delete horizon, the batch says from when on its deletions may go. It takes the place of the base
-    timestamp, as in Kafka, and the records' deltas count from it.
+    With a delete horizon, the batch says from when on its tombstones may be removed. It replaces the base timestamp, as
+    in Kafka, and the records' deltas count from it.
     """
     base_timestamp_ms, attributes = header.base_timestamp_ms, header.attributes
     if delete_horizon_ms is not None:
@@ -82,7 +82,7 @@ def rebuild_batch(
 
 
 def can_shift(header: BatchHeader, kept: Sequence[RawRecord], delete_horizon_ms: int) -> bool:
-    """Whether the timestamps of the records can be told from a delete horizon on."""
+    """Return whether the records' timestamps can be expressed relative to a delete horizon."""
     shift = header.base_timestamp_ms - delete_horizon_ms
     return all(_INT64_MIN <= record.timestamp_delta_ms + shift <= _INT64_MAX for record in kept)
 
@@ -97,7 +97,7 @@ def empty_batch(
     base_sequence: int = -1,
     append_time_ms: int | None = None,
 ) -> bytearray:
-    """A batch without records: it stands for offsets that are gone, and for what its producer wrote last."""
+    """Return a batch without records, which stands for removed offsets and for its producer's last state."""
     batch = bytearray(HEADER_BYTES)
     seal_batch(
         batch,
@@ -121,7 +121,7 @@ def _placed(batch: bytearray, base_offset: int, leader_epoch: int) -> bytearray:
 
 
 def _shifted(section: bytes, record: RawRecord, shift: int) -> bytes:
-    """The bytes of a record whose timestamp counts from another moment."""
+    """Return the bytes of a record with its timestamp delta shifted."""
     _, body_at = read_varint(section, record.start)
     _, offset_at = read_varint(section, body_at + 1, bits=64)
     body = section[body_at : body_at + 1] + encode_varint(record.timestamp_delta_ms + shift)

@@ -278,7 +278,7 @@ def _not_kafka(head: bytes) -> str:
         return "an HTTP server answers there; give the Kafka address, which is another port than that of HTTP"
     if head[:2] in _TLS_HEADS:
         return "a TLS server answers there; give the address of a Kafka port without TLS"
-    return f"what answers there is no Kafka broker: its answer begins with {head!r}"
+    return f"the server there is not a Kafka broker: its answer starts with {head!r}"
 
 
 def _reason(error: OSError) -> str:

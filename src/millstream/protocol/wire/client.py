@@ -505,7 +505,7 @@ class Client:
                     raise
                 if not is_silent and not backoff.failures:
                     _logger.warning(
-                        "nobody answers at %s yet; trying for %.3g s more", _places(self._bootstrap), left_s
+                        "no broker answers at %s yet; trying for %.3g s more", _places(self._bootstrap), left_s
                     )
             # A silent broker has been waited for already.
             delay_s = backoff.take_s()
@@ -570,7 +570,7 @@ class Client:
                 return await attempt()
             except _AnswerLost as error:
                 if not lost_is_transient or loop.time() + backoff.next_s > deadline:
-                    raise RequestTimedOut(f"{error} Whether the records were stored is not known.") from error
+                    raise RequestTimedOut(f"{error} Whether the records were stored is unknown.") from error
             except TRANSIENT:
                 if loop.time() + backoff.next_s > deadline:
                     raise
